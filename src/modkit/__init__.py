@@ -1,0 +1,1 @@
+"""modkit: a thin, typed facade over PyTorch."""

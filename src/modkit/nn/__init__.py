@@ -1,0 +1,3 @@
+"""Drop-in for ``torch.nn``."""
+
+from modkit.nn.module import Module as Module

@@ -1,0 +1,45 @@
+"""The two implementations as one fixture, and the differences table as strict xfails."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.divergences import DIVERGENCES
+from tests.helpers import MODKIT, TORCH, Implementation, seed_everything
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(params=[TORCH, MODKIT], ids=str)
+def impl(request: pytest.FixtureRequest) -> Implementation:
+    """The implementation under test: every test that takes it runs on torch and on modkit."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """Start every test from the same random state."""
+    seed_everything()
+    yield
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the rows of the differences table; a row that matches no test is an error."""
+    matched = set()
+    for item in items:
+        key = item.nodeid.split("[", 1)[0]
+        row = DIVERGENCES.get(key)
+        if row is None:
+            continue
+        matched.add(key)
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if str(parameters.get("impl")) == row.fails_on:
+            item.add_marker(pytest.mark.xfail(reason=f"{row.reason} ({row.upstream})", strict=True))
+    whole_run = config.args == config.getini("testpaths") and not config.option.keyword
+    unmatched = set(DIVERGENCES) - matched
+    if whole_run and unmatched and not config.option.markexpr:
+        raise pytest.UsageError(f"rows of tests/divergences.py without a test: {sorted(unmatched)}")

@@ -1,0 +1,120 @@
+"""Comparing what two implementations do: outcomes, frozen to something comparable."""
+
+from __future__ import annotations
+
+import collections
+import collections.abc
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import random
+import torch
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One of the two libraries under test; attribute access finds names where users import them.
+
+    ``impl.nn`` is ``torch.nn`` or ``modkit.nn``; ``impl.swa_utils`` likewise; any other name is
+    looked up in ``nn``, then in ``nn.modules.module``, then in ``swa_utils``.
+    """
+
+    name: Literal["torch", "modkit"]
+
+    @property
+    def nn(self) -> ModuleType:
+        """The ``nn`` namespace."""
+        return importlib.import_module(f"{self.name}.nn")
+
+    @property
+    def swa_utils(self) -> ModuleType:
+        """The ``optim.swa_utils`` namespace."""
+        return importlib.import_module(f"{self.name}.optim.swa_utils")
+
+    def submodule(self, dotted: str) -> ModuleType:
+        """Import ``<implementation>.<dotted>``, for example ``nn.utils.parametrize``."""
+        return importlib.import_module(f"{self.name}.{dotted}")
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        if hasattr(self.nn, attribute):
+            return getattr(self.nn, attribute)
+        hooks = self.submodule("nn.modules.module")
+        if hasattr(hooks, attribute):
+            return getattr(hooks, attribute)
+        return getattr(self.swa_utils, attribute)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+TORCH = Implementation("torch")
+MODKIT = Implementation("modkit")
+
+
+def seed_everything(seed: int = 0) -> None:
+    """Reset the random state of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - torch's own helpers draw from the legacy state
+    torch.manual_seed(seed)
+
+
+def freeze(value: Any) -> Any:
+    """Turn a value into plain data that compares bit by bit.
+
+    Tensors become (kind, dtype, device, shape, stride-free bytes, requires_grad); modules become
+    their repr and their frozen state; containers are frozen recursively.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            data: Any = "meta"
+        elif value.is_sparse:
+            data = freeze(value.to_dense())
+        elif value.is_quantized:
+            data = freeze(value.dequantize())
+        else:
+            plain = value.detach().cpu().contiguous().reshape(-1)
+            data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        kind = "Parameter" if isinstance(value, torch.nn.Parameter) else "Tensor"
+        return (kind, str(value.dtype), str(value.device), tuple(value.shape), data, value.requires_grad)
+    if isinstance(value, torch.nn.Module):
+        return ("Module", type(value).__name__, repr(value), freeze(dict(value.state_dict())))
+    if isinstance(value, collections.abc.Mapping):
+        return (type(value).__name__, [(freeze(k), freeze(v)) for k, v in value.items()])
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, [freeze(item) for item in value])
+    if isinstance(value, (set, frozenset)):
+        return (type(value).__name__, sorted(repr(freeze(item)) for item in value))
+    if isinstance(value, type):
+        return ("type", value.__qualname__)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return ("callable", value.__qualname__)
+    if type(value).__repr__ is object.__repr__:
+        return ("object", type(value).__qualname__)
+    return (type(value).__name__, repr(value))
+
+
+def outcome(scenario: Callable[[Implementation], Any], impl: Implementation) -> tuple[Any, ...]:
+    """Run the scenario and tell what came of it: the value, or the exception's type and text."""
+    seed_everything()
+    try:
+        value = scenario(impl)
+    except Exception as error:  # noqa: BLE001 - the exception is the result that is compared
+        return ("raised", type(error).__name__, str(error))
+    return ("returned", freeze(value))
+
+
+def same(scenario: Callable[[Implementation], Any]) -> tuple[Any, ...]:
+    """Assert that torch and modkit give the same outcome, and return it."""
+    expected = outcome(scenario, TORCH)
+    actual = outcome(scenario, MODKIT)
+    assert expected == actual
+    return expected
