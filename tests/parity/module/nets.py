@@ -1,0 +1,177 @@
+"""Small modules for the tests of ``Module``, and a record of everything that a module holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests.helpers import TORCH, Implementation, freeze, outcome
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+def empty(impl: Implementation) -> torch.nn.Module:
+    """Build a module without members; its class name is the same in both implementations."""
+
+    class Empty(impl.Module):
+        pass
+
+    return Empty()
+
+
+def leaf(impl: Implementation, value: float = 1.0) -> torch.nn.Module:
+    """Build a module with one member of every kind, ``None`` slots included, but no child."""
+
+    class Leaf(impl.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((2, 3), value))
+            self.register_parameter("bias", None)
+            self.register_buffer("mean", torch.full((3,), value))
+            self.register_buffer("steps", torch.tensor(7))
+            self.register_buffer("scratch", torch.ones(1), persistent=False)
+            self.register_buffer("unset", None)
+            self.flag = 3
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return value * self.weight + self.mean
+
+    return Leaf()
+
+
+def tree(impl: Implementation) -> torch.nn.Module:
+    """Build three levels with a shared child, a ``None`` child and a tied parameter."""
+
+    class Branch(impl.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = leaf(impl, 2.0)
+            self.scale = torch.nn.Parameter(torch.tensor(0.5))
+
+    class Tree(impl.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+            self.left = Branch()
+            self.right = leaf(impl, 3.0)
+            self.again = self.right
+            self.add_module("nothing", None)
+            self.tied = self.left.scale
+            self.label = "tree"
+
+    return Tree()
+
+
+def chain(impl: Implementation, depth: int) -> torch.nn.Module:
+    """Build ``depth`` modules, each the only child of the one before; the last has a parameter."""
+
+    class Link(impl.Module):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return self.next(value) if "next" in self._modules else value + self.weight
+
+    node = Link()
+    node.weight = torch.nn.Parameter(torch.ones(1))
+    for _ in range(depth - 1):
+        parent = Link()
+        parent.next = node
+        node = parent
+    return node
+
+
+def child_leaf(impl: Implementation) -> torch.nn.Module:
+    """Build the smallest module that has a parameter, to be used as a child."""
+
+    class Child(impl.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+    return Child()
+
+
+class TensorLike:
+    """An object that is no tensor, but takes part in torch's function protocol."""
+
+    def detach(self) -> TensorLike:
+        """Stand in for the method that ``state_dict`` calls."""
+        return self
+
+    @classmethod
+    def __torch_function__(cls, *_: object, **__: object) -> object:
+        return NotImplemented
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a module holds, in order; equal only if all objects and tensor values are the same."""
+
+    entries: list[tuple[str, str, object, Any]]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Contents) or len(self.entries) != len(other.entries):
+            return False
+        return all(
+            mine[:2] == theirs[:2] and mine[2] is theirs[2] and mine[3] == theirs[3]
+            for mine, theirs in zip(self.entries, other.entries, strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def contents(module: torch.nn.Module, prefix: str = "") -> Contents:
+    """Record the instance ``__dict__`` and all registries of a module and of its children."""
+    entries: list[tuple[str, str, object, Any]] = []
+    for name, value in vars(module).items():
+        if isinstance(value, set):
+            entries.append((prefix + name, "", None, sorted(value)))
+        elif isinstance(value, dict):
+            entries.append((prefix + name, "", value, None))
+            entries += [(prefix + name, repr(key), value[key], frozen(value[key])) for key in value]
+        else:
+            entries.append((prefix + name, "", value, frozen(value)))
+    for name, child in vars(module).get("_modules", {}).items():
+        if child is not None:
+            entries += contents(child, f"{prefix}{name}.").entries
+    return Contents(entries)
+
+
+def frozen(value: object) -> object:
+    """Freeze a tensor's value; other objects are compared by identity alone."""
+    if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
+        return None
+    return freeze(value)
+
+
+def where(module: torch.nn.Module, name: str) -> list[object]:
+    """Tell in which registries a name stands, what it is there, and the order of all names."""
+    found: list[object] = []
+    for registry in REGISTRIES:
+        members = vars(module)[registry]
+        found.append([*members])
+        if name in members:
+            found.append((registry, freeze(members[name])))
+    if name in vars(module):
+        found.append(("__dict__", freeze(vars(module)[name])))
+    found.append(sorted(module._non_persistent_buffers_set))
+    return found
+
+
+def raises_like_torch(
+    impl: Implementation,
+    build: Callable[[Implementation], Any],
+    attempt: Callable[[Any], object],
+) -> tuple[Contents, Contents]:
+    """Assert torch's exception type and text; return the contents before and after the attempt."""
+    expected = outcome(lambda reference: attempt(build(reference)), TORCH)
+    module = build(impl)
+    before = contents(module)
+    actual = outcome(lambda _: attempt(module), impl)
+    assert expected[0] == "raised"
+    assert actual == expected
+    return before, contents(module)
