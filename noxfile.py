@@ -1,0 +1,147 @@
+# /// script
+# dependencies = ["nox>=2025.2"]
+# ///
+"""What there is to run: `nox -l` lists it, `nox -s NAME` runs one, arguments after `--` are passed on.
+
+All sessions that need torch share one environment, because torch is large. It is filled on demand
+with the pins of constraints.txt and reused. `nox --no-venv -s NAME` uses the current environment.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import nox
+from nox.virtualenv import ALL_VENVS, VirtualEnv
+
+
+ROOT = Path(__file__).parent
+PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+CONSTRAINTS = ROOT / "constraints.txt"
+
+
+def shared_environment(location: str, **options: object) -> VirtualEnv:
+    """Put the environment of a session at one place, whatever the session's name is."""
+    shared = Path(location).with_name("shared")
+    return VirtualEnv(str(shared), venv_backend="virtualenv", **options)  # type: ignore[arg-type]
+
+
+ALL_VENVS["shared"] = shared_environment
+
+nox.needs_version = ">=2025.2"
+nox.options.default_venv_backend = "shared"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests", "lint", "typing"]
+
+# Most tensors of the tests are tiny: starting a second thread costs more than it saves.
+TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+NO_TESTS_COLLECTED = 5
+
+
+def install(session: nox.Session, *groups: str, extras: str = "", project: bool = True) -> None:
+    """Install modkit and the dependency groups, unless this environment has them already."""
+    if session.venv_backend == "none":
+        return
+    wanted = [*nox.project.dependency_groups(PYPROJECT, *groups)]
+    if project:
+        wanted += ["--editable", f".{extras}"]
+    recipe = "\n".join([*wanted, CONSTRAINTS.read_text(), str(PYPROJECT["project"])])
+    stamp = Path(session.virtualenv.location) / f"installed-{'-'.join(groups)}{extras}.txt"
+    if stamp.exists() and stamp.read_text() == recipe:
+        return
+    session.install("--constraint", str(CONSTRAINTS), *wanted)
+    stamp.write_text(recipe)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train a small network on handwritten digits; `-- --backend torch` for the same on torch."""
+    install(session, extras="[demo]")
+    session.run("python", "examples/train_digits.py", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests, and every code block of README, docs and docstrings."""
+    install(session, "test", extras="[demo]")
+    session.run("pytest", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(default=False)
+def coverage(session: nox.Session) -> None:
+    """Run the tests and report the lines and branches of modkit that none of them reaches."""
+    install(session, "test", extras="[demo]")
+    session.run("coverage", "run", "-m", "pytest", *session.posargs, env=TEST_ENVIRONMENT)
+    session.run("coverage", "report")
+
+
+@nox.session(name="property", default=False)
+def property_(session: nox.Session) -> None:
+    """Run the Hypothesis tests: random module trees and operations on torch and modkit."""
+    install(session, "test", extras="[demo]")
+    session.run(
+        "pytest",
+        "-m",
+        "property",
+        *session.posargs,
+        env={**TEST_ENVIRONMENT, "HYPOTHESIS_PROFILE": "ci"},
+        success_codes=[0, NO_TESTS_COLLECTED],
+    )
+
+
+@nox.session(default=False)
+def distributed(session: nox.Session) -> None:
+    """Run the tests that start several processes."""
+    install(session, "test", extras="[demo]")
+    session.run(
+        "pytest",
+        "-m",
+        "distributed",
+        *session.posargs,
+        env=TEST_ENVIRONMENT,
+        success_codes=[0, NO_TESTS_COLLECTED],
+    )
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check format, style, the import contract and pyproject.toml."""
+    install(session, "lint", project=False)
+    session.run("ruff", "format", "--check")
+    session.run("ruff", "check")
+    session.run("lint-imports", env={"PYTHONPATH": "src"})
+    session.run("validate-pyproject", "pyproject.toml")
+
+
+@nox.session
+def typing(session: nox.Session) -> None:
+    """Check the types of everything with mypy, and of src and tests/typing with pyright."""
+    install(session, "test", "typing", extras="[demo]")
+    session.run("mypy")
+    session.run("pyright")
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Print the time of modkit relative to torch; `-- --check` fails where a budget is missed."""
+    install(session)
+    session.run("python", "benchmarks/ratios.py", *session.posargs)
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Build the documentation site into docs/_build/html; a warning is an error."""
+    install(session, "docs")
+    session.run(
+        *("sphinx-build", "-n", "-W", "--keep-going", "-b", "html"), "docs", "docs/_build/html"
+    )
+
+
+@nox.session(default=False, venv_backend="virtualenv")
+def build(session: nox.Session) -> None:
+    """Build sdist and wheel into dist/ and check what is in the wheel."""
+    install(session, "build", project=False)
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    session.run("python", "-m", "build")
+    session.run("check-wheel-contents", "dist")
