@@ -162,16 +162,41 @@ def where(module: torch.nn.Module, name: str) -> list[object]:
     return found
 
 
+def non_leaf() -> torch.Tensor:
+    """Build a tensor that has a history, and yet says that it is a parameter."""
+    tensor = torch.nn.Parameter(torch.ones(1)) * 2
+    tensor.__class__ = torch.nn.Parameter
+    return tensor
+
+
+def run(call: str, module: Any) -> object:
+    """Evaluate a call that is written as text, so that it also serves as the case's name."""
+    names = {
+        "torch": torch,
+        "ones": torch.ones,
+        "Parameter": torch.nn.Parameter,
+        "Buffer": torch.nn.Buffer,
+        "Identity": torch.nn.Identity,
+        "non_leaf": non_leaf,
+        "m": module,
+    }
+    return eval(call, names)
+
+
 def raises_like_torch(
     impl: Implementation,
     build: Callable[[Implementation], Any],
-    attempt: Callable[[Any], object],
+    attempt: str | Callable[[Any], object],
 ) -> tuple[Contents, Contents]:
     """Assert torch's exception type and text; return the contents before and after the attempt."""
-    expected = outcome(lambda reference: attempt(build(reference)), TORCH)
+
+    def act(module: Any) -> object:
+        return run(attempt, module) if isinstance(attempt, str) else attempt(module)
+
+    expected = outcome(lambda reference: act(build(reference)), TORCH)
     module = build(impl)
     before = contents(module)
-    actual = outcome(lambda _: attempt(module), impl)
+    actual = outcome(lambda _: act(module), impl)
     assert expected[0] == "raised"
     assert actual == expected
     return before, contents(module)

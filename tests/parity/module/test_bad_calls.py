@@ -1,0 +1,191 @@
+import pytest
+
+from tests.helpers import Implementation
+from tests.parity.module.nets import empty, leaf, raises_like_torch, tree
+
+
+def unfinished(impl):
+    """Build an instance whose ``__init__`` never ran."""
+    return type(leaf(impl)).__new__(type(leaf(impl)))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "setattr(m, 'w', Parameter(ones(1)))",
+        "setattr(m, 'b', Buffer(ones(1)))",
+        "setattr(m, 'c', Identity())",
+        "m.register_parameter('w', Parameter(ones(1)))",
+        "m.register_parameter('w', None)",
+        "m.register_parameter(1, None)",
+        "m.register_buffer('b', ones(1))",
+        "m.register_buffer('b', None)",
+        "m.register_buffer(1, None)",
+        "m.add_module('c', Identity())",
+        "m.add_module('c', None)",
+        "m.add_module('forward', None)",
+        "m.add_module('c', 1)",
+        "m.register_module('c', Identity())",
+        "delattr(m, 'w')",
+        "m.weight",
+        "m.training",
+        "m.state_dict()",
+        "m.load_state_dict({})",
+        "list(m.parameters())",
+        "list(m.buffers())",
+        "list(m.children())",
+        "list(m.named_modules())",
+        "m.float()",
+        "m.apply(print)",
+        "m.zero_grad()",
+        "repr(m)",
+        "dir(m)",
+        "m(1)",
+        "m.register_forward_hook(print)",
+        "m.register_forward_pre_hook(print)",
+        "m.register_full_backward_hook(print)",
+        "m.register_full_backward_pre_hook(print)",
+        "m.register_backward_hook(print)",
+        "m.register_state_dict_pre_hook(print)",
+        "m.register_load_state_dict_pre_hook(print)",
+        "m.register_load_state_dict_post_hook(print)",
+    ],
+)
+def test_use_before_init(impl: Implementation, call: str) -> None:
+    """What needs the registries fails before ``__init__`` ran, and leaves nothing behind."""
+    before, after = raises_like_torch(impl, unfinished, call)
+
+    assert before == after
+    assert after.entries == []
+
+
+@pytest.mark.parametrize("value", [1, "text", None, [3]])
+def test_plain_attributes_may_be_set_before_init(impl: Implementation, value: object) -> None:
+    """What is neither parameter, buffer nor module can be assigned before ``__init__``."""
+    module = unfinished(impl)
+    module.early = value
+
+    assert vars(module) == {"early": value}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "delattr(m, 'missing')",
+        "delattr(m, 'forward')",
+        "m.missing",
+        "m.left.missing",
+        "m.get_submodule('missing')",
+        "m.get_submodule('left.missing.deeper')",
+        "m.get_submodule('left.scale')",
+        "m.get_submodule('nothing')",
+        "m.get_submodule('label')",
+        "m.get_submodule('forward')",
+        "m.get_submodule('.')",
+        "m.get_submodule('left.')",
+        "m.get_submodule(None)",
+        "m.get_submodule(0)",
+        "m.get_parameter('missing')",
+        "m.get_parameter('')",
+        "m.get_parameter('left')",
+        "m.get_parameter('right.mean')",
+        "m.get_parameter('right.bias')",
+        "m.get_parameter('left.missing.weight')",
+        "m.get_parameter('label')",
+        "m.get_buffer('missing')",
+        "m.get_buffer('')",
+        "m.get_buffer('right.weight')",
+        "m.get_buffer('right.missing')",
+        "m.get_buffer('left.gone.mean')",
+        "m.get_buffer('label')",
+        "m.set_submodule('', Identity())",
+        "m.set_submodule('left', None)",
+        "m.set_submodule('left', Identity)",
+        "m.set_submodule('gain', Identity())",
+        "m.set_submodule('label', Identity())",
+        "m.set_submodule('forward', Identity())",
+        "m.set_submodule('missing.child', Identity())",
+        "m.set_submodule('left.scale.child', Identity())",
+        "m.set_submodule('fresh', Identity(), strict=True)",
+        "m.set_submodule('left.fresh', Identity(), True)",
+        "m.train(1)",
+        "m.train(None)",
+        "m.train('yes')",
+        "m.train(torch.tensor(True))",
+        "m.eval(True)",
+        "m.requires_grad_('yes')",
+        "m.apply(None)",
+        "m.apply(lambda module: module.missing)",
+        "m.state_dict(destination=3)",
+        "m.state_dict(prefix=None)",
+        "m.state_dict(unknown=True)",
+        "list(m.named_parameters(prefix=3))",
+        "list(m.named_modules(memo=3))",
+        "list(m.parameters(True, True))",
+        "list(m.modules(memo=set()))",
+        "m.zero_grad(True, True)",
+        "m.register_forward_hook(print, True)",
+        "m.register_forward_pre_hook(print, True)",
+        "m.get_extra_state()",
+        "m.set_extra_state(None)",
+        "m(1)",
+        "m()",
+        "m.forward(1)",
+        "m.left(value=3)",
+    ],
+)
+def test_calls_with_bad_arguments(impl: Implementation, call: str) -> None:
+    """A bad argument to a method that reads or walks the tree changes nothing."""
+    before, after = raises_like_torch(impl, tree, call)
+
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "m.to(torch.int8)",
+        "m.to(torch.bool)",
+        "m.to(dtype=torch.int64)",
+        "m.to(ones(1).int())",
+        "m.to('cpu', torch.int32)",
+        "m.to('nowhere')",
+        "m.to('cpu:0:0')",
+        "m.to([torch.float32])",
+        "m.to('float32')",
+        "m.to(Identity())",
+        "m.to(device='cpu', kind=1)",
+        "m.to(torch.float32, torch.float64)",
+        "m.to(memory_format='channels_last')",
+        "m.to(torch.preserve_format, torch.float64, False, False)",
+        "m.to(torch.complex64)",
+        "m.type(torch.int8)",
+        "m.type('torch.NoTensor')",
+        "m.type(3)",
+        "m.to_empty()",
+        "m.to_empty('cpu')",
+        "m.to_empty(device='nowhere')",
+        "m.float(1)",
+        "m.half('cpu')",
+        "m.cuda('nowhere')",
+        "m._apply(None)",
+        "m._apply(lambda tensor: tensor.missing)",
+        "m._apply(lambda tensor: None)",
+        "m._apply(lambda tensor: 3)",
+    ],
+)
+def test_conversions_to_bad_targets(impl: Implementation, call: str) -> None:
+    """A target that cannot be is refused before the first tensor is converted."""
+    before, after = raises_like_torch(impl, tree, call)
+
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    "call", ["type(m)(1)", "type(m)(1, 2)", "type(m)(width=1)", "type(m)(1, width=1)"]
+)
+def test_the_base_constructor_takes_no_arguments(impl: Implementation, call: str) -> None:
+    """Arguments that reach ``Module.__init__`` are refused with the subclass's name."""
+    before, after = raises_like_torch(impl, empty, call)
+
+    assert before == after
