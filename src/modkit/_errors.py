@@ -1,0 +1,140 @@
+"""Messages that are long or used more than once. Their texts equal torch's word for word."""
+
+from typing import Final
+
+
+MSG_MIXED_BACKWARD_HOOKS: Final = (
+    "Cannot use both regular backward hooks and full backward hooks on a "
+    "single Module. Please use only one of them."
+)
+
+MSG_PUBLIC_STATE_DICT_HOOK: Final = (
+    "Cannot register the same function as the state dict post hook that was "
+    "previously registered via register_state_dict_post_hook"
+)
+
+MSG_STATE_DICT_POSITIONAL: Final = (
+    "Positional args are being deprecated, use kwargs instead. Refer to "
+    "https://pytorch.org/docs/main/generated/torch.nn.Module.html#torch.nn.Module.state_dict"
+    " for details."
+)
+
+MSG_STATE_DICT_HOOK_RETURN: Final = "state_dict post-hook must return None"
+
+MSG_LOAD_POST_HOOK_RETURN: Final = (
+    "Hooks registered with ``register_load_state_dict_post_hook`` are not "
+    "expected to return new values, if incompatible_keys need to be modified, "
+    "it should be done inplace."
+)
+
+MSG_META_COPY: Final = (
+    "for {key}: copying from a non-meta parameter in the checkpoint to a meta "
+    "parameter in the current model, which is a no-op. (Did you mean to "
+    "pass `assign=True` to assign items in the state dictionary to their "
+    "corresponding key in the module instead of copying them in place?)"
+)
+
+MSG_MODULE_LOAD_ALIAS: Final = (
+    "module_load returned one of self or other, please .detach() "
+    "the result if returning one of the inputs in module_load"
+)
+
+MSG_LOAD_NOT_A_TENSOR: Final = (
+    'While copying the parameter named "{key}", '
+    "expected torch.Tensor or Tensor-like object from checkpoint but "
+    "received {kind}"
+)
+
+MSG_LOAD_SIZE: Final = (
+    "size mismatch for {key}: copying a param with shape {theirs} from checkpoint, "
+    "the shape in current model is {ours}."
+)
+
+MSG_LOAD_FAILED: Final = (
+    'While {action} the parameter named "{key}", '
+    "whose dimensions in the model are {ours} and "
+    "whose dimensions in the checkpoint are {theirs}, "
+    "an exception occurred : {reason}."
+)
+
+MSG_COMPLEX_MODULE: Final = (
+    "Complex modules are a new feature under active development whose design may change, "
+    "and some modules might not work as expected when using complex tensors as parameters or "
+    "buffers. Please file an issue at "
+    "https://github.com/pytorch/pytorch/issues/new?template=bug-report.yml "
+    "if a complex module does not work as expected."
+)
+
+MSG_TO_DTYPE: Final = (
+    "nn.Module.to only accepts floating point or complex dtypes, but got desired dtype={dtype}"
+)
+
+META_COPY_REFUSED: Final = "Cannot copy out of meta tensor; no data!"
+
+MSG_USE_TO_EMPTY: Final = (
+    "{error} Please use torch.nn.Module.to_empty() instead of torch.nn.Module.to() "
+    "when moving module from meta to a different device."
+)
+
+MSG_REPLICA_ZERO_GRAD: Final = (
+    "Calling .zero_grad() from a module created with nn.DataParallel() has no effect. "
+    "The parameters are copied (in a differentiable manner) from the original module. "
+    "This means they are not leaf nodes in autograd and so don't accumulate gradients. "
+    "If you need gradients in your forward method, consider using autograd.grad instead."
+)
+
+MSG_PRE_HOOK_RESULT: Final = (
+    "forward pre-hook must return None or a tuple of (new_args, new_kwargs), but got {result}."
+)
+
+MSG_BACKWARD_OUTPUT: Final = (
+    "For backward hooks to be called, module output should be a Tensor or a tuple of Tensors"
+    " but received {kind}"
+)
+
+MSG_ALWAYS_CALL_SILENCED: Final = (
+    "{scope} forward hook with ``always_call=True`` raised an exception "
+    "that was silenced as another error was raised in forward: {error}"
+)
+
+MSG_BUFFER_NOT_PERSISTENT: Final = (
+    "Registering a non-persistent buffer "
+    "on a Module subclass that implements "
+    "register_buffer() without the persistent "
+    "argument is not allowed."
+)
+
+MSG_CYCLE: Final = "maximum recursion depth exceeded: the module {name} contains itself"
+
+MSG_NON_FULL_RESULT: Final = (
+    "Using non-full backward hooks on a Module that does not return a "
+    "single Tensor or a tuple of Tensors is deprecated and will be removed "
+    "in future versions. This hook will be missing some of the grad_output. "
+    "Please use register_full_backward_hook to get the documented behavior."
+)
+
+MSG_NON_FULL_INPUT: Final = (
+    "Using non-full backward hooks on a Module that does not take as input a "
+    "single Tensor or a tuple of Tensors is deprecated and will be removed "
+    "in future versions. This hook will be missing some of the grad_input. "
+    "Please use register_full_backward_hook to get the documented behavior."
+)
+
+MSG_NON_FULL_NESTED: Final = (
+    "Using a non-full backward hook when outputs are nested in python data structure "
+    "is deprecated and will be removed in future versions. This hook will be missing "
+    "some grad_output."
+)
+
+MSG_NON_FULL_MANY_NODES: Final = (
+    "Using a non-full backward hook when outputs are generated by different autograd Nodes "
+    "is deprecated and will be removed in future versions. This hook will be missing "
+    "some grad_output. Please use register_full_backward_hook to get the documented behavior."
+)
+
+MSG_NON_FULL_FORWARD_NODES: Final = (
+    "Using a non-full backward hook when the forward contains multiple autograd Nodes "
+    "is deprecated and will be removed in future versions. This hook will be missing "
+    "some grad_input. Please use register_full_backward_hook to get the documented "
+    "behavior."
+)

@@ -1,0 +1,84 @@
+"""The only file that names private parts of torch, each with the reason it is needed.
+
+Checked against torch 2.8 to 2.13.
+
+- ``get_tracing_state`` is truthy while ``torch.jit.trace`` runs; the scopes of its graph come from
+  ``_slow_forward``. No public function tells so without importing ``torch.jit``.
+- ``log_api_usage_once``: torch counts which APIs are used, and a modkit module uses ``nn.Module``.
+- ``parse_to`` parses the four forms of ``Module.to``; its errors are documented behaviour.
+- ``FakeTensor`` and ``is_traceable_wrapper_subclass``: the two kinds of tensor whose ``.data``
+  must not be set when a module is converted.
+- ``IncompatibleKeys`` and ``EXTRA_STATE_KEY``: Lightning and transformers import them by name and
+  compare types, so loading returns torch's class and uses torch's key.
+- ``indent_lines``: torch releases differ in what they do with blank lines; a repr equals that of
+  the installed torch only through its own helper.
+- ``WrappedHook`` holds its module weakly; spectral_norm and others look for the class.
+- ``BackwardHook``: the autograd side of full backward hooks.
+- The tables of global hooks are torch's own objects, so a hook that any library registers for all
+  modules runs for modkit's too. Torch never rebinds these names; the flag it does rebind is read
+  through the module each time.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from typing import Any, cast
+
+import torch
+import torch.nn.modules.module as module_globals
+from torch._C import (
+    _get_tracing_state as get_tracing_state,
+    _log_api_usage_once as log_api_usage_once,
+)
+from torch._C._nn import _parse_to as parse_to
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import (
+    _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_KEY,
+    _addindent as indent_lines,
+    _IncompatibleKeys as IncompatibleKeys,
+    _WrappedHook as WrappedHook,
+)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import BackwardHook, RemovableHandle
+
+
+__all__ = [
+    "EXTRA_STATE_KEY",
+    "BackwardHook",
+    "FakeTensor",
+    "IncompatibleKeys",
+    "RemovableHandle",
+    "WrappedHook",
+    "get_tracing_state",
+    "global_backward_hooks",
+    "global_backward_hooks_are_full",
+    "global_backward_pre_hooks",
+    "global_forward_hooks",
+    "global_forward_hooks_always_called",
+    "global_forward_hooks_with_kwargs",
+    "global_forward_pre_hooks",
+    "global_module_registration_hooks",
+    "has_compatible_shallow_copy_type",
+    "indent_lines",
+    "is_traceable_wrapper_subclass",
+    "log_api_usage_once",
+    "parse_to",
+]
+
+global_forward_pre_hooks = module_globals._global_forward_pre_hooks
+global_forward_hooks = module_globals._global_forward_hooks
+global_forward_hooks_with_kwargs = module_globals._global_forward_hooks_with_kwargs
+global_forward_hooks_always_called = module_globals._global_forward_hooks_always_called
+global_backward_pre_hooks = module_globals._global_backward_pre_hooks
+global_backward_hooks = module_globals._global_backward_hooks
+global_module_registration_hooks = module_globals._global_module_registration_hooks
+
+
+def global_backward_hooks_are_full() -> bool | None:
+    """Tell the kind of the global backward hooks: full, not full, or none registered yet."""
+    return module_globals._global_is_full_backward_hook
+
+
+def has_compatible_shallow_copy_type(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether ``tensor.data = other`` is possible; the check has no public name."""
+    compatible: bool = cast("Any", torch)._has_compatible_shallow_copy_type(tensor, other)
+    return compatible

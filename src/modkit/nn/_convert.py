@@ -1,0 +1,212 @@
+"""Moving and casting the tensors of a module in place."""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from modkit._errors import (
+    META_COPY_REFUSED,
+    MSG_COMPLEX_MODULE,
+    MSG_REPLICA_ZERO_GRAD,
+    MSG_TO_DTYPE,
+    MSG_USE_TO_EMPTY,
+)
+from modkit._types import TensorFunction
+from modkit._upstream import (
+    FakeTensor,
+    has_compatible_shallow_copy_type,
+    is_traceable_wrapper_subclass,
+    parse_to,
+)
+from modkit.nn._tree import children_of, is_standard, post_order, refuse_cycle
+
+
+def apply_to_tensors(module: torch.nn.Module, fn: TensorFunction, *, recurse: bool) -> None:
+    """Replace each parameter, its gradient and each buffer by what ``fn`` makes of it.
+
+    Modules below that override ``_apply`` are asked to do it themselves.
+    """
+    if not recurse:
+        _apply_to_own(module, fn)
+        return
+    for owner in post_order(module, "_apply", lambda child: child._apply(fn)):
+        _apply_to_own(owner, fn)
+
+
+def _apply_to_own(module: torch.nn.Module, fn: TensorFunction) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            _convert_parameter(module, name, parameter, fn)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = fn(buffer)
+
+
+def _may_set_data(tensor: torch.Tensor, converted: torch.Tensor) -> bool:
+    """Tell whether ``tensor.data = converted`` is possible and wanted."""
+    return (
+        has_compatible_shallow_copy_type(tensor, converted)
+        and not isinstance(converted, FakeTensor)
+        and not torch.__future__.get_overwrite_module_params_on_conversion()
+    )
+
+
+def _convert_parameter(
+    module: torch.nn.Module, name: str, parameter: Parameter, fn: TensorFunction
+) -> None:
+    # Parameters are leaves of the graph, so their conversion must not become part of it.
+    with torch.no_grad():
+        converted = fn(parameter)
+    set_data = _may_set_data(parameter, converted)
+    gradient = parameter.grad
+    # A wrapper subclass may hold several tensors, which only a swap exchanges all at once.
+    swap = (
+        torch.__future__.get_swap_module_params_on_conversion()
+        or is_traceable_wrapper_subclass(converted)
+        or isinstance(parameter, FakeTensor)
+    )
+    if swap:
+        _swap_parameter(module, name, parameter, converted)
+        result = parameter
+    elif set_data:
+        parameter.data = converted
+        result = parameter
+    else:
+        _require_leaf(parameter)
+        result = Parameter(converted, parameter.requires_grad)
+        module._parameters[name] = result
+    if gradient is not None:
+        _convert_gradient(module, name, result, gradient, fn, swap=swap)
+
+
+def _require_leaf(parameter: torch.Tensor) -> None:
+    if not isinstance(parameter, Parameter):
+        raise AssertionError("param must be a Parameter")  # noqa: TRY004 - torch's type
+    if not parameter.is_leaf:
+        raise AssertionError("param must be a leaf tensor")
+
+
+def _swap_parameter(
+    module: torch.nn.Module, name: str, parameter: Parameter, converted: torch.Tensor
+) -> None:
+    gradient = parameter.grad
+    try:
+        # A reference from ``.grad`` would count as a second use, which forbids swapping.
+        if gradient is not None:
+            parameter.grad = None
+        replacement = Parameter(converted, requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, replacement)
+    except Exception as error:
+        if gradient is not None:
+            parameter.grad = gradient
+        message = f"_apply(): Couldn't swap {module._get_name()}.{name}"
+        raise RuntimeError(message) from error
+
+
+def _convert_gradient(
+    module: torch.nn.Module,
+    name: str,
+    result: Parameter,
+    gradient: torch.Tensor,
+    fn: TensorFunction,
+    *,
+    swap: bool,
+) -> None:
+    with torch.no_grad():
+        converted = fn(gradient)
+    set_data = _may_set_data(gradient, converted)
+    if swap:
+        converted.requires_grad_(gradient.requires_grad)
+        try:
+            torch.utils.swap_tensors(gradient, converted)
+        except Exception as error:
+            message = f"_apply(): Couldn't swap {module._get_name()}.{name}.grad"
+            raise RuntimeError(message) from error
+        result.grad = gradient
+    elif set_data:
+        if result.grad is None:
+            raise AssertionError("out_param.grad must not be None")
+        result.grad.data = converted
+    else:
+        if not gradient.is_leaf:
+            raise AssertionError("param_grad must be a leaf tensor")
+        result.grad = converted.requires_grad_(gradient.requires_grad)
+
+
+def to_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction:
+    """Return what ``Module.to`` with these arguments does to one tensor; check them first."""
+    device, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
+    if dtype is not None:
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise TypeError(MSG_TO_DTYPE.format(dtype=dtype))
+        if dtype.is_complex:
+            warnings.warn(MSG_COMPLEX_MODULE, stacklevel=3)
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        target = dtype if tensor.is_floating_point() or tensor.is_complex() else None
+        try:
+            if memory_format is not None and tensor.dim() in (4, 5):
+                return tensor.to(device, target, non_blocking, memory_format=memory_format)
+            return tensor.to(device, target, non_blocking)
+        except NotImplementedError as error:
+            if str(error) != META_COPY_REFUSED:
+                raise
+            raise NotImplementedError(MSG_USE_TO_EMPTY.format(error=error)) from None
+
+    return convert
+
+
+def cast_function(dtype: torch.dtype) -> TensorFunction:
+    """Return a cast to ``dtype`` that leaves all but floating point tensors alone."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return cast
+
+
+def set_training(module: torch.nn.Module, mode: bool) -> None:
+    """Set ``training`` on ``module`` and all below it, parents first."""
+    if not isinstance(mode, bool):
+        raise ValueError("training mode is expected to be boolean")  # noqa: TRY004 - torch's type
+    module.training = mode
+    active = {id(module)}
+    stack = [(module, children_of(module))]
+    while stack:
+        parent, children = stack[-1]
+        for child in children:
+            if not is_standard(child, "train"):
+                child.train(mode)
+                continue
+            if id(child) in active:
+                refuse_cycle(child)
+            active.add(id(child))
+            child.training = mode
+            stack.append((child, children_of(child)))
+            break
+        else:
+            stack.pop()
+            active.discard(id(parent))
+
+
+def zero_gradients(
+    module: torch.nn.Module, parameters: Iterable[Parameter], *, set_to_none: bool
+) -> None:
+    """Drop the gradients, or zero them in place and cut them from any graph."""
+    if getattr(module, "_is_replica", False):
+        warnings.warn(MSG_REPLICA_ZERO_GRAD, stacklevel=3)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if set_to_none:
+            parameter.grad = None
+            continue
+        if gradient.grad_fn is not None:
+            gradient.detach_()
+        else:
+            gradient.requires_grad_(False)
+        gradient.zero_()

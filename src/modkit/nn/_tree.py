@@ -1,0 +1,80 @@
+"""Walking a tree of modules while honouring what its classes override.
+
+The walks are loops, not recursion: depth costs no Python frames, and an item is not handed up
+through one generator per level. A class that overrides the method for which the tree is walked
+is called, with torch's signature, instead of being walked through.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+
+from modkit._errors import MSG_CYCLE
+from modkit._types import FunctionT
+
+
+# The functions that stand for "not overridden": ours, as ``standard`` collects them, and torch's.
+_STANDARD: Final[set[object]] = set()
+
+
+def standard(function: FunctionT) -> FunctionT:
+    """Mark a method of ``Module`` as one whose behaviour the walks know."""
+    _STANDARD.add(function)
+    return function
+
+
+def is_standard(module: torch.nn.Module, method: str) -> bool:
+    """Tell whether neither the class nor the instance of ``module`` overrides ``method``.
+
+    Torch's own function is looked up at call time: a library that patches ``torch.nn.Module``
+    has overridden the method for all modules.
+    """
+    function = getattr(type(module), method)
+    return (
+        function in _STANDARD or function is getattr(torch.nn.Module, method)
+    ) and method not in module.__dict__
+
+
+def children_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Iterate as ``module.children()`` does, without its layers of generators."""
+    if not (is_standard(module, "children") and is_standard(module, "named_children")):
+        yield from module.children()
+        return
+    seen: set[torch.nn.Module] = set()
+    for child in module._modules.values():
+        if child is not None and child not in seen:
+            seen.add(child)
+            yield child
+
+
+def refuse_cycle(module: torch.nn.Module) -> None:
+    """Raise what an endless recursion would end in, at once and with the reason."""
+    raise RecursionError(MSG_CYCLE.format(name=type(module).__name__))
+
+
+def post_order(
+    module: torch.nn.Module, method: str, call: Callable[[Any], object]
+) -> Iterator[torch.nn.Module]:
+    """Yield the descendants of ``module``, then ``module``: children before their parent.
+
+    A module below ``module`` that overrides ``method`` is passed to ``call`` in its turn, and
+    neither it nor what is below it is yielded.
+    """
+    active = {id(module)}
+    stack = [(module, children_of(module))]
+    while stack:
+        parent, children = stack[-1]
+        for child in children:
+            if not is_standard(child, method):
+                call(child)
+                continue
+            if id(child) in active:
+                refuse_cycle(child)
+            active.add(id(child))
+            stack.append((child, children_of(child)))
+            break
+        else:
+            stack.pop()
+            active.discard(id(parent))
+            yield parent
