@@ -1,0 +1,270 @@
+import collections
+import importlib
+import inspect
+
+import pytest
+import torch
+
+import modkit.nn
+from tests.helpers import Implementation
+
+
+BASE, OURS = torch.nn.Module, modkit.nn.Module
+HOME = importlib.import_module("torch.nn.modules.module")
+
+PUBLIC = [name for name in dir(BASE) if not name.startswith("_")]
+METHODS = [name for name in PUBLIC if inspect.isfunction(inspect.getattr_static(BASE, name))]
+# Private names that the documentation describes, or that libraries override or call.
+DOCUMENTED_PRIVATE = (
+    "_apply",
+    "_call_impl",
+    "_get_backward_hooks",
+    "_get_backward_pre_hooks",
+    "_get_name",
+    "_load_from_state_dict",
+    "_maybe_warn_non_full_backward_hook",
+    "_named_members",
+    "_register_load_state_dict_pre_hook",
+    "_register_state_dict_hook",
+    "_replicate_for_data_parallel",
+    "_save_to_state_dict",
+    "_slow_forward",
+    "_wrapped_call_impl",
+    "__call__",
+    "__init__",
+    "__getattr__",
+    "__setattr__",
+    "__delattr__",
+    "__dir__",
+    "__repr__",
+    "__getstate__",
+    "__setstate__",
+)
+# The pre-hook's signature has a test of its own: the others are held to torch's without exception.
+PRE_HOOK = "register_module_forward_pre_hook"
+MODULE_LEVEL = [name for name in HOME.__all__ if name not in {"Module", PRE_HOOK}]
+PRIVATE_MODULE_LEVEL = (
+    "_IncompatibleKeys",
+    "_WrappedHook",
+    "_EXTRA_STATE_KEY_SUFFIX",
+    "_addindent",
+    "_has_any_global_hook",
+    "_forward_unimplemented",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_buffer_registration_hooks",
+    "_global_forward_hooks",
+    "_global_forward_hooks_always_called",
+    "_global_forward_hooks_with_kwargs",
+    "_global_forward_pre_hooks",
+    "_global_module_registration_hooks",
+    "_global_parameter_registration_hooks",
+)
+
+
+def shape(function) -> list[tuple[str, object, object]]:
+    """Describe a signature by names, kinds and defaults, without annotations."""
+    parameters = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind, p.default) for p in parameters]
+
+
+def test_the_class_is_a_torch_module() -> None:
+    """Every ``isinstance`` check for ``torch.nn.Module`` holds for modkit's class."""
+    assert issubclass(OURS, BASE)
+    assert OURS is not BASE
+    assert isinstance(OURS(), BASE)
+
+
+def test_the_name_of_the_class() -> None:
+    """The class is called ``Module`` and says that it lives in modkit."""
+    assert (OURS.__name__, OURS.__qualname__) == ("Module", "Module")
+    assert OURS.__module__.split(".")[0] == "modkit"
+
+
+def test_no_public_name_is_missing_or_added() -> None:
+    """The public names of the class are exactly those of ``torch.nn.Module``."""
+    assert [name for name in dir(OURS) if not name.startswith("_")] == PUBLIC
+
+
+def test_no_public_name_is_added_to_instances() -> None:
+    """The public names of a fresh instance are exactly those of a torch one."""
+    public = [name for name in dir(OURS()) if not name.startswith("_")]
+
+    assert public == [name for name in dir(BASE()) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", [*METHODS, *DOCUMENTED_PRIVATE])
+def test_signatures_are_equal(name: str) -> None:
+    """Parameter names, kinds, order and defaults are torch's, annotations aside."""
+    assert shape(getattr(OURS, name)) == shape(getattr(BASE, name))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_public_methods_are_documented(name: str) -> None:
+    """Every public method has a docstring of its own or an inherited one."""
+    assert inspect.getdoc(getattr(OURS, name))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_are_plain_functions(name: str) -> None:
+    """A method is a function of the class: tools patch it, wrap it and compare it."""
+    member = inspect.getattr_static(OURS, name)
+
+    assert inspect.isfunction(member)
+    assert member.__name__ == getattr(BASE, name).__name__
+
+
+@pytest.mark.parametrize(
+    "name", ["dump_patches", "call_super_init", "_version", "_compiled_call_impl", "T_destination"]
+)
+def test_class_attributes_have_torchs_values(name: str) -> None:
+    """The class attributes that are settings have torch's defaults."""
+    assert getattr(OURS, name) == getattr(BASE, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "forward",
+        "get_extra_state",
+        "set_extra_state",
+        "__getattr__",
+        "__getattribute__",
+        "__init_subclass__",
+        "__class_getitem__",
+        "__slots__",
+        "__new__",
+        "__hash__",
+        "__eq__",
+    ],
+)
+def test_names_that_must_be_inherited(name: str) -> None:
+    """Torch's tools compare or patch these on ``torch.nn.Module``; the class must not define them."""
+    assert name not in vars(OURS)
+
+
+@pytest.mark.parametrize("name", ["forward", "get_extra_state", "set_extra_state", "__getattr__"])
+def test_inherited_functions_follow_a_patch_of_the_base(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a tool replaces the function on ``torch.nn.Module``, modkit's class sees it."""
+
+    def replacement(self, *args):
+        raise AttributeError("replaced")
+
+    monkeypatch.setattr(BASE, name, replacement)
+
+    assert getattr(OURS, name) is replacement
+
+
+def test_there_is_no_property_on_the_class() -> None:
+    """Scripting evaluates every property that it finds, so the class has none."""
+    found = [
+        name
+        for cls in OURS.__mro__
+        for name, member in vars(cls).items()
+        if isinstance(member, property)
+    ]
+
+    assert found == []
+
+
+def test_the_metaclass_and_layout_are_plain() -> None:
+    """No metaclass and no slots: ABCs mix in, ``__class__`` can be assigned, weakrefs work."""
+    assert type(OURS) is type
+    assert "__slots__" not in vars(OURS)
+    assert OURS.__dictoffset__ == BASE.__dictoffset__
+    assert OURS.__basicsize__ == BASE.__basicsize__
+
+
+def test_the_bases_are_torchs_class_alone() -> None:
+    """The method resolution order is modkit's class, torch's class, ``object``."""
+    assert OURS.__mro__ == (OURS, BASE, object)
+
+
+def test_a_fresh_instance_has_torchs_attributes() -> None:
+    """The keys of ``__dict__``, their order, types and values are those of a torch module."""
+    ours, theirs = vars(OURS()), vars(BASE())
+
+    assert list(ours) == list(theirs)
+    assert [type(value) for value in ours.values()] == [type(value) for value in theirs.values()]
+    assert list(ours.values()) == list(theirs.values())
+
+
+def test_the_registries_have_exact_types(impl: Implementation) -> None:
+    """Member registries are plain dicts, hook tables ordered ones; no two are the same object."""
+    attributes = vars(impl.Module())
+    tables = [value for value in attributes.values() if isinstance(value, (dict, set))]
+
+    assert {type(attributes[key]) for key in ("_parameters", "_buffers", "_modules")} == {dict}
+    assert type(attributes["_non_persistent_buffers_set"]) is set
+    hooks = [value for key, value in attributes.items() if key.endswith("hooks")]
+    assert {type(table) for table in hooks} == {collections.OrderedDict}
+    assert len({id(table) for table in tables}) == len(tables)
+
+
+def test_two_instances_share_no_table(impl: Implementation) -> None:
+    """The tables belong to the instance."""
+    first, second = vars(impl.Module()), vars(impl.Module())
+    shared = [
+        key
+        for key, value in first.items()
+        if isinstance(value, (dict, set)) and value is second[key]
+    ]
+
+    assert shared == []
+
+
+def test_use_adds_no_attributes(impl: Implementation) -> None:
+    """Calling, walking, converting and saving a module leaves no cache in its ``__dict__``."""
+
+    class Net(impl.Module):
+        def forward(self, value):
+            return value + 1
+
+    module = Net()
+    module.child = Net()
+    keys = [*vars(module)]
+    module(1)
+    module.train().eval().float().requires_grad_(False).apply(lambda each: None)
+    module.load_state_dict(module.state_dict())
+    module.zero_grad()
+    repr(module)
+    list(module.named_parameters())
+    module.register_forward_hook(lambda *_: None).remove()
+    module(1)
+
+    assert [*vars(module)] == keys
+    assert [*vars(module.child)] == keys
+
+
+@pytest.mark.parametrize("name", MODULE_LEVEL)
+def test_global_registration_functions(name: str) -> None:
+    """The functions that register hooks for all modules are there, with torch's signatures."""
+    ours = importlib.import_module("modkit.nn.modules.module")
+
+    assert shape(getattr(ours, name)) == shape(getattr(HOME, name))
+    assert name in ours.__all__
+
+
+def test_the_global_forward_pre_hook_function() -> None:
+    """The global forward pre-hook function has torch's signature."""
+    ours = importlib.import_module("modkit.nn.modules.module")
+
+    assert shape(getattr(ours, PRE_HOOK)) == shape(getattr(HOME, PRE_HOOK))
+
+
+def test_the_module_level_names_are_torchs() -> None:
+    """``modkit.nn.modules.module`` exports exactly the names that torch's file exports."""
+    ours = importlib.import_module("modkit.nn.modules.module")
+
+    assert sorted(ours.__all__) == sorted(HOME.__all__)
+    assert ours.Module is OURS
+
+
+@pytest.mark.parametrize("name", PRIVATE_MODULE_LEVEL)
+def test_private_module_level_names_are_torchs_own_objects(name: str) -> None:
+    """What libraries import from torch's file is the same object in modkit's."""
+    ours = importlib.import_module("modkit.nn.modules.module")
+
+    assert getattr(ours, name) is getattr(HOME, name)
