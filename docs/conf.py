@@ -1,0 +1,21 @@
+"""Configuration of the documentation site: Sphinx, MyST Markdown, Furo."""
+
+project = "modkit"
+copyright = "the modkit authors"  # noqa: A001 - the name that Sphinx reads
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "modkit"
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+napoleon_use_ivar = True
+
+# Signatures and bases refer to torch and to the standard library. Their inventories would have to
+# be downloaded for every build, so these references stay plain text.
+# Type variables have no page either.
+nitpick_ignore_regex = [("py:.*", r"(?!modkit\.).*"), ("py:.*", r"modkit\..*T")]
