@@ -9,8 +9,9 @@ import torch
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
-# A gradient argument of a backward hook: one tensor, or a tuple with ``None`` for non-tensors.
-Gradients: TypeAlias = tuple[torch.Tensor | None, ...] | torch.Tensor
+# What a backward hook gets and returns. Slots of non-tensors hold None, which torch's own
+# annotation leaves out.
+Gradients: TypeAlias = tuple[torch.Tensor, ...] | torch.Tensor
 
 TensorFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 

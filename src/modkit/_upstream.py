@@ -21,14 +21,12 @@ Checked against torch 2.8 to 2.13.
 
 # pyright: reportPrivateUsage=false
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.nn.modules.module as module_globals
-from torch._C import (
-    _get_tracing_state as get_tracing_state,
-    _log_api_usage_once as log_api_usage_once,
-)
+from torch._C import _get_tracing_state, _log_api_usage_once as log_api_usage_once
 from torch._C._nn import _parse_to as parse_to
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import (
@@ -37,7 +35,7 @@ from torch.nn.modules.module import (
     _IncompatibleKeys as IncompatibleKeys,
     _WrappedHook as WrappedHook,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_wrapper_subclass
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
 
@@ -64,6 +62,9 @@ __all__ = [
     "parse_to",
 ]
 
+# The stub of torch does not say that there may be no state.
+get_tracing_state = cast("Callable[[], object | None]", _get_tracing_state)
+
 global_forward_pre_hooks = module_globals._global_forward_pre_hooks
 global_forward_hooks = module_globals._global_forward_hooks
 global_forward_hooks_with_kwargs = module_globals._global_forward_hooks_with_kwargs
@@ -82,3 +83,8 @@ def has_compatible_shallow_copy_type(tensor: torch.Tensor, other: torch.Tensor) 
     """Tell whether ``tensor.data = other`` is possible; the check has no public name."""
     compatible: bool = cast("Any", torch)._has_compatible_shallow_copy_type(tensor, other)
     return compatible
+
+
+def is_traceable_wrapper_subclass(tensor: torch.Tensor) -> bool:
+    """Tell whether ``tensor`` wraps other tensors; torch's guard would narrow to a protocol."""
+    return bool(_is_wrapper_subclass(tensor))

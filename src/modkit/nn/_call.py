@@ -32,7 +32,7 @@ class _Call(TypedDict):
     ran: set[int]
 
 
-def call_impl(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call_impl(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run ``forward`` and whatever hooks there are at this moment.
 
     This function is itself the method ``Module._call_impl``: one more frame a call would let
@@ -41,7 +41,7 @@ def call_impl(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     Which tables are empty is read here: a hook that ``forward`` itself adds runs next time.
     Nothing may be cached, since libraries assign and clear the tables directly.
     """
-    forward = module._slow_forward if get_tracing_state() else module.forward
+    forward: Forward = module._slow_forward if get_tracing_state() else module.forward
     if not (
         module._backward_hooks
         or module._backward_pre_hooks
@@ -153,7 +153,7 @@ def _run_always_called(module: torch.nn.Module, state: _Call) -> None:
                     changed = hook(module, state["args"], state["result"])
                 if changed is not None:
                     state["result"] = changed
-            except Exception as error:  # noqa: BLE001 - the caller re-raises the first error
+            except Exception as error:  # noqa: BLE001, PERF203 - the caller re-raises the first error
                 message = MSG_ALWAYS_CALL_SILENCED.format(scope=scope, error=error)
                 warnings.warn(message, stacklevel=4)
 

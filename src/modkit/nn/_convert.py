@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import Parameter
@@ -138,7 +138,8 @@ def _convert_gradient(
 
 def to_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction:
     """Return what ``Module.to`` with these arguments does to one tensor; check them first."""
-    device, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
+    # The stub of the parser does not say that any of the four may be None.
+    device, dtype, non_blocking, memory_format = cast("tuple[Any, ...]", parse_to(*args, **kwargs))
     if dtype is not None:
         if not (dtype.is_floating_point or dtype.is_complex):
             raise TypeError(MSG_TO_DTYPE.format(dtype=dtype))
@@ -170,7 +171,7 @@ def cast_function(dtype: torch.dtype) -> TensorFunction:
 
 def set_training(module: torch.nn.Module, mode: bool) -> None:
     """Set ``training`` on ``module`` and all below it, parents first."""
-    if not isinstance(mode, bool):
+    if not isinstance(cast("object", mode), bool):
         raise ValueError("training mode is expected to be boolean")  # noqa: TRY004 - torch's type
     module.training = mode
     active = {id(module)}

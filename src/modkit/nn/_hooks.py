@@ -94,7 +94,7 @@ def add_load_state_dict_pre_hook(
     return add(module._load_state_dict_pre_hooks, wrapped)
 
 
-def backward_hooks(module: torch.nn.Module) -> tuple[list[Hook], list[Hook]]:
+def backward_hooks(module: torch.nn.Module, /) -> tuple[list[Hook], list[Hook]]:
     """Return the full and the non-full backward hooks of a call, global ones first."""
     full: list[Hook] = []
     non_full: list[Hook] = []
@@ -107,12 +107,14 @@ def backward_hooks(module: torch.nn.Module) -> tuple[list[Hook], list[Hook]]:
     return full, non_full
 
 
-def backward_pre_hooks(module: torch.nn.Module) -> list[Hook]:
+def backward_pre_hooks(module: torch.nn.Module, /) -> list[Hook]:
     """Return the backward pre-hooks of a call, global ones first."""
     return [*global_backward_pre_hooks.values(), *module._backward_pre_hooks.values()]
 
 
-def warn_of_missing_gradients(inputs: Any, result: Any, grad_fn: Any) -> None:
+def warn_of_missing_gradients(
+    module: torch.nn.Module, /, inputs: Any, result: Any, grad_fn: Any
+) -> None:
     """Warn where a non-full backward hook on ``grad_fn`` will not see all gradients.
 
     Such a hook sits on the last autograd node of the forward, so it is right only for a module
@@ -120,7 +122,7 @@ def warn_of_missing_gradients(inputs: Any, result: Any, grad_fn: Any) -> None:
     """
     message = _missing_gradients(inputs, result, grad_fn)
     if message is not None:
-        warnings.warn(message, FutureWarning, stacklevel=3)
+        warnings.warn(message, FutureWarning, stacklevel=2)
 
 
 def _as_tensors(value: Any) -> tuple[torch.Tensor, ...] | None:

@@ -3,7 +3,7 @@
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch.nn import Buffer, Parameter
@@ -93,7 +93,7 @@ def add_module(module: torch.nn.Module, name: str, child: torch.nn.Module | None
     """Register ``child`` as ``name``; nothing is stored unless all checks and hooks pass."""
     if not isinstance(child, torch.nn.Module) and child is not None:
         raise TypeError(f"{torch.typename(child)} is not a Module subclass")
-    if not isinstance(name, str):
+    if not isinstance(cast("object", name), str):
         raise TypeError(f"module name should be a string. Got {torch.typename(name)}")
     if hasattr(module, name) and name not in module._modules:
         raise KeyError(f"attribute '{name}' already exists")
@@ -248,7 +248,7 @@ def _require(module: torch.nn.Module, name: str) -> Any:
 def _require_module(module: torch.nn.Module, name: str) -> torch.nn.Module:
     found = _require(module, name)
     if not isinstance(found, torch.nn.Module):
-        raise AttributeError(f"`{name}` is not an nn.Module")
+        raise AttributeError(f"`{name}` is not an nn.Module")  # noqa: TRY004 - torch's type
     return found
 
 
@@ -269,8 +269,10 @@ def set_submodule(
     if target == "":
         raise ValueError("Cannot set the submodule without a target name!")
     *path, name = target.split(".")
-    if not isinstance(replacement, torch.nn.Module):
-        raise ValueError(f"`module` is not an nn.Module, found {type(replacement)}")
+    if not isinstance(cast("object", replacement), torch.nn.Module):
+        raise ValueError(  # noqa: TRY004 - torch's type
+            f"`module` is not an nn.Module, found {type(replacement)}"
+        )
     parent = module.get_submodule(".".join(path)) if path else module
     if strict or hasattr(parent, name):
         _require_module(parent, name)
@@ -282,7 +284,7 @@ def get_parameter(module: torch.nn.Module, target: str) -> Parameter:
     path, _, name = target.rpartition(".")
     found = _require(module.get_submodule(path), name)
     if not isinstance(found, Parameter):
-        raise AttributeError(f"`{name}` is not an nn.Parameter")
+        raise AttributeError(f"`{name}` is not an nn.Parameter")  # noqa: TRY004 - torch's type
     return found
 
 

@@ -4,7 +4,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import Parameter
@@ -46,7 +46,7 @@ def positional_arguments(
     return destination, prefix, keep_vars
 
 
-def save_own(module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
+def save_own(module: torch.nn.Module, /, destination: Any, prefix: str, keep_vars: bool) -> None:
     """Write the parameters, persistent buffers and extra state of ``module`` alone."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -139,6 +139,7 @@ class _Report:
 
 def load_own(
     module: torch.nn.Module,
+    /,
     state_dict: dict[str, Any],
     prefix: str,
     local_metadata: dict[str, Any],
@@ -279,8 +280,8 @@ class _Loading:
         """
         if "." in name:
             # ``setattr`` accepts such a name, and its keys look like those of another child.
-            start = self.prefix + name + "."
-            return {key: value for key, value in self.state_dict.items() if key.startswith(start)}
+            path = self.prefix + name + "."
+            return {key: value for key, value in self.state_dict.items() if key.startswith(path)}
         if self.parts is None:
             self.parts = {}
             start = len(self.prefix)
@@ -325,7 +326,7 @@ def load(
     module: torch.nn.Module, state_dict: Mapping[str, Any], *, strict: bool, assign: bool
 ) -> IncompatibleKeys:
     """Load ``state_dict`` into ``module`` and all below it, parents first."""
-    if not isinstance(state_dict, Mapping):
+    if not isinstance(cast("object", state_dict), Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
     metadata = getattr(state_dict, "_metadata", None)
     # Hooks and overrides may edit what they are given, so they are given a copy.

@@ -1,14 +1,18 @@
 """The class ``Module``: every method is a signature, a docstring and one call.
 
-Each call goes to the mechanism of that name beside this file. What is *not* defined here is
-inherited on purpose, because torch, fx, dynamo, TorchScript, FSDP2 or accelerate compare or
-patch the function on ``torch.nn.Module`` itself: ``forward``, ``__call__``, ``__getattr__``,
-``get_extra_state``, ``set_extra_state``, ``register_parameter``, ``register_buffer``,
-``__getstate__``, ``_slow_forward`` and ``compile``.
+Each call goes to a mechanism beside this file. The protected methods that only torch and
+overriding classes call are the mechanisms' functions themselves, which saves a frame.
+
+Some names must *not* be defined here, because torch, fx, dynamo, TorchScript, FSDP2 or accelerate
+compare or patch the function of ``torch.nn.Module``: ``forward``, ``__call__``, ``__getattr__``,
+``get_extra_state``, ``set_extra_state``, ``register_parameter``, ``register_buffer`` and
+``__getstate__``. Others are inherited because they only call what is defined here: ``eval``,
+``requires_grad_``, ``cpu``, ``cuda`` and the other devices, ``share_memory``, ``compile``,
+``register_module``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.nn import Parameter
@@ -19,7 +23,6 @@ from modkit._types import (
     BackwardPreHook,
     ForwardHook,
     ForwardPreHook,
-    Gradients,
     LoadStateDictPostHook,
     LoadStateDictPreHook,
     StateDictPostHook,
@@ -32,6 +35,7 @@ from modkit.nn._layers import TORCH_HOME
 from modkit.nn._tree import post_order, standard
 
 
+DestinationT = TypeVar("DestinationT", bound=dict[str, Any])
 Device = int | torch.device | str | None
 
 
@@ -80,10 +84,6 @@ class Module(torch.nn.Module):
             KeyError: ``name`` is empty, has a dot, or is an attribute that is no child.
         """
         _registry.add_module(self, name, module)
-
-    def register_module(self, name: str, module: torch.nn.Module | None) -> None:
-        """Register ``module`` as the child ``name``; an alias of ``add_module``."""
-        self.add_module(name, module)
 
     def get_submodule(self, target: str) -> torch.nn.Module:
         """Return the module at the dotted path ``target``; the empty path is this module.
@@ -237,16 +237,6 @@ class Module(torch.nn.Module):
         _convert.set_training(self, mode)
         return self
 
-    def eval(self) -> Self:
-        """Set evaluation mode here and below, as ``train(False)``; return this module."""
-        return self.train(False)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Set whether autograd records operations on the parameters; return this module."""
-        for parameter in self.parameters():
-            parameter.requires_grad_(requires_grad)
-        return self
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or fill them with zeros in place."""
         _convert.zero_gradients(self, self.parameters(), set_to_none=set_to_none)
@@ -293,10 +283,6 @@ class Module(torch.nn.Module):
     def bfloat16(self) -> Self:
         """Cast floating point parameters and buffers to bfloat16."""
         return self._apply(_convert.cast_function(torch.bfloat16))
-
-    def share_memory(self) -> Self:
-        """Move parameters and buffers to shared memory; see ``Tensor.share_memory_``."""
-        return self._apply(lambda t: t.share_memory_())
 
     # Hooks. Each returns a handle whose ``remove()`` takes the hook out again.
 
@@ -377,29 +363,25 @@ class Module(torch.nn.Module):
         """Run ``hook(module, incompatible_keys)`` after loading; it may edit the two lists."""
         return _hooks.add(self._load_state_dict_post_hooks, hook)
 
-    def _get_backward_hooks(self) -> tuple[list[_hooks.Hook], list[_hooks.Hook]]:
-        """Return the full and the non-full backward hooks of a call."""
-        return _hooks.backward_hooks(self)
-
-    def _get_backward_pre_hooks(self) -> list[_hooks.Hook]:
-        """Return the backward pre-hooks of a call."""
-        return _hooks.backward_pre_hooks(self)
-
-    def _maybe_warn_non_full_backward_hook(
-        self, inputs: Any, result: Gradients, grad_fn: Any
-    ) -> None:
-        """Warn where a hook of the deprecated kind will miss gradients."""
-        _hooks.warn_of_missing_gradients(inputs, result, grad_fn)
-
-    # The function itself rather than a call of it: see there.
+    _get_backward_hooks = _hooks.backward_hooks
+    _get_backward_pre_hooks = _hooks.backward_pre_hooks
+    _maybe_warn_non_full_backward_hook = _hooks.warn_of_missing_gradients
     _call_impl = _call.call_impl
 
     # State.
 
+    @overload
+    def state_dict(
+        self, *, destination: DestinationT, prefix: str = ..., keep_vars: bool = ...
+    ) -> DestinationT: ...
+
+    @overload
+    def state_dict(self, *, prefix: str = ..., keep_vars: bool = ...) -> dict[str, Any]: ...
+
     @standard
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
+    ) -> Any:
         """Return the parameters, persistent buffers and extra state, here and below, by name.
 
         Args:
@@ -414,10 +396,6 @@ class Module(torch.nn.Module):
                 args, destination, prefix, keep_vars
             )
         return _state.save(self, destination, prefix, keep_vars)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Write the state of this module alone; subclasses may override it."""
-        _state.save_own(self, destination, prefix, keep_vars)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -440,27 +418,8 @@ class Module(torch.nn.Module):
         """
         return _state.load(self, state_dict, strict=strict, assign=assign)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Load the state of this module alone; subclasses may override it to migrate."""
-        _state.load_own(
-            self,
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+    _save_to_state_dict = _state.save_own
+    _load_from_state_dict = _state.load_own
 
     # Printing.
 
