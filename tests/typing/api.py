@@ -1,0 +1,84 @@
+"""What type checkers must infer. Never run: `nox -s typing` reads it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from typing_extensions import assert_type
+
+from modkit import nn
+from modkit.nn import functional as F
+from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+
+class Net(nn.Module):
+    """A network as users write it: members are declared by assignment."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.gain = nn.Parameter(torch.ones(()))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the network."""
+        return F.relu(self.linear(x - self.mean)) * self.gain
+
+
+net = Net()
+
+# Members keep the types that they were assigned or declared with.
+assert_type(net.linear, nn.Linear)
+assert_type(net.gain, nn.Parameter)
+assert_type(net.mean, torch.Tensor)
+assert_type(net.training, bool)
+
+# What returns the module returns the user's class.
+assert_type(net.train(), Net)
+assert_type(net.eval(), Net)
+assert_type(net.to("cpu"), Net)
+assert_type(net.to(torch.float64, non_blocking=True), Net)
+assert_type(net.to_empty(device="cpu"), Net)
+assert_type(net.float(), Net)
+assert_type(net.double(), Net)
+assert_type(net.half(), Net)
+assert_type(net.bfloat16(), Net)
+assert_type(net.cpu(), Net)
+assert_type(net.cuda(), Net)
+assert_type(net.requires_grad_(False), Net)
+assert_type(net.apply(print), Net)
+assert_type(net.share_memory(), Net)
+
+# Traversal.
+assert_type(net.parameters(), Iterator[nn.Parameter])
+assert_type(net.named_parameters(), Iterator[tuple[str, nn.Parameter]])
+assert_type(net.buffers(), Iterator[torch.Tensor])
+assert_type(net.named_buffers(), Iterator[tuple[str, torch.Tensor]])
+assert_type(net.children(), Iterator[torch.nn.Module])
+assert_type(net.modules(), Iterator[torch.nn.Module])
+assert_type(net.named_modules(), Iterator[tuple[str, torch.nn.Module]])
+assert_type(net.get_submodule("linear"), torch.nn.Module)
+assert_type(net.get_parameter("gain"), nn.Parameter)
+assert_type(net.get_buffer("mean"), torch.Tensor)
+
+# State.
+assert_type(net.state_dict(), dict[str, Any])
+
+# A modkit module is a torch module, and a modkit layer is both torch's layer and a modkit module.
+as_torch: torch.nn.Module = net
+as_layer: torch.nn.Linear = net.linear
+as_module: nn.Module = net.linear
+as_container: nn.Module = nn.Sequential(net.linear, nn.ReLU(), torch.nn.Linear(2, 2))
+loss: nn.Module = nn.CrossEntropyLoss()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+# Averaging knows the class of the model.
+averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+assert_type(averaged, AveragedModel[Net])
+assert_type(averaged.module, Net)
+assert_type(averaged.module.linear, nn.Linear)
+assert_type(averaged.n_averaged, torch.Tensor)
+assert_type(averaged.eval(), AveragedModel[Net])
+assert_type(update_bn([torch.ones(2, 4)], averaged), None)
