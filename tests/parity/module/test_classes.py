@@ -187,7 +187,7 @@ def test_the_keyword_self_is_taken():
             def forward(this, *args, **keywords):
                 return args, keywords
 
-        return Net()(1, **dict([("self", 2)]))
+        return Net()(1, self=2)
 
     assert same(scenario)[0] == "raised"
 

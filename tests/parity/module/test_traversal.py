@@ -1,0 +1,430 @@
+import inspect
+import itertools
+
+import pytest
+import torch
+
+from tests.helpers import Implementation, same
+from tests.parity.module.nets import child_leaf, empty, leaf, run, tree
+
+
+def names(module: torch.nn.Module, root: torch.nn.Module) -> str:
+    """Return the path of a module below the root, to compare across implementations."""
+    return next((path for path, each in root.named_modules() if each is module), "?")
+
+
+@pytest.mark.parametrize("recurse", [True, False])
+@pytest.mark.parametrize("method", ["parameters", "buffers"])
+def test_members(method, recurse):
+    """Members come in the order of registration, each once, without ``None`` slots."""
+
+    def scenario(impl):
+        module = tree(impl)
+        keyword = [*getattr(module, method)(recurse=recurse)]
+        positional = [*getattr(module, method)(recurse)]
+        assert all(a is b for a, b in zip(keyword, positional, strict=True))
+        return keyword
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize("prefix", ["", "net", "a.b", "net."])
+@pytest.mark.parametrize(
+    ("recurse", "unique"), list(itertools.product([True, False], [True, False]))
+)
+@pytest.mark.parametrize("method", ["named_parameters", "named_buffers"])
+def test_named_members(method, recurse, unique, prefix):
+    """Every combination of flags and prefixes gives torch's names and order."""
+
+    def scenario(impl):
+        module = tree(impl)
+        found = [*getattr(module, method)(prefix, recurse, unique)]
+        again = getattr(module, method)(remove_duplicate=unique, prefix=prefix, recurse=recurse)
+        assert [name for name, _ in found] == [name for name, _ in again]
+        return found
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize("prefix", ["", "net", "a.b"])
+@pytest.mark.parametrize("unique", [True, False])
+def test_named_modules(unique, prefix):
+    """Modules come parents first, depth first; shared ones once, or under every path."""
+
+    def scenario(impl):
+        pairs = tree(impl).named_modules(prefix=prefix, remove_duplicate=unique)
+        return [(name, type(module).__name__) for name, module in pairs]
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize("unique", [True, False])
+def test_modules(impl: Implementation, unique: bool) -> None:
+    """``modules`` yields what ``named_modules`` yields, without the names."""
+    module = tree(impl)
+    expected = [each for _, each in module.named_modules(remove_duplicate=unique)]
+    found = list(module.modules(unique))
+
+    assert len(found) == len(expected) == (5 if unique else 6) - 1
+    assert all(a is b for a, b in zip(found, expected, strict=True))
+    assert found[0] is module
+
+
+def test_children(impl: Implementation) -> None:
+    """Direct children come once each, under their first name, without ``None`` slots."""
+    module = tree(impl)
+
+    assert [name for name, _ in module.named_children()] == ["left", "right"]
+    assert [*module.children()] == [module.left, module.right]
+    assert [*leaf(impl).children()] == []
+
+
+def test_a_given_memo_is_filled(impl: Implementation) -> None:
+    """The set that is passed receives every module that was yielded."""
+    module = tree(impl)
+    memo = set()
+    found = [name for name, _ in module.named_modules(memo)]
+
+    assert memo == set(module.modules())
+    assert found == ["", "left", "left.inner", "right"]
+
+
+def test_a_given_memo_leaves_out_what_it_holds(impl: Implementation) -> None:
+    """Modules in the memo are skipped with all that is only below them."""
+    module = tree(impl)
+
+    assert [name for name, _ in module.named_modules({module})] == []
+    assert [name for name, _ in module.named_modules({module.left})] == ["", "right"]
+    assert [name for name, _ in module.named_modules({module.left}, "p", False)] == [
+        "p",
+        "p.right",
+        "p.again",
+    ]
+
+
+def test_a_memo_is_not_filled_with_duplicates_kept(impl: Implementation) -> None:
+    """With ``remove_duplicate=False`` the memo stays as it was given."""
+    module = tree(impl)
+    memo = set()
+    list(module.named_modules(memo, remove_duplicate=False))
+
+    assert memo == set()
+
+
+def test_a_memo_is_filled_step_by_step(impl: Implementation) -> None:
+    """A module enters the memo when it is yielded, not before."""
+    module = tree(impl)
+    memo = set()
+    walk = module.named_modules(memo)
+    before = len(memo)
+
+    assert [before, *(len(memo) for _ in walk)] == [0, 1, 2, 3, 4]
+
+
+def test_a_memo_may_be_any_object_with_add_and_contains(impl: Implementation) -> None:
+    """The memo is used through ``in`` and ``add`` alone."""
+
+    class Memo:
+        def __init__(self):
+            self.log = []
+
+        def __contains__(self, module):
+            return any(module is each for each in self.log)
+
+        def add(self, module):
+            self.log.append(module)
+
+    module, memo = tree(impl), Memo()
+    found = [each for _, each in module.named_modules(memo)]
+
+    assert all(a is b for a, b in zip(found, memo.log, strict=True))
+
+
+def test_tied_parameters_come_once(impl: Implementation) -> None:
+    """A parameter under two names is yielded under the first, or under both if asked."""
+    module = tree(impl)
+    once = [name for name, _ in module.named_parameters()]
+    every = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+
+    assert "tied" in once
+    assert "left.scale" not in once
+    assert {"tied", "left.scale", "right.weight", "again.weight"} <= set(every)
+    assert len([*module.parameters()]) == len(once)
+
+
+def test_a_tensor_shared_as_parameter_and_buffer(impl: Implementation) -> None:
+    """Parameters and buffers are deduplicated apart from each other."""
+    module = empty(impl)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    module.p = parameter
+    module.register_buffer("b", parameter)
+    module.register_buffer("c", parameter)
+
+    assert [name for name, _ in module.named_parameters()] == ["p"]
+    assert [name for name, _ in module.named_buffers()] == ["b"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "m.parameters()",
+        "m.named_parameters()",
+        "m.buffers()",
+        "m.named_buffers()",
+        "m.children()",
+        "m.named_children()",
+        "m.modules()",
+        "m.named_modules()",
+        "m._named_members(lambda module: module._buffers.items())",
+    ],
+)
+def test_walks_are_lazy_generators(impl: Implementation, call: str) -> None:
+    """A walk is a generator that looks at the module when it is advanced, not when it is made."""
+    module = leaf(impl)
+    walk = run(call, module)
+    module.late = child_leaf(impl)
+    module.register_buffer("newer", torch.full((1,), 5.0))
+    module.late_parameter = torch.nn.Parameter(torch.ones(1))
+    found = list(walk)
+
+    assert inspect.isgenerator(walk)
+    assert len(found) == len(list(run(call, module)))
+    assert list(walk) == []
+
+
+@pytest.mark.parametrize("method", ["parameters", "named_parameters", "buffers", "named_buffers"])
+def test_members_do_not_look_ahead(impl: Implementation, method: str) -> None:
+    """Only what has been asked for is walked: a later child may still be exchanged."""
+    module = empty(impl)
+    module.a, module.b = leaf(impl), leaf(impl)
+    walk = getattr(module, method)()
+    next(walk)
+    module.b = replacement = empty(impl)
+    replacement.p = torch.nn.Parameter(torch.zeros(7))
+    replacement.register_buffer("q", torch.zeros(7))
+    last = list(walk)[-1]
+
+    assert (last[1] if isinstance(last, tuple) else last).shape == (7,)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "[m.add_module(n + 'x', Identity()) for n, _ in m.named_children()]",
+        "[m.add_module('x', Identity()) for _ in m.children()]",
+        "[m.add_module('x', Identity()) for _ in m.modules()]",
+        "[m.add_module('x', Identity()) for _ in m.named_modules()]",
+        "[m.register_buffer(n + 'x', ones(1)) for n, _ in m.right.named_buffers()]",
+        "[m.right.register_buffer(n + 'x', ones(1)) for n, _ in m.right.named_buffers()]",
+        "[m.register_parameter(n + 'x', Parameter(ones(1))) for n, _ in m.named_parameters()]",
+        "[m.add_module('x', Identity()) for _ in m.parameters()]",
+        "[delattr(m, n) for n, _ in m.named_children()]",
+        "[delattr(m, 'right') for n, _ in m.named_modules() if n == 'right']",
+        "m.apply(lambda module: m.add_module('x', Identity()))",
+        "m._apply(lambda t: (m.register_buffer('x', t), t)[1])",
+    ],
+)
+def test_changing_the_tree_while_walking(call: str) -> None:
+    """A change under a running walk is noticed, or not, exactly as in torch."""
+
+    def scenario(impl):
+        module = tree(impl)
+        try:
+            run(call.replace("n + 'x'", "n.replace('.', '_') + 'x'"), module)
+        finally:
+            ended = [name for name, _ in module.named_modules()]
+        return ended
+
+    assert same(scenario)
+
+
+@pytest.mark.parametrize("call", ["m.modules()", "m.named_modules()", "m.parameters()"])
+def test_walks_of_a_cycle_end(impl: Implementation, call: str) -> None:
+    """A module that contains itself is yielded once."""
+    module = tree(impl)
+    count = len(list(run(call, module)))
+    module.left.inner.back = module
+    module.itself = module
+
+    assert len(list(run(call, module))) == count
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["m.train()", "m.float()", "m.state_dict()", "repr(m)", "m.apply(id)", "m.load_state_dict({})"],
+)
+def test_operations_on_a_cycle_end_in_a_recursion_error(impl: Implementation, call: str) -> None:
+    """What visits every path cannot end on a cycle, and says so."""
+    module = tree(impl)
+    module.left.inner.back = module
+    with pytest.raises(RecursionError):
+        run(call, module)
+
+    assert module.left.inner.back is module
+
+
+def test_a_cycle_with_duplicates_kept_ends_in_a_recursion_error(impl: Implementation) -> None:
+    """Keeping duplicates on a cycle yields each module once around, and cannot end well."""
+    module = tree(impl)
+    module.left.inner.back = module
+    walk = module.named_modules(remove_duplicate=False)
+
+    assert [next(walk)[0] for _ in range(3)] == ["", "left", "left.inner"]
+    with pytest.raises(RecursionError):
+        list(walk)
+
+
+def test_a_shared_child_is_visited_once_per_parent(impl: Implementation) -> None:
+    """``train``, ``apply`` and ``_apply`` visit a module once per parent that holds it."""
+    log = []
+
+    class Shared(impl.Module):
+        def train(self, mode=True):
+            log.append("train")
+            return super().train(mode)
+
+        def _apply(self, fn, recurse=True):
+            log.append("_apply")
+            return super()._apply(fn, recurse)
+
+    shared = Shared()
+    root = empty(impl)
+    for name in ("a", "b"):
+        parent = empty(impl)
+        parent.x = parent.y = shared
+        setattr(root, name, parent)
+    root.train()
+    root.float()
+    root.apply(lambda module: log.append("apply") if module is shared else None)
+
+    assert log == ["train", "train", "_apply", "_apply", "apply", "apply"]
+
+
+def test_apply_visits_children_before_parents():
+    """``apply`` calls the function for every child first, then for the module, and returns it."""
+
+    def scenario(impl):
+        module = tree(impl)
+        log = []
+        returned = module.apply(lambda each: log.append(names(each, module)))
+        return log, returned is module
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_apply_sees_children_that_the_function_adds(impl: Implementation) -> None:
+    """A child that is added to a module whose children are done is not visited."""
+    module = tree(impl)
+    log = []
+
+    def grow(each):
+        log.append(names(each, module))
+        if "grown" not in each._modules:
+            each.grown = empty(impl)
+
+    module.apply(grow)
+
+    assert log == ["left.inner", "left", "right", ""]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "m.get_submodule('') is m",
+        "m.get_submodule('left') is m.left",
+        "m.get_submodule('left.inner') is m.left.inner",
+        "m.get_submodule('again') is m.right",
+        "m.get_parameter('gain') is m.gain",
+        "m.get_parameter('left.inner.weight') is m.left.inner.weight",
+        "m.get_buffer('right.mean') is m.right.mean",
+        "m.get_buffer('right.scratch') is m.right.scratch",
+        "m.right.get_buffer('unset') is None",
+        "m.set_submodule('left.inner', m.right) or m.left.inner is m.right",
+        "m.set_submodule('fresh', m.right) or m.fresh is m.right",
+        "m.set_submodule('left.fresh', m.right) or m.left.fresh is m.right",
+        "m.set_submodule('right', m.left, strict=True) or m.right is m.left",
+        "m.set_submodule('left', m.right, False) or m.left is m.right",
+    ],
+)
+def test_access_by_path(impl: Implementation, call: str) -> None:
+    """Dotted paths lead to the very objects, and put modules in their place."""
+    assert run(call, tree(impl)) is True
+
+
+def test_access_by_path_follows_plain_attributes(impl: Implementation) -> None:
+    """A path may lead through a module that is a plain attribute or a property."""
+
+    class Host(impl.Module):
+        @property
+        def linked(self):
+            return vars(self)["hidden"]
+
+    module = Host()
+    vars(module)["hidden"] = inner = leaf(impl)
+
+    assert module.get_submodule("hidden") is inner
+    assert module.get_parameter("linked.weight") is inner.weight
+    assert module.get_buffer("linked.mean") is inner.mean
+
+
+def test_paths_use_the_overridden_get_submodule(impl: Implementation) -> None:
+    """``get_parameter``, ``get_buffer`` and ``set_submodule`` go through ``get_submodule``."""
+    log = []
+
+    class Host(impl.Module):
+        def get_submodule(self, target):
+            log.append(target)
+            return super().get_submodule(target)
+
+    module = Host()
+    module.a = leaf(impl)
+    module.get_parameter("a.weight")
+    module.get_buffer("a.mean")
+    module.set_submodule("a.b", empty(impl))
+    module.set_submodule("c", empty(impl))
+
+    assert log == ["a", "a", "a"]
+
+
+def test_named_members_with_a_function_of_ones_own():
+    """``_named_members`` walks any pairs that the function returns, dropping ``None`` and doubles."""
+
+    def scenario(impl):
+        module = tree(impl)
+
+        def members(each):
+            return [("flag", getattr(each, "flag", None)), ("kind", type(each).__name__)]
+
+        flags = [(), (True,), (False,)]
+        once = [[*module._named_members(members, "p", *flag)] for flag in flags]
+        every = [*module._named_members(members, prefix="p", recurse=True, remove_duplicate=False)]
+        return once, every
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_a_module_without_members(impl: Implementation) -> None:
+    """An empty module yields itself and nothing else."""
+    module = empty(impl)
+
+    assert [*module.named_modules()] == [("", module)]
+    assert [*module.named_parameters(), *module.named_buffers(), *module.named_children()] == []
+
+
+def test_an_equality_of_ones_own_does_not_merge_modules():
+    """Modules that compare equal and hash alike count as one module, as in torch."""
+
+    def scenario(impl):
+        class Alike(impl.Module):
+            def __eq__(self, other):
+                return isinstance(other, Alike)
+
+            def __hash__(self):
+                return 1
+
+        module = empty(impl)
+        module.a, module.b = Alike(), Alike()
+        children = [name for name, _ in module.named_children()]
+        return children, [name for name, _ in module.named_modules()]
+
+    assert same(scenario)[0] == "returned"
