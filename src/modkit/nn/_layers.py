@@ -1,17 +1,29 @@
-"""Re-basing: how a layer of torch becomes a layer of modkit."""
+"""Re-basing: how a layer of torch becomes a layer of modkit.
 
+A layer is torch's class with modkit's ``Module`` slipped in below it, so its code is torch's and
+its behaviour as a module is modkit's. Classes are written out in ``modules/``; this file finishes
+them, and turns layers that torch has built into modkit's, in place.
+"""
+
+import functools
 import inspect
-from typing import Final, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeVar
 
 import torch
+from typing_extensions import deprecated
 
 
-ModuleClassT = TypeVar("ModuleClassT", bound=type[torch.nn.Module])
+ClassT = TypeVar("ClassT", bound=type)
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
 # Maps each re-based class to the module name of the torch class that it stands for.
 # fx decides by ``instance.__module__.startswith("torch.nn")`` whether a module is a leaf, so an
 # instance whose exact type is listed here carries that name in its own ``__dict__``.
 TORCH_HOME: Final[dict[type, str]] = {}
+
+# Maps each class of torch to the class that was re-based from it.
+REBASED: Final[dict[type, type]] = {}
 
 
 class _SourceOf:
@@ -32,17 +44,95 @@ class _SourceOf:
         return self.source
 
 
-def rebased(cls: ModuleClassT) -> ModuleClassT:
-    """Finish a class ``class X(torch.nn.X, Module)``: documentation, annotations, fx home.
+def rebased(cls: ClassT) -> ClassT:
+    """Finish a class ``class X(torch.nn.X, Module)`` and enter it in the tables above.
 
-    The first base is torch's layer. Its docstring and annotations are taken over by reference:
-    TorchScript reads ``__annotations__`` from the instance's class, and touching the attribute
-    of a class without annotations would create an empty dict that hides the inherited one.
+    The documentation is torch's, with a last line that says so. Annotations are copied, because
+    code that reads ``X.__annotations__`` sees those of exactly one class; where torch's class has
+    none, none are set, since an empty dict would hide the inherited ones from TorchScript.
     """
     layer = cls.__bases__[0]
-    if cls.__doc__ is None:
-        cls.__doc__ = layer.__doc__
-    cls.__annotations__ = {**inspect.get_annotations(layer), **inspect.get_annotations(cls)}
+    if cls.__doc__ is None and layer.__doc__ is not None:
+        name = f"{layer.__module__}.{layer.__qualname__}"
+        cls.__doc__ = f"{inspect.cleandoc(layer.__doc__)}\n\nSame as ``{name}``."
+    annotations = {**inspect.get_annotations(layer), **inspect.get_annotations(cls)}
+    if annotations:
+        cls.__annotations__ = annotations
+    if "__deprecated__" in vars(layer):
+        _deprecate(cls, layer)
     cls.__wrapped__ = _SourceOf(cls, layer)  # type: ignore[attr-defined]
     TORCH_HOME[cls] = layer.__module__
+    REBASED[layer] = cls
     return cls
+
+
+def _deprecate(cls: type, layer: type) -> None:
+    """Make ``cls`` warn where torch's deprecated class does: when it is built or subclassed.
+
+    Torch's class would stay silent about the first, as it looks for instances of exactly itself,
+    and warn a second time about the second, so its hook for subclasses is passed over.
+    """
+
+    def __init_subclass__(subclass: type, **kwargs: Any) -> None:  # noqa: N807
+        super(layer, subclass).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+
+    cls.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[arg-type, assignment]
+    deprecated(vars(layer)["__deprecated__"], category=FutureWarning)(cls)
+
+
+def composite(
+    copies: Callable[[Any], Iterable[object]] = lambda _: (),
+) -> Callable[[ClassT], ClassT]:
+    """Finish a class whose constructor builds children: they become modkit layers.
+
+    Modules among the constructor's arguments are the user's, and stay as they are.
+
+    Args:
+        copies: Tells, for a built instance, which of its children the constructor has copied
+            from an argument. They keep the class of what was copied.
+    """
+
+    def finish(cls: ClassT) -> ClassT:
+        construct = cls.__init__  # type: ignore[misc]
+
+        @functools.wraps(construct)
+        def __init__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            construct(self, *args, **kwargs)
+            rebase_children(self, keep=(*args, *kwargs.values(), *copies(self)))
+
+        cls.__init__ = __init__  # type: ignore[misc]
+        return cls
+
+    return finish
+
+
+def mark_leaf(module: torch.nn.Module) -> None:
+    """Let fx see ``module`` as a leaf, if its class is exactly one of the re-based layers."""
+    home = TORCH_HOME.get(type(module))
+    if home is not None:
+        module.__dict__["__module__"] = home
+
+
+def rebase(module: ModuleT) -> ModuleT:
+    """Turn ``module`` into modkit's layer in place, if it is exactly one of torch's layers."""
+    layer = REBASED.get(type(module))
+    if layer is not None:
+        module.__class__ = layer
+        mark_leaf(module)
+    return module
+
+
+def rebase_children(module: torch.nn.Module, *, keep: Iterable[object] = ()) -> None:
+    """Turn all torch layers below ``module`` into modkit's, in place.
+
+    Args:
+        module: The module below which to look; it is not changed itself.
+        keep: Modules to leave as they are, together with all that is below them.
+    """
+    seen = {id(module), *map(id, keep)}
+    waiting = [module]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(rebase(child))

@@ -1,0 +1,22 @@
+"""Data parallelism over processes, re-based on modkit's ``Module``."""
+
+# ruff: noqa: D101 - `rebased` takes over torch's documentation.
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from modkit.nn._layers import rebased
+from modkit.nn.module import Module
+from modkit.nn.modules._newer import upstream_names
+
+
+__all__ = ["DistributedDataParallel"]
+
+
+@rebased
+class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel, Module): ...
+
+
+if not TYPE_CHECKING:
+    __getattr__ = upstream_names(__name__)

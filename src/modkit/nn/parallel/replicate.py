@@ -1,0 +1,10 @@
+"""A second name of the module ``torch.nn.parallel.replicate``."""
+
+# pyright: reportWildcardImportFromLibrary=false
+
+import sys
+
+from torch.nn.parallel.replicate import *  # noqa: F403 - read by type checkers
+
+
+sys.modules[__name__] = sys.modules["torch.nn.parallel.replicate"]
