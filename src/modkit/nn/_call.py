@@ -32,7 +32,7 @@ class _Call(TypedDict):
     ran: set[int]
 
 
-def call_impl(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+def call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run ``forward`` and whatever hooks there are at this moment.
 
     This function is itself the method ``Module._call_impl``: one more frame a call would let
@@ -41,12 +41,12 @@ def call_impl(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     Which tables are empty is read here: a hook that ``forward`` itself adds runs next time.
     Nothing may be cached, since libraries assign and clear the tables directly.
     """
-    forward: Forward = module._slow_forward if get_tracing_state() else module.forward
+    forward: Forward = self._slow_forward if get_tracing_state() else self.forward
     if not (
-        module._backward_hooks
-        or module._backward_pre_hooks
-        or module._forward_hooks
-        or module._forward_pre_hooks
+        self._backward_hooks
+        or self._backward_pre_hooks
+        or self._forward_hooks
+        or self._forward_pre_hooks
         or global_backward_pre_hooks
         or global_backward_hooks
         or global_forward_hooks
@@ -56,11 +56,11 @@ def call_impl(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     state: _Call = {"args": args, "kwargs": kwargs, "result": None, "ran": set()}
     # Dynamo cannot compile a frame that catches and re-raises, so compiled code has no error path.
     if torch.compiler.is_compiling():
-        return _run(module, forward, state)
+        return _run(self, forward, state)
     try:
-        return _run(module, forward, state)
+        return _run(self, forward, state)
     except Exception:
-        _run_always_called(module, state)
+        _run_always_called(self, state)
         raise
 
 

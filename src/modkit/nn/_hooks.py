@@ -94,26 +94,29 @@ def add_load_state_dict_pre_hook(
     return add(module._load_state_dict_pre_hooks, wrapped)
 
 
-def backward_hooks(module: torch.nn.Module, /) -> tuple[list[Hook], list[Hook]]:
-    """Return the full and the non-full backward hooks of a call, global ones first."""
+def backward_hooks(self: torch.nn.Module) -> tuple[list[Hook], list[Hook]]:
+    """Return the full and the non-full backward hooks of a call, global ones first.
+
+    This function is itself the method ``Module._get_backward_hooks``, as the next two are methods.
+    """
     full: list[Hook] = []
     non_full: list[Hook] = []
     kinds = {True: full, False: non_full}
     global_kind = global_backward_hooks_are_full()
     if global_kind is not None:
         kinds[global_kind] += global_backward_hooks.values()
-    if module._is_full_backward_hook is not None:
-        kinds[module._is_full_backward_hook] += module._backward_hooks.values()
+    if self._is_full_backward_hook is not None:
+        kinds[self._is_full_backward_hook] += self._backward_hooks.values()
     return full, non_full
 
 
-def backward_pre_hooks(module: torch.nn.Module, /) -> list[Hook]:
+def backward_pre_hooks(self: torch.nn.Module) -> list[Hook]:
     """Return the backward pre-hooks of a call, global ones first."""
-    return [*global_backward_pre_hooks.values(), *module._backward_pre_hooks.values()]
+    return [*global_backward_pre_hooks.values(), *self._backward_pre_hooks.values()]
 
 
 def warn_of_missing_gradients(
-    module: torch.nn.Module, /, inputs: Any, result: Any, grad_fn: Any
+    self: torch.nn.Module, inputs: Any, result: Any, grad_fn: Any
 ) -> None:
     """Warn where a non-full backward hook on ``grad_fn`` will not see all gradients.
 

@@ -46,16 +46,19 @@ def positional_arguments(
     return destination, prefix, keep_vars
 
 
-def save_own(module: torch.nn.Module, /, destination: Any, prefix: str, keep_vars: bool) -> None:
-    """Write the parameters, persistent buffers and extra state of ``module`` alone."""
-    for name, parameter in module._parameters.items():
+def save_own(self: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
+    """Write the parameters, persistent buffers and extra state of one module, not below it.
+
+    This function is itself the method ``Module._save_to_state_dict``, which classes may override.
+    """
+    for name, parameter in self._parameters.items():
         if parameter is not None:
             destination[prefix + name] = parameter if keep_vars else parameter.detach()
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
+    for name, buffer in self._buffers.items():
+        if buffer is not None and name not in self._non_persistent_buffers_set:
             destination[prefix + name] = buffer if keep_vars else buffer.detach()
-    if _overrides(module, "get_extra_state"):
-        destination[prefix + EXTRA_STATE_KEY] = module.get_extra_state()
+    if _overrides(self, "get_extra_state"):
+        destination[prefix + EXTRA_STATE_KEY] = self.get_extra_state()
 
 
 @dataclass(slots=True)
@@ -138,8 +141,7 @@ class _Report:
 
 
 def load_own(
-    module: torch.nn.Module,
-    /,
+    self: torch.nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
     local_metadata: dict[str, Any],
@@ -148,36 +150,41 @@ def load_own(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Load the parameters, persistent buffers and extra state of ``module`` alone."""
-    for hook in tuple(module._load_state_dict_pre_hooks.values()):
+    """Load the parameters, persistent buffers and extra state of one module, not below it.
+
+    This function is itself the method ``Module._load_from_state_dict``, which classes override to
+    migrate old checkpoints: ``local_metadata`` tells the version that wrote them. Problems are
+    added to the three lists, which all modules of a load share.
+    """
+    for hook in tuple(self._load_state_dict_pre_hooks.values()):
         hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
     targets: dict[str, torch.Tensor] = {
-        name: tensor for name, tensor in module._parameters.items() if tensor is not None
+        name: tensor for name, tensor in self._parameters.items() if tensor is not None
     }
     targets |= {
         name: buffer
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
+        for name, buffer in self._buffers.items()
+        if buffer is not None and name not in self._non_persistent_buffers_set
     }
     assign = local_metadata.get("assign_to_params_buffers", False)
     for name, target in targets.items():
         key = prefix + name
         if key in state_dict:
-            problem = _load_tensor(module, name, target, key, state_dict[key], assign=assign)
+            problem = _load_tensor(self, name, target, key, state_dict[key], assign=assign)
             if problem is not None:
                 error_msgs.append(problem)
         elif strict:
             missing_keys.append(key)
     extra_key = prefix + EXTRA_STATE_KEY
-    if _overrides(module, "set_extra_state"):
+    if _overrides(self, "set_extra_state"):
         if extra_key in state_dict:
-            module.set_extra_state(state_dict[extra_key])
+            self.set_extra_state(state_dict[extra_key])
         elif strict:
             missing_keys.append(extra_key)
     elif strict and extra_key in state_dict:
         unexpected_keys.append(extra_key)
     if strict:
-        _report_unexpected(module, state_dict, prefix, targets, extra_key, unexpected_keys)
+        _report_unexpected(self, state_dict, prefix, targets, extra_key, unexpected_keys)
 
 
 def _report_unexpected(

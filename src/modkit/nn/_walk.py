@@ -1,6 +1,6 @@
 """Iterating over the modules, parameters and buffers of a tree."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def named_modules(
     memo: set[torch.nn.Module] | None,
     prefix: str,
     remove_duplicate: bool,
-) -> Iterator[tuple[str, torch.nn.Module]]:
+) -> Generator[tuple[str, torch.nn.Module], None, None]:
     """Yield the pairs of ``module`` and all below it, parents first, depth first.
 
     ``memo`` holds the modules that were seen and is filled when duplicates are removed.
@@ -81,7 +81,7 @@ def named_members(
     prefix: str,
     recurse: bool,
     remove_duplicate: bool,
-) -> Iterator[tuple[str, Any]]:
+) -> Generator[tuple[str, Any], None, None]:
     """Yield the pairs that ``get_members_fn`` finds in ``module`` and, if asked, all below it."""
     modules: Iterable[tuple[str, torch.nn.Module]] = (
         module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)

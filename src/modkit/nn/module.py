@@ -11,7 +11,7 @@ compare or patch the function of ``torch.nn.Module``: ``forward``, ``__call__``,
 ``register_module``.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -143,7 +143,7 @@ class Module(torch.nn.Module):
         memo: set[torch.nn.Module] | None = None,
         prefix: str = "",
         remove_duplicate: bool = True,
-    ) -> Iterator[tuple[str, torch.nn.Module]]:
+    ) -> Generator[tuple[str, torch.nn.Module], None, None]:
         """Yield ``(dotted name, module)`` for this module and all below it, parents first.
 
         Args:
@@ -177,7 +177,7 @@ class Module(torch.nn.Module):
         prefix: str = "",
         recurse: bool = True,
         remove_duplicate: bool = True,
-    ) -> Iterator[tuple[str, Any]]:
+    ) -> Generator[tuple[str, Any], None, None]:
         """Yield the pairs that ``get_members_fn`` finds in this module and all below it."""
         return _walk.named_members(self, get_members_fn, prefix, recurse, remove_duplicate)
 
