@@ -1,0 +1,170 @@
+"""Small hooks and modules that the hook tests share."""
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.modules.module as torch_module
+
+from tests.helpers import Implementation
+
+
+MODULE_REGISTRARS = (
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+    "register_backward_hook",
+    "register_state_dict_pre_hook",
+    "register_state_dict_post_hook",
+    "_register_state_dict_hook",
+    "register_load_state_dict_pre_hook",
+    "_register_load_state_dict_pre_hook",
+    "register_load_state_dict_post_hook",
+)
+GLOBAL_REGISTRARS = (
+    "register_module_forward_pre_hook",
+    "register_module_forward_hook",
+    "register_module_full_backward_pre_hook",
+    "register_module_full_backward_hook",
+    "register_module_backward_hook",
+    "register_module_buffer_registration_hook",
+    "register_module_module_registration_hook",
+    "register_module_parameter_registration_hook",
+)
+
+GLOBAL_TABLES = (
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_forward_hooks_always_called",
+    "_global_forward_hooks_with_kwargs",
+    "_global_buffer_registration_hooks",
+    "_global_module_registration_hooks",
+    "_global_parameter_registration_hooks",
+)
+
+# The order of state-dict hooks, and of load hooks, around a parent and its child.
+PARENTS_BEFORE_CHILDREN_AFTER = [
+    "parent pre 1",
+    "parent pre 2",
+    "child pre 1",
+    "child pre 2",
+    "child post 1",
+    "child post 2",
+    "parent post 1",
+    "parent post 2",
+]
+
+
+@contextlib.contextmanager
+def clean_global_hooks() -> Iterator[None]:
+    """Empty torch's global tables on exit, and forget which kind of backward hook was in use.
+
+    Torch's own `remove()` leaves the kind mark set, so removing the handles alone would leak it.
+    """
+    for name in GLOBAL_TABLES:
+        assert not getattr(torch_module, name), f"{name} was not empty on entry"
+    try:
+        yield
+    finally:
+        for name in GLOBAL_TABLES:
+            getattr(torch_module, name).clear()
+        torch_module._global_is_full_backward_hook = None
+
+
+Pair = collections.namedtuple("Pair", ["first", "second"])
+
+
+def noting(log: list[Any], note: object) -> Callable[..., None]:
+    """Make a hook of any signature that appends the note."""
+
+    def hook(*_arguments: object) -> None:
+        log.append(note)
+
+    return hook
+
+
+def capturing(log: list[Any]) -> Callable[..., None]:
+    """Make a hook of any signature that appends the arguments it gets after the module."""
+
+    def hook(_module: object, *arguments: object) -> None:
+        log.append(arguments)
+
+    return hook
+
+
+def returning(value: object) -> Callable[..., Any]:
+    """Make a hook of any signature that returns the value."""
+
+    def hook(*_arguments: object) -> object:
+        return value
+
+    return hook
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """Make a hook, or a forward, of any signature that raises the error."""
+
+    def hook(*_arguments: object, **_keywords: object) -> object:
+        raise error
+
+    return hook
+
+
+def do_nothing(*_arguments: object) -> None:
+    """Be a hook that can be pickled."""
+
+
+def leaf(*values: float) -> torch.Tensor:
+    """Make a tensor of the values that requires grad."""
+    return torch.tensor(values or (1.0,), requires_grad=True)
+
+
+def inner_tensor(*values: float) -> torch.Tensor:
+    """Make a tensor of the values that requires grad and is no leaf of the graph."""
+    return leaf(*values) * 1
+
+
+def node_name(tensor: torch.Tensor) -> str | None:
+    """Name the autograd node that made the tensor."""
+    return None if tensor.grad_fn is None else tensor.grad_fn.name()
+
+
+WRAPPED = "BackwardHookFunctionBackward"
+
+
+def function_module(impl: Implementation, function: Callable[..., Any]) -> Any:
+    """Make a module whose forward is the function."""
+
+    class Applied(impl.Module):
+        def forward(self, *args: object, **kwargs: object) -> object:
+            return function(*args, **kwargs)
+
+    return Applied()
+
+
+def forward_registrar(impl: Implementation, module: Any, scope: str) -> Callable[..., Any]:
+    """Return what registers a forward hook, on the module or for all of them."""
+    return module.register_forward_hook if scope == "module" else impl.register_module_forward_hook
+
+
+def parent_and_child(impl: Implementation) -> Any:
+    """Make a module that holds a parameter and one child `c` with a parameter and a buffer."""
+
+    class Child(impl.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = impl.nn.Parameter(torch.zeros(2))
+            self.register_buffer("b", torch.zeros(1))
+
+    class Parent(impl.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v = impl.nn.Parameter(torch.zeros(1))
+            self.c = Child()
+
+    return Parent()
