@@ -73,13 +73,13 @@ def chain(impl: Implementation, depth: int) -> torch.nn.Module:
 
     class Link(impl.Module):
         def forward(self, value: torch.Tensor) -> torch.Tensor:
-            return self.next(value) if "next" in self._modules else value + self.weight
+            return self.n(value) if "n" in self._modules else value + self.weight
 
     node = Link()
     node.weight = torch.nn.Parameter(torch.ones(1))
     for _ in range(depth - 1):
         parent = Link()
-        parent.next = node
+        parent.n = node
         node = parent
     return node
 

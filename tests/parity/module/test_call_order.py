@@ -5,16 +5,13 @@ from tests.helpers import same
 from tests.parity.module.nets import run
 
 
-# Every method of Module that another one calls, and that a class may therefore override.
+# The methods of Module that other methods call, so that an override of them is noticed.
 OVERRIDABLE = (
     "add_module",
     "apply",
-    "buffers",
     "children",
-    "eval",
     "extra_repr",
     "get_submodule",
-    "load_state_dict",
     "modules",
     "named_buffers",
     "named_children",
@@ -24,11 +21,8 @@ OVERRIDABLE = (
     "register_buffer",
     "register_module",
     "register_parameter",
-    "requires_grad_",
     "state_dict",
-    "to",
     "train",
-    "zero_grad",
     "_apply",
     "_get_name",
     "_load_from_state_dict",
@@ -37,7 +31,6 @@ OVERRIDABLE = (
     "_save_to_state_dict",
     "__repr__",
     "__setattr__",
-    "__dir__",
 )
 
 OPERATIONS = (
@@ -162,7 +155,7 @@ def build(impl, method, level):
     return root, log
 
 
-@pytest.mark.parametrize("level", ["all", "root", "child", "child instance", "root instance"])
+@pytest.mark.parametrize("level", ["all", "root", "child", "child instance"])
 @pytest.mark.parametrize("method", OVERRIDABLE)
 def test_overrides_are_called_as_torch_calls_them(method, level):
     """For each operation an override is called as often, in the same order, in the same form.
@@ -187,7 +180,7 @@ def test_overrides_that_return_less_are_respected():
     def scenario(impl):
         found = []
         for method in ("named_modules", "named_children", "children", "named_parameters"):
-            for operation in OPERATIONS[:46]:
+            for operation in OPERATIONS[: OPERATIONS.index("repr(m)")]:
                 module, _ = build(impl, "zero_grad", "all")
                 empty = type("Plain", (type(module.child),), {method: lambda *_, **__: iter(())})
                 module.child.__class__ = empty
