@@ -1,7 +1,7 @@
 """What happens when a module is called: hooks around ``forward``, in torch's order."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -21,6 +21,7 @@ from modkit._upstream import (
 
 
 Forward = Callable[..., Any]
+_NONE: Sequence[Any] = ()
 
 
 class _Call(TypedDict):
@@ -65,9 +66,7 @@ def call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run(module: torch.nn.Module, forward: Forward, state: _Call) -> Any:
-    pre_backward: list[Any] = []
-    full: list[Any] = []
-    non_full: list[Any] = []
+    pre_backward = full = non_full = _NONE
     # Backward hooks are collected first, so one that a forward pre-hook adds runs next time.
     if module._backward_pre_hooks or global_backward_pre_hooks:
         pre_backward = module._get_backward_pre_hooks()
@@ -96,9 +95,13 @@ def _run(module: torch.nn.Module, forward: Forward, state: _Call) -> Any:
     return state["result"]
 
 
+def _snapshot(flags: Mapping[int, bool]) -> Mapping[int, bool]:
+    return flags and dict(flags)
+
+
 def _run_pre_hooks(module: torch.nn.Module, state: _Call) -> None:
     # A hook may remove another one during the call; the other still runs, with its signature.
-    with_kwargs = dict(module._forward_pre_hooks_with_kwargs)
+    with_kwargs = _snapshot(module._forward_pre_hooks_with_kwargs)
     for hook_id, hook in (*global_forward_pre_hooks.items(), *module._forward_pre_hooks.items()):
         if hook_id in with_kwargs:
             changed = hook(module, state["args"], state["kwargs"])
@@ -114,11 +117,12 @@ def _run_pre_hooks(module: torch.nn.Module, state: _Call) -> None:
 
 
 def _run_forward_hooks(module: torch.nn.Module, state: _Call) -> None:
-    with_kwargs = {**global_forward_hooks_with_kwargs, **module._forward_hooks_with_kwargs}
+    with_kwargs = _snapshot(module._forward_hooks_with_kwargs)
+    global_with_kwargs = _snapshot(global_forward_hooks_with_kwargs)
     for hook_id, hook in (*global_forward_hooks.items(), *module._forward_hooks.items()):
         # Entered before the call: a hook that raises here is not called again for its own error.
         state["ran"].add(hook_id)
-        if hook_id in with_kwargs:
+        if hook_id in with_kwargs or hook_id in global_with_kwargs:
             changed = hook(module, state["args"], state["kwargs"], state["result"])
         else:
             changed = hook(module, state["args"], state["result"])
@@ -143,7 +147,7 @@ def _run_always_called(module: torch.nn.Module, state: _Call) -> None:
         ),
     )
     for scope, hooks, always_called, with_kwargs in tables:
-        flags = dict(with_kwargs)
+        flags = _snapshot(with_kwargs)
         waiting = [key for key in hooks if key in always_called and key not in state["ran"]]
         for hook_id, hook in [(key, hooks[key]) for key in waiting]:
             try:
@@ -158,7 +162,7 @@ def _run_always_called(module: torch.nn.Module, state: _Call) -> None:
                 warnings.warn(message, stacklevel=4)
 
 
-def _attach_non_full_hooks(module: torch.nn.Module, state: _Call, hooks: list[Any]) -> None:
+def _attach_non_full_hooks(module: torch.nn.Module, state: _Call, hooks: Sequence[Any]) -> None:
     found = state["result"]
     while not isinstance(found, torch.Tensor):
         if isinstance(found, dict):

@@ -1,7 +1,7 @@
 """Moving and casting the tensors of a module in place."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from modkit._upstream import (
     is_traceable_wrapper_subclass,
     parse_to,
 )
-from modkit.nn._tree import children_of, is_standard, post_order, refuse_cycle
+from modkit.nn._tree import STANDARD, children_of, is_standard, post_order, refuse_cycle
 
 
 def apply_to_tensors(module: torch.nn.Module, fn: TensorFunction, *, recurse: bool) -> None:
@@ -36,7 +36,41 @@ def apply_to_tensors(module: torch.nn.Module, fn: TensorFunction, *, recurse: bo
         _apply_to_own(owner, fn)
 
 
+class Conversion:
+    """A function on tensors that can tell, without being called, which ones it leaves alone."""
+
+    __slots__ = ("convert", "keeps")
+
+    def __init__(self, convert: TensorFunction, keeps: Callable[[torch.Tensor], bool]) -> None:
+        self.convert = convert
+        self.keeps = keeps
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.convert(tensor)
+
+
+def _keeps_all(module: torch.nn.Module, fn: TensorFunction) -> bool:
+    """Tell whether ``fn`` changes nothing in ``module``, and nothing has to be exchanged."""
+    if (
+        not isinstance(fn, Conversion)
+        or torch.__future__.get_overwrite_module_params_on_conversion()
+        or torch.__future__.get_swap_module_params_on_conversion()
+    ):
+        return False
+    for parameter in module._parameters.values():
+        if parameter is None:
+            continue
+        if not fn.keeps(parameter):
+            return False
+        gradient = parameter.grad
+        if gradient is not None and not fn.keeps(gradient):
+            return False
+    return all(buffer is None or fn.keeps(buffer) for buffer in module._buffers.values())
+
+
 def _apply_to_own(module: torch.nn.Module, fn: TensorFunction) -> None:
+    if not (module._parameters or module._buffers) or _keeps_all(module, fn):
+        return
     for name, parameter in module._parameters.items():
         if parameter is not None:
             _convert_parameter(module, name, parameter, fn)
@@ -157,23 +191,47 @@ def to_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction
                 raise
             raise NotImplementedError(MSG_USE_TO_EMPTY.format(error=error)) from None
 
-    return convert
+    def keeps(tensor: torch.Tensor) -> bool:
+        return (
+            (device is None or tensor.device == device)
+            and (dtype is None or tensor.dtype == dtype)
+            and memory_format is None
+        )
+
+    return Conversion(convert, keeps)
 
 
 def cast_function(dtype: torch.dtype) -> TensorFunction:
     """Return a cast to ``dtype`` that leaves all but floating point tensors alone."""
 
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return cast
+    def keeps(tensor: torch.Tensor) -> bool:
+        return tensor.dtype == dtype or not tensor.is_floating_point()
+
+    return Conversion(convert, keeps)
+
+
+def _set_one(module: torch.nn.Module, mode: bool) -> None:
+    # What ``module.training = mode`` comes to, unless the class or the instance has made something
+    # else of setting attributes, or of this one.
+    state = module.__dict__
+    if (
+        type(module).__setattr__ in STANDARD
+        and "training" in state
+        and getattr(type(module), "training", None) is None
+    ):
+        state["training"] = mode
+    else:
+        module.training = mode
 
 
 def set_training(module: torch.nn.Module, mode: bool) -> None:
     """Set ``training`` on ``module`` and all below it, parents first."""
     if not isinstance(cast("object", mode), bool):
         raise ValueError("training mode is expected to be boolean")  # noqa: TRY004 - torch's type
-    module.training = mode
+    _set_one(module, mode)
     active = {id(module)}
     stack = [(module, children_of(module))]
     while stack:
@@ -184,10 +242,11 @@ def set_training(module: torch.nn.Module, mode: bool) -> None:
                 continue
             if id(child) in active:
                 refuse_cycle(child)
-            active.add(id(child))
-            child.training = mode
-            stack.append((child, children_of(child)))
-            break
+            _set_one(child, mode)
+            if child._modules:
+                active.add(id(child))
+                stack.append((child, children_of(child)))
+                break
         else:
             stack.pop()
             active.discard(id(parent))

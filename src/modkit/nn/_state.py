@@ -61,33 +61,25 @@ def save_own(self: torch.nn.Module, destination: Any, prefix: str, keep_vars: bo
         destination[prefix + EXTRA_STATE_KEY] = self.get_extra_state()
 
 
-@dataclass(slots=True)
-class _Saving:
-    """A module whose children are being saved."""
-
-    module: torch.nn.Module
-    destination: Any
-    prefix: str
-    metadata: dict[str, Any]
-    children: Iterator[tuple[str, torch.nn.Module | None]]
-
-
-def _begin_saving(
+def _save_one(
     module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool
-) -> _Saving:
+) -> dict[str, Any]:
+    """Run the pre-hooks and write one module's own state; return its metadata."""
     metadata = {"version": module._version}
     if hasattr(destination, "_metadata"):
         destination._metadata[prefix[:-1]] = metadata
-    for hook in tuple(module._state_dict_pre_hooks.values()):
-        hook(module, prefix, keep_vars)
+    if module._state_dict_pre_hooks:
+        for hook in tuple(module._state_dict_pre_hooks.values()):
+            hook(module, prefix, keep_vars)
     module._save_to_state_dict(destination, prefix, keep_vars)
-    return _Saving(module, destination, prefix, metadata, iter(module._modules.items()))
+    return metadata
 
 
-def _finish_saving(saving: _Saving) -> Any:
-    destination = saving.destination
-    for hook in tuple(saving.module._state_dict_hooks.values()):
-        result = hook(saving.module, destination, saving.prefix, saving.metadata)
+def _run_save_hooks(
+    module: torch.nn.Module, destination: Any, prefix: str, metadata: dict[str, Any]
+) -> Any:
+    for hook in tuple(module._state_dict_hooks.values()):
+        result = hook(module, destination, prefix, metadata)
         if result is None:
             continue
         if getattr(hook, "_from_public_api", False):
@@ -104,26 +96,31 @@ def save(module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool
     if destination is None:
         destination = OrderedDict()
         destination._metadata = OrderedDict()
+    metadata = _save_one(module, destination, prefix, keep_vars)
     active = {id(module)}
-    stack = [_begin_saving(module, destination, prefix, keep_vars)]
+    stack = [(module, prefix, metadata, iter(module._modules.items()))]
     while True:
-        parent = stack[-1]
-        for name, child in parent.children:
+        parent, parent_prefix, metadata, children = stack[-1]
+        for name, child in children:
             if child is None:
                 continue
-            path = parent.prefix + name + "."
+            path = parent_prefix + name + "."
             if not is_standard(child, "state_dict"):
-                child.state_dict(destination=parent.destination, prefix=path, keep_vars=keep_vars)
+                child.state_dict(destination=destination, prefix=path, keep_vars=keep_vars)
                 continue
             if id(child) in active:
                 refuse_cycle(child)
-            active.add(id(child))
-            stack.append(_begin_saving(child, parent.destination, path, keep_vars))
-            break
+            child_metadata = _save_one(child, destination, path, keep_vars)
+            if child._modules:
+                active.add(id(child))
+                stack.append((child, path, child_metadata, iter(child._modules.items())))
+                break
+            if child._state_dict_hooks:
+                _run_save_hooks(child, destination, path, child_metadata)
         else:
             stack.pop()
-            active.discard(id(parent.module))
-            written = _finish_saving(parent)
+            active.discard(id(parent))
+            written = _run_save_hooks(parent, destination, parent_prefix, metadata)
             if not stack:
                 return written
 

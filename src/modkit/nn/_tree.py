@@ -14,25 +14,23 @@ from modkit._errors import MSG_CYCLE
 from modkit._types import FunctionT
 
 
-# The functions that stand for "not overridden": ours, as ``standard`` collects them, and torch's.
-_STANDARD: Final[set[object]] = set()
+# The methods of ``Module`` that are not overridden when a class has them. Torch's own functions
+# are not in here: they are looked up at call time, since a library that patches
+# ``torch.nn.Module`` has overridden the method for all modules.
+STANDARD: Final[set[object]] = set()
 
 
 def standard(function: FunctionT) -> FunctionT:
     """Mark a method of ``Module`` as one whose behaviour the walks know."""
-    _STANDARD.add(function)
+    STANDARD.add(function)
     return function
 
 
 def is_standard(module: torch.nn.Module, method: str) -> bool:
-    """Tell whether neither the class nor the instance of ``module`` overrides ``method``.
-
-    Torch's own function is looked up at call time: a library that patches ``torch.nn.Module``
-    has overridden the method for all modules.
-    """
+    """Tell whether neither the class nor the instance of ``module`` overrides ``method``."""
     function = getattr(type(module), method)
     return (
-        function in _STANDARD or function is getattr(torch.nn.Module, method)
+        function in STANDARD or function is getattr(torch.nn.Module, method)
     ) and method not in module.__dict__
 
 
@@ -71,6 +69,9 @@ def post_order(
                 continue
             if id(child) in active:
                 refuse_cycle(child)
+            if not child._modules:
+                yield child
+                continue
             active.add(id(child))
             stack.append((child, children_of(child)))
             break

@@ -4,8 +4,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
-from modkit.nn._tree import is_standard, refuse_cycle
+from modkit.nn._tree import STANDARD, is_standard, refuse_cycle
 
 
 NamedMembers = Callable[[torch.nn.Module], Iterable[tuple[str, Any]]]
@@ -30,6 +31,14 @@ def named_children(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modu
             yield name, child
 
 
+def _overrides_walk(module: torch.nn.Module) -> bool:
+    """Tell whether ``module`` has its own ``named_modules``, quickly if it has not."""
+    # ``is_standard`` is repeated here without its calls: this is the inner loop of every walk.
+    if type(module).named_modules in STANDARD and "named_modules" not in module.__dict__:
+        return False
+    return not is_standard(module, "named_modules")
+
+
 def named_modules(
     module: torch.nn.Module,
     memo: set[torch.nn.Module] | None,
@@ -47,32 +56,84 @@ def named_modules(
     if remove_duplicate:
         memo.add(module)
     yield prefix, module
-    # Without removal of duplicates nothing stops a module that contains itself, so the modules
-    # between the root and here are tracked.
-    active = {id(module)}
     stack = [(prefix + "." if prefix else "", module, iter(module._modules.items()))]
     while stack:
-        dotted, parent, children = stack[-1]
+        dotted, _, children = stack[-1]
         for name, child in children:
             if child is None:
                 continue
             path = dotted + name
-            if not is_standard(child, "named_modules"):
+            if _overrides_walk(child):
                 yield from child.named_modules(memo, path, remove_duplicate)
                 continue
             if child in memo:
                 continue
             if remove_duplicate:
                 memo.add(child)
-            elif id(child) in active:
+            elif any(child is parent for _, parent, _ in stack):
+                # Without removal of duplicates nothing else stops a module that contains itself.
                 refuse_cycle(child)
-            active.add(id(child))
             yield path, child
-            stack.append((path + "." if path else "", child, iter(child._modules.items())))
-            break
+            if child._modules:
+                stack.append((path + "." if path else "", child, iter(child._modules.items())))
+                break
         else:
             stack.pop()
-            active.discard(id(parent))
+
+
+def modules(module: torch.nn.Module, remove_duplicate: bool) -> Iterator[torch.nn.Module]:
+    """Yield what ``module.named_modules`` finds, without putting names together."""
+    if not remove_duplicate or _overrides_walk(module):
+        for _, found in module.named_modules(remove_duplicate=remove_duplicate):
+            yield found
+        return
+    memo = {module}
+    yield module
+    names: list[str] = []
+    stack = [iter(module._modules.items())]
+    while stack:
+        for name, child in stack[-1]:
+            if child is None:
+                continue
+            if _overrides_walk(child):
+                for _, found in child.named_modules(memo, _dotted([*names, name]), True):
+                    yield found
+                continue
+            if child in memo:
+                continue
+            memo.add(child)
+            yield child
+            if child._modules:
+                names.append(name)
+                stack.append(iter(child._modules.items()))
+                break
+        else:
+            stack.pop()
+            if names:
+                names.pop()
+
+
+def _dotted(names: list[str]) -> str:
+    path = ""
+    for name in names:
+        path = f"{path}.{name}" if path else name
+    return path
+
+
+def parameters(module: torch.nn.Module, recurse: bool) -> Iterator[Parameter]:
+    """Yield what ``module.named_parameters`` finds, without putting names together."""
+    if not (is_standard(module, "named_parameters") and is_standard(module, "_named_members")):
+        for _, found in module.named_parameters(recurse=recurse):
+            yield found
+        return
+    # By identity, as tensors compare in a set, but without the hash that tensors define in Python.
+    # The values keep what was seen alive, so that no identity is used twice.
+    seen: dict[int, Parameter] = {}
+    for owner in modules(module, remove_duplicate=True) if recurse else (module,):
+        for parameter in owner._parameters.values():
+            if parameter is not None and id(parameter) not in seen:
+                seen[id(parameter)] = parameter
+                yield parameter
 
 
 def named_members(
@@ -83,17 +144,26 @@ def named_members(
     remove_duplicate: bool,
 ) -> Generator[tuple[str, Any], None, None]:
     """Yield the pairs that ``get_members_fn`` finds in ``module`` and, if asked, all below it."""
-    modules: Iterable[tuple[str, torch.nn.Module]] = (
+    owners: Iterable[tuple[str, torch.nn.Module]] = (
         module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)
         if recurse
         else [(prefix, module)]
     )
+    # Tensors by identity, as in ``parameters``; what else a caller's function finds by equality.
+    seen_tensors: dict[int, torch.Tensor] = {}
     seen: set[Any] = set()
-    for module_prefix, owner in modules:
+    for module_prefix, owner in owners:
         dotted = module_prefix + "." if module_prefix else ""
         for name, member in get_members_fn(owner):
-            if member is None or member in seen:
+            if member is None:
                 continue
             if remove_duplicate:
-                seen.add(member)
+                if isinstance(member, torch.Tensor):
+                    if id(member) in seen_tensors:
+                        continue
+                    seen_tensors[id(member)] = member
+                elif member in seen:
+                    continue
+                else:
+                    seen.add(member)
             yield dotted + name, member

@@ -118,6 +118,7 @@ class Module(torch.nn.Module):
         """
         return _registry.get_buffer(self, target)
 
+    @standard
     def __setattr__(self, name: str, value: Any) -> None:
         """Register parameters, buffers and modules; set anything else as usual."""
         if (
@@ -156,8 +157,7 @@ class Module(torch.nn.Module):
     @standard
     def modules(self, remove_duplicate: bool = True) -> Iterator[torch.nn.Module]:
         """Yield this module and all below it, parents first, by default each once."""
-        for _, module in self.named_modules(remove_duplicate=remove_duplicate):
-            yield module
+        return _walk.modules(self, remove_duplicate)
 
     @standard
     def named_children(self) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -197,8 +197,7 @@ class Module(torch.nn.Module):
     @standard
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
         """Yield the parameters, each once; of all modules below too if ``recurse``."""
-        for _, parameter in self.named_parameters(recurse=recurse):
-            yield parameter
+        return _walk.parameters(self, recurse)
 
     @standard
     def named_buffers(
