@@ -1,0 +1,55 @@
+import ast
+from pathlib import Path
+
+import pytest
+
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "modkit"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+every_file = pytest.mark.parametrize(
+    "file", FILES, ids=[path.relative_to(SOURCE).as_posix() for path in FILES]
+)
+
+
+def is_private(dotted):
+    """Tell whether a part of the dotted name starts with an underscore, dunder names aside."""
+    return any(part.startswith("_") and not part.endswith("__") for part in dotted.split("."))
+
+
+def private_torch_names(tree):
+    """Yield the private names of torch that the code imports or reaches for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        else:
+            continue
+        yield from (name for name in names if name.startswith("torch.") and is_private(name))
+
+
+@every_file
+def test_private_names_of_torch_stand_in_one_file(file):
+    """Only _upstream.py imports or reaches for names of torch that start with an underscore."""
+    found = set(private_torch_names(ast.parse(file.read_text(encoding="utf-8"))))
+
+    assert file.name == "_upstream.py" or found == set()
+
+
+@every_file
+def test_files_and_functions_stay_short(file):
+    """A file has at most 450 lines, a function at most 60 besides its docstring."""
+    text = file.read_text(encoding="utf-8")
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
+    lengths = {
+        function.name: (function.end_lineno or 0)
+        - function.lineno
+        - (ast.get_docstring(function) or "").count("\n")
+        for function in functions
+    }
+
+    assert text.count("\n") <= 450
+    assert {name: length for name, length in lengths.items() if length > 60} == {}
