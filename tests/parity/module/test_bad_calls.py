@@ -151,6 +151,7 @@ def test_calls_with_bad_arguments(impl: Implementation, call: str) -> None:
         "m.to('cpu', torch.int32)",
         "m.to('nowhere')",
         "m.to('cpu:0:0')",
+        "m.to(other=ones(1).double())",
         "m.to([torch.float32])",
         "m.to('float32')",
         "m.to(Identity())",

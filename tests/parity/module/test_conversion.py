@@ -1,0 +1,368 @@
+import pytest
+import torch
+
+from tests.helpers import Implementation, same
+from tests.parity.module.nets import child_leaf, empty, leaf, run, tree
+
+
+def with_dtypes(impl: Implementation) -> torch.nn.Module:
+    """Build a module with a member of every kind of dtype, with gradients, over two levels."""
+
+    class Mixed(impl.Module):
+        def __init__(self):
+            super().__init__()
+            for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+                name = "p_" + str(dtype).split(".")[1]
+                setattr(self, name, torch.nn.Parameter(torch.full((2,), 1.5, dtype=dtype)))
+                self.register_buffer(f"{name}_buffer", torch.full((2,), 0.25, dtype=dtype))
+            self.p_complex = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64) * (1 + 2j))
+            self.p_integer = torch.nn.Parameter(torch.arange(2), requires_grad=False)
+            self.register_buffer("flags", torch.tensor([True, False]))
+            self.register_buffer("loose", torch.ones(2), persistent=False)
+            self.register_buffer("unset", None)
+            self.register_parameter("none", None)
+            for parameter in (self.p_float32, self.p_float64, self.p_complex):
+                parameter.grad = torch.full_like(parameter, 3)
+
+    module = Mixed()
+    module.child = Mixed()
+    module.plain = torch.ones(2)
+    return module
+
+
+def state(module: torch.nn.Module) -> list[object]:
+    """Describe all members, gradients, and whether the parameters are leaves."""
+    found: list[object] = [module.plain if hasattr(module, "plain") else None]
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found.append((name, type(parameter).__name__, parameter, parameter.is_leaf))
+        found.append((parameter.grad, None if parameter.grad is None else parameter.grad.is_leaf))
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        found.append((name, type(buffer).__name__, buffer, buffer.is_leaf))
+    return found
+
+
+CONVERSIONS = (
+    "m.float()",
+    "m.double()",
+    "m.half()",
+    "m.bfloat16()",
+    "m.cpu()",
+    "m.type(torch.float64)",
+    "m.type(torch.complex64)",
+    "m.type('torch.DoubleTensor')",
+    "m.type(torch.DoubleTensor)",
+    "m.to('cpu')",
+    "m.to(torch.device('cpu'))",
+    "m.to('cpu', torch.float64)",
+    "m.to('cpu', torch.float64, True)",
+    "m.to('cpu', non_blocking=True)",
+    "m.to(device='cpu', dtype=torch.float16)",
+    "m.to(None)",
+    "m.to()",
+    "m.to(device=None, dtype=None)",
+    "m.to(torch.float64)",
+    "m.to(torch.float64, True)",
+    "m.to(dtype=torch.bfloat16, non_blocking=False)",
+    "m.to(ones(1).double())",
+    "m.to(ones(1).half(), True)",
+    "m.to(tensor=ones(1).double())",
+    "m.to(torch.float8_e4m3fn)",
+    "m.to('meta')",
+    "m.to('meta', torch.float64)",
+    "m.to(memory_format=torch.channels_last)",
+    "m.to(memory_format=torch.preserve_format)",
+    "m.to(memory_format=torch.contiguous_format)",
+    "m.to_empty(device='meta')",
+    "m.to_empty(device='meta', recurse=False)",
+    "m.share_memory()",
+    "m.requires_grad_(False)",
+    "m.requires_grad_(requires_grad=False)",
+    "m._apply(lambda t: t)",
+    "m._apply(lambda t: t * 2)",
+    "m._apply(lambda t: t[:1])",
+    "m._apply(lambda t: t.detach())",
+    "m._apply(lambda t: t, recurse=False)",
+)
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+@pytest.mark.parametrize("call", CONVERSIONS)
+def test_conversions(call):
+    """Every conversion gives torch's dtypes, devices, values and gradients, or its error."""
+
+    def scenario(impl):
+        module = with_dtypes(impl)
+        return run(call, module) is module, state(module)
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+@pytest.mark.parametrize("call", CONVERSIONS)
+def test_what_keeps_its_identity(call):
+    """Parameters, gradients and buffers stay the same objects where torch keeps them."""
+
+    def scenario(impl):
+        module = with_dtypes(impl)
+        members = dict(module.named_parameters()) | dict(module.named_buffers())
+        pointers = {name: tensor.data_ptr() for name, tensor in members.items()}
+        grads = {name: tensor.grad for name, tensor in members.items() if tensor.is_leaf}
+        run(call, module)
+        after = dict(module.named_parameters()) | dict(module.named_buffers())
+        return [
+            (
+                name,
+                after[name] is tensor,
+                after[name].is_meta or after[name].data_ptr() == pointers[name],
+                after[name].grad is grads.get(name) if after[name].is_leaf else None,
+            )
+            for name, tensor in members.items()
+        ]
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu", "ipu", "mtia"])
+@pytest.mark.parametrize("argument", ["", "0", "'{device}:0'", "torch.device('{device}', 0)"])
+def test_devices_that_are_not_there(device, argument):
+    """On a host without the device the error is torch's."""
+    if getattr(torch, device, None) is not None and getattr(torch, device).is_available():
+        pytest.skip(f"{device} is there")
+    call = f"m.{device}({argument.format(device=device)})"
+
+    assert same(lambda impl: run(call, leaf(impl)))[0] == "raised"
+
+
+@pytest.mark.parametrize("call", ["m.cpu()", "m.to('cpu')", "m.to(ones(1))", "m.float().cpu()"])
+def test_leaving_the_meta_device(call):
+    """Moving off the meta device is refused with the advice to use ``to_empty``."""
+    assert same(lambda impl: run(call, leaf(impl).to("meta")))[0] == "raised"
+
+
+def test_to_empty_materializes(impl: Implementation) -> None:
+    """``to_empty`` allocates members of the same shapes and dtypes on the device."""
+    module = with_dtypes(impl).to("meta")
+    shapes = [(name, t.shape, t.dtype, t.requires_grad) for name, t in module.named_parameters()]
+    result = module.to_empty(device="cpu")
+
+    assert result is module
+    assert {t.device.type for t in [*module.parameters(), *module.buffers()]} == {"cpu"}
+    assert shapes == [
+        (name, t.shape, t.dtype, t.requires_grad) for name, t in module.named_parameters()
+    ]
+
+
+def test_to_empty_of_this_module_alone(impl: Implementation) -> None:
+    """With ``recurse=False`` the children stay where they are."""
+    module = with_dtypes(impl).to_empty(device="meta", recurse=False)
+
+    assert module.p_float32.is_meta
+    assert module.p_float32_buffer.is_meta
+    assert not module.child.p_float32.is_meta
+
+
+def test_casting_to_complex_warns_at_the_callers_line(impl: Implementation) -> None:
+    """A complex target dtype is announced as experimental, where ``to`` was called."""
+    module = leaf(impl)
+    with pytest.warns(UserWarning, match="Complex modules are a new feature") as caught:
+        module.to(torch.complex64)
+
+    assert [warning.filename for warning in caught] == [__file__]
+    assert module.weight.dtype is torch.complex64
+    assert module.steps.dtype is torch.int64
+
+
+@pytest.mark.parametrize("call", ["m.to(torch.complex64)", "m.to(ones(1).to(torch.complex128))"])
+def test_the_text_of_the_complex_warning(call):
+    """The warning about complex modules is torch's."""
+    assert same(lambda impl: run(call, leaf(impl)))[:2] == ("raised", "UserWarning")
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+def test_memory_format_of_images(impl: Implementation, memory_format) -> None:
+    """A memory format applies to parameters and buffers of four dimensions, values unchanged."""
+    module = empty(impl)
+    module.image = torch.nn.Parameter(torch.randn(2, 3, 4, 5))
+    module.vector = torch.nn.Parameter(torch.randn(3))
+    module.register_buffer("volume", torch.randn(2, 3, 4))
+    module.register_buffer("photo", torch.randn(2, 3, 4, 5))
+    before = module.image.detach().clone()
+    module.to(memory_format=memory_format)
+
+    assert module.image.is_contiguous(memory_format=memory_format)
+    assert module.photo.is_contiguous(memory_format=memory_format)
+    assert module.volume.is_contiguous()
+    assert torch.equal(module.image, before)
+
+
+@pytest.mark.parametrize("call", ["m.double()", "m.half()", "m.to(torch.float64)", "m.cpu()"])
+def test_tied_parameters_stay_tied(impl: Implementation, call: str) -> None:
+    """A cast keeps one parameter under two names one object, with one gradient."""
+    module = tree(impl)
+    module.tied.grad = torch.tensor(2.0)
+    run(call, module)
+
+    assert module.tied is module.left.scale
+    assert module.tied.grad.dtype is module.tied.dtype
+    assert module.tied.grad.item() == 2.0
+
+
+def test_a_parameter_that_an_optimizer_holds_is_converted_with_it(impl: Implementation) -> None:
+    """Casting keeps the parameter objects, so an optimizer still updates the module."""
+    module = child_leaf(impl)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    module.double()
+    module.weight.square().sum().backward()
+    optimizer.step()
+
+    assert module.weight.dtype is torch.float64
+    assert module.weight.item() == 0.0
+
+
+def test_a_conversion_is_no_part_of_the_graph():
+    """A graph from before a conversion may still be run backward, in either dtype, or refused."""
+
+    def scenario(impl):
+        module = child_leaf(impl)
+        output = (module.weight * 2).sum()
+        module.double()
+        output.backward()
+        return module.weight, module.weight.grad
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_that_have_a_history():
+    """Converting a parameter whose gradient is part of a graph ends as in torch."""
+
+    def scenario(impl):
+        found = []
+        for call in ("m.double()", "m.to('meta')", "m.cpu()"):
+            module = child_leaf(impl)
+            (module.weight**2).sum().backward(create_graph=True)
+            try:
+                run(call, module)
+            except Exception as error:
+                found.append((type(error).__name__, str(error)))
+            found.append(state(module))
+            module.weight.grad = None
+        return found
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_buffers_that_require_grad():
+    """A buffer that requires a gradient is converted with its history, as in torch."""
+
+    def scenario(impl):
+        module = empty(impl)
+        module.register_buffer("x", torch.ones(1, requires_grad=True))
+        module.double()
+        return module.x, module.x.is_leaf, module.x.grad_fn is None
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_apply_gets_every_tensor_in_torchs_order():
+    """``_apply`` passes children's tensors first, then parameter, gradient, parameter …, buffers."""
+
+    def scenario(impl):
+        module, seen = with_dtypes(impl), []
+        module.child.child = child_leaf(impl)
+        names = {id(p): name for name, p in module.named_parameters()}
+        names |= {id(b): name for name, b in module.named_buffers()}
+        names |= {id(p.grad): f"{name}.grad" for name, p in module.named_parameters()}
+        module._apply(lambda t: (seen.append((names.get(id(t)), torch.is_grad_enabled())), t)[1])
+        return seen
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_a_failing_function_leaves_what_came_later(impl: Implementation) -> None:
+    """The error of the function passes through; tensors after it are not converted."""
+    module = tree(impl)
+
+    def fail(tensor):
+        if tensor.shape == (3,):
+            raise ValueError("of the function")
+        return tensor.double()
+
+    with pytest.raises(ValueError, match="of the function"):
+        module._apply(fail)
+
+    assert module.left.inner.weight.dtype is torch.float64
+    assert module.right.weight.dtype is torch.float32
+    assert module.gain.dtype is torch.float32
+
+
+def test_requires_grad_reaches_all_parameters(impl: Implementation) -> None:
+    """``requires_grad_`` sets every floating point parameter, and no buffer."""
+    module = tree(impl)
+    returned = module.requires_grad_(False)
+
+    assert returned is module
+    assert not any(p.requires_grad for p in module.parameters())
+    assert module.requires_grad_().gain.requires_grad
+    assert not any(b.requires_grad for b in module.buffers())
+
+
+def test_requires_grad_of_integers():
+    """Integer parameters can be frozen, but not unfrozen."""
+
+    def scenario(impl):
+        module = with_dtypes(impl).requires_grad_(False)
+        return module.requires_grad_()
+
+    assert same(scenario)[0] == "raised"
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("graph", [True, False])
+def test_zero_grad(set_to_none, graph):
+    """Gradients are dropped, or zeroed in place and cut from their graph."""
+
+    def scenario(impl):
+        module = tree(impl)
+        loss = module.gain.square().sum() + module.right.weight.sum() * module.tied
+        loss.backward(create_graph=graph)
+        grad = module.gain.grad
+        returned = module.zero_grad(set_to_none=set_to_none)
+        result = [returned, module.gain.grad is grad, grad, grad.grad_fn is None, state(module)]
+        for parameter in module.parameters():
+            parameter.grad = None
+        return result
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_zero_grad_of_a_replica_warns(impl: Implementation) -> None:
+    """On a data-parallel replica ``zero_grad`` says, at the caller's line, that it does nothing."""
+    replica = child_leaf(impl)._replicate_for_data_parallel()
+    with pytest.warns(UserWarning, match="has no effect") as caught:
+        replica.zero_grad()
+
+    assert [warning.filename for warning in caught] == [__file__]
+    assert same(lambda impl: child_leaf(impl)._replicate_for_data_parallel().zero_grad())
+
+
+def test_share_memory(impl: Implementation) -> None:
+    """Parameters and buffers move to shared memory and stay the same objects."""
+    module = tree(impl)
+    parameters = list(module.parameters())
+
+    assert module.share_memory() is module
+    assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
+    assert all(t.is_shared() for t in [*module.parameters(), *module.buffers()])
+
+
+def test_train_and_eval(impl: Implementation) -> None:
+    """The mode is set on every module, and the module is returned."""
+    module = tree(impl)
+
+    assert module.eval() is module
+    assert not any(each.training for each in module.modules())
+    assert module.left.train() is module.left
+    assert [each.training for each in module.modules()] == [False, True, True, False]
+    assert module.train(False).train(True).left.inner.training is True

@@ -1,0 +1,266 @@
+import weakref
+
+import pytest
+import torch
+
+from tests.helpers import Implementation, same
+from tests.parity.module.nets import child_leaf, leaf, run, tree
+
+
+@pytest.fixture
+def overwrite():
+    """Make conversions replace parameters, until the test ends."""
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+@pytest.fixture
+def swap():
+    """Make conversions and loads swap tensors, until the test ends."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def with_grads(impl: Implementation) -> torch.nn.Module:
+    """Build a leaf whose weight has a gradient."""
+    module = leaf(impl)
+    module.weight.grad = torch.full((2, 3), 4.0)
+    module.frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    return module
+
+
+def outcome_of(call):
+    """Return a scenario that tells values and identities around a conversion."""
+
+    def scenario(impl):
+        module = with_grads(impl)
+        weight, grad, frozen = module.weight, module.weight.grad, module.frozen
+        result = run(call, module)
+        same_objects = (module.weight is weight, module.weight.grad is grad, grad is weight.grad)
+        values = (module.weight, module.weight.grad, module.mean, module.steps, module.frozen)
+        return result is module, same_objects, module.frozen is frozen, values, weight
+
+    return scenario
+
+
+CALLS = (
+    "m.double()",
+    "m.float()",
+    "m.half()",
+    "m.to(torch.float64)",
+    "m.to('meta')",
+    "m.to_empty(device='meta')",
+    "m.type(torch.float64)",
+    "m.cpu()",
+    "m._apply(lambda t: t.clone())",
+    "m._apply(lambda t: t)",
+)
+
+
+@pytest.mark.usefixtures("overwrite")
+@pytest.mark.parametrize("call", CALLS)
+def test_conversions_that_overwrite(call):
+    """With the overwrite flag parameters become new objects, as in torch."""
+    assert same(outcome_of(call))[0] == "returned"
+
+
+@pytest.mark.usefixtures("swap")
+@pytest.mark.parametrize("call", CALLS)
+def test_conversions_that_swap(call):
+    """With the swap flag the objects stay and their contents are exchanged, as in torch."""
+    assert same(outcome_of(call))[0] == "returned"
+
+
+@pytest.mark.usefixtures("swap")
+@pytest.mark.parametrize("call", ["m.double()", "m.load_state_dict(m.state_dict())"])
+def test_a_swap_that_is_not_possible(call):
+    """A weak reference to the parameter forbids swapping; the error names module and parameter."""
+
+    def scenario(impl):
+        module = with_grads(impl)
+        watched = weakref.ref(module.weight)
+        try:
+            run(call, module)
+        except RuntimeError as error:
+            cause = error.__cause__
+            kept = (watched() is module.weight, module.weight.grad)
+            return str(error), type(cause).__name__, str(cause), kept
+        return "no error"
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.usefixtures("swap")
+def test_a_gradient_that_cannot_be_swapped():
+    """A weak reference to the gradient forbids swapping it; the error names it."""
+
+    def scenario(impl):
+        module = with_grads(impl)
+        watched = weakref.ref(module.weight.grad)
+        try:
+            module.double()
+        except RuntimeError as error:
+            return str(error), type(error.__cause__).__name__, watched() is None
+        return "no error"
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.usefixtures("swap")
+@pytest.mark.parametrize("assign", [True, False])
+def test_loading_with_the_swap_flag(assign):
+    """A load under the swap flag keeps the parameter objects and gives torch's contents."""
+
+    def scenario(impl):
+        module, other = tree(impl), tree(impl)
+        for parameter in other.parameters():
+            parameter.data.fill_(9)
+        other.right.mean.fill_(8)
+        parameters = list(module.parameters())
+        result = module.load_state_dict(other.double().state_dict(), assign=assign)
+        kept = [a is b for a, b in zip(parameters, module.parameters(), strict=True)]
+        return result, kept, dict(module.state_dict(keep_vars=True))
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.usefixtures("swap")
+@pytest.mark.parametrize("returned", ["self", "other", "fresh", "parameter", "error"])
+def test_module_load_of_a_tensor_subclass(returned):
+    """``module_load`` of the parameter decides what is swapped in; an alias is refused."""
+
+    class Special(torch.Tensor):
+        def module_load(self, other, assign=False):
+            if returned == "error":
+                raise ValueError("no load")
+            fresh = other.detach().clone().as_subclass(Special)
+            choice = {"self": self, "other": other, "fresh": fresh}
+            return choice.get(returned, torch.nn.Parameter(fresh))
+
+    def scenario(impl):
+        module = child_leaf(impl)
+        module.weight = torch.nn.Parameter(torch.ones(1).as_subclass(Special), requires_grad=False)
+        weight = module.weight
+        module.load_state_dict({"weight": torch.full((1,), 5.0)})
+        kind = type(module.weight).__name__
+        return kind, module.weight is weight, float(weight), weight.requires_grad
+
+    assert same(scenario)
+
+
+class Logged(torch.Tensor):
+    """A tensor that notes by which functions it is treated."""
+
+    log: list[str] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", str(func))
+        if not name.startswith("__get"):
+            cls.log.append(name)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "m.float()",
+        "m.double()",
+        "m.half()",
+        "m.bfloat16()",
+        "m.cpu()",
+        "m.type(torch.float64)",
+        "m.to(torch.float64)",
+        "m.to('cpu')",
+        "m.to_empty(device='cpu')",
+        "m.share_memory()",
+        "m.requires_grad_(False)",
+        "m.zero_grad()",
+        "m.state_dict()",
+        "m.state_dict(keep_vars=True)",
+        "m.load_state_dict({'weight': ones(1), 'b': ones(1)})",
+    ],
+)
+def test_tensor_subclasses_are_treated_by_the_same_functions(call):
+    """A tensor subclass sees the tensor methods that torch calls, so its overrides apply."""
+
+    def scenario(impl):
+        module = child_leaf(impl)
+        module.weight = torch.nn.Parameter(torch.ones(1).as_subclass(Logged))
+        module.register_buffer("b", torch.ones(1).as_subclass(Logged))
+        Logged.log.clear()
+        run(call, module)
+        members = (type(module.weight).__name__, type(module.b).__name__, module.weight.dtype)
+        return list(Logged.log), members
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize("method", ["float", "double", "half", "bfloat16", "cpu", "to", "type"])
+def test_python_overrides_of_tensor_methods_are_called(method):
+    """A tensor subclass that overrides one method is asked by exactly that method."""
+
+    def scenario(impl):
+        calls = []
+
+        def override(self, *args, **keywords):
+            calls.append((method, [str(arg) for arg in args], sorted(keywords)))
+            return getattr(torch.Tensor, method)(self, *args, **keywords)
+
+        special = type("Special", (torch.Tensor,), {method: override})
+        found = []
+        for call in ("m.float()", "m.double()", "m.half()", "m.bfloat16()", "m.cpu()"):
+            module = child_leaf(impl)
+            module.register_buffer("b", torch.ones(1).as_subclass(special))
+            calls.clear()
+            run(call, module)
+            found.append((call, list(calls)))
+        return found
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_a_wrapper_subclass_is_swapped():
+    """A traceable wrapper subclass keeps its object when it is converted."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def scenario(impl):
+        module = child_leaf(impl)
+        module.weight = torch.nn.Parameter(TwoTensor(torch.ones(2), torch.zeros(2)))
+        weight = module.weight
+        module.double()
+        return module.weight is weight, weight.dtype, weight.a.dtype, weight.b.dtype
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_fake_parameters_are_swapped_or_refused():
+    """Fake parameters always take the path of the swap, with its error where it cannot be."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def scenario(impl):
+        with FakeTensorMode():
+            module = leaf(impl)
+            weight = module.weight
+            try:
+                module.double()
+            except RuntimeError as error:
+                text = (str(error), str(error.__cause__))
+            module._buffers["mean"] = module.mean.double()
+        return text, module.weight is weight, str(weight.dtype), str(module.mean.dtype)
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_lazy_parameters_are_converted(impl: Implementation) -> None:
+    """Uninitialized parameters and buffers take part in conversions."""
+    module = leaf(impl)
+    module.lazy = torch.nn.UninitializedParameter()
+    module.register_buffer("lazy_buffer", torch.nn.UninitializedBuffer())
+    module.double()
+
+    assert module.lazy.dtype is torch.float64
+    assert module.lazy_buffer.dtype is torch.float64
+    assert isinstance(module.lazy, torch.nn.UninitializedParameter)
