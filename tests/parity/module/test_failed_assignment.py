@@ -77,17 +77,6 @@ def test_a_refused_module_leaves_the_old_member(impl, old, refuse):
     assert contents(module) == before
 
 
-def test_a_refused_module_leaves_the_old_parameter(impl, refuse):
-    """When a module registration hook raises, a parameter of that name stays."""
-    module = host(impl, "parameter")
-    before = contents(module)
-    refuse("module")
-    with pytest.raises(RuntimeError, match="x is refused"):
-        module.x = torch.nn.Identity()
-
-    assert contents(module) == before
-
-
 @pytest.mark.parametrize("old", REMOVED_BY_TORCH)
 def test_a_parameter_with_history_leaves_the_old_member(impl, old):
     """A non-leaf parameter is refused before the old member is given up."""
@@ -105,7 +94,7 @@ def test_a_name_that_parameters_cannot_have_leaves_the_plain_value(impl, name):
     module = host(impl, "absent")
     setattr(module, name, 3)
     before = contents(module)
-    with pytest.raises(KeyError, match="parameter name can't"):
+    with pytest.raises(KeyError, match="parameter name can"):
         setattr(module, name, torch.nn.Parameter(torch.ones(1)))
 
     assert contents(module) == before
