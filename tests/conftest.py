@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.divergences import DIVERGENCES
+# Without this, the assert inside `same` would not show what differs.
+pytest.register_assert_rewrite("tests.helpers")
+
+from tests.divergences import DIVERGENCES  # noqa: E402 - after the registration above
 from tests.helpers import MODKIT, TORCH, Implementation, seed_everything
 
 

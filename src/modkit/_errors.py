@@ -104,6 +104,13 @@ MSG_BUFFER_NOT_PERSISTENT: Final = (
     "argument is not allowed."
 )
 
+MSG_PARAMETER_NOT_LEAF: Final = (
+    "Cannot assign non-leaf Tensor to parameter '{name}'. Model "
+    "parameters must be created explicitly. To express '{name}' "
+    "as a function of another Tensor, compute the value in "
+    "the forward() method."
+)
+
 MSG_CYCLE: Final = "maximum recursion depth exceeded: the module {name} contains itself"
 
 MSG_NON_FULL_RESULT: Final = (

@@ -50,15 +50,19 @@ __all__ = [
     "global_backward_hooks",
     "global_backward_hooks_are_full",
     "global_backward_pre_hooks",
+    "global_buffer_registration_hooks",
     "global_forward_hooks",
     "global_forward_hooks_always_called",
     "global_forward_hooks_with_kwargs",
     "global_forward_pre_hooks",
     "global_module_registration_hooks",
+    "global_parameter_registration_hooks",
     "has_compatible_shallow_copy_type",
     "indent_lines",
     "is_traceable_wrapper_subclass",
     "log_api_usage_once",
+    "original_register_buffer",
+    "original_register_parameter",
     "parse_to",
 ]
 
@@ -71,7 +75,14 @@ global_forward_hooks_with_kwargs = module_globals._global_forward_hooks_with_kwa
 global_forward_hooks_always_called = module_globals._global_forward_hooks_always_called
 global_backward_pre_hooks = module_globals._global_backward_pre_hooks
 global_backward_hooks = module_globals._global_backward_hooks
+global_buffer_registration_hooks = module_globals._global_buffer_registration_hooks
 global_module_registration_hooks = module_globals._global_module_registration_hooks
+global_parameter_registration_hooks = module_globals._global_parameter_registration_hooks
+
+# The functions as torch wrote them: accelerate and peft put others in their place to initialize
+# models on the meta device, and those must then be the ones that run.
+original_register_buffer = torch.nn.Module.register_buffer
+original_register_parameter = torch.nn.Module.register_parameter
 
 
 def global_backward_hooks_are_full() -> bool | None:

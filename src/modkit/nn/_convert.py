@@ -21,7 +21,7 @@ from modkit._upstream import (
     is_traceable_wrapper_subclass,
     parse_to,
 )
-from modkit.nn._tree import STANDARD, children_of, is_standard, post_order, refuse_cycle
+from modkit.nn._tree import STANDARD, children_of, is_leaf, is_standard, post_order, refuse_cycle
 
 
 def apply_to_tensors(module: torch.nn.Module, fn: TensorFunction, *, recurse: bool) -> None:
@@ -50,7 +50,10 @@ class Conversion:
 
 
 def _keeps_all(module: torch.nn.Module, fn: TensorFunction) -> bool:
-    """Tell whether ``fn`` changes nothing in ``module``, and nothing has to be exchanged."""
+    """Tell whether ``fn`` changes nothing in ``module``, and nothing has to be exchanged.
+
+    A tensor of any other type than torch's own may do what it likes when it is converted.
+    """
     if (
         not isinstance(fn, Conversion)
         or torch.__future__.get_overwrite_module_params_on_conversion()
@@ -60,12 +63,15 @@ def _keeps_all(module: torch.nn.Module, fn: TensorFunction) -> bool:
     for parameter in module._parameters.values():
         if parameter is None:
             continue
-        if not fn.keeps(parameter):
+        if type(parameter) is not Parameter or not fn.keeps(parameter):
             return False
         gradient = parameter.grad
-        if gradient is not None and not fn.keeps(gradient):
+        if gradient is not None and not (type(gradient) is torch.Tensor and fn.keeps(gradient)):
             return False
-    return all(buffer is None or fn.keeps(buffer) for buffer in module._buffers.values())
+    return all(
+        buffer is None or (type(buffer) is torch.Tensor and fn.keeps(buffer))
+        for buffer in module._buffers.values()
+    )
 
 
 def _apply_to_own(module: torch.nn.Module, fn: TensorFunction) -> None:
@@ -201,11 +207,11 @@ def to_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction
     return Conversion(convert, keeps)
 
 
-def cast_function(dtype: torch.dtype) -> TensorFunction:
-    """Return a cast to ``dtype`` that leaves all but floating point tensors alone."""
+def cast_function(method: str, dtype: torch.dtype) -> TensorFunction:
+    """Return a cast by ``tensor.<method>()`` that leaves all but floating point tensors alone."""
 
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    def convert(tensor: torch.Tensor) -> Any:
+        return getattr(tensor, method)() if tensor.is_floating_point() else tensor
 
     def keeps(tensor: torch.Tensor) -> bool:
         return tensor.dtype == dtype or not tensor.is_floating_point()
@@ -243,7 +249,7 @@ def set_training(module: torch.nn.Module, mode: bool) -> None:
             if id(child) in active:
                 refuse_cycle(child)
             _set_one(child, mode)
-            if child._modules:
+            if not is_leaf(child):
                 active.add(id(child))
                 stack.append((child, children_of(child)))
                 break

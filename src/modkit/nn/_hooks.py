@@ -48,19 +48,21 @@ def add_forward_pre_hook(
     module: torch.nn.Module, hook: Hook, *, prepend: bool, with_kwargs: bool
 ) -> RemovableHandle:
     """Register a hook that runs before ``forward``."""
+    table = module._forward_pre_hooks
     flags = ((module._forward_pre_hooks_with_kwargs, with_kwargs),)
-    return add(module._forward_pre_hooks, hook, prepend=prepend, flags=flags)
+    return add(table, hook, prepend=prepend, flags=flags)
 
 
 def add_forward_hook(
     module: torch.nn.Module, hook: Hook, *, prepend: bool, with_kwargs: bool, always_call: bool
 ) -> RemovableHandle:
     """Register a hook that runs after ``forward``."""
+    table = module._forward_hooks
     flags = (
         (module._forward_hooks_with_kwargs, with_kwargs),
         (module._forward_hooks_always_called, always_call),
     )
-    return add(module._forward_hooks, hook, prepend=prepend, flags=flags)
+    return add(table, hook, prepend=prepend, flags=flags)
 
 
 def add_backward_hook(

@@ -2,14 +2,21 @@
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
 import torch
 from torch.nn import Buffer, Parameter
 
-from modkit._errors import MSG_BUFFER_NOT_PERSISTENT
-from modkit._upstream import global_module_registration_hooks
+from modkit._errors import MSG_BUFFER_NOT_PERSISTENT, MSG_PARAMETER_NOT_LEAF
+from modkit._upstream import (
+    global_buffer_registration_hooks,
+    global_module_registration_hooks,
+    global_parameter_registration_hooks,
+    original_register_buffer,
+    original_register_parameter,
+)
+from modkit.nn._tree import is_standard
 
 
 # A value of exactly one of these types can be neither Parameter, Buffer nor Module, so setting
@@ -80,13 +87,69 @@ def refuse_arguments(
         )
 
 
-def _announce_module(module: torch.nn.Module, name: str, value: Any) -> Any:
-    """Let the global registration hooks see, and perhaps replace, a child module."""
-    for hook in tuple(global_module_registration_hooks.values()):
+def _announce(hooks: Mapping[int, Any], module: torch.nn.Module, name: str, value: Any) -> Any:
+    """Let the global registration hooks see, and perhaps replace, a new member."""
+    for hook in tuple(hooks.values()):
         replacement = hook(module, name, value)
         if replacement is not None:
             value = replacement
     return value
+
+
+def _refuse_name(
+    module: torch.nn.Module, kind: str, name: object, registered: Mapping[str, Any]
+) -> None:
+    """Raise if ``name`` cannot be a new or a replaced entry of ``registered``."""
+    if not isinstance(name, str):
+        raise TypeError(f"{kind} name should be a string. Got {torch.typename(name)}")
+    if "." in name:
+        raise KeyError(f'{kind} name can\'t contain "."')
+    if name == "":
+        raise KeyError(f'{kind} name can\'t be empty string ""')
+    if hasattr(module, name) and name not in registered:
+        raise KeyError(f"attribute '{name}' already exists")
+
+
+def register_parameter(module: torch.nn.Module, name: str, parameter: Parameter | None) -> None:
+    """Register ``parameter`` as ``name``; nothing is stored unless all checks and hooks pass."""
+    if torch.nn.Module.register_parameter is not original_register_parameter:
+        torch.nn.Module.register_parameter(module, name, parameter)
+        return
+    if "_parameters" not in module.__dict__:
+        raise AttributeError("cannot assign parameter before Module.__init__() call")
+    _refuse_name(module, "parameter", name, module._parameters)
+    if parameter is not None:
+        if not isinstance(cast("object", parameter), Parameter):
+            raise TypeError(
+                f"cannot assign '{torch.typename(parameter)}' object to parameter '{name}' "
+                "(torch.nn.Parameter or None required)"
+            )
+        if parameter.grad_fn:
+            raise ValueError(MSG_PARAMETER_NOT_LEAF.format(name=name))
+        parameter = _announce(global_parameter_registration_hooks, module, name, parameter)
+    module._parameters[name] = parameter
+
+
+def register_buffer(
+    module: torch.nn.Module, name: str, buffer: torch.Tensor | None, persistent: bool
+) -> None:
+    """Register ``buffer`` as ``name``; nothing is stored unless all checks and hooks pass."""
+    if torch.nn.Module.register_buffer is not original_register_buffer:
+        torch.nn.Module.register_buffer(module, name, buffer, persistent)
+        return
+    if "_buffers" not in module.__dict__:
+        raise AttributeError("cannot assign buffer before Module.__init__() call")
+    _refuse_name(module, "buffer", name, module._buffers)
+    if not _is_buffer_like(buffer):
+        raise TypeError(
+            f"cannot assign '{torch.typename(buffer)}' object to buffer '{name}' "
+            "(torch Tensor or None required)"
+        )
+    module._buffers[name] = _announce(global_buffer_registration_hooks, module, name, buffer)
+    if persistent:
+        module._non_persistent_buffers_set.discard(name)
+    else:
+        module._non_persistent_buffers_set.add(name)
 
 
 def add_module(module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
@@ -102,6 +165,10 @@ def add_module(module: torch.nn.Module, name: str, child: torch.nn.Module | None
     if name == "":
         raise KeyError('module name can\'t be empty string ""')
     _store_module(module, name, child)
+
+
+def _is_buffer_like(value: object) -> bool:
+    return value is None or isinstance(value, torch.Tensor) or hasattr(value, "__torch_function__")
 
 
 def _replace(
@@ -145,7 +212,7 @@ def _set_parameter(module: torch.nn.Module, name: str, value: Parameter) -> None
 
 
 def _store_module(module: torch.nn.Module, name: str, value: torch.nn.Module | None) -> None:
-    module._modules[name] = _announce_module(module, name, value)
+    module._modules[name] = _announce(global_module_registration_hooks, module, name, value)
 
 
 def _set_module(module: torch.nn.Module, name: str, value: torch.nn.Module) -> None:
@@ -158,9 +225,7 @@ def _set_module(module: torch.nn.Module, name: str, value: torch.nn.Module) -> N
 
 
 def _set_buffer(module: torch.nn.Module, name: str, value: Any) -> None:
-    if not (
-        value is None or isinstance(value, torch.Tensor) or hasattr(value, "__torch_function__")
-    ):
+    if not _is_buffer_like(value):
         raise TypeError(
             f"cannot assign '{torch.typename(value)}' as buffer '{name}' "
             "(torch.nn.Buffer, torch.Tensor or None expected)"
@@ -171,7 +236,7 @@ def _set_buffer(module: torch.nn.Module, name: str, value: Any) -> None:
         persistent = name not in module._non_persistent_buffers_set
     register = module.register_buffer
     if (
-        getattr(register, "__func__", None) is torch.nn.Module.register_buffer
+        is_standard(module, "register_buffer")
         or "persistent" in inspect.signature(register).parameters
     ):
         register(name, value, persistent)

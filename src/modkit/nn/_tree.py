@@ -34,9 +34,18 @@ def is_standard(module: torch.nn.Module, method: str) -> bool:
     ) and method not in module.__dict__
 
 
+def _has_standard_children(module: torch.nn.Module) -> bool:
+    return is_standard(module, "children") and is_standard(module, "named_children")
+
+
+def is_leaf(module: torch.nn.Module) -> bool:
+    """Tell whether ``module.children()`` is sure to be empty."""
+    return not module._modules and _has_standard_children(module)
+
+
 def children_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Iterate as ``module.children()`` does, without its layers of generators."""
-    if not (is_standard(module, "children") and is_standard(module, "named_children")):
+    if not _has_standard_children(module):
         yield from module.children()
         return
     seen: set[torch.nn.Module] = set()
@@ -69,7 +78,7 @@ def post_order(
                 continue
             if id(child) in active:
                 refuse_cycle(child)
-            if not child._modules:
+            if is_leaf(child):
                 yield child
                 continue
             active.add(id(child))

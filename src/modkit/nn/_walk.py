@@ -122,7 +122,11 @@ def _dotted(names: list[str]) -> str:
 
 def parameters(module: torch.nn.Module, recurse: bool) -> Iterator[Parameter]:
     """Yield what ``module.named_parameters`` finds, without putting names together."""
-    if not (is_standard(module, "named_parameters") and is_standard(module, "_named_members")):
+    if (
+        not is_standard(module, "named_parameters")
+        or not is_standard(module, "_named_members")
+        or (recurse and _overrides_walk(module))
+    ):
         for _, found in module.named_parameters(recurse=recurse):
             yield found
         return
@@ -167,3 +171,29 @@ def named_members(
                 else:
                     seen.add(member)
             yield dotted + name, member
+
+
+def members_of(
+    module: torch.nn.Module,
+    get_members_fn: NamedMembers,
+    prefix: str,
+    recurse: bool,
+    remove_duplicate: bool,
+) -> Iterator[tuple[str, Any]]:
+    """Return an iterator over ``module._named_members``, which an override may have changed."""
+    if is_standard(module, "_named_members"):
+        return named_members(module, get_members_fn, prefix, recurse, remove_duplicate)
+    return _iterate_override(module, get_members_fn, prefix, recurse, remove_duplicate)
+
+
+def _iterate_override(
+    module: torch.nn.Module,
+    get_members_fn: NamedMembers,
+    prefix: str,
+    recurse: bool,
+    remove_duplicate: bool,
+) -> Iterator[tuple[str, Any]]:
+    # A generator, so that the override is called when the first pair is asked for, as in torch.
+    yield from module._named_members(
+        get_members_fn, prefix=prefix, recurse=recurse, remove_duplicate=remove_duplicate
+    )

@@ -5,8 +5,7 @@ overriding classes call are the mechanisms' functions themselves, which saves a 
 
 Some names must *not* be defined here, because torch, fx, dynamo, TorchScript, FSDP2 or accelerate
 compare or patch the function of ``torch.nn.Module``: ``forward``, ``__call__``, ``__getattr__``,
-``get_extra_state``, ``set_extra_state``, ``register_parameter``, ``register_buffer`` and
-``__getstate__``. Others are inherited because they only call what is defined here: ``eval``,
+``get_extra_state``, ``set_extra_state`` and ``__getstate__``. Others are inherited because they only call what is defined here: ``eval``,
 ``requires_grad_``, ``cpu``, ``cuda`` and the other devices, ``share_memory``, ``compile``,
 ``register_module``.
 """
@@ -75,6 +74,28 @@ class Module(torch.nn.Module):
             super(torch.nn.Module, self).__init__(*args, **kwargs)
 
     # Registration and lookup.
+
+    def register_parameter(self, name: str, param: Parameter | None) -> None:
+        """Register ``param`` as the parameter ``name``; None keeps the name free of a tensor.
+
+        Raises:
+            TypeError: ``param`` is no parameter, or ``name`` is not a string.
+            KeyError: ``name`` is empty, has a dot, or is an attribute that is no parameter.
+            ValueError: ``param`` was computed, so it is not a leaf of the autograd graph.
+        """
+        _registry.register_parameter(self, name, param)
+
+    @standard
+    def register_buffer(
+        self, name: str, tensor: torch.Tensor | None, persistent: bool = True
+    ) -> None:
+        """Register ``tensor`` as the buffer ``name``, part of the state dict if ``persistent``.
+
+        Raises:
+            TypeError: ``tensor`` is no tensor, or ``name`` is not a string.
+            KeyError: ``name`` is empty, has a dot, or is an attribute that is no buffer.
+        """
+        _registry.register_buffer(self, name, tensor, persistent)
 
     def add_module(self, name: str, module: torch.nn.Module | None) -> None:
         """Register ``module`` as the child ``name``.
@@ -192,7 +213,7 @@ class Module(torch.nn.Module):
             recurse: include the parameters of all modules below.
             remove_duplicate: yield a tied parameter only under its first name.
         """
-        return self._named_members(_walk.named_parameters_of, prefix, recurse, remove_duplicate)
+        return _walk.members_of(self, _walk.named_parameters_of, prefix, recurse, remove_duplicate)
 
     @standard
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
@@ -204,12 +225,7 @@ class Module(torch.nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``(dotted name, buffer)``; arguments as in ``named_parameters``."""
-        return self._named_members(
-            _walk.named_buffers_of,
-            prefix=prefix,
-            recurse=recurse,
-            remove_duplicate=remove_duplicate,
-        )
+        return _walk.members_of(self, _walk.named_buffers_of, prefix, recurse, remove_duplicate)
 
     @standard
     def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
@@ -269,19 +285,19 @@ class Module(torch.nn.Module):
 
     def float(self) -> Self:
         """Cast floating point parameters and buffers to float32."""
-        return self._apply(_convert.cast_function(torch.float32))
+        return self._apply(_convert.cast_function("float", torch.float32))
 
     def double(self) -> Self:
         """Cast floating point parameters and buffers to float64."""
-        return self._apply(_convert.cast_function(torch.float64))
+        return self._apply(_convert.cast_function("double", torch.float64))
 
     def half(self) -> Self:
         """Cast floating point parameters and buffers to float16."""
-        return self._apply(_convert.cast_function(torch.float16))
+        return self._apply(_convert.cast_function("half", torch.float16))
 
     def bfloat16(self) -> Self:
         """Cast floating point parameters and buffers to bfloat16."""
-        return self._apply(_convert.cast_function(torch.bfloat16))
+        return self._apply(_convert.cast_function("bfloat16", torch.bfloat16))
 
     # Hooks. Each returns a handle whose ``remove()`` takes the hook out again.
 
