@@ -105,7 +105,7 @@ def test_public_methods_are_documented(name: str) -> None:
     assert inspect.getdoc(getattr(OURS, name))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *DOCUMENTED_PRIVATE])
 def test_methods_are_plain_functions(name: str) -> None:
     """A method is a function of the class: tools patch it, wrap it and compare it."""
     member = inspect.getattr_static(OURS, name)

@@ -1,0 +1,373 @@
+import collections
+
+import pytest
+import torch
+
+from tests.helpers import Implementation, same
+from tests.parity.module.nets import child_leaf, leaf, tree
+
+
+def logging_class(impl: Implementation, log: list[object], **attributes: object) -> type:
+    """Build a class that notes with what ``_load_from_state_dict`` was called."""
+
+    class Logged(impl.Module):
+        def _load_from_state_dict(
+            self,
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        ):
+            log.append(
+                (
+                    prefix,
+                    list(state_dict),
+                    type(state_dict).__name__,
+                    dict(local_metadata),
+                    [list(missing_keys), list(unexpected_keys), list(error_msgs)],
+                )
+            )
+            super()._load_from_state_dict(
+                state_dict,
+                prefix,
+                local_metadata,
+                strict,
+                missing_keys,
+                unexpected_keys,
+                error_msgs,
+            )
+
+    for name, value in attributes.items():
+        setattr(Logged, name, value)
+    return Logged
+
+
+def logged_tree(impl: Implementation, log: list[object]) -> torch.nn.Module:
+    """Build three levels of logging modules with prefixes of names among the siblings."""
+    kind = logging_class(impl, log, _version=4)
+    root = kind()
+    root.weight = torch.nn.Parameter(torch.ones(1))
+    root.a, root.ab, root.b, root.none = kind(), kind(), kind(), None
+    root.add_module("gone", None)
+    root.a.weight = torch.nn.Parameter(torch.ones(1))
+    root.a.x = kind()
+    root.a.x.weight = torch.nn.Parameter(torch.ones(1))
+    root.ab.weight = torch.nn.Parameter(torch.ones(1))
+    root.b.register_buffer("weight", torch.ones(1))
+    root.again = root.b
+    return root
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("extra", [[], ["bogus"], ["a.bogus", "abc.weight", "a.x.y.z"]])
+def test_what_each_module_is_given(extra, shuffled, assign):
+    """Each module gets its own keys, in the given order, its metadata and the shared lists."""
+
+    def scenario(impl):
+        log = []
+        module = logged_tree(impl, log)
+        state = module.state_dict()
+        for key in extra:
+            state[key] = torch.ones(1)
+        if shuffled:
+            metadata = state._metadata
+            state = collections.OrderedDict(reversed(state.items()))
+            state._metadata = metadata
+        result = module.load_state_dict(state, strict=False, assign=assign)
+        return log, result
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        {},
+        {"": {}},
+        {"": {"version": 1}, "a.x": {"version": 9, "own": 3}},
+        {"a": {"version": 2}, "unknown": {"version": 1}},
+    ],
+)
+def test_the_metadata_that_each_module_is_given(metadata):
+    """Without metadata, or without an entry, a module gets an empty dict."""
+
+    def scenario(impl):
+        log = []
+        module = logged_tree(impl, log)
+        state = collections.OrderedDict(module.state_dict())
+        if metadata is not None:
+            state._metadata = metadata
+        module.load_state_dict(state)
+        return [(prefix, given) for prefix, _, _, given, _ in log]
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_a_dict_of_a_child_is_its_own(impl: Implementation) -> None:
+    """What a child removes or adds is not seen by its siblings or parent, but by its children."""
+    seen = {}
+
+    class Editing(impl.Module):
+        def _load_from_state_dict(self, state_dict, prefix, *args):
+            seen[prefix] = list(state_dict)
+            for key in list(state_dict):
+                if key.endswith("drop"):
+                    del state_dict[key]
+            state_dict[prefix + "inner.added"] = torch.ones(1)
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    root = Editing()
+    root.a, root.b = Editing(), Editing()
+    root.a.inner = Editing()
+    checkpoint = {"drop": 1, "a.drop": 2, "a.inner.drop": 3, "b.drop": 4, "b.keep": 5}
+    root.load_state_dict(checkpoint, strict=False)
+
+    assert seen["a."] == []
+    assert seen["a.inner."] == ["a.inner.added"]
+    assert seen["b."] == ["b.keep"]
+    assert len(checkpoint) == 5
+
+
+def test_an_override_may_migrate_old_keys(impl: Implementation) -> None:
+    """The version in the metadata lets a class rename the keys of an old checkpoint."""
+
+    class Migrating(impl.Module):
+        _version = 2
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+            if local_metadata.get("version", 1) < 2:
+                state_dict[prefix + "weight"] = state_dict.pop(prefix + "old")
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    root = impl.Module()
+    root.child = Migrating()
+    old = collections.OrderedDict({"child.old": torch.ones(1)})
+    old._metadata = {"child": {"version": 1}}
+    result = root.load_state_dict(old)
+
+    assert result.unexpected_keys == []
+    assert root.child.weight.item() == 1
+    assert root.state_dict()._metadata["child"] == {"version": 2}
+
+
+def test_an_override_without_super_hides_its_keys():
+    """A module that handles its own state reports nothing; the rest is loaded as usual."""
+
+    def scenario(impl):
+        class Silent(impl.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.zeros(1))
+                self.child = child_leaf(impl)
+
+            def _load_from_state_dict(self, *args, **keywords):
+                self.arguments = (len(args), sorted(keywords))
+
+        root = impl.Module()
+        root.silent = Silent()
+        root.last = child_leaf(impl)
+        result = root.load_state_dict({"silent.bogus": 1, "last.weight": torch.ones(1)}, False)
+        return result, root.silent.arguments, root.silent.weight, root.last.weight
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_error_messages_of_an_override_raise(strict):
+    """Entries in ``error_msgs`` raise in any case, before or after the lists of keys."""
+
+    def scenario(impl):
+        class Complaining(impl.Module):
+            def _load_from_state_dict(
+                self, state_dict, prefix, meta, flag, missing, unexpected, errors
+            ):
+                errors.append(f"complaint of {prefix}")
+                missing.append(prefix + "made up")
+                unexpected.append(prefix + "surplus")
+
+        root = Complaining()
+        root.child = Complaining()
+        root.leaf = leaf(impl)
+        return root.load_state_dict({"leaf.weight": torch.ones(1)}, strict=strict)
+
+    assert same(scenario)[0] == "raised"
+
+
+def test_an_exception_in_an_override_passes_through(impl: Implementation) -> None:
+    """An error that an override raises itself is not collected."""
+
+    class Failing(impl.Module):
+        def _load_from_state_dict(self, *args):
+            raise ValueError("of the override")
+
+    root = impl.Module()
+    root.child = Failing()
+    with pytest.raises(ValueError, match="of the override"):
+        root.load_state_dict({}, strict=False)
+
+    assert root.child.training
+
+
+def test_a_child_that_is_added_during_the_load():
+    """Changing the children while they are loaded is noticed as in torch."""
+
+    def scenario(impl):
+        class Growing(impl.Module):
+            def _load_from_state_dict(self, *args):
+                self.grown = child_leaf(impl)
+
+        class Meddling(impl.Module):
+            def _load_from_state_dict(self, *args):
+                root.late = child_leaf(impl)
+
+        root = Growing()
+        first = root.load_state_dict({"grown.weight": torch.full((1,), 6.0)})
+        value = root.grown.weight.item()
+        root.meddling = Meddling()
+        return first, value, root.load_state_dict({}, strict=False)
+
+    assert same(scenario)[0] == "raised"
+
+
+def test_loading_one_module_by_hand():
+    """``_load_from_state_dict`` can be called alone, with positional or keyword arguments."""
+
+    def scenario(impl):
+        module = tree(impl).right
+        found = []
+        for strict in (True, False):
+            missing, unexpected, errors = [], [], []
+            state = {
+                "p.weight": torch.zeros(2, 3),
+                "p.bogus": 1,
+                "other": 2,
+                "p.mean": torch.ones(1),
+            }
+            module._load_from_state_dict(
+                state,
+                "p.",
+                {},
+                strict=strict,
+                missing_keys=missing,
+                unexpected_keys=unexpected,
+                error_msgs=errors,
+            )
+            found.append((missing, unexpected, errors, list(state), module.weight))
+        return found
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_assigning_one_module_by_hand(impl: Implementation) -> None:
+    """``assign_to_params_buffers`` in the metadata makes the call assign."""
+    module = child_leaf(impl)
+    value = torch.nn.Parameter(torch.zeros(1))
+    metadata = {"assign_to_params_buffers": True}
+    module._load_from_state_dict({"weight": value}, "", metadata, True, [], [], [])
+
+    assert module.weight is value
+
+
+def test_saving_one_module_by_hand(impl: Implementation) -> None:
+    """``_save_to_state_dict`` writes the members of one module into any dict."""
+    module, destination = tree(impl), {}
+    module._save_to_state_dict(destination, "p.", True)
+
+    assert list(destination) == ["p.gain", "p.tied"]
+    assert destination["p.gain"] is module.gain
+
+
+def test_extra_state_comes_back(impl: Implementation) -> None:
+    """``set_extra_state`` gets the saved object, after the members are loaded."""
+    log = []
+
+    class Extra(impl.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def get_extra_state(self):
+            return {"made": 1}
+
+        def set_extra_state(self, state):
+            log.append((state, self.weight.item()))
+
+    root = impl.Module()
+    root.child = Extra()
+    root.load_state_dict({"child.weight": torch.ones(1), "child._extra_state": {"made": 2}})
+
+    assert log == [({"made": 2}, 1.0)]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_missing_extra_state(strict):
+    """A missing extra state is a missing key, and ``set_extra_state`` is not called."""
+
+    def scenario(impl):
+        class Extra(impl.Module):
+            def get_extra_state(self):
+                return 1
+
+            def set_extra_state(self, state):
+                raise AssertionError("called")
+
+        root = impl.Module()
+        root.child = Extra()
+        return root.load_state_dict({}, strict=strict)
+
+    assert same(scenario)[0] == ("raised" if strict else "returned")
+
+
+def test_an_exception_in_set_extra_state_passes_through():
+    """An error in ``set_extra_state`` is not collected, but raised as it is."""
+
+    def scenario(impl):
+        class Extra(impl.Module):
+            def get_extra_state(self):
+                return 1
+
+            def set_extra_state(self, state):
+                raise ValueError(f"bad state {state}")
+
+        return Extra().load_state_dict({"_extra_state": 3})
+
+    assert same(scenario) == ("raised", "ValueError", "bad state 3")
+
+
+def test_wide_and_numbered_children(impl: Implementation) -> None:
+    """Children whose names are prefixes of each other get their own keys only."""
+    root = impl.Module()
+    for index in range(120):
+        root.add_module(str(index), child_leaf(impl))
+    state = {key: torch.full((1,), float(key.split(".")[0])) for key in root.state_dict()}
+    root.load_state_dict(state)
+
+    assert [child.weight.item() for child in root.children()] == [float(i) for i in range(120)]
+
+
+@pytest.mark.parametrize("names", [("a.b", "a"), ("a", "a.b"), ("", "a"), ("a b", "a")])
+def test_children_with_odd_names(names):
+    """Children under dotted or empty names, set by assignment, load what torch gives them."""
+
+    def scenario(impl):
+        root = impl.Module()
+        for number, name in enumerate(names):
+            child = child_leaf(impl)
+            child.b = child_leaf(impl)
+            child.number = number
+            setattr(root, name, child)
+        keys = list(root.state_dict())
+        state = {key: torch.full((1,), float(value)) for value, key in enumerate(keys)}
+        result = root.load_state_dict(state, strict=False)
+        return keys, result, [parameter.item() for parameter in root.parameters()]
+
+    assert same(scenario)[0] == "returned"

@@ -1,0 +1,172 @@
+import pytest
+import torch
+
+from tests.helpers import MODKIT, TORCH, Implementation, same
+from tests.parity.module.nets import child_leaf, empty, leaf, run, tree
+
+
+def mixed(impl: Implementation) -> torch.nn.Module:
+    """Build a tree whose levels alternate between ``impl`` and plain torch modules."""
+    root = tree(impl)
+    root.layers = torch.nn.Sequential(
+        torch.nn.Linear(3, 2), leaf(impl), torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.5)
+    )
+    root.layers[1].inner = torch.nn.ModuleDict({"x": child_leaf(impl), "y": torch.nn.ReLU()})
+    root.numbers = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(1))])
+    root.theirs = tree(TORCH)
+    root.theirs.ours = tree(impl)
+    return root
+
+
+CALLS = (
+    "list(m.named_parameters())",
+    "list(m.named_buffers(remove_duplicate=False))",
+    "[n for n, _ in m.named_modules()]",
+    "[n for n, _ in m.named_modules(remove_duplicate=False)]",
+    "[n for n, _ in m.named_children()]",
+    "[type(each).__name__ for each in m.modules()]",
+    "dict(m.state_dict())",
+    "m.state_dict()._metadata",
+    "repr(m)",
+    "m.load_state_dict(m.state_dict())",
+    "m.load_state_dict({'layers.1.inner.x.weight': ones(1)}, strict=False)",
+    "m.load_state_dict({'layers.1.inner.x.weight': ones(2), 'theirs.gain': ones(2)})",
+    "[p.dtype for p in m.double().parameters()]",
+    "[b.dtype for b in m.half().buffers()]",
+    "[each.training for each in m.eval().modules()]",
+    "[p.requires_grad for p in m.requires_grad_(False).parameters()]",
+    "[t.is_meta for t in m.to('meta').state_dict().values()]",
+    "m.apply(lambda each: setattr(each, 'seen', True)).layers[1].inner.x.seen",
+    "m.get_parameter('layers.1.inner.x.weight')",
+    "m.get_buffer('theirs.ours.right.mean')",
+    "m.get_submodule('theirs.ours.left.inner')._get_name()",
+    "m.set_submodule('layers.0', Identity()) or repr(m.layers)",
+    "m.share_memory().layers[0].weight.is_shared()",
+    "sorted(dir(m.theirs.ours))[-20:]",
+)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_operations_on_a_mixed_tree(call):
+    """Modules of both libraries in one tree behave as a tree of torch modules."""
+    result = same(lambda impl: run(call, mixed(impl)))
+
+    assert result[0] == ("raised" if "theirs.gain" in call else "returned")
+
+
+def test_a_torch_module_is_a_child_like_any_other(impl: Implementation) -> None:
+    """Assignment and ``add_module`` register modules of either library."""
+    module = empty(impl)
+    module.a = torch.nn.Linear(1, 1)
+    module.add_module("b", child_leaf(MODKIT))
+    module.register_module("c", child_leaf(TORCH))
+
+    assert list(module._modules) == ["a", "b", "c"]
+    assert len(list(module.parameters())) == 4
+
+
+def test_a_torch_container_holds_the_module(impl: Implementation) -> None:
+    """Modules of either library go into torch's containers."""
+    module = child_leaf(impl)
+    containers = [
+        torch.nn.Sequential(module),
+        torch.nn.ModuleList([module]),
+        torch.nn.ModuleDict({"x": module}),
+    ]
+
+    assert all(next(iter(container.parameters())) is module.weight for container in containers)
+
+
+def test_overrides_of_torch_subclasses_are_called(impl: Implementation) -> None:
+    """A plain torch module that overrides the protocol is asked, inside any tree."""
+    log = []
+
+    class Theirs(torch.nn.Module):
+        def train(self, mode=True):
+            log.append("train")
+            return super().train(mode)
+
+        def _apply(self, fn, recurse=True):
+            log.append("_apply")
+            return super()._apply(fn, recurse)
+
+        def _save_to_state_dict(self, *args):
+            log.append("_save_to_state_dict")
+
+        def _load_from_state_dict(self, *args):
+            log.append("_load_from_state_dict")
+
+        def named_modules(self, *args, **keywords):
+            log.append("named_modules")
+            yield from super().named_modules(*args, **keywords)
+
+        def apply(self, fn):
+            log.append("apply")
+            return super().apply(fn)
+
+        def __repr__(self):
+            log.append("__repr__")
+            return "Theirs"
+
+    module = empty(impl)
+    module.middle = empty(impl)
+    module.middle.theirs = Theirs()
+    module.train()
+    module.float()
+    module.state_dict()
+    module.load_state_dict({})
+    list(module.parameters())
+    module.apply(lambda each: None)
+    repr(module)
+
+    assert log == [
+        "train",
+        "_apply",
+        "_save_to_state_dict",
+        "_load_from_state_dict",
+        "named_modules",
+        "apply",
+        "__repr__",
+    ]
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["train", "_apply", "named_modules", "apply", "state_dict", "children", "named_children"],
+)
+def test_a_patch_of_torchs_base_class_is_seen_by_torch_children(impl, method, monkeypatch):
+    """When a tool replaces a method of ``torch.nn.Module``, torch modules below are asked by it."""
+    log = []
+    original = getattr(torch.nn.Module, method)
+
+    def patched(self, *args, **keywords):
+        log.append(type(self).__name__)
+        return original(self, *args, **keywords)
+
+    module = empty(impl)
+    module.middle = empty(impl)
+    module.middle.theirs = torch.nn.Sequential(torch.nn.ReLU())
+    monkeypatch.setattr(torch.nn.Module, method, patched)
+    module.train()
+    module.float()
+    module.apply(lambda each: None)
+    module.state_dict()
+    list(module.named_modules())
+    theirs = [name for name in log if name != "Empty"]
+
+    assert theirs[0] == "Sequential"
+    assert "ReLU" in theirs
+
+
+def test_a_class_of_both(impl: Implementation) -> None:
+    """A class may derive from a torch layer and from Module at once."""
+
+    class Both(torch.nn.Linear, impl.Module):
+        pass
+
+    module = Both(2, 3)
+
+    assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
+    assert isinstance(module, torch.nn.Linear)
+    assert module(torch.ones(1, 2)).shape == (1, 3)
+    assert list(module.double().state_dict()) == ["weight", "bias"]

@@ -1,0 +1,364 @@
+import collections
+
+import pytest
+import torch
+
+from tests.helpers import Implementation, same
+from tests.parity.module.nets import child_leaf, empty, leaf, run, tree
+
+
+def described(state: object) -> list[object]:
+    """Describe a state dict: its type, its items in order, and its metadata."""
+    metadata = getattr(state, "_metadata", None)
+    items = [(key, value) for key, value in state.items()]
+    return [type(state).__name__, items, type(metadata).__name__, dict(metadata or {})]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "m.state_dict()",
+        "m.state_dict(prefix='net.')",
+        "m.state_dict(prefix='net')",
+        "m.state_dict(prefix='.')",
+        "m.state_dict(keep_vars=True)",
+        "m.state_dict(keep_vars=1)",
+        "m.state_dict(prefix='a.b.', keep_vars=True)",
+        "m.state_dict(destination=None)",
+        "m.state_dict(destination={})",
+        "m.state_dict(destination={'old': 3}, prefix='p.')",
+        "m.right.state_dict()",
+        "m.left.inner.state_dict(prefix='left.inner.')",
+    ],
+)
+def test_keys_order_values_and_metadata(call):
+    """The result has torch's type, keys, order, tensors and metadata."""
+    assert same(lambda impl: described(run(call, tree(impl))))[0] == "returned"
+
+
+def test_the_tensors_share_memory_and_are_detached(impl: Implementation) -> None:
+    """By default the tensors are detached views of the members; ``keep_vars`` gives themselves."""
+    module = tree(impl)
+    state, kept = module.state_dict(), module.state_dict(keep_vars=True)
+
+    assert state["gain"] is not module.gain
+    assert state["gain"].data_ptr() == module.gain.data_ptr()
+    assert not any(tensor.requires_grad for tensor in state.values())
+    assert type(state["gain"]) is torch.Tensor
+    assert kept["gain"] is module.gain
+    assert kept["right.mean"] is module.right.mean
+
+
+def test_two_results_are_independent(impl: Implementation) -> None:
+    """Each call builds a new dict with metadata of its own."""
+    module = tree(impl)
+    first, second = module.state_dict(), module.state_dict()
+    first.pop("gain")
+    first._metadata[""]["version"] = 7
+
+    assert "gain" in second
+    assert second._metadata[""] == {"version": 1}
+
+
+def test_shared_members_have_all_their_keys(impl: Implementation) -> None:
+    """Tied parameters and shared modules are saved under every name."""
+    state = tree(impl).state_dict()
+
+    assert state["tied"].data_ptr() == state["left.scale"].data_ptr()
+    assert state["right.weight"].data_ptr() == state["again.weight"].data_ptr()
+    assert {"right", "again", "left.inner"} <= set(state._metadata)
+
+
+def test_what_is_left_out(impl: Implementation) -> None:
+    """``None`` members and buffers that are not persistent are not saved."""
+    module = leaf(impl)
+    module.add_module("gone", None)
+
+    assert list(module.state_dict()) == ["weight", "mean", "steps"]
+
+
+def test_a_given_destination_is_filled_and_returned(impl: Implementation) -> None:
+    """The destination is written to in place; what it held stays, equal keys are replaced."""
+    destination = collections.OrderedDict(gain=3, other=4)
+    destination._metadata = collections.OrderedDict(old={"version": 9})
+    module = tree(impl)
+    result = module.state_dict(destination=destination)
+
+    assert result is destination
+    assert list(result)[:2] == ["gain", "other"]
+    assert torch.equal(result["gain"], module.gain)
+    assert list(result._metadata) == ["old", "", "left", "left.inner", "right", "again"]
+
+
+def test_a_plain_dict_as_destination_gets_no_metadata(impl: Implementation) -> None:
+    """A mapping without ``_metadata`` is filled with the tensors alone."""
+    destination = {}
+    tree(impl).state_dict(destination=destination)
+
+    assert not hasattr(destination, "_metadata")
+    assert len(destination) == len(tree(impl).state_dict())
+
+
+def test_any_mapping_may_be_the_destination():
+    """The destination needs item assignment only."""
+
+    class Writer:
+        def __init__(self):
+            self.written = []
+
+        def __setitem__(self, key, value):
+            self.written.append((key, value))
+
+    class WithMetadata(Writer):
+        def __init__(self):
+            super().__init__()
+            self._metadata = {}
+
+    def scenario(impl):
+        found = []
+        for kind in (Writer, WithMetadata, collections.UserDict, collections.ChainMap):
+            destination = kind()
+            result = tree(impl).state_dict(destination=destination, prefix="p.")
+            items = getattr(destination, "written", None) or list(destination.items())
+            metadata = getattr(destination, "_metadata", "none")
+            found.append((result is destination, items, metadata))
+        return found
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "m.state_dict(None)",
+        "m.state_dict({})",
+        "m.state_dict({}, 'p.')",
+        "m.state_dict({}, 'p.', True)",
+        "m.state_dict(None, 'p.', True)",
+        "m.state_dict({}, 'p.', prefix='q.')",
+        "m.state_dict({}, 'p.', True, keep_vars=False)",
+        "m.state_dict({'a': 1}, destination={'b': 2})",
+        "m.state_dict({}, '', False, 'surplus')",
+        "m.state_dict({}, keep_vars=True)",
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Positional args are being deprecated")
+def test_the_positional_form(call):
+    """Positional arguments still work, each merged with its keyword as in torch."""
+    assert same(lambda impl: described(run(call, tree(impl))))[0] == "returned"
+
+
+def test_the_positional_form_warns_at_the_callers_line(impl: Implementation) -> None:
+    """The deprecation is announced where ``state_dict`` was called, with torch's text."""
+    with pytest.warns(FutureWarning, match="Positional args are being deprecated") as caught:
+        tree(impl).state_dict({}, "p.")
+
+    assert [warning.filename for warning in caught] == [__file__]
+    assert same(lambda impl: tree(impl).state_dict({}))[:2] == ("raised", "FutureWarning")
+
+
+def test_the_version_of_a_class_is_recorded(impl: Implementation) -> None:
+    """``_version`` of the class, or of the instance, stands in the metadata of each module."""
+
+    class Third(impl.Module):
+        _version = 3
+
+    class Unknown(impl.Module):
+        _version = None
+
+    root = Third()
+    root.a, root.b, root.c = Third(), Unknown(), impl.Module()
+    root.a._version = 8
+    root.a.register_buffer("x", torch.ones(1))
+
+    assert root.state_dict()._metadata == {
+        "": {"version": 3},
+        "a": {"version": 8},
+        "b": {"version": None},
+        "c": {"version": 1},
+    }
+
+
+def with_extra(impl: Implementation, value: object, methods: str = "both") -> torch.nn.Module:
+    """Build a parent whose child has extra state."""
+
+    class Extra(impl.Module):
+        def __init__(self):
+            super().__init__()
+            self.extra = value
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        if methods in {"both", "get"}:
+
+            def get_extra_state(self):
+                return self.extra
+
+        if methods in {"both", "set"}:
+
+            def set_extra_state(self, state):
+                self.extra = state
+
+    root = impl.Module()
+    root.child = Extra()
+    return root
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(2), {"a": [1]}, None, 3, "text", [torch.zeros(1)], (1, 2)], ids=repr
+)
+def test_extra_state_is_saved_as_it_is(value):
+    """Whatever ``get_extra_state`` returns is stored behind the members of its module."""
+
+    def scenario(impl):
+        state = with_extra(impl, value).state_dict()
+        return described(state), state["child._extra_state"] is value
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize("methods", ["get", "set", "none"])
+def test_one_of_the_extra_state_methods_alone(methods):
+    """Saving looks for ``get_extra_state``, loading for ``set_extra_state``, on the class."""
+
+    def scenario(impl):
+        module = with_extra(impl, 3, methods)
+        state = module.state_dict()
+        try:
+            loaded = repr(module.load_state_dict(state))
+        except RuntimeError as error:
+            loaded = str(error)
+        return list(state), loaded
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_extra_state_methods_of_an_instance_are_ignored(impl: Implementation) -> None:
+    """Only the class is asked whether there is extra state."""
+    module = child_leaf(impl)
+    module.get_extra_state = lambda: 3
+
+    assert list(module.state_dict()) == ["weight"]
+
+
+def test_extra_state_of_a_mixin(impl: Implementation) -> None:
+    """The methods may come from a mixin before or behind Module in the MRO."""
+
+    class Mixin:
+        def get_extra_state(self):
+            return 3
+
+        def set_extra_state(self, state):
+            self.got = state
+
+    class Before(Mixin, impl.Module):
+        pass
+
+    class Behind(impl.Module, Mixin):
+        pass
+
+    before = Before()
+    before.load_state_dict(before.state_dict())
+
+    assert before.got == 3
+    assert list(Behind().state_dict()) == []
+
+
+def test_an_override_of_save_to_state_dict(impl: Implementation) -> None:
+    """``_save_to_state_dict`` is called per module with positional arguments."""
+    log = []
+
+    class Own(impl.Module):
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            log.append((prefix, keep_vars))
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[prefix + "surplus"] = 3
+
+    root = Own()
+    root.child, root.other = Own(), child_leaf(impl)
+    root.weight = torch.nn.Parameter(torch.ones(1))
+    state = root.state_dict(prefix="p.", keep_vars=True)
+
+    assert log == [("p.", True), ("p.child.", True)]
+    assert list(state) == ["p.weight", "p.surplus", "p.child.surplus", "p.other.weight"]
+
+
+def test_an_override_of_state_dict_in_a_child(impl: Implementation) -> None:
+    """A child's ``state_dict`` is called with keywords, and its return value is not used."""
+    log = []
+
+    class Own(impl.Module):
+        def state_dict(self, *args, destination=None, prefix="", keep_vars=False):
+            log.append((args, destination is not None, prefix, keep_vars))
+            destination[prefix + "own"] = torch.ones(1)
+            return {"ignored": 1}
+
+    root = child_leaf(impl)
+    root.own, root.last = Own(), child_leaf(impl)
+
+    assert list(root.state_dict()) == ["weight", "own.own", "last.weight"]
+    assert log == [((), True, "own.", False)]
+
+
+def test_the_destination_has_the_metadata_while_saving(impl: Implementation) -> None:
+    """A module's metadata entry exists before its own state is written."""
+    seen = []
+
+    class Own(impl.Module):
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            seen.append({key: dict(entry) for key, entry in destination._metadata.items()})
+
+    root = Own()
+    root.child = Own()
+    root.state_dict()
+
+    assert seen == [{"": {"version": 1}}, {"": {"version": 1}, "child": {"version": 1}}]
+
+
+def test_names_that_look_like_paths():
+    """Odd names set by assignment produce the same, possibly colliding, keys as in torch."""
+
+    def scenario(impl):
+        module = tree(impl)
+        for name in ("a.b", "", "0", "a b"):
+            setattr(module, name, child_leaf(impl))
+        module.a = child_leaf(impl)
+        setattr(module.a, "b", child_leaf(impl))
+        return described(module.state_dict())
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_uninitialized_members():
+    """Saving an uninitialized parameter in an ordinary module ends as in torch."""
+
+    def scenario(impl):
+        module = empty(impl)
+        module.weight = torch.nn.UninitializedParameter()
+        return list(module.state_dict()), list(module.state_dict(keep_vars=True))
+
+    assert same(scenario)
+
+
+def test_members_on_other_devices_and_of_other_kinds():
+    """Meta tensors, sparse tensors, complex and integer members are saved as they are."""
+
+    def scenario(impl):
+        module = empty(impl)
+        module.register_buffer("meta", torch.ones(2, device="meta"))
+        module.register_buffer("complex", torch.ones(2, dtype=torch.complex64))
+        module.register_buffer("sparse", torch.eye(2).to_sparse())
+        module.register_buffer("integer", torch.arange(3))
+        module.register_buffer("gradient", torch.ones(1, requires_grad=True) * 2)
+        module.integer_parameter = torch.nn.Parameter(torch.arange(2), requires_grad=False)
+        state = module.state_dict()
+        return [(key, str(value.layout), value.is_leaf) for key, value in state.items()]
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_batch_norm_records_its_version(impl: Implementation) -> None:
+    """BatchNorm saves its counter and version 2."""
+    state = impl.nn.BatchNorm2d(3).state_dict()
+
+    assert state._metadata[""] == {"version": 2}
+    assert list(state)[-1] == "num_batches_tracked"
