@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-# Without this, the assert inside `same` would not show what differs.
-pytest.register_assert_rewrite("tests.helpers")
-
-from tests.divergences import DIVERGENCES  # noqa: E402 - after the registration above
+from tests.divergences import DIVERGENCES
 from tests.helpers import MODKIT, TORCH, Implementation, seed_everything
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture(params=[TORCH, MODKIT], ids=str)
@@ -24,10 +15,9 @@ def impl(request: pytest.FixtureRequest) -> Implementation:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
+def _seeded() -> None:
     """Start every test from the same random state."""
     seed_everything()
-    yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

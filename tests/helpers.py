@@ -5,12 +5,12 @@ from __future__ import annotations
 import collections
 import collections.abc
 import importlib
+import random
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import random
 import torch
 
 
@@ -63,7 +63,7 @@ MODKIT = Implementation("modkit")
 def seed_everything(seed: int = 0) -> None:
     """Reset the random state of Python, NumPy and torch."""
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - torch's own helpers draw from the legacy state
+    np.random.seed(seed)
     torch.manual_seed(seed)
 
 
@@ -84,7 +84,14 @@ def freeze(value: Any) -> Any:
             plain = value.detach().cpu().contiguous().reshape(-1)
             data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
         kind = "Parameter" if isinstance(value, torch.nn.Parameter) else "Tensor"
-        return (kind, str(value.dtype), str(value.device), tuple(value.shape), data, value.requires_grad)
+        return (
+            kind,
+            str(value.dtype),
+            str(value.device),
+            tuple(value.shape),
+            data,
+            value.requires_grad,
+        )
     if isinstance(value, torch.nn.Module):
         return ("Module", type(value).__name__, repr(value), freeze(dict(value.state_dict())))
     if isinstance(value, collections.abc.Mapping):
@@ -107,7 +114,7 @@ def outcome(scenario: Callable[[Implementation], Any], impl: Implementation) -> 
     seed_everything()
     try:
         value = scenario(impl)
-    except Exception as error:  # noqa: BLE001 - the exception is the result that is compared
+    except Exception as error:
         return ("raised", type(error).__name__, str(error))
     return ("returned", freeze(value))
 
