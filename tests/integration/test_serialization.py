@@ -1,0 +1,170 @@
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import MODKIT, TORCH, Implementation, freeze, seed_everything
+from tests.integration.networks import (
+    NETWORKS,
+    PICKLABLE,
+    agree,
+    make_batch,
+    make_net,
+)
+
+
+both_ways = pytest.mark.parametrize(
+    ("source", "target"),
+    [(TORCH, MODKIT), (MODKIT, TORCH), (TORCH, TORCH), (MODKIT, MODKIT)],
+    ids=str,
+)
+FORMATS = [
+    {"save": {}, "load": {}},
+    {"save": {}, "load": {"mmap": True}},
+    {"save": {}, "load": {"map_location": "cpu"}},
+    {"save": {"_use_new_zipfile_serialization": False}, "load": {}},
+]
+
+
+def trained_net(impl: Implementation, network: str) -> torch.nn.Module:
+    """Build a network whose buffers differ from those of a fresh one."""
+    net = make_net(impl.nn, network)
+    net(make_batch(network))
+    return net
+
+
+@both_ways
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("form", FORMATS, ids=["zip", "mmap", "map_location", "legacy"])
+def test_state_dict_file_loads_into_the_other(
+    tmp_path: Path,
+    network: str,
+    form: dict[str, dict[str, Any]],
+    source: Implementation,
+    target: Implementation,
+) -> None:
+    """A saved state dict holds only tensors and loads strictly into the other library."""
+    net = trained_net(source, network)
+    torch.save(net.state_dict(), tmp_path / "net.pt", **form["save"])
+    loaded = torch.load(tmp_path / "net.pt", weights_only=True, **form["load"])
+    copy_of_net = make_net(target.nn, network)
+
+    assert str(copy_of_net.load_state_dict(loaded)) == "<All keys matched successfully>"
+    assert freeze(copy_of_net.state_dict()) == freeze(net.state_dict())
+    assert freeze(copy_of_net.eval()(make_batch(network))) == freeze(
+        net.eval()(make_batch(network))
+    )
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_state_dict_files_carry_the_same(network: str) -> None:
+    """What is read back is the same type with the same keys, bits and version metadata."""
+
+    def scenario(impl: Implementation) -> tuple[str, Any, Any]:
+        buffer = io.BytesIO()
+        torch.save(trained_net(impl, network).state_dict(), buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=True)
+        return type(loaded).__name__, loaded, loaded._metadata
+
+    kind, _, metadata = agree(scenario)
+
+    assert kind == "OrderedDict"
+    assert metadata[""] == {"version": 1}
+
+
+@both_ways
+def test_mapped_file_is_assigned(
+    tmp_path: Path, source: Implementation, target: Implementation
+) -> None:
+    """A memory-mapped file loads with ``assign`` into a network that was built without memory."""
+    net = trained_net(source, "conv")
+    torch.save(net.state_dict(), tmp_path / "net.pt")
+    with torch.device("meta"):
+        empty = make_net(target.nn, "conv")
+    loaded = torch.load(tmp_path / "net.pt", mmap=True, weights_only=True)
+    empty.load_state_dict(loaded, assign=True)
+
+    assert empty.head.weight.data_ptr() == loaded["head.weight"].data_ptr()
+    assert isinstance(empty.head.weight, torch.nn.Parameter)
+    assert freeze(empty(make_batch("conv"))) == freeze(net(make_batch("conv")))
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_deepcopy_is_independent(impl: Implementation, network: str) -> None:
+    """A deep copy computes the same and shares no tensor with the original."""
+    net, batch = trained_net(impl, network), make_batch(network)
+    clone = copy.deepcopy(net)
+
+    assert type(clone) is type(net)
+    assert freeze(clone(batch)) == freeze(net(batch))
+    pointers = {tensor.data_ptr() for tensor in net.state_dict().values()}
+    assert pointers.isdisjoint(tensor.data_ptr() for tensor in clone.state_dict().values())
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=["zip", "mmap", "map_location", "legacy"])
+def test_whole_module_file(
+    tmp_path: Path, impl: Implementation, form: dict[str, dict[str, Any]]
+) -> None:
+    """A network that is saved whole comes back with its classes, state and mode."""
+    net, batch = PICKLABLE[impl.name](), make_batch("free")
+    net(batch)
+    net.eval()
+    torch.save(net, tmp_path / "net.pt", **form["save"])
+    loaded = torch.load(tmp_path / "net.pt", weights_only=False, **form["load"])
+
+    assert type(loaded) is type(net)
+    assert [type(module) for module in loaded.modules()] == [type(m) for m in net.modules()]
+    assert not any(module.training for module in loaded.modules())
+    assert freeze(loaded.state_dict()) == freeze(net.state_dict())
+    assert freeze(loaded(batch)) == freeze(net(batch))
+
+
+def test_whole_module_is_refused_by_default(tmp_path: Path, impl: Implementation) -> None:
+    """Loading a whole module with ``weights_only`` names the class that is not allowed."""
+    torch.save(PICKLABLE[impl.name](), tmp_path / "net.pt")
+
+    with pytest.raises(pickle.UnpicklingError, match=rf"{PICKLABLE[impl.name].__name__}"):
+        torch.load(tmp_path / "net.pt", weights_only=True)
+
+
+def test_whole_module_needs_no_private_classes(tmp_path: Path) -> None:
+    """The classes to allow for a whole module are the same public ones as torch's."""
+
+    def scenario(impl: Implementation) -> tuple[list[str], Any]:
+        cls = PICKLABLE[impl.name]
+        net = cls()
+        torch.save(net, tmp_path / "net.pt")
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "net.pt")
+        allowed = [type(module) for module in net.modules()]
+        with torch.serialization.safe_globals([*allowed, set]):
+            loaded = torch.load(tmp_path / "net.pt", weights_only=True)
+        names = sorted(name.rpartition(".")[2].replace(cls.__name__, "Net") for name in unsafe)
+        return names, dict(loaded.state_dict())
+
+    names, _ = agree(scenario)
+
+    assert "BatchNorm1d" in names
+
+
+def test_pickle_speaks_of_its_own_classes(impl: Implementation) -> None:
+    """The pickle of a layer names the class in the library where the user imported it."""
+    data = pickle.dumps(impl.nn.Sequential(impl.nn.Linear(2, 2), impl.nn.BatchNorm1d(2)))
+
+    assert f"{impl.name}.nn.modules.linear".encode() in data
+    assert f"{impl.name}.nn.modules.batchnorm".encode() in data
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickle_round_trip(impl: Implementation, protocol: int) -> None:
+    """Every pickle protocol carries a network over."""
+    seed_everything()
+    net, batch = PICKLABLE[impl.name](), make_batch("free")
+    clone = pickle.loads(pickle.dumps(net, protocol=protocol))
+
+    assert clone.__dict__.keys() == net.__dict__.keys()
+    assert freeze(clone(batch)) == freeze(net(batch))
