@@ -11,34 +11,11 @@ def logging_class(impl: Implementation, log: list[object], **attributes: object)
     """Build a class that notes with what ``_load_from_state_dict`` was called."""
 
     class Logged(impl.Module):
-        def _load_from_state_dict(
-            self,
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        ):
-            log.append(
-                (
-                    prefix,
-                    list(state_dict),
-                    type(state_dict).__name__,
-                    dict(local_metadata),
-                    [list(missing_keys), list(unexpected_keys), list(error_msgs)],
-                )
-            )
-            super()._load_from_state_dict(
-                state_dict,
-                prefix,
-                local_metadata,
-                strict,
-                missing_keys,
-                unexpected_keys,
-                error_msgs,
-            )
+        def _load_from_state_dict(self, *args):
+            state_dict, prefix, local_metadata, _, *reports = args
+            given = (prefix, list(state_dict), type(state_dict).__name__, dict(local_metadata))
+            log.append((*given, [list(report) for report in reports]))
+            super()._load_from_state_dict(*args)
 
     for name, value in attributes.items():
         setattr(Logged, name, value)
