@@ -13,6 +13,9 @@ Checked against torch 2.8 to 2.13.
 - ``indent_lines``: torch releases differ in what they do with blank lines; a repr equals that of
   the installed torch only through its own helper.
 - ``WrappedHook`` holds its module weakly; spectral_norm and others look for the class.
+- ``foreach_*``: one launch for a list of tensors; torch's averages use the same kernels, and so
+  get the same bits.
+- ``BatchNormBase`` is the base of every batch normalization layer, users' own included.
 - ``BackwardHook``: the autograd side of full backward hooks.
 - The tables of global hooks are torch's own objects, so a hook that any library registers for all
   modules runs for modkit's too. Torch never rebinds these names; the flag it does rebind is read
@@ -29,6 +32,7 @@ import torch.nn.modules.module as module_globals
 from torch._C import _get_tracing_state, _log_api_usage_once as log_api_usage_once
 from torch._C._nn import _parse_to as parse_to
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.module import (
     _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_KEY,
     _addindent as indent_lines,
@@ -42,10 +46,15 @@ from torch.utils.hooks import BackwardHook, RemovableHandle
 __all__ = [
     "EXTRA_STATE_KEY",
     "BackwardHook",
+    "BatchNormBase",
     "FakeTensor",
     "IncompatibleKeys",
     "RemovableHandle",
     "WrappedHook",
+    "foreach_add_",
+    "foreach_addcdiv_",
+    "foreach_lerp_",
+    "foreach_sub",
     "get_tracing_state",
     "global_backward_hooks",
     "global_backward_hooks_are_full",
@@ -68,6 +77,11 @@ __all__ = [
 
 # The stub of torch does not say that there may be no state.
 get_tracing_state = cast("Callable[[], object | None]", _get_tracing_state)
+
+foreach_add_ = torch._foreach_add_
+foreach_addcdiv_ = torch._foreach_addcdiv_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_sub = torch._foreach_sub
 
 global_forward_pre_hooks = module_globals._global_forward_pre_hooks
 global_forward_hooks = module_globals._global_forward_hooks

@@ -8,13 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias, cast
 
 import torch
-from torch import (
-    Tensor,
-    _foreach_add_,  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    _foreach_addcdiv_,  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    _foreach_lerp_,  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    _foreach_sub,  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-)
+from torch import Tensor
+
+from modkit._upstream import foreach_add_, foreach_addcdiv_, foreach_lerp_, foreach_sub
 
 
 TensorList: TypeAlias = tuple[Tensor, ...] | list[Tensor]
@@ -35,7 +31,7 @@ def swa_of(averaged: Tensor, current: Tensor, count: Tensor | int) -> Tensor:
 def ema_(averaged: TensorList, current: TensorList, decay: float) -> None:
     """Take one step of exponential averaging, in place, for a list of tensors of one dtype."""
     if _can_lerp(averaged):
-        _foreach_lerp_(averaged, current, 1 - decay)
+        foreach_lerp_(averaged, current, 1 - decay)
         return
     for target, source in zip(averaged, current, strict=True):
         target.copy_(target * decay + source * (1 - decay))
@@ -45,14 +41,14 @@ def swa_(averaged: TensorList, current: TensorList, count: Tensor | int) -> None
     """Take one step of equal averaging, in place, for a list of tensors of one dtype."""
     if _can_lerp(averaged):
         weight = cast("float", 1 / (count + 1))
-        _foreach_lerp_(averaged, current, weight)
+        foreach_lerp_(averaged, current, weight)
         return
-    differences = _foreach_sub(current, averaged)
+    differences = foreach_sub(current, averaged)
     if isinstance(count, Tensor):
         counts = [count + 1] * len(averaged)
-        _foreach_addcdiv_(averaged, differences, counts)
+        foreach_addcdiv_(averaged, differences, counts)
     else:
-        _foreach_add_(averaged, differences, alpha=1.0 / (count + 1))
+        foreach_add_(averaged, differences, alpha=1.0 / (count + 1))
 
 
 def update_each(averaged: TensorList, current: TensorList, count: Tensor, avg_fn: AvgFn) -> None:

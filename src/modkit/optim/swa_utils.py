@@ -13,12 +13,10 @@ from typing import Any, Generic, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import (
-    _BatchNorm,  # pyright: ignore[reportPrivateUsage]
-)
 from torch.optim.swa_utils import SWALR, AveragedModel as _TorchAveragedModel
 from typing_extensions import TypeVar, override
 
+from modkit._upstream import BatchNormBase
 from modkit.averaging._match import averaged_tensors, pair_by_position
 from modkit.averaging._update import (
     AvgFn,
@@ -353,7 +351,7 @@ def update_bn(
 
     Same as `torch.optim.swa_utils.update_bn`.
     """
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    layers = [module for module in model.modules() if isinstance(module, BatchNormBase)]
     if not layers:
         return
     momenta = [layer.momentum for layer in layers]
