@@ -238,7 +238,7 @@ def plot(history: dict[str, Any], path: Path) -> None:
         left, right = figure.subplots(1, 2)
         steps = torch.arange(1, losses.numel() + 1) / losses.shape[1]
         left.semilogy(steps, losses.flatten(), color="0.82", linewidth=0.6, label="each step")
-        left.semilogy(epochs, losses.mean(1), color="0.2", label="mean of the epoch")
+        left.semilogy(epochs, losses.mean(1), ".-", color="0.2", label="mean of the epoch")
         left.set_title("Training loss")
         for name, label, color in NETWORKS:
             percent = [100 * result["accuracy"] for result in history[name]]
