@@ -22,7 +22,7 @@ Checked against torch 2.8 to 2.13.
   through the module each time.
 """
 
-# pyright: reportPrivateUsage=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 from collections.abc import Callable
 from typing import Any, cast
