@@ -30,7 +30,7 @@ from modkit._types import (
 )
 from modkit._upstream import IncompatibleKeys, RemovableHandle, log_api_usage_once
 from modkit.nn import _call, _convert, _hooks, _registry, _repr, _state, _walk
-from modkit.nn._layers import TORCH_HOME
+from modkit.nn._layers import mark_leaf
 from modkit.nn._tree import post_order, standard
 
 
@@ -67,9 +67,7 @@ class Module(torch.nn.Module):
         if self.call_super_init is False and (args or kwargs):
             _registry.refuse_arguments(self, args, kwargs)
         self.__dict__.update(_registry.fresh_state())
-        home = TORCH_HOME.get(type(self))
-        if home is not None:
-            self.__dict__["__module__"] = home
+        mark_leaf(self)
         if self.call_super_init:
             super(torch.nn.Module, self).__init__(*args, **kwargs)
 
