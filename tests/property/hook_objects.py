@@ -1,0 +1,101 @@
+"""Hooks that can be pickled and compared: they log what they are given, and may change it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.helpers import freeze
+
+
+# Where the hooks of the side that runs at the moment write to.
+LOG: list[Any] = []
+
+
+@dataclass(eq=False)
+class Hook:
+    """A hook of one kind; with `effect` it changes what it may change, or raises."""
+
+    ordinal: int
+    kind: str
+    effect: str
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Do what a hook of the kind does."""
+        return getattr(self, f"_{self.kind}")(*arguments)
+
+    def _note(self, *details: Any) -> None:
+        LOG.append((self.ordinal, self.kind, *(freeze(detail) for detail in details)))
+        if self.effect == "raise":
+            raise LookupError(f"hook {self.ordinal}")
+
+    def _forward_pre(self, module: Any, args: Any, kwargs: Any = None) -> Any:
+        self._note(type(module).__name__, args, kwargs)
+        if self.effect == "change" and args and isinstance(args[0], torch.Tensor):
+            changed = (args[0] + 1, *args[1:])
+            return changed if kwargs is None else (changed, kwargs)
+        return None
+
+    def _forward(self, module: Any, args: Any, *rest: Any) -> Any:
+        self._note(type(module).__name__, args, rest)
+        output = rest[-1]
+        return output * 2 if self.effect == "change" and isinstance(output, torch.Tensor) else None
+
+    def _backward_pre(self, module: Any, grad_output: Any) -> Any:
+        self._note(type(module).__name__, grad_output)
+        return tuple(g if g is None else g * 2 for g in grad_output) if self.changes else None
+
+    def _backward(self, module: Any, grad_input: Any, grad_output: Any) -> Any:
+        self._note(type(module).__name__, grad_input, grad_output)
+        return tuple(g if g is None else g + 1 for g in grad_input) if self.changes else None
+
+    def _state_dict_pre(self, module: Any, prefix: str, keep_vars: bool) -> None:
+        self._note(type(module).__name__, prefix, keep_vars)
+
+    def _state_dict_post(self, module: Any, state: Any, prefix: str, metadata: Any) -> None:
+        self._note(type(module).__name__, list(state), prefix, metadata)
+        if self.changes:
+            state[f"{prefix}added"] = torch.ones(1)
+
+    def _load_pre(self, module: Any, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        _strict, missing, unexpected, errors = rest
+        self._note(
+            type(module).__name__, list(state), prefix, metadata, missing, unexpected, errors
+        )
+        if self.changes:
+            state.pop(f"{prefix}added", None)
+
+    def _load_post(self, module: Any, incompatible: Any) -> None:
+        self._note(type(module).__name__, list(incompatible))
+        if self.changes:
+            incompatible.missing_keys.clear()
+
+    @property
+    def changes(self) -> bool:
+        """Tell whether the hook is one that changes what it is given."""
+        return self.effect == "change"
+
+
+REGISTRARS = {
+    "forward_pre": "register_forward_pre_hook",
+    "forward": "register_forward_hook",
+    "backward_pre": "register_full_backward_pre_hook",
+    "backward": "register_full_backward_hook",
+    "state_dict_pre": "register_state_dict_pre_hook",
+    "state_dict_post": "register_state_dict_post_hook",
+    "load_pre": "register_load_state_dict_pre_hook",
+    "load_post": "register_load_state_dict_post_hook",
+}
+# The keyword options that each registration takes.
+OPTIONS = {
+    "forward_pre": ("prepend", "with_kwargs"),
+    "forward": ("prepend", "with_kwargs", "always_call"),
+    "backward_pre": ("prepend",),
+    "backward": ("prepend",),
+}
+GLOBAL_REGISTRARS = {
+    "forward_pre": "register_module_forward_pre_hook",
+    "forward": "register_module_forward_hook",
+    "backward_pre": "register_module_full_backward_pre_hook",
+    "backward": "register_module_full_backward_hook",
+}

@@ -1,0 +1,129 @@
+"""Everything that can be seen of a module tree, as plain data that compares bit by bit."""
+
+from typing import Any
+
+import torch
+
+from tests.helpers import freeze
+
+
+HOOK_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+FLAG_TABLES = (
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+# `__module__` on the instance is how modkit's layers stay leaves for fx.
+UNCOMPARED = {"__module__", "_parameters", "_buffers", "_modules", *HOOK_TABLES, *FLAG_TABLES}
+
+
+class Ordinals:
+    """Numbers objects in the order in which they are first seen, so that sharing compares."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}
+        self._kept: list[object] = []
+
+    def of(self, value: object) -> int:
+        """Return the number of the object."""
+        if id(value) not in self._seen:
+            self._seen[id(value)] = len(self._seen)
+            self._kept.append(value)
+        return self._seen[id(value)]
+
+
+def positions(root: torch.nn.Module) -> list[tuple[tuple[str, ...], torch.nn.Module]]:
+    """List every place of the tree, shared modules once per place, reading the tables only."""
+    found = [((), root)]
+    for name, child in root._modules.items():
+        if child is not None:
+            found += [((name, *path), module) for path, module in positions(child)]
+    return found
+
+
+def distinct_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
+    """List every module of the tree once, parents first."""
+    return list({id(module): module for _, module in positions(root)}.values())
+
+
+def observe(root: torch.nn.Module) -> list[Any]:
+    """Describe every place of the tree: members, identities, gradients, hooks, attributes."""
+    ordinals = Ordinals()
+    return [
+        text_of(root),
+        *((path, describe(module, ordinals)) for path, module in positions(root)),
+    ]
+
+
+def text_of(module: torch.nn.Module) -> str:
+    """Return the repr, or the error of a layer that lacks a member its repr needs."""
+    try:
+        return repr(module)
+    except AttributeError as error:
+        return f"AttributeError: {error}"
+
+
+def describe(module: torch.nn.Module, ordinals: Ordinals) -> dict[str, Any]:
+    """Describe one module without its children."""
+    return {
+        "class": type(module).__name__,
+        "is": ordinals.of(module),
+        "parameters": [
+            (name, describe_tensor(value, ordinals)) for name, value in module._parameters.items()
+        ],
+        "buffers": [
+            (name, describe_tensor(value, ordinals)) for name, value in module._buffers.items()
+        ],
+        "children": [
+            (name, None if child is None else ordinals.of(child))
+            for name, child in module._modules.items()
+        ],
+        "tables": [
+            type(getattr(module, f"_{name}")) for name in ("parameters", "buffers", "modules")
+        ],
+        "hooks": [describe_hooks(getattr(module, name)) for name in HOOK_TABLES],
+        "flags": [describe_flags(module, name) for name in FLAG_TABLES],
+        "attributes": [
+            (name, freeze(value))
+            for name, value in module.__dict__.items()
+            if name not in UNCOMPARED
+        ],
+    }
+
+
+def describe_tensor(value: Any, ordinals: Ordinals) -> Any:
+    """Describe a member: its identity, bits, gradient and place in the autograd graph."""
+    if not isinstance(value, torch.Tensor):
+        return freeze(value)
+    return (
+        ordinals.of(value),
+        freeze(value),
+        value.stride(),
+        value.is_leaf,
+        freeze(value.grad) if value.is_leaf else None,
+    )
+
+
+def describe_hooks(table: Any) -> tuple[str, list[int]]:
+    """Describe a hook table by the ordinals of its hooks; ids differ between the two sides."""
+    hooks = [getattr(hook, "hook", hook) for hook in table.values()]
+    return type(table).__name__, [hook.ordinal for hook in hooks]
+
+
+def describe_flags(module: torch.nn.Module, name: str) -> list[int]:
+    """Tell which positions of the hook table a flag is set for."""
+    table = "_forward_pre_hooks" if "pre" in name else "_forward_hooks"
+    return [
+        position
+        for position, key in enumerate(getattr(module, table))
+        if key in getattr(module, name)
+    ]

@@ -1,0 +1,232 @@
+"""Public operations on a module tree, as plain data that runs on either implementation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from tests.property.observation import positions
+from tests.property.trees import (
+    ODD_NAMES,
+    Builder,
+    all_names,
+    layers,
+    modules,
+    plain_values,
+    tensors,
+    valid_names,
+)
+
+
+class Skipped(Exception):
+    """Raised where an operation would meet a difference that the table of differences lists."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation on the module with the number `target`, with its drawn arguments."""
+
+    kind: str
+    target: int
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one kind of operation runs, and how its arguments are drawn."""
+
+    function: Callable[..., Any]
+    arguments: tuple[st.SearchStrategy[Any], ...]
+
+    def run(self, side: Any, operation: Operation) -> Any:
+        """Run the operation on the side's module with the number."""
+        return self.function(side, side.target(operation.target), *operation.arguments)
+
+
+OPERATIONS: dict[str, Kind] = {}
+
+
+def operation(*arguments: st.SearchStrategy[Any]) -> Callable[..., Any]:
+    """Enter the function into the table of operations, with the strategies of its arguments."""
+
+    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+        OPERATIONS[function.__name__] = Kind(function, arguments)
+        return function
+
+    return enter
+
+
+def drawn(kinds: list[str] | None = None) -> st.SearchStrategy[Operation]:
+    """Draw an operation of one of the kinds, by default of any."""
+    return st.one_of(
+        [
+            st.builds(
+                Operation,
+                st.just(kind),
+                st.integers(0, 9),
+                st.tuples(*OPERATIONS[kind].arguments),
+            )
+            for kind in (kinds or sorted(OPERATIONS))
+        ]
+    )
+
+
+def members_of(module: Any) -> set[str]:
+    """Return the names of all that the module holds itself, plain attributes included."""
+    return {*module.__dict__, *module._parameters, *module._buffers, *module._modules}
+
+
+def refuse_destructive_assignment(module: Any, name: str) -> None:
+    """Skip the assignment of a parameter that torch refuses only after deleting the old member."""
+    if name in ODD_NAMES and name in members_of(module):
+        raise Skipped
+
+
+def is_tied(side: Any) -> bool:
+    """Tell whether a parameter stands in more than one place of the tree."""
+    found = [
+        id(parameter)
+        for _, module in positions(side.model)
+        for parameter in module._parameters.values()
+        if parameter is not None
+    ]
+    return len(found) != len(set(found))
+
+
+def is_shared(side: Any) -> bool:
+    """Tell whether a module stands in more than one place of the tree."""
+    found = [id(module) for _, module in positions(side.model)]
+    return len(found) != len(set(found))
+
+
+@operation(all_names, st.none() | tensors)
+def register_parameter(side: Any, module: Any, name: str, spec: Any) -> None:
+    """Register a parameter, or reserve its name."""
+    module.register_parameter(name, Builder(side.impl).parameter(spec))
+
+
+@operation(all_names, st.none() | tensors, st.booleans())
+def register_buffer(side: Any, module: Any, name: str, spec: Any, persistent: bool) -> None:
+    """Register a buffer, or reserve its name."""
+    module.register_buffer(name, None if spec is None else spec.build(), persistent=persistent)
+
+
+@operation(all_names, st.none() | layers | modules(1), st.booleans())
+def add_module(side: Any, module: Any, name: str, spec: Any, alias: bool) -> None:
+    """Register a child, or reserve its name."""
+    (module.register_module if alias else module.add_module)(name, Builder(side.impl).module(spec))
+
+
+@operation(
+    st.sampled_from(["register_parameter", "register_buffer", "add_module"]),
+    st.sampled_from(["a", 5, None]),
+    st.sampled_from(["text", 5, [1], torch.float32]),
+)
+def register_wrong_thing(side: Any, module: Any, method: str, name: Any, value: Any) -> None:
+    """Register something that is refused, under a name that may be refused too."""
+    getattr(module, method)(name, value)
+
+
+@operation(all_names, tensors)
+def assign_parameter(side: Any, module: Any, name: str, spec: Any) -> None:
+    """Assign a new parameter."""
+    refuse_destructive_assignment(module, name)
+    setattr(module, name, Builder(side.impl).parameter(spec))
+
+
+@operation(all_names, tensors, st.booleans())
+def assign_buffer(side: Any, module: Any, name: str, spec: Any, persistent: bool) -> None:
+    """Assign an nn.Buffer."""
+    setattr(module, name, side.impl.nn.Buffer(spec.build(), persistent=persistent))
+
+
+@operation(valid_names, tensors)
+def assign_tensor(side: Any, module: Any, name: str, spec: Any) -> None:
+    """Assign a tensor, which is a plain attribute unless the name is a buffer's."""
+    setattr(module, name, spec.build())
+
+
+@operation(all_names, layers | modules(1))
+def assign_module(side: Any, module: Any, name: str, spec: Any) -> None:
+    """Assign a new child."""
+    setattr(module, name, Builder(side.impl).module(spec))
+
+
+@operation(valid_names, plain_values)
+def assign_plain(side: Any, module: Any, name: str, value: Any) -> None:
+    """Assign a plain value, which members refuse unless it is None."""
+    setattr(module, name, value)
+
+
+@operation(all_names, st.integers(0, 9))
+def tie(side: Any, module: Any, name: str, number: int) -> None:
+    """Assign a parameter that exists already."""
+    refuse_destructive_assignment(module, name)
+    existing = [p for _, place in positions(side.model) for p in place._parameters.values()]
+    if existing:
+        setattr(module, name, existing[number % len(existing)])
+
+
+@operation(all_names, st.integers(0, 9))
+def share(side: Any, module: Any, name: str, number: int) -> None:
+    """Assign a module of the tree as another module's child, unless that makes a cycle."""
+    existing = side.target(number)
+    if any(place is module for _, place in positions(existing)):
+        raise Skipped
+    setattr(module, name, existing)
+
+
+@operation(all_names)
+def delete(side: Any, module: Any, name: str) -> None:
+    """Delete a member or an attribute, or fail to."""
+    delattr(module, name)
+
+
+@operation(st.integers(0, 9))
+def delete_existing(side: Any, module: Any, number: int) -> str | None:
+    """Delete one of the members that there are."""
+    names = [*module._parameters, *module._buffers, *module._modules]
+    if not names:
+        return None
+    name = names[number % len(names)]
+    delattr(module, name)
+    return name
+
+
+@operation(all_names)
+def read(side: Any, module: Any, name: str) -> Any:
+    """Read an attribute; bound methods and modules compare by their class."""
+    value = getattr(module, name)
+    return type(value).__name__ if isinstance(value, torch.nn.Module) or callable(value) else value
+
+
+@operation()
+def list_attributes(side: Any, module: Any) -> list[str]:
+    """List the names that `dir` shows for the instance beyond those of its class."""
+    return [name for name in dir(module) if name not in dir(type(module))]
+
+
+@operation(
+    st.sampled_from(["_parameters", "_buffers", "_modules"]), valid_names, tensors, st.booleans()
+)
+def write_table(side: Any, module: Any, table: str, name: str, spec: Any, remove: bool) -> None:
+    """Write into a table of members directly, as functional_call and FSDP do."""
+    members = getattr(module, table)
+    if remove:
+        members.pop(name, None)
+    elif any(name in getattr(module, other) for other in ("_parameters", "_buffers", "_modules")):
+        raise Skipped
+    elif table == "_modules":
+        members[name] = side.impl.nn.Tanh()
+    else:
+        members[name] = (
+            Builder(side.impl).parameter(spec) if table == "_parameters" else spec.build()
+        )
+
+
+@operation(st.sampled_from(["_parameters", "_buffers", "_modules"]))
+def replace_table(side: Any, module: Any, table: str) -> None:
+    """Assign a whole table, as DataParallel and accelerate do."""
+    setattr(module, table, dict(getattr(module, table)))

@@ -1,0 +1,107 @@
+"""Operations that save and load the state of a tree."""
+
+import collections
+import copy
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from tests.property.observation import positions
+from tests.property.operations import Skipped, operation
+from tests.property.trees import Builder, layers
+
+
+@operation(st.sampled_from(["", "p.", "p"]), st.booleans(), st.sampled_from([None, "dict", "same"]))
+def state_dict(side: Any, module: Any, prefix: str, keep_vars: bool, kind: Any) -> Any:
+    """Save the state under a prefix, perhaps into a mapping that holds something already."""
+    destination: Any = None
+    if kind == "dict":
+        destination = {"there": 1}
+    elif kind == "same":
+        destination = module.state_dict(prefix="first.")
+    state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+    return state, dict(getattr(state, "_metadata", {})), type(state).__name__, state is destination
+
+
+EDITS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["drop", "reshape", "unsqueeze", "cast", "text", "parameter", "deeper", "sibling"]
+        ),
+        st.integers(0, 9),
+    ),
+    max_size=3,
+)
+
+
+def edited_state(side: Any, module: Any, edits: Any) -> dict[str, Any]:
+    """Make a state for the module with other values, and edit some of its entries."""
+    state = {
+        key: value.detach().clone() * 2 if isinstance(value, torch.Tensor) else value
+        for key, value in module.state_dict().items()
+    }
+    for edit, number in edits:
+        keys = list(state)
+        if not keys:
+            break
+        key = keys[number % len(keys)]
+        value = state[key]
+        if edit == "drop":
+            del state[key]
+        elif edit == "deeper":
+            state[f"{key}.zz"] = torch.ones(1)
+        elif edit == "sibling":
+            state[".".join([*key.split(".")[:-1], "zz"])] = torch.ones(1)
+        elif edit == "text":
+            state[key] = "text"
+        elif isinstance(value, torch.Tensor):
+            state[key] = edited_tensor(side, edit, value)
+    return state
+
+
+def edited_tensor(side: Any, edit: str, value: torch.Tensor) -> torch.Tensor:
+    """Change one tensor of a state so that it fits, or not."""
+    if edit == "reshape":
+        return torch.zeros((*value.shape, 2), dtype=value.dtype)
+    if edit == "unsqueeze":
+        return value.reshape(1, *value.shape)
+    if edit == "cast":
+        return value.double()
+    return side.impl.nn.Parameter(value, requires_grad=value.is_floating_point())
+
+
+@operation(st.booleans(), st.booleans(), st.booleans(), st.booleans(), EDITS)
+def load_state_dict(
+    side: Any, module: Any, strict: bool, assign: bool, metadata: bool, backwards: bool, edits: Any
+) -> Any:
+    """Load an edited state into a copy of the tree, and go on with the copy if it succeeds.
+
+    A copy, because torch leaves a tree half loaded where a load fails.
+    """
+    model = copy.deepcopy(side.model)
+    state: Any = collections.OrderedDict(edited_state(side, model, edits))
+    if backwards:
+        state = collections.OrderedDict(reversed(state.items()))
+    if metadata:
+        state._metadata = copy.deepcopy(model.state_dict()._metadata)
+    result = model.load_state_dict(state, strict=strict, assign=assign)
+    side.model = model
+    return result.missing_keys, result.unexpected_keys, repr(result), list(state)
+
+
+@operation(st.sampled_from([None, 5, "text", [], {"zz": 1}, {"a": torch.ones(1)}]), st.booleans())
+def load_something_else(side: Any, module: Any, value: Any, strict: bool) -> Any:
+    """Load what is no state of this module."""
+    model = copy.deepcopy(side.model)
+    if any(child is None for _, place in positions(model) for child in place._modules.values()):
+        raise Skipped
+    return list(model.load_state_dict(value, strict=strict))
+
+
+@operation(layers)
+def load_from_another_tree(side: Any, module: Any, spec: Any) -> Any:
+    """Load another module's state without strictness."""
+    model = copy.deepcopy(side.model)
+    other = Builder(side.impl).module(spec)
+    return list(model.load_state_dict(other.state_dict(), strict=False))

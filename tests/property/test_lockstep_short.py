@@ -1,0 +1,51 @@
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from tests.property import state_operations, tree_operations
+from tests.property.operations import OPERATIONS, Operation, drawn
+from tests.property.sides import lockstep
+from tests.property.trees import Member, ModuleSpec, trees
+
+
+@settings(
+    max_examples=25,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(trees, st.lists(drawn(), min_size=1, max_size=12))
+def test_a_few_random_sequences_in_lockstep(spec, operations) -> None:
+    """The same 25 sequences of operations each time leave both trees alike at every step."""
+    lockstep(spec, operations)
+
+
+def test_lockstep_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison is not blind: an operation that differs on modkit is reported by name."""
+
+    def broken(side, module) -> str:
+        return side.impl.name
+
+    monkeypatch.setitem(OPERATIONS, "evaluate", type(OPERATIONS["evaluate"])(broken, ()))
+    spec = ModuleSpec("Node", members=(Member("plain", "a", 3),))
+    with pytest.raises(AssertionError, match=r"differ after .*evaluate"):
+        lockstep(spec, [Operation("evaluate", 0, ())])
+
+
+def test_lockstep_sees_a_change_of_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change that shows in no result, only in the tree, is reported too."""
+
+    def broken(side, module) -> None:
+        module.training = side.impl.name == "torch"
+
+    monkeypatch.setitem(OPERATIONS, "evaluate", type(OPERATIONS["evaluate"])(broken, ()))
+    with pytest.raises(AssertionError, match="differ after"):
+        lockstep(ModuleSpec("Node"), [Operation("evaluate", 0, ())])
+
+
+@pytest.mark.parametrize("module", [state_operations, tree_operations])
+def test_all_operations_are_drawn(module) -> None:
+    """Every operation of the files is in the table that sequences are drawn from."""
+    entered = [kind for kind in OPERATIONS.values() if kind.function.__module__ == module.__name__]
+
+    assert len(entered) >= 3

@@ -1,0 +1,227 @@
+"""Operations on whole trees: modes, conversion, walks, paths, copies, calls."""
+
+import copy
+import pickle
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from tests.property.hook_objects import GLOBAL_REGISTRARS, LOG, OPTIONS, REGISTRARS, Hook
+from tests.property.observation import Ordinals, positions
+from tests.property.operations import Skipped, is_shared, is_tied, operation
+from tests.property.trees import Builder, layers
+
+
+@operation(st.sampled_from([True, False, 1, None, "train"]))
+def train(side: Any, module: Any, mode: Any) -> bool:
+    """Set the mode, or be refused."""
+    return module.train(mode) is module
+
+
+@operation()
+def evaluate(side: Any, module: Any) -> bool:
+    """Set evaluation mode."""
+    return module.eval() is module
+
+
+@operation(st.sampled_from(["float", "double", "half", "bfloat16", "cpu"]))
+def cast(side: Any, module: Any, method: str) -> bool:
+    """Convert by one of the methods without arguments."""
+    return getattr(module, method)() is module
+
+
+@operation(
+    st.sampled_from(
+        [
+            ((torch.float64,), {}),
+            ((torch.float16,), {"non_blocking": True}),
+            (("cpu", torch.float32), {}),
+            ((torch.zeros(1, dtype=torch.bfloat16),), {}),
+            ((), {"device": "cpu"}),
+            ((), {"memory_format": torch.channels_last}),
+            ((torch.complex64,), {}),
+            ((torch.int8,), {}),
+            (("nowhere",), {}),
+            ((), {}),
+        ]
+    )
+)
+def to(side: Any, module: Any, form: Any) -> bool:
+    """Convert by one of the forms of `to`."""
+    args, kwargs = form
+    return module.to(*args, **kwargs) is module
+
+
+@operation()
+def to_meta(side: Any, module: Any) -> bool:
+    """Move to the meta device, which torch does not keep ties over."""
+    if is_tied(side):
+        raise Skipped
+    return module.to("meta") is module
+
+
+@operation(st.sampled_from([torch.float64, torch.float32, torch.int32, "torch.DoubleTensor"]))
+def type_(side: Any, module: Any, dtype: Any) -> bool:
+    """Cast everything."""
+    return module.type(dtype) is module
+
+
+@operation(st.booleans())
+def requires_grad_(side: Any, module: Any, flag: bool) -> bool:
+    """Freeze or unfreeze, which integer parameters refuse."""
+    return module.requires_grad_(flag) is module
+
+
+@operation(st.booleans())
+def zero_grad(side: Any, module: Any, set_to_none: bool) -> None:
+    """Drop or zero the gradients."""
+    module.zero_grad(set_to_none=set_to_none)
+
+
+@operation()
+def apply(side: Any, module: Any) -> list[str]:
+    """Note the order in which `apply` visits."""
+    visited: list[str] = []
+    module.apply(lambda visit: visited.append(f"{type(visit).__name__} {len(visit._modules)}"))
+    return visited
+
+
+@operation(st.booleans())
+def map_tensors(side: Any, module: Any, recurse: bool) -> bool:
+    """Change every tensor by a function that is not idempotent."""
+    if is_tied(side) or is_shared(side):
+        raise Skipped
+    return module._apply(lambda tensor: tensor + 1, recurse=recurse) is module
+
+
+def walk_arguments(*flags: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Draw keyword arguments of a walk."""
+    optional = {flag: st.booleans() for flag in flags if flag != "prefix"}
+    if "prefix" in flags:
+        optional["prefix"] = st.sampled_from(["", "p", "p.q"])
+    return st.fixed_dictionaries({}, optional=optional)
+
+
+WALKS = st.one_of(
+    st.tuples(st.just("parameters"), walk_arguments("recurse")),
+    st.tuples(st.just("buffers"), walk_arguments("recurse")),
+    st.tuples(st.just("modules"), walk_arguments("remove_duplicate")),
+    st.tuples(st.just("children"), walk_arguments()),
+    st.tuples(st.just("named_children"), walk_arguments()),
+    st.tuples(st.just("named_modules"), walk_arguments("prefix", "remove_duplicate")),
+    st.tuples(st.just("named_parameters"), walk_arguments("prefix", "recurse", "remove_duplicate")),
+    st.tuples(st.just("named_buffers"), walk_arguments("prefix", "recurse", "remove_duplicate")),
+)
+
+
+@operation(WALKS)
+def walk(side: Any, module: Any, form: Any) -> list[Any]:
+    """Walk over members; names and identities compare, in order."""
+    method, arguments = form
+    ordinals = Ordinals()
+    for _, place in positions(side.model):
+        ordinals.of(place)
+        for member in (*place._parameters.values(), *place._buffers.values()):
+            ordinals.of(member)
+    found = list(getattr(module, method)(**arguments))
+    if method.startswith("named_"):
+        return [(name, ordinals.of(member)) for name, member in found]
+    return [ordinals.of(member) for member in found]
+
+
+@operation(st.integers(0, 3))
+def walk_with_memo(side: Any, module: Any, known: int) -> list[Any]:
+    """Walk over the modules that a memo does not hold yet, which fills it."""
+    memo = {place for _, place in positions(side.model)[:known]}
+    names = [name for name, _ in module.named_modules(memo=memo, prefix="m")]
+    return [names, len(memo)]
+
+
+PATH_ENDS = st.sampled_from(["", "a", "b", "0", "weight", "running_mean", "a.b", "missing", "."])
+
+
+def path_to(side: Any, number: int, end: str) -> str:
+    """Make a dotted path: to a place of the tree, and perhaps on from there."""
+    places = positions(side.model)
+    path, _ = places[number % len(places)]
+    return ".".join([*path, *([end] if end else [])])
+
+
+@operation(
+    st.sampled_from(["get_submodule", "get_parameter", "get_buffer"]), st.integers(0, 9), PATH_ENDS
+)
+def find(side: Any, module: Any, method: str, number: int, end: str) -> Any:
+    """Look something up by its path, from the root."""
+    found = getattr(side.model, method)(path_to(side, number, end))
+    return type(found).__name__ if isinstance(found, torch.nn.Module) else found
+
+
+@operation(st.integers(0, 9), PATH_ENDS, layers, st.booleans())
+def set_submodule(side: Any, module: Any, number: int, end: str, spec: Any, strict: bool) -> None:
+    """Put a new module at a path, unless a None slot stands there, which torch refuses."""
+    path = path_to(side, number, end)
+    for place, parent in positions(side.model):
+        for name, child in parent._modules.items():
+            if child is None and ".".join([*place, name]) == path:
+                raise Skipped
+    side.model.set_submodule(path, Builder(side.impl).module(spec), strict)
+
+
+@operation(st.sampled_from(["deepcopy", "pickle", "copy"]))
+def copied(side: Any, module: Any, route: str) -> None:
+    """Go on with a copy of the tree."""
+    if route == "deepcopy":
+        side.model = copy.deepcopy(side.model)
+    elif route == "pickle":
+        side.model = pickle.loads(pickle.dumps(side.model))
+    else:
+        side.model = copy.copy(side.model)
+
+
+HOOKS = st.one_of(
+    [
+        st.tuples(
+            st.just(kind),
+            st.fixed_dictionaries({}, optional={o: st.booleans() for o in OPTIONS.get(kind, ())}),
+        )
+        for kind in REGISTRARS
+    ]
+)
+
+
+@operation(HOOKS, st.sampled_from(["note", "change", "change", "raise"]))
+def add_hook(side: Any, module: Any, form: Any, effect: str) -> None:
+    """Register a hook."""
+    kind, options = form
+    hook = Hook(len(side.handles), kind, effect)
+    side.handles.append(getattr(module, REGISTRARS[kind])(hook, **options))
+
+
+@operation(st.integers(0, 9))
+def remove_hook(side: Any, module: Any, number: int) -> None:
+    """Remove a hook, perhaps one that was removed before or that a copy left behind."""
+    if side.handles:
+        side.handles[number % len(side.handles)].remove()
+
+
+@operation(
+    st.sampled_from([torch.float32, torch.float32, torch.float64]),
+    st.sampled_from([{}, {}, {"scale": 2.0}, {"unknown": 1}]),
+    st.lists(st.sampled_from(sorted(GLOBAL_REGISTRARS)), max_size=2, unique=True),
+)
+def call(side: Any, module: Any, dtype: torch.dtype, kwargs: Any, global_kinds: Any) -> Any:
+    """Run the tree forward and backward, perhaps under global hooks."""
+    x = (torch.arange(6, dtype=dtype) / 4).reshape(2, 3).requires_grad_()
+    handles = [
+        getattr(side.impl, GLOBAL_REGISTRARS[kind])(Hook(-1 - number, kind, "note"))
+        for number, kind in enumerate(global_kinds)
+    ]
+    try:
+        output = side.model(x, **kwargs)
+        if output.requires_grad:
+            output.sum().backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return output, x.grad, len(LOG)
