@@ -268,3 +268,11 @@ def test_private_module_level_names_are_torchs_own_objects(name: str) -> None:
     ours = importlib.import_module("modkit.nn.modules.module")
 
     assert getattr(ours, name) is getattr(HOME, name)
+
+
+@pytest.mark.parametrize(
+    "name", ["Parameter", "Buffer", "UninitializedParameter", "UninitializedBuffer"]
+)
+def test_the_kinds_of_tensors_are_torchs_own(name: str) -> None:
+    """Parameters and buffers are torch's classes, so that both libraries know each other's."""
+    assert getattr(modkit.nn, name) is getattr(torch.nn, name)

@@ -348,3 +348,30 @@ def test_children_with_odd_names(names):
         return keys, result, [parameter.item() for parameter in root.parameters()]
 
     assert same(scenario)[0] == "returned"
+
+
+def test_a_lazy_layer_takes_its_shape_from_the_checkpoint(impl: Implementation) -> None:
+    """Loading a real checkpoint materializes an uninitialized layer."""
+    lazy, real = impl.nn.LazyLinear(3), impl.nn.Linear(2, 3)
+    result = lazy.load_state_dict(real.state_dict())
+
+    assert str(result) == "<All keys matched successfully>"
+    assert torch.equal(lazy.weight, real.weight)
+    assert not lazy.has_uninitialized_params()
+
+
+def test_lazy_layers_and_uninitialized_checkpoints():
+    """An uninitialized checkpoint loads into an uninitialized layer only."""
+
+    def scenario(impl):
+        found = []
+        for build in (lambda: impl.nn.LazyLinear(3), lambda: impl.nn.Linear(2, 3)):
+            module = build()
+            try:
+                result = repr(module.load_state_dict(impl.nn.LazyLinear(3).state_dict()))
+            except (RuntimeError, ValueError) as error:
+                result = (type(error).__name__, str(error))
+            found.append((result, type(module.weight).__name__))
+        return found, list(impl.nn.LazyBatchNorm1d().state_dict())
+
+    assert same(scenario)[0] == "returned"
