@@ -1,5 +1,6 @@
 """Write docs/parity.md from tests/divergences.py: `python docs/render_parity.py`."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -28,28 +29,25 @@ SECTIONS = {
 
 
 def link(upstream: str) -> str:
-    """Shorten an address to a link; leave any other text as it is."""
-    if not upstream.startswith("https://"):
-        return upstream
-    return f"[{upstream.rsplit('/', 1)[-1]}]({upstream})"
+    """Shorten the addresses in a text to links."""
+    return re.sub(r"https://\S*/(\w+)/(\d+)", r"[\1/\2](\g<0>)", upstream)
 
 
-def line(test: str, row: Divergence) -> str:
-    """Render one row of the table."""
-    reason = row.reason.replace("|", "\\|")
-    return f"| {reason} | {link(row.upstream)} | `{test}` |"
+def entries(side: str) -> list[str]:
+    """Render the differences that make tests fail on one side, each with all of its tests."""
+    tests: dict[Divergence, list[str]] = {}
+    for test, row in DIVERGENCES.items():
+        if row.fails_on == side:
+            tests.setdefault(row, []).append(f"  - `{test}`")
+    return [f"- {row.reason} ({link(row.upstream)})\n" + "\n".join(tests[row]) for row in tests]
 
 
 def render() -> str:
     """Return the page."""
     parts = [INTRODUCTION]
     for side, heading in SECTIONS.items():
-        rows = [line(test, row) for test, row in DIVERGENCES.items() if row.fails_on == side]
-        table = (
-            ["| what and why | upstream | test |", "|---|---|---|", *rows] if rows else ["None."]
-        )
-        parts.append("\n".join([heading, "", *table, ""]))
-    return "\n".join(parts)
+        parts += [heading, "\n".join(entries(side) or ["None."])]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 if __name__ == "__main__":
