@@ -121,7 +121,7 @@ def nested_net(nn: ModuleType) -> torch.nn.Module:
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
                 x = block(x)
-            total = torch.zeros(x.shape[0], 3)
+            total = x[:, :3]
             for head in self.heads.values():
                 total = total + head(x)
             return total
