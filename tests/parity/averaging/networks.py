@@ -1,0 +1,79 @@
+"""Networks and update rules that the tests of averaging share."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tests.helpers import Implementation
+
+
+def normed_net(impl: Implementation) -> torch.nn.Module:
+    """Build a network with parameters, float buffers and an integer buffer."""
+    return impl.nn.Sequential(
+        impl.nn.Linear(3, 4), impl.nn.BatchNorm1d(4), impl.nn.ReLU(), impl.nn.Linear(4, 2)
+    )
+
+
+def one_weight(impl: Implementation, value: float = 0.0) -> torch.nn.Module:
+    """Build a network that consists of a single number."""
+    model = impl.nn.Linear(1, 1, bias=False)
+    return set_weight(model, value)
+
+
+def set_weight(model: torch.nn.Module, value: float) -> torch.nn.Module:
+    """Give every parameter of the model one value."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def training_states(model: torch.nn.Module, count: int) -> Iterator[int]:
+    """Let the model go through ``count`` states, as training would."""
+    for step in range(count):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape).to(parameter.dtype))
+            for buffer in model.buffers():
+                noise = 3 * torch.rand(buffer.shape)
+                buffer.copy_((buffer + noise).to(buffer.dtype))
+        yield step
+
+
+def decaying(averaged: torch.Tensor, current: torch.Tensor, count: Any) -> torch.Tensor:
+    """Average as a user's own function would, with a weight that depends on the count."""
+    weight = 1 / (1 + float(count)) ** 0.5
+    return averaged * (1 - weight) + current * weight
+
+
+def decaying_lists(averaged: Any, current: Any, count: Any) -> None:
+    """Do the same for lists of tensors."""
+    for target, source in zip(averaged, current, strict=True):
+        target.copy_(decaying(target, source, count))
+
+
+def state_after_updates(
+    averaged: torch.nn.Module, *models: Any
+) -> tuple[dict[str, Any], tuple[str, str] | None]:
+    """Update twice with each model; return the state and the text of an exception, if any."""
+    problem = None
+    try:
+        for model in models:
+            averaged.update_parameters(model)
+            averaged.update_parameters(model)
+    except Exception as error:
+        problem = type(error).__name__, str(error)
+    return averaged.state_dict(), problem
+
+
+# How each update rule is asked for: arguments of AveragedModel, made of an implementation's names.
+RULES: dict[str, Callable[[Implementation], dict[str, Any]]] = {
+    "default": lambda impl: {},
+    "avg_fn swa": lambda impl: {"avg_fn": impl.get_swa_avg_fn()},
+    "avg_fn ema": lambda impl: {"avg_fn": impl.get_ema_avg_fn(0.8)},
+    "avg_fn own": lambda impl: {"avg_fn": decaying},
+    "multi_avg_fn swa": lambda impl: {"multi_avg_fn": impl.get_swa_multi_avg_fn()},
+    "multi_avg_fn ema": lambda impl: {"multi_avg_fn": impl.get_ema_multi_avg_fn(0.8)},
+    "multi_avg_fn own": lambda impl: {"multi_avg_fn": decaying_lists},
+}

@@ -1,0 +1,236 @@
+import pytest
+import torch
+
+from tests.helpers import Implementation, same
+from tests.parity.averaging.networks import (
+    RULES,
+    normed_net,
+    one_weight,
+    set_weight,
+    state_after_updates,
+)
+
+
+TENSOR_BY_TENSOR = [rule for rule in RULES if rule.startswith("avg_fn")]
+IN_GROUPS = [rule for rule in RULES if rule not in TENSOR_BY_TENSOR]
+
+every_rule = pytest.mark.parametrize("rule", RULES)
+
+
+@every_rule
+def test_parameters_are_paired_in_order(rule: str) -> None:
+    """Missing and additional parameters are passed over, from the end, as in torch."""
+
+    def scenario(impl: Implementation):
+        long, short = (
+            set_weight(impl.nn.Sequential(*[one_weight(impl) for _ in range(n)]), n) for n in (3, 2)
+        )
+        kept = impl.AveragedModel(long, **RULES[rule](impl))
+        cut = impl.AveragedModel(short, **RULES[rule](impl))
+        return state_after_updates(kept, short, long), state_after_updates(cut, long, short)
+
+    assert same(scenario)[0] == "returned"
+
+
+@every_rule
+def test_shapes_are_broadcast_or_refused_as_in_torch(rule: str) -> None:
+    """Tensors of other shapes are broadcast where the operations do so, and else refused."""
+
+    def scenario(impl: Implementation):
+        wide, narrow, other = (impl.nn.Linear(1, n) for n in (3, 1, 2))
+        return [
+            state_after_updates(impl.AveragedModel(wide, **RULES[rule](impl)), wide, model)
+            for model in (narrow, other)
+        ]
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_other_number_of_buffers_is_an_error() -> None:
+    """A buffer that only one side has raises ValueError, and the update is not counted."""
+
+    def scenario(impl: Implementation):
+        plain, with_buffer = one_weight(impl, 1.0), one_weight(impl, 2.0)
+        with_buffer.register_buffer("extra", torch.ones(1))
+        return [
+            state_after_updates(impl.AveragedModel(plain), with_buffer),
+            state_after_updates(impl.AveragedModel(with_buffer), plain),
+            state_after_updates(impl.AveragedModel(plain, use_buffers=True), with_buffer),
+        ]
+
+    result = same(scenario)
+    outcomes = [problem for _, (_, problem) in result[1][1]]
+
+    assert [problem[0] for problem in outcomes] == ["tuple", "tuple", "NoneType"]
+
+
+def test_buffers_that_are_none_have_no_part(impl: Implementation) -> None:
+    """A layer whose buffers are None is averaged like one without buffers."""
+    model = impl.nn.BatchNorm1d(2, track_running_stats=False)
+    averaged = impl.AveragedModel(model)
+    set_weight(model, 2.0)
+    averaged.update_parameters(model)
+
+    assert averaged.module.running_mean is None
+    assert averaged.module.weight.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_parameters_of_a_subclass_are_averaged_only_without_buffers(use_buffers: bool) -> None:
+    """Further parameters of the averaged model itself take part, unless use_buffers is set."""
+
+    def scenario(impl: Implementation):
+        class Scaled(impl.AveragedModel):
+            def __init__(self, model) -> None:
+                super().__init__(model, use_buffers=use_buffers)
+                self.scale = impl.nn.Parameter(torch.zeros(()))
+
+        class Model(impl.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = impl.nn.Parameter(torch.ones(()))
+                self.weight = impl.nn.Parameter(torch.ones(()) * 3)
+
+        return state_after_updates(Scaled(one_weight(impl)), Model())
+
+    assert same(scenario)[0] == "returned"
+
+
+@every_rule
+def test_average_and_model_may_differ_in_dtype(rule: str) -> None:
+    """A float32 average of a bfloat16 model, and the reverse, does what torch does."""
+
+    def scenario(impl: Implementation):
+        result = []
+        for kept, trained in [(torch.float32, torch.bfloat16), (torch.float16, torch.float32)]:
+            averaged = impl.AveragedModel(one_weight(impl), **RULES[rule](impl)).to(kept)
+            models = [one_weight(impl, value).to(trained) for value in (0.3, 0.7)]
+            result.append(state_after_updates(averaged, *models))
+        return result
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_float_average_of_a_half_model_keeps_its_precision(impl: Implementation) -> None:
+    """The equal average of a bfloat16 model in float32 resolves what bfloat16 cannot."""
+    averaged = impl.AveragedModel(one_weight(impl).bfloat16()).float()
+    for value in 256.0, 258.0:
+        averaged.update_parameters(one_weight(impl, value).bfloat16())
+
+    assert averaged.module.weight.item() == 257.0
+    assert averaged.module.weight.dtype == torch.float32
+
+
+@every_rule
+def test_tied_parameters_are_averaged_once(impl: Implementation, rule: str) -> None:
+    """A tensor that two layers share stays shared, and is averaged once per update."""
+    tied, alone = (
+        impl.nn.Sequential(*layers)
+        for layers in ([one_weight(impl), one_weight(impl)], [one_weight(impl)])
+    )
+    tied[1].weight = tied[0].weight
+    averaged = impl.AveragedModel(tied, **RULES[rule](impl))
+    reference = impl.AveragedModel(alone, **RULES[rule](impl))
+    for value in 1.0, 2.0, 4.0:
+        averaged.update_parameters(set_weight(tied, value))
+        reference.update_parameters(set_weight(alone, value))
+
+    assert averaged.module[0].weight is averaged.module[1].weight
+    assert torch.equal(averaged.module[0].weight, reference.module[0].weight)
+
+
+@every_rule
+def test_complex_and_0_dimensional_parameters_are_averaged(rule: str) -> None:
+    """Complex and 0-dimensional parameters give the bits of torch."""
+
+    def scenario(impl: Implementation):
+        def model(value: complex):
+            module = impl.nn.Module()
+            module.turn = impl.nn.Parameter(torch.tensor([value, 2 - value]))
+            module.scale = impl.nn.Parameter(torch.tensor(abs(value)))
+            return module
+
+        averaged = impl.AveragedModel(model(0j), **RULES[rule](impl))
+        return state_after_updates(averaged, model(1 + 2j), model(-0.3j))
+
+    assert same(scenario)[0] == "returned"
+
+
+def updated_twice_without_parameters(impl: Implementation, rule: str) -> int:
+    """Average a model that has no tensors, and return the count."""
+    averaged = impl.AveragedModel(impl.nn.ReLU(), **RULES[rule](impl))
+    averaged.update_parameters(impl.nn.ReLU())
+    averaged.update_parameters(impl.nn.ReLU())
+    return averaged.n_averaged.item()
+
+
+@pytest.mark.parametrize("rule", TENSOR_BY_TENSOR)
+def test_model_without_parameters_is_averaged_tensor_by_tensor(impl, rule: str) -> None:
+    """With avg_fn, the updates of a model that has nothing to average are counted."""
+    assert updated_twice_without_parameters(impl, rule) == 2
+
+
+@pytest.mark.parametrize("rule", IN_GROUPS)
+def test_model_without_parameters_is_averaged_in_groups(impl, rule: str) -> None:
+    """With multi_avg_fn or by default, they are counted in the same way."""
+    assert updated_twice_without_parameters(impl, rule) == 2
+
+
+def test_a_model_of_the_other_library_is_averaged(impl: Implementation) -> None:
+    """The two libraries' models can follow each other."""
+    for nn in torch.nn, impl.nn:
+        averaged = impl.AveragedModel(nn.Linear(1, 1))
+        averaged.update_parameters(set_weight(torch.nn.Linear(1, 1), 1.5))
+
+        assert averaged.module.bias.item() == 1.5
+
+
+def test_meta_tensors_are_refused_as_in_torch() -> None:
+    """Neither a meta average nor a meta model can be updated with values."""
+
+    def scenario(impl: Implementation):
+        real, meta = normed_net(impl), normed_net(impl).to("meta")
+        return [
+            state_after_updates(impl.AveragedModel(real), meta),
+            state_after_updates(impl.AveragedModel(meta), real),
+            state_after_updates(impl.AveragedModel(meta, device="meta"), meta),
+        ]
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize("model", [None, {}, torch.ones(1), "net"])
+def test_update_with_something_else_is_refused_as_in_torch(model) -> None:
+    """What has no parameters raises torch's error and leaves the average as it was."""
+
+    def scenario(impl: Implementation):
+        return state_after_updates(impl.AveragedModel(one_weight(impl, 3.0)), model)
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_wrapped_models_are_paired_with_what_they_wrap(impl: Implementation) -> None:
+    """A compiled or data-parallel model updates the average of the plain one, and the reverse."""
+    model = one_weight(impl)
+    averaged = impl.AveragedModel(model)
+    compiled = torch.compile(set_weight(model, 2.0), backend="eager")
+    averaged.update_parameters(compiled)
+    averaged.update_parameters(impl.nn.DataParallel(set_weight(model, 4.0)))
+    wrapped = impl.AveragedModel(compiled)
+    wrapped.update_parameters(model)
+
+    assert averaged.module.weight.item() == 3.0
+    assert wrapped(torch.ones(1, 1)).item() == 4.0
+
+
+def test_parametrized_models_average_the_original_weights(impl: Implementation) -> None:
+    """The tensor behind a parametrization is averaged, and the parametrization applied to that."""
+    utils = impl.submodule("nn.utils")
+    model = utils.parametrizations.weight_norm(one_weight(impl, 1.0))
+    averaged = impl.AveragedModel(model)
+    for value in 1.0, 3.0:
+        with torch.no_grad():
+            model.parametrizations.weight.original0.fill_(value)
+        averaged.update_parameters(model)
+
+    assert averaged.module.weight.item() == 2.0

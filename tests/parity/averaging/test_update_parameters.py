@@ -1,0 +1,303 @@
+import pytest
+import torch
+
+import modkit.averaging._update
+from modkit.optim import swa_utils
+from tests.helpers import Implementation, same
+from tests.parity.averaging.networks import (
+    RULES,
+    decaying,
+    normed_net,
+    one_weight,
+    set_weight,
+    state_after_updates,
+    training_states,
+)
+
+
+every_rule = pytest.mark.parametrize("rule", RULES)
+# Averaging integers in groups is an error in torch as well, and has a test of its own.
+REFUSES_INTEGERS = {"multi_avg_fn swa"}
+
+
+@every_rule
+def test_first_update_copies(impl: Implementation, rule: str) -> None:
+    """The first update makes the average equal to the model, whatever the rule."""
+    averaged = impl.AveragedModel(one_weight(impl, 0.0), **RULES[rule](impl))
+    averaged.update_parameters(one_weight(impl, 7.0))
+
+    assert averaged.module.weight.item() == 7.0
+    assert averaged.n_averaged.item() == 1
+
+
+def test_first_update_does_not_call_the_function(impl: Implementation) -> None:
+    """Averaging functions are called from the second update on."""
+    calls = []
+    model = one_weight(impl)
+    averaged = [
+        impl.AveragedModel(model, avg_fn=lambda a, c, n: calls.append("one") or a),
+        impl.AveragedModel(model, multi_avg_fn=lambda a, c, n: calls.append("many")),
+    ]
+    for _ in range(2):
+        calls.append("update")
+        for each in averaged:
+            each.update_parameters(model)
+
+    assert calls == ["update", "update", "one", "many"]
+
+
+def test_equal_average_is_the_mean(impl: Implementation) -> None:
+    """Without a function, the average is the mean of the weights at all updates."""
+    model = one_weight(impl)
+    averaged = impl.AveragedModel(model)
+    for value in 4.0, 2.0, 6.0, 8.0:
+        averaged.update_parameters(set_weight(model, value))
+
+    assert averaged.module.weight.item() == 5.0
+    assert averaged.n_averaged.item() == 4
+
+
+def test_exponential_average_follows_its_formula(impl: Implementation) -> None:
+    """With a decay of 3/4, a quarter of the current weight enters at each update."""
+    model = one_weight(impl)
+    single = impl.AveragedModel(model, avg_fn=impl.get_ema_avg_fn(0.75))
+    many = impl.AveragedModel(model, multi_avg_fn=impl.get_ema_multi_avg_fn(0.75))
+    for value in 4.0, 8.0, 0.0:
+        set_weight(model, value)
+        single.update_parameters(model)
+        many.update_parameters(model)
+
+    assert single.module.weight.item() == many.module.weight.item() == 3.75
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("use_buffers", [False, True])
+@every_rule
+def test_updates_give_the_bits_of_torch(rule: str, use_buffers: bool, dtype) -> None:
+    """Six updates give the same bits in every parameter and buffer, for every rule and dtype."""
+
+    def scenario(impl: Implementation):
+        model = normed_net(impl).to(dtype)
+        if rule in REFUSES_INTEGERS:
+            del model[1].num_batches_tracked
+        averaged = impl.AveragedModel(model, **RULES[rule](impl), use_buffers=use_buffers)
+        history = []
+        for _ in training_states(model, 6):
+            averaged.update_parameters(model)
+            history.append({k: v.clone() for k, v in averaged.state_dict().items()})
+        return history
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_buffers_are_copied_or_averaged(impl: Implementation, use_buffers: bool) -> None:
+    """Buffers are those of the last model seen, or averages if use_buffers is set."""
+    model = impl.nn.BatchNorm1d(1)
+    averaged = impl.AveragedModel(model, use_buffers=use_buffers)
+    for value in 1.0, 5.0:
+        model.running_mean.fill_(value)
+        averaged.update_parameters(model)
+
+    assert averaged.module.running_mean.item() == (3.0 if use_buffers else 5.0)
+
+
+def test_integer_buffers_are_averaged_with_truncation() -> None:
+    """With use_buffers, integer buffers are averaged too, and lose their fractions."""
+
+    def scenario(impl: Implementation):
+        model = impl.nn.BatchNorm1d(1)
+        averaged = [
+            impl.AveragedModel(model, **RULES[rule](impl), use_buffers=True)
+            for rule in ("default", "avg_fn ema", "multi_avg_fn ema")
+        ]
+        for count in range(1, 8):
+            model.num_batches_tracked.fill_(count)
+            for each in averaged:
+                each.update_parameters(model)
+        return [each.module.num_batches_tracked for each in averaged]
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
+@every_rule
+def test_buffers_without_fractions_do_what_torch_does(rule: str, dtype) -> None:
+    """Averaging boolean and integer buffers gives torch's values or torch's error."""
+
+    def scenario(impl: Implementation):
+        model = impl.nn.Identity()
+        model.register_buffer("buffer", torch.tensor([1, 0, 1]).to(dtype))
+        other = impl.nn.Identity()
+        other.register_buffer("buffer", torch.tensor([0, 1, 1]).to(dtype))
+        averaged = impl.AveragedModel(model, **RULES[rule](impl), use_buffers=True)
+        return state_after_updates(averaged, model, other)
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_non_persistent_buffers_follow_the_model(impl: Implementation) -> None:
+    """Buffers that are not saved are brought up to date like the others."""
+    model = one_weight(impl)
+    model.register_buffer("scratch", torch.zeros(2), persistent=False)
+    averaged = impl.AveragedModel(model)
+    model.scratch.fill_(4.0)
+    averaged.update_parameters(model)
+
+    assert averaged.module.scratch.tolist() == [4.0, 4.0]
+    assert "module.scratch" not in averaged.state_dict()
+
+
+def test_what_avg_fn_gets(impl: Implementation) -> None:
+    """avg_fn gets one averaged and one current tensor, both detached, and the count as tensor."""
+    seen = []
+
+    def keep(averaged, current, count):
+        seen.append((averaged, current, count.clone()))
+        return averaged
+
+    model = normed_net(impl)
+    averaged = impl.AveragedModel(model, avg_fn=keep)
+    for _ in range(3):
+        averaged.update_parameters(model)
+
+    assert [int(count) for _, _, count in seen] == [1] * 6 + [2] * 6
+    assert [a.shape for a, _, _ in seen[:6]] == [p.shape for p in model.parameters()]
+    assert not any(a.requires_grad or c.requires_grad for a, c, _ in seen)
+    assert seen[0][0].data_ptr() == averaged.module[0].weight.data_ptr()
+    assert torch.equal(seen[0][1], model[0].weight)
+
+
+def test_what_multi_avg_fn_gets(impl: Implementation) -> None:
+    """multi_avg_fn is called for each dtype, with two lists of detached tensors and the count."""
+    seen = []
+    model = normed_net(impl)
+    model[3].double()
+    averaged = impl.AveragedModel(
+        model, multi_avg_fn=lambda *args: seen.append(args), use_buffers=True
+    )
+    for _ in range(2):
+        averaged.update_parameters(model)
+    shapes = {a[0].dtype: [t.shape for t in a] for a, _, _ in seen}
+
+    assert all(type(a) is type(c) is list and len(a) == len(c) for a, c, _ in seen)
+    assert {len({t.dtype for t in a}) for a, _, _ in seen} == {1}
+    assert not any(t.requires_grad for a, c, _ in seen for t in (*a, *c))
+    assert shapes == {
+        torch.float32: [(4, 3), (4,), (4,), (4,), (4,), (4,)],
+        torch.float64: [(2, 4), (2,)],
+        torch.int64: [()],
+    }
+    assert {count.item() for _, _, count in seen} == {2}
+
+
+def test_gradient_mode_is_left_to_the_function(impl: Implementation) -> None:
+    """Averaging functions of the user run in the gradient mode of the caller."""
+    modes = []
+
+    def note(averaged, current, count):
+        modes.append(torch.is_grad_enabled())
+        return averaged
+
+    model = one_weight(impl)
+    averaged = impl.AveragedModel(model, avg_fn=note)
+    averaged.update_parameters(model)
+    averaged.update_parameters(model)
+    with torch.no_grad():
+        averaged.update_parameters(model)
+
+    assert modes == [True, False]
+
+
+@every_rule
+def test_averages_stay_trainable_leaves(impl: Implementation, rule: str) -> None:
+    """Updates keep the Parameter objects, record no graph and leave gradients alone."""
+    model = normed_net(impl)
+    averaged = impl.AveragedModel(model, **RULES[rule](impl))
+    objects = list(averaged.parameters())
+    for _ in range(3):
+        averaged.update_parameters(model)
+
+    assert all(a is b for a, b in zip(averaged.parameters(), objects, strict=True))
+    assert all(p.is_leaf and p.requires_grad and p.grad is None for p in objects)
+
+
+def test_update_returns_nothing(impl: Implementation) -> None:
+    """update_parameters works in place and returns None."""
+    model = one_weight(impl)
+
+    assert impl.AveragedModel(model).update_parameters(model) is None
+
+
+def test_functions_may_be_exchanged_between_updates(impl: Implementation) -> None:
+    """The attributes are read at each update, and multi_avg_fn comes first if both are set."""
+    model = one_weight(impl)
+    averaged = impl.AveragedModel(model)
+    for value, avg_fn, multi_avg_fn in [
+        (1.0, None, None),
+        (3.0, impl.get_ema_avg_fn(0.5), None),
+        (4.0, impl.get_ema_avg_fn(0.5), impl.get_ema_multi_avg_fn(0.0)),
+        (8.0, None, None),
+    ]:
+        averaged.avg_fn, averaged.multi_avg_fn = avg_fn, multi_avg_fn
+        averaged.update_parameters(set_weight(model, value))
+
+    assert averaged.module.weight.item() == 5.0
+
+
+def test_the_count_decides_whether_an_update_copies(impl: Implementation) -> None:
+    """Setting n_averaged to zero starts an average anew; a loaded count continues it."""
+    averaged = impl.AveragedModel(one_weight(impl, 1.0))
+    averaged.n_averaged.fill_(3)
+    averaged.update_parameters(one_weight(impl, 5.0))
+    continued = averaged.module.weight.item()
+    averaged.n_averaged.zero_()
+    averaged.update_parameters(one_weight(impl, 9.0))
+
+    assert (continued, averaged.module.weight.item(), averaged.n_averaged.item()) == (2.0, 9.0, 1)
+
+
+def test_default_update_with_grouped_kernels_is_that_of_torch(monkeypatch) -> None:
+    """Where lists of tensors have fused kernels, the default is the grouped equal average."""
+    monkeypatch.setattr(
+        "torch.optim.swa_utils._get_foreach_kernels_supported_devices", lambda: ["cpu"]
+    )
+    monkeypatch.setattr(modkit.averaging._update, "_has_foreach_kernels", lambda device: True)
+
+    def scenario(impl: Implementation):
+        model = normed_net(impl)
+        default = impl.AveragedModel(model)
+        grouped = impl.AveragedModel(model, multi_avg_fn=impl.get_swa_multi_avg_fn())
+        for _ in training_states(model, 6):
+            default.update_parameters(model)
+            grouped.update_parameters(model)
+        pairs = zip(default.parameters(), grouped.parameters(), strict=True)
+        return all(torch.equal(a, b) for a, b in pairs), default
+
+    result = same(scenario)
+
+    assert result[1][1][0] == ("bool", "True")
+
+
+@pytest.mark.parametrize(
+    "kind", ["cpu", "cuda", "xpu", "mtia", "mps", "hpu", "xla", "meta", "privateuseone"]
+)
+def test_devices_with_grouped_kernels_are_those_of_torch(kind: str) -> None:
+    """The default update is grouped on exactly the device types that torch groups on."""
+    supported = torch.utils._foreach_utils._get_foreach_kernels_supported_devices()
+    grouped = modkit.averaging._update._has_foreach_kernels(torch.device(kind))
+
+    assert grouped == (kind in supported)
+
+
+def test_own_function_gives_the_same_alone_and_in_lists() -> None:
+    """A rule of the user's gives the same bits tensor by tensor and for lists."""
+    model = torch.nn.Linear(4, 4)
+    single = swa_utils.AveragedModel(model, avg_fn=decaying)
+    many = swa_utils.AveragedModel(model, **RULES["multi_avg_fn own"](None))
+    for _ in training_states(model, 5):
+        single.update_parameters(model)
+        many.update_parameters(model)
+
+    assert torch.equal(single.module.weight, many.module.weight)
+    assert torch.equal(single.module.bias, many.module.bias)
