@@ -7,6 +7,7 @@ them, and turns layers that torch has built into modkit's, in place.
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
@@ -24,6 +25,10 @@ TORCH_HOME: Final[dict[type, str]] = {}
 
 # Maps each class of torch to the class that was re-based from it.
 REBASED: Final[dict[type, type]] = {}
+
+
+# Since Python 3.13 the compiler strips the indentation from docstrings.
+_DOC_INDENT: Final = "" if sys.version_info >= (3, 13) else "    "
 
 
 class _SourceOf:
@@ -53,8 +58,9 @@ def rebased(cls: ClassT) -> ClassT:
     """
     layer = cls.__bases__[0]
     if cls.__doc__ is None and layer.__doc__ is not None:
-        name = f"{layer.__module__}.{layer.__qualname__}"
-        cls.__doc__ = f"{inspect.cleandoc(layer.__doc__)}\n\nSame as ``{name}``."
+        public = getattr(torch.nn, layer.__name__, None) is layer
+        name = f"{'torch.nn' if public else layer.__module__}.{layer.__name__}"
+        cls.__doc__ = f"{layer.__doc__.rstrip()}\n\n{_DOC_INDENT}Same as ``{name}``."
     annotations = {**inspect.get_annotations(layer), **inspect.get_annotations(cls)}
     if annotations:
         cls.__annotations__ = annotations

@@ -1,0 +1,152 @@
+import io
+import re
+import warnings
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+from tests.helpers import MODKIT, TORCH, freeze
+from tests.parity.layers.samples import samples, seed, torch_names
+
+
+# Torch 2.14 and later say that TorchScript is deprecated; these tests are about what it does.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+@pytest.fixture(params=samples())
+def sample(request: pytest.FixtureRequest):
+    """One instance of every public layer class."""
+    return samples()[request.param]
+
+
+def _plain(text):
+    """Drop addresses, and what only says which of two equal types TorchScript has seen first."""
+    return re.sub(r"___torch_mangle_\d+\.|at 0x[0-9a-f]+", "", torch_names(text))
+
+
+def _attempt(action):
+    """Return what the action returns, or the exception's type and the first line of its text."""
+    with warnings.catch_warnings():
+        # Warnings, some of them once a process, say that shapes and random numbers get fixed.
+        warnings.simplefilter("ignore")
+        try:
+            return action()
+        except Exception as error:
+            return type(error).__name__, _plain(error).strip().split("\n", 1)[0]
+
+
+def _called(module, sample):
+    seed()
+    return freeze(module(*sample.inputs, **sample.input_kwargs))
+
+
+def _reloaded(scripted):
+    file = io.BytesIO()
+    torch.jit.save(scripted, file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+def _described(scripted, sample):
+    """Return the attributes, code, state and result of a module that TorchScript made."""
+    return {
+        "attributes": _plain(scripted._c.dump_to_str(False, True, False)),
+        "code": _plain(getattr(scripted, "code", "")),
+        "state": freeze(dict(scripted.state_dict())),
+        "result": _attempt(lambda: _called(scripted, sample)),
+    }
+
+
+def _scripted(sample, impl):
+    scripted = torch.jit.script(sample.build(impl).eval())
+    return _described(scripted, sample), _described(_reloaded(scripted), sample)
+
+
+def test_scripts_as_torch(sample):
+    """A layer scripts exactly if torch's does, to the same code, attributes and results."""
+    expected = _attempt(lambda: _scripted(sample, TORCH))
+
+    assert _attempt(lambda: _scripted(sample, MODKIT)) == expected
+
+
+def _traced(sample, impl):
+    made = sample.build(impl).eval()
+    seed()
+    traced = torch.jit.trace(
+        made,
+        example_inputs=sample.inputs or None,
+        example_kwarg_inputs=sample.input_kwargs or None,
+        check_trace=False,
+    )
+    graphs = [_plain(traced.graph), _plain(traced.inlined_graph)]
+    return graphs, _described(traced, sample), _described(_reloaded(traced), sample)
+
+
+def test_traces_as_torch(sample):
+    """A layer traces to the same graph and results as torch's, or fails in the same way."""
+    expected = _attempt(lambda: _traced(sample, TORCH))
+
+    assert _attempt(lambda: _traced(sample, MODKIT)) == expected
+
+
+def test_most_layers_script_and_trace():
+    """What is compared above are results, not failures that both have in common."""
+
+    def worked(attempt):
+        results = {name: _attempt(lambda: attempt(s, MODKIT)) for name, s in samples().items()}
+        return {name for name, result in results.items() if isinstance(result[-1], dict)}
+
+    everywhere = {"Linear", "Conv2d", "BatchNorm2d", "Sequential", "Transformer", "LSTM"}
+
+    assert everywhere <= worked(_scripted)
+    assert everywhere <= worked(_traced)
+    assert min(len(worked(_scripted)), len(worked(_traced))) > 0.75 * len(samples())
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_layer_scripts_for_tensors(impl, kind):
+    """TorchScript picks the overload of a recurrent layer that takes a padded tensor."""
+
+    class Reader(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = getattr(impl.nn, kind)(3, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.rnn(x)[0]
+
+    reader, x = Reader(), torch.randn(5, 2, 3)
+
+    assert freeze(torch.jit.script(reader)(x)) == freeze(reader(x))
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_layer_scripts_for_packed_sequences(impl, kind):
+    """TorchScript picks the overload of a recurrent layer that takes a packed sequence."""
+
+    class Reader(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = getattr(impl.nn, kind)(3, 4)
+
+        def forward(self, sequence: PackedSequence) -> torch.Tensor:
+            return self.rnn(sequence)[0].data
+
+    reader, sequence = Reader(), pack_padded_sequence(torch.randn(5, 2, 3), torch.tensor([5, 2]))
+
+    assert freeze(torch.jit.script(reader)(sequence)) == freeze(reader(sequence))
+
+
+def test_subclass_of_a_recurrent_layer_scripts_as_torch():
+    """A user's recurrent layer with a forward of its own is scripted from its own source."""
+
+    def outcome(impl):
+        class Echo(impl.nn.LSTM):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x * self.hidden_size
+
+        scripted = torch.jit.script(Echo(3, 4))
+        return scripted.code, freeze(scripted(torch.ones(2)))
+
+    assert outcome(MODKIT) == outcome(TORCH)
