@@ -70,8 +70,7 @@ __all__ = [
     "indent_lines",
     "is_traceable_wrapper_subclass",
     "log_api_usage_once",
-    "original_register_buffer",
-    "original_register_parameter",
+    "original_methods",
     "parse_to",
 ]
 
@@ -93,10 +92,9 @@ global_buffer_registration_hooks = module_globals._global_buffer_registration_ho
 global_module_registration_hooks = module_globals._global_module_registration_hooks
 global_parameter_registration_hooks = module_globals._global_parameter_registration_hooks
 
-# The functions as torch wrote them: accelerate and peft put others in their place to initialize
-# models on the meta device, and those must then be the ones that run.
-original_register_buffer = torch.nn.Module.register_buffer
-original_register_parameter = torch.nn.Module.register_parameter
+# The functions as torch wrote them. Libraries put others in their place, accelerate for instance to
+# initialize models on the meta device, and those must then be the ones that run.
+original_methods: dict[str, Any] = dict(vars(torch.nn.Module))
 
 
 def global_backward_hooks_are_full() -> bool | None:

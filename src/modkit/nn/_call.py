@@ -18,6 +18,7 @@ from modkit._upstream import (
     global_forward_hooks_with_kwargs,
     global_forward_pre_hooks,
 )
+from modkit.nn._tree import method_of_module
 
 
 Forward = Callable[..., Any]
@@ -33,7 +34,8 @@ class _Call(TypedDict):
     ran: set[int]
 
 
-def call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+@method_of_module
+def _call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run ``forward`` and whatever hooks there are at this moment.
 
     This function is itself the method ``Module._call_impl``: one more frame a call would let

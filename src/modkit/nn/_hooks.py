@@ -22,6 +22,7 @@ from modkit._upstream import (
     global_backward_hooks_are_full,
     global_backward_pre_hooks,
 )
+from modkit.nn._tree import method_of_module
 
 
 Hook = Callable[..., Any]
@@ -96,11 +97,9 @@ def add_load_state_dict_pre_hook(
     return add(module._load_state_dict_pre_hooks, wrapped)
 
 
-def backward_hooks(self: torch.nn.Module) -> tuple[list[Hook], list[Hook]]:
-    """Return the full and the non-full backward hooks of a call, global ones first.
-
-    This function is itself the method ``Module._get_backward_hooks``, as the next two are methods.
-    """
+@method_of_module
+def _get_backward_hooks(self: torch.nn.Module) -> tuple[list[Hook], list[Hook]]:
+    """Return the full and the non-full backward hooks of a call, global ones first."""
     full: list[Hook] = []
     non_full: list[Hook] = []
     kinds = {True: full, False: non_full}
@@ -112,12 +111,14 @@ def backward_hooks(self: torch.nn.Module) -> tuple[list[Hook], list[Hook]]:
     return full, non_full
 
 
-def backward_pre_hooks(self: torch.nn.Module) -> list[Hook]:
+@method_of_module
+def _get_backward_pre_hooks(self: torch.nn.Module) -> list[Hook]:
     """Return the backward pre-hooks of a call, global ones first."""
     return [*global_backward_pre_hooks.values(), *self._backward_pre_hooks.values()]
 
 
-def warn_of_missing_gradients(
+@method_of_module
+def _maybe_warn_non_full_backward_hook(
     self: torch.nn.Module, inputs: Any, result: Any, grad_fn: Any
 ) -> None:
     """Warn where a non-full backward hook on ``grad_fn`` will not see all gradients.

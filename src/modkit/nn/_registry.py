@@ -13,8 +13,7 @@ from modkit._upstream import (
     global_buffer_registration_hooks,
     global_module_registration_hooks,
     global_parameter_registration_hooks,
-    original_register_buffer,
-    original_register_parameter,
+    original_methods,
 )
 from modkit.nn._tree import is_standard
 
@@ -112,7 +111,7 @@ def _refuse_name(
 
 def register_parameter(module: torch.nn.Module, name: str, parameter: Parameter | None) -> None:
     """Register ``parameter`` as ``name``; nothing is stored unless all checks and hooks pass."""
-    if torch.nn.Module.register_parameter is not original_register_parameter:
+    if torch.nn.Module.register_parameter is not original_methods["register_parameter"]:
         torch.nn.Module.register_parameter(module, name, parameter)
         return
     if "_parameters" not in module.__dict__:
@@ -134,7 +133,7 @@ def register_buffer(
     module: torch.nn.Module, name: str, buffer: torch.Tensor | None, persistent: bool
 ) -> None:
     """Register ``buffer`` as ``name``; nothing is stored unless all checks and hooks pass."""
-    if torch.nn.Module.register_buffer is not original_register_buffer:
+    if torch.nn.Module.register_buffer is not original_methods["register_buffer"]:
         torch.nn.Module.register_buffer(module, name, buffer, persistent)
         return
     if "_buffers" not in module.__dict__:

@@ -20,7 +20,7 @@ from modkit._errors import (
     MSG_STATE_DICT_POSITIONAL,
 )
 from modkit._upstream import EXTRA_STATE_KEY, IncompatibleKeys
-from modkit.nn._tree import is_standard, refuse_cycle
+from modkit.nn._tree import is_standard, method_of_module, refuse_cycle
 
 
 def _overrides(module: torch.nn.Module, method: str) -> bool:
@@ -46,7 +46,10 @@ def positional_arguments(
     return destination, prefix, keep_vars
 
 
-def save_own(self: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
+@method_of_module
+def _save_to_state_dict(
+    self: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool
+) -> None:
     """Write the parameters, persistent buffers and extra state of one module, not below it.
 
     This function is itself the method ``Module._save_to_state_dict``, which classes may override.
@@ -137,7 +140,8 @@ class _Report:
     errors: list[str] = field(default_factory=list[str])
 
 
-def load_own(
+@method_of_module
+def _load_from_state_dict(
     self: torch.nn.Module,
     state_dict: dict[str, Any],
     prefix: str,

@@ -12,26 +12,30 @@ import torch
 
 from modkit._errors import MSG_CYCLE
 from modkit._types import FunctionT
+from modkit._upstream import original_methods
 
 
-# The methods of ``Module`` that are not overridden when a class has them. Torch's own functions
-# are not in here: they are looked up at call time, since a library that patches
-# ``torch.nn.Module`` has overridden the method for all modules.
+# The methods of ``Module`` whose behaviour the walks know: torch's functions as torch wrote them,
+# and ours. A library that puts another function into ``torch.nn.Module`` has overridden the method.
 STANDARD: Final[set[object]] = set()
 
 
 def standard(function: FunctionT) -> FunctionT:
-    """Mark a method of ``Module`` as one whose behaviour the walks know."""
+    """Mark a method of ``Module``, and the one of torch that it stands for, as not overridden."""
     STANDARD.add(function)
+    STANDARD.add(original_methods[function.__name__])
     return function
 
 
 def is_standard(module: torch.nn.Module, method: str) -> bool:
     """Tell whether neither the class nor the instance of ``module`` overrides ``method``."""
-    function = getattr(type(module), method)
-    return (
-        function in STANDARD or function is getattr(torch.nn.Module, method)
-    ) and method not in module.__dict__
+    return getattr(type(module), method) in STANDARD and method not in module.__dict__
+
+
+def method_of_module(function: FunctionT) -> FunctionT:
+    """Give a function that is itself a method of ``Module`` the name that errors show."""
+    function.__qualname__ = f"Module.{function.__name__}"
+    return function
 
 
 def _has_standard_children(module: torch.nn.Module) -> bool:

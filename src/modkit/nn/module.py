@@ -376,10 +376,10 @@ class Module(torch.nn.Module):
         """Run ``hook(module, incompatible_keys)`` after loading; it may edit the two lists."""
         return _hooks.add(self._load_state_dict_post_hooks, hook)
 
-    _get_backward_hooks = _hooks.backward_hooks
-    _get_backward_pre_hooks = _hooks.backward_pre_hooks
-    _maybe_warn_non_full_backward_hook = _hooks.warn_of_missing_gradients
-    _call_impl = _call.call_impl
+    _get_backward_hooks = _hooks._get_backward_hooks
+    _get_backward_pre_hooks = _hooks._get_backward_pre_hooks
+    _maybe_warn_non_full_backward_hook = _hooks._maybe_warn_non_full_backward_hook
+    _call_impl = _call._call_impl
 
     # State.
 
@@ -431,8 +431,8 @@ class Module(torch.nn.Module):
         """
         return _state.load(self, state_dict, strict=strict, assign=assign)
 
-    _save_to_state_dict = _state.save_own
-    _load_from_state_dict = _state.load_own
+    _save_to_state_dict = _state._save_to_state_dict
+    _load_from_state_dict = _state._load_from_state_dict
 
     # Printing.
 
