@@ -355,10 +355,11 @@ def update_bn(
     if not layers:
         return
     momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.reset_running_stats()
     was_training = model.training
     model.train()
     for layer in layers:
-        layer.reset_running_stats()
         # Without a momentum, the layer keeps the mean over all batches.
         layer.momentum = None
     with torch.no_grad():

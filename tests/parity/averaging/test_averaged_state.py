@@ -1,0 +1,193 @@
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+from tests.helpers import MODKIT, TORCH, Implementation, freeze, same
+from tests.parity.averaging.networks import (
+    RULES,
+    decaying,
+    normed_net,
+    one_weight,
+    set_weight,
+    training_states,
+)
+
+
+every_rule = pytest.mark.parametrize("rule", RULES)
+
+
+def averaged_net(impl: Implementation, rule: str = "default", updates: int = 3, **arguments):
+    """Return a model and an average that has seen it change."""
+    model = normed_net(impl)
+    averaged = impl.AveragedModel(model, **RULES[rule](impl), **arguments)
+    for _ in training_states(model, updates):
+        averaged.update_parameters(model)
+    return model, averaged
+
+
+def through_pickle(averaged: torch.nn.Module) -> torch.nn.Module:
+    """Return what comes back from pickle."""
+    return pickle.loads(pickle.dumps(averaged))
+
+
+def through_file(averaged: torch.nn.Module) -> torch.nn.Module:
+    """Return what comes back from a checkpoint that holds the whole object."""
+    buffer = io.BytesIO()
+    torch.save(averaged, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES = [copy.deepcopy, through_pickle, through_file]
+
+
+def test_state_dict_is_that_of_torch() -> None:
+    """Keys, their order, values and metadata equal torch's."""
+
+    def scenario(impl: Implementation):
+        state = averaged_net(impl)[1].state_dict()
+        return list(state), state, state._metadata
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_state_dict_holds_count_and_copy(impl: Implementation) -> None:
+    """The count comes first, then the copy under the prefix ``module.``; functions are not in it."""
+    model, averaged = averaged_net(impl, "multi_avg_fn ema")
+    state = averaged.state_dict()
+
+    assert list(state) == ["n_averaged", *(f"module.{name}" for name in model.state_dict())]
+    assert state["n_averaged"] == 3
+
+
+@every_rule
+@pytest.mark.parametrize("source", [TORCH, MODKIT], ids=str)
+@pytest.mark.parametrize("target", [TORCH, MODKIT], ids=str)
+def test_average_continues_in_either_library(rule: str, source, target) -> None:
+    """An average saved after three updates and loaded by either library goes on bit by bit."""
+    torch.manual_seed(1)
+    model, averaged = averaged_net(source, rule)
+    resumed = target.AveragedModel(normed_net(target), **RULES[rule](target))
+    keys = resumed.load_state_dict(averaged.state_dict())
+    for _ in training_states(model, 3):
+        averaged.update_parameters(model)
+        resumed.update_parameters(model)
+
+    assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
+    assert freeze(dict(resumed.state_dict())) == freeze(dict(averaged.state_dict()))
+    assert resumed.n_averaged == 6
+
+
+def test_state_is_saved_and_loaded_as_weights_only(impl: Implementation, tmp_path) -> None:
+    """A checkpoint of the state loads with weights_only=True."""
+    _, averaged = averaged_net(impl)
+    torch.save(averaged.state_dict(), tmp_path / "average.pt")
+    other = impl.AveragedModel(normed_net(impl))
+    other.load_state_dict(torch.load(tmp_path / "average.pt", weights_only=True))
+
+    assert freeze(dict(other.state_dict())) == freeze(dict(averaged.state_dict()))
+
+
+def test_state_of_the_copy_loads_into_a_plain_model(impl: Implementation) -> None:
+    """The weights alone are the state dict of the attribute module."""
+    _, averaged = averaged_net(impl)
+    plain = normed_net(impl)
+    plain.load_state_dict(averaged.module.state_dict())
+
+    assert torch.equal(plain.eval()(torch.ones(1, 3)), averaged.eval()(torch.ones(1, 3)))
+
+
+def test_state_that_does_not_fit_is_refused_as_in_torch() -> None:
+    """Missing, unexpected and misshaped entries raise torch's error, which names them."""
+
+    def scenario(change):
+        def run(impl: Implementation):
+            averaged = impl.AveragedModel(one_weight(impl))
+            state = averaged.state_dict()
+            change(state)
+            averaged.load_state_dict(state)
+
+        return run
+
+    assert same(scenario(lambda state: state.pop("n_averaged")))[0] == "raised"
+    assert same(scenario(lambda state: state.update(decay=torch.ones(1))))[0] == "raised"
+    assert same(scenario(lambda s: s.update({"module.weight": torch.ones(2)})))[0] == "raised"
+    assert same(lambda impl: impl.AveragedModel(one_weight(impl)).load_state_dict({"a": 1}))[0] == (
+        "raised"
+    )
+
+
+def test_average_inside_a_module_is_saved_with_it(impl: Implementation) -> None:
+    """An averaged model is a child like any other: its state has the child's prefix."""
+    parent = impl.nn.Module()
+    parent.swa = impl.AveragedModel(one_weight(impl))
+
+    assert list(parent.state_dict()) == ["swa.n_averaged", "swa.module.weight"]
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_are_complete_and_independent(impl: Implementation, way) -> None:
+    """A copy has all values and arguments, and goes on averaging by itself."""
+    model = one_weight(impl, 1.0)
+    averaged = impl.AveragedModel(model, avg_fn=decaying, use_buffers=True)
+    averaged.update_parameters(model)
+    other = way(averaged)
+    other.update_parameters(set_weight(model, 9.0))
+
+    assert type(other) is type(averaged)
+    assert (other.avg_fn, other.multi_avg_fn, other.use_buffers) == (decaying, None, True)
+    assert (averaged.module.weight.item(), averaged.n_averaged.item()) == (1.0, 1)
+    assert (other.module.weight.item() > 1.0, other.n_averaged.item()) == (True, 2)
+
+
+@every_rule
+def test_deepcopy_keeps_the_averaging_function(impl: Implementation, rule: str) -> None:
+    """A deep copy goes on with the same rule and gives the same bits."""
+    model, averaged = averaged_net(impl, rule)
+    other = copy.deepcopy(averaged)
+    for _ in training_states(model, 2):
+        averaged.update_parameters(model)
+        other.update_parameters(model)
+
+    assert (other.avg_fn, other.multi_avg_fn) == (averaged.avg_fn, averaged.multi_avg_fn)
+    assert freeze(dict(other.state_dict())) == freeze(dict(averaged.state_dict()))
+
+
+@pytest.mark.parametrize("way", [through_pickle, through_file])
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.endswith(("ema", "swa"))])
+def test_averaged_model_with_a_function_of_the_library_can_be_pickled(impl, rule, way) -> None:
+    """An average that was saved as a whole goes on with its rule, decay included."""
+    model, averaged = averaged_net(impl, rule)
+    other = way(averaged)
+    for _ in training_states(model, 2):
+        averaged.update_parameters(model)
+        other.update_parameters(model)
+
+    assert freeze(dict(other.state_dict())) == freeze(dict(averaged.state_dict()))
+
+
+def test_conversions_reach_the_copy_and_spare_the_count() -> None:
+    """Conversions of dtype and device apply to the copy; the count stays int64."""
+
+    def scenario(impl: Implementation):
+        averaged = averaged_net(impl)[1]
+        return [
+            [tensor.dtype for tensor in converted.state_dict().values()]
+            for converted in (averaged.half(), averaged.double(), averaged.to(torch.bfloat16))
+        ] + [averaged.to("meta").state_dict()]
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_modes_and_gradients_reach_the_copy(impl: Implementation) -> None:
+    """train, eval, requires_grad_ and zero_grad apply to the copy."""
+    averaged = impl.AveragedModel(normed_net(impl))
+    averaged(torch.ones(2, 3)).sum().backward()
+    averaged.zero_grad()
+    averaged.eval().requires_grad_(False)
+
+    assert not any(module.training for module in averaged.modules())
+    assert all(p.grad is None and not p.requires_grad for p in averaged.parameters())

@@ -1,0 +1,230 @@
+import pickle
+
+import pytest
+import torch
+
+from tests.helpers import Implementation, same
+from tests.parity.averaging.networks import one_weight
+
+
+FUNCTIONS = {
+    "get_ema_avg_fn": {"decay": 0.9},
+    "get_swa_avg_fn": {},
+    "get_ema_multi_avg_fn": {"decay": 0.9},
+    "get_swa_multi_avg_fn": {},
+}
+SINGLE = [name for name in FUNCTIONS if "multi" not in name]
+MANY = [name for name in FUNCTIONS if "multi" in name]
+EMA = [name for name in FUNCTIONS if "ema" in name]
+DTYPES = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def made(impl: Implementation, name: str):
+    """Make an averaging function."""
+    return getattr(impl, name)(**FUNCTIONS[name])
+
+
+def called(impl: Implementation, name: str, averaged, current, count):
+    """Call a function on one tensor or on a list, and return what became of the average."""
+    if name in SINGLE:
+        return made(impl, name)(averaged, current, count)
+    tensors = [averaged, averaged.clone()]
+    result = made(impl, name)(tensors, [current, current * 2], count)
+    return result, tensors
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, torch.tensor(0), torch.tensor(7)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_give_the_bits_of_torch(name: str, dtype: torch.dtype, count) -> None:
+    """Values, dtypes and errors equal torch's for every dtype and both kinds of count."""
+
+    def scenario(impl: Implementation):
+        averaged, current = (5 * torch.randn(2, 3)).to(dtype), (5 * torch.randn(2, 3)).to(dtype)
+        try:
+            return called(impl, name, averaged, current, count)
+        except RuntimeError as error:
+            return str(error), averaged
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize(("name", "expected"), [("get_ema_avg_fn", 1.1), ("get_swa_avg_fn", 1.25)])
+def test_functions_of_one_tensor_return_the_average(impl, name: str, expected: float) -> None:
+    """An EMA of 0.9 takes a tenth of the current value, an average of three models a quarter."""
+    averaged = torch.tensor([1.0], dtype=torch.float64)
+    result = made(impl, name)(averaged, torch.tensor([2.0], dtype=torch.float64), 3)
+
+    assert result.item() == pytest.approx(expected, abs=1e-15)
+    assert averaged.item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("get_ema_multi_avg_fn", 1.1), ("get_swa_multi_avg_fn", 1.25)]
+)
+def test_functions_of_lists_write_the_average(impl, name: str, expected: float) -> None:
+    """The forms for lists write the new values into the first list and return nothing."""
+    averaged = torch.tensor([1.0], dtype=torch.float64)
+    current = torch.tensor([2.0], dtype=torch.float64)
+
+    assert made(impl, name)([averaged], [current], 3) is None
+    assert averaged.item() == pytest.approx(expected, abs=1e-15)
+    assert current.item() == 2.0
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_record_no_graph(impl: Implementation, name: str) -> None:
+    """Averaging Parameters directly leaves them leaves, and results need no gradient."""
+    averaged, current = one_weight(impl, 1.0).weight, one_weight(impl, 2.0).weight
+    if name in SINGLE:
+        result = made(impl, name)(averaged, current, 1)
+        assert not result.requires_grad
+    else:
+        made(impl, name)([averaged], [current], 1)
+        assert averaged.item() > 1.0
+
+    assert averaged.is_leaf
+    assert averaged.requires_grad
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_tuples_serve_as_lists(name: str) -> None:
+    """The forms for lists take tuples of tensors."""
+
+    def scenario(impl: Implementation):
+        averaged = (torch.randn(3), torch.randn(2))
+        made(impl, name)(averaged, (torch.randn(3), torch.randn(2)), 2)
+        return averaged
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("name", MANY)
+def test_lists_that_do_not_fit_are_refused_as_in_torch(name: str, dtype: torch.dtype) -> None:
+    """Empty lists, lists of unequal length and tensors of unequal shape raise torch's errors."""
+
+    def scenario(lengths):
+        def run(impl: Implementation):
+            averaged, current = ([torch.ones(n).to(dtype) for n in row] for row in lengths)
+            made(impl, name)(averaged, current, 1)
+
+        return run
+
+    assert same(scenario(([], [])))[:2] == ("raised", "IndexError")
+    assert same(scenario(([1, 1], [1])))[0] == "raised"
+    assert same(scenario(([1], [1, 1])))[0] == "raised"
+    assert same(scenario(([2], [3])))[0] == "raised"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_unequal_dtypes_do_what_torch_does(name: str) -> None:
+    """A float32 average of bfloat16 values is promoted or refused as in torch."""
+
+    def scenario(impl: Implementation):
+        averaged = torch.randn(3)
+        try:
+            return called(impl, name, averaged, torch.randn(3).bfloat16(), torch.tensor(2))
+        except RuntimeError as error:
+            return str(error), averaged
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.1, -1, 2, float("inf"), torch.tensor(1.5)])
+@pytest.mark.parametrize("name", EMA)
+def test_decay_outside_of_0_to_1_is_refused(name: str, decay) -> None:
+    """A decay that is no share raises torch's ValueError when the function is made."""
+    assert same(lambda impl: getattr(impl, name)(decay))[:2] == ("raised", "ValueError")
+
+
+@pytest.mark.parametrize("decay", [None, "0.9", [0.9]])
+@pytest.mark.parametrize("name", EMA)
+def test_decay_that_is_no_number_is_refused(name: str, decay) -> None:
+    """A decay that cannot be compared raises torch's TypeError."""
+    assert same(lambda impl: getattr(impl, name)(decay))[:2] == ("raised", "TypeError")
+
+
+@pytest.mark.parametrize("decay", [0, 1, 0.0, 1.0, True, float("nan"), torch.tensor(0.5)])
+@pytest.mark.parametrize("name", EMA)
+def test_unusual_decays_are_taken(name: str, decay) -> None:
+    """The limits, booleans, tensors and NaN, which compares with nothing, work as in torch."""
+
+    def scenario(impl: Implementation):
+        function = getattr(impl, name)(decay)
+        averaged, current = torch.randn(3), torch.randn(3)
+        if name in SINGLE:
+            return function(averaged, current, 1)
+        function([averaged], [current], 1)
+        return averaged
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize("name", EMA)
+def test_default_decay(impl: Implementation, name: str) -> None:
+    """Without an argument, the decay is 0.999."""
+    averaged, current = torch.zeros(1).double(), torch.ones(1).double()
+    function = getattr(impl, name)()
+    result = function(averaged, current, 1) if name in SINGLE else None
+    if result is None:
+        function([averaged], [current], 1)
+        result = averaged
+
+    assert result.item() == pytest.approx(0.001, rel=1e-12)
+
+
+def test_parameters_of_the_functions_have_the_names_of_torch(impl: Implementation) -> None:
+    """All arguments of all four functions can be given by the names they have in torch."""
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    ema = impl.get_ema_avg_fn(0.5)(ema_param=one, current_param=two, num_averaged=1)
+    swa = impl.get_swa_avg_fn()(averaged_param=one, current_param=two, num_averaged=1)
+    impl.get_ema_multi_avg_fn(0.5)(ema_param_list=[one], current_param_list=[two], _=1)
+    impl.get_swa_multi_avg_fn()(averaged_param_list=[one], current_param_list=[two], num_averaged=1)
+
+    assert (ema.item(), swa.item(), one.item()) == (1.5, 1.5, 1.75)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_run_compiled_without_a_break(impl: Implementation, name: str) -> None:
+    """torch.compile traces the functions as a whole, with equal values."""
+    function = made(impl, name)
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    averaged, current = torch.randn(3), torch.randn(3)
+    if name in SINGLE:
+        expected, result = function(averaged, current, 2), compiled(averaged, current, 2)
+    else:
+        expected, result = averaged.clone(), averaged.clone()
+        function([expected], [current], 2)
+        compiled([result], [current], 2)
+
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_can_be_pickled(impl: Implementation, name: str) -> None:
+    """A function that was pickled averages with the decay that it was made with."""
+    function = pickle.loads(pickle.dumps(made(impl, name)))
+    averaged, current = torch.randn(3), torch.randn(3)
+    if name in SINGLE:
+        assert torch.equal(function(averaged, current, 4), made(impl, name)(averaged, current, 4))
+    else:
+        other = averaged.clone()
+        function([averaged], [current], 4)
+        made(impl, name)([other], [current], 4)
+        assert torch.equal(averaged, other)
+
+
+@pytest.mark.parametrize("name", EMA)
+def test_exponential_functions_show_their_decay(impl: Implementation, name: str) -> None:
+    """The decay can be read in the representation of the function."""
+    assert "decay=0.9" in repr(made(impl, name))

@@ -1,0 +1,50 @@
+import inspect
+
+import pytest
+import torch.optim.swa_utils as upstream
+
+import modkit.optim
+from modkit.optim import swa_utils
+from tests.helpers import Implementation
+
+
+def parameters(function) -> list[tuple[str, str, object]]:
+    """Return name, kind and default of each parameter."""
+    return [
+        (p.name, p.kind.name, p.default) for p in inspect.signature(function).parameters.values()
+    ]
+
+
+def test_public_names_are_those_of_torch() -> None:
+    """Each name that torch exports is exported, and no other."""
+    assert sorted(swa_utils.__all__) == sorted(upstream.__all__)
+    assert modkit.optim.swa_utils is swa_utils
+
+
+@pytest.mark.parametrize("name", upstream.__all__)
+def test_signatures_are_those_of_torch(name: str) -> None:
+    """Names, kinds and defaults of all parameters equal torch's."""
+    assert parameters(getattr(swa_utils, name)) == parameters(getattr(upstream, name))
+
+
+@pytest.mark.parametrize("name", ["forward", "update_parameters"])
+def test_methods_have_the_signatures_of_torch(name: str) -> None:
+    """The methods of AveragedModel take what torch's take."""
+    ours, theirs = (getattr(m.AveragedModel, name) for m in (swa_utils, upstream))
+
+    assert parameters(ours) == parameters(theirs)
+
+
+@pytest.mark.parametrize("name", upstream.__all__)
+def test_names_say_where_they_are_imported_from(impl: Implementation, name: str) -> None:
+    """Functions and AveragedModel name their library; SWALR is torch's own in both."""
+    home = "torch" if name == "SWALR" else impl.name
+    found = getattr(impl.swa_utils, name)
+
+    assert (found.__module__, found.__qualname__) == (f"{home}.optim.swa_utils", name)
+    assert found.__doc__
+
+
+def test_alias_for_lists_of_tensors(impl: Implementation) -> None:
+    """The alias that annotates averaging functions can be imported, and means the same."""
+    assert impl.swa_utils.PARAM_LIST == upstream.PARAM_LIST

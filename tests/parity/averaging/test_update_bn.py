@@ -1,0 +1,246 @@
+import pytest
+import torch
+
+from tests.helpers import Implementation, freeze, same
+from tests.parity.averaging.networks import normed_net, one_weight
+
+
+def batches(count: int = 3, width: int = 3) -> list[torch.Tensor]:
+    """Return batches of eight inputs."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(8, width, generator=generator) for _ in range(count)]
+
+
+class Untouchable:
+    """A loader that must not be read."""
+
+    def __iter__(self):
+        raise AssertionError("the loader was read")
+
+
+def test_statistics_are_the_mean_over_the_batches(impl: Implementation) -> None:
+    """The running statistics become the mean of the batches' means and variances."""
+    layer = impl.nn.BatchNorm1d(3)
+    layer(torch.full((4, 3), 100.0))
+    data = batches()
+    impl.update_bn(data, layer)
+
+    torch.testing.assert_close(layer.running_mean, torch.stack([b.mean(0) for b in data]).mean(0))
+    torch.testing.assert_close(layer.running_var, torch.stack([b.var(0) for b in data]).mean(0))
+    assert layer.num_batches_tracked == 3
+
+
+def loaders(kind: str):
+    """Return the same batches in the form that a loader of this kind yields."""
+    data = batches()
+    labels = torch.zeros(24)
+    dataset = torch.utils.data.TensorDataset(torch.cat(data), labels)
+    return {
+        "tensors": data,
+        "tuples": [(batch, "label") for batch in data],
+        "lists": [[batch, "label", 3] for batch in data],
+        "lists of one": [[batch] for batch in data],
+        "generator": (batch for batch in data),
+        "DataLoader": torch.utils.data.DataLoader(dataset, batch_size=8),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    "kind", ["tensors", "tuples", "lists", "lists of one", "generator", "DataLoader"]
+)
+def test_kinds_of_loaders(kind: str) -> None:
+    """Batches are tensors, or lists and tuples that start with one; the bits equal torch's."""
+
+    def scenario(impl: Implementation):
+        model = normed_net(impl)
+        impl.update_bn(loaders(kind), model)
+        return model
+
+    expected = same(scenario)
+    reference = same(lambda impl: (m := normed_net(impl), impl.update_bn(batches(), m))[0])
+
+    assert expected == reference
+
+
+@pytest.mark.parametrize(
+    "batch", [{"x": torch.ones(8, 3)}, [[torch.ones(8, 3)]], [], "text", None, 3], ids=str
+)
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_batches_of_other_kinds_do_what_torch_does(batch, device) -> None:
+    """Dicts, nested and empty lists and other objects raise torch's errors."""
+
+    def scenario(impl: Implementation):
+        impl.update_bn([batch], normed_net(impl), device)
+
+    assert same(scenario)[0] == "raised"
+
+
+@pytest.mark.parametrize("loader", [None, 3, torch.tensor(3)], ids=str)
+def test_what_is_no_loader_is_refused_as_in_torch(loader) -> None:
+    """An object that cannot be iterated raises torch's error."""
+    assert same(lambda impl: impl.update_bn(loader, normed_net(impl)))[0] == "raised"
+
+
+def test_batches_are_moved_to_the_device(impl: Implementation) -> None:
+    """With a device, each batch is moved there before the model is called."""
+
+    class Recorder(torch.Tensor):
+        moves = []
+
+        def to(self, *args):
+            self.moves.append(args)
+            return self.as_subclass(torch.Tensor)
+
+    data = [batch.as_subclass(Recorder) for batch in batches(2)]
+    device = torch.device("cpu")
+    impl.update_bn([[data[0]], data[1]], normed_net(impl), device=device)
+
+    assert Recorder.moves == [(device,), (device,)]
+
+
+def test_model_without_batch_norm_leaves_the_loader_alone(impl: Implementation) -> None:
+    """Without such a layer nothing is read, called or changed."""
+    model = impl.nn.Sequential(one_weight(impl), impl.nn.InstanceNorm1d(3), impl.nn.LayerNorm(3))
+    model[0].register_forward_hook(lambda *_: pytest.fail("the model was called"))
+    model.eval()
+    before = freeze(model)
+    impl.update_bn(Untouchable(), model)
+
+    assert freeze(model) == before
+    assert not model.training
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_mode_is_restored(impl: Implementation, training: bool) -> None:
+    """The model runs in training mode and then has the mode that it had."""
+    model = normed_net(impl).train(training)
+    modes = []
+    model.register_forward_hook(lambda module, *_: modes.append(module.training))
+    impl.update_bn(batches(2), model)
+
+    assert modes == [True, True]
+    assert [module.training for module in model.modules()] == [training] * 5
+
+
+def test_modes_of_children_become_that_of_the_model() -> None:
+    """The model's mode is restored for all of its layers, frozen ones included."""
+
+    def scenario(impl: Implementation):
+        model = normed_net(impl)
+        model[1].eval()
+        impl.update_bn(batches(2), model)
+        return [module.training for module in model.modules()], model
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.9, 0.0, None])
+def test_momentum_is_restored(impl: Implementation, momentum) -> None:
+    """Each layer's momentum is None during the pass and has its value afterwards."""
+    model = normed_net(impl)
+    model.append(impl.nn.BatchNorm1d(2, momentum=momentum))
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append((model[1].momentum, model[4].momentum)))
+    impl.update_bn(batches(1), model)
+
+    assert seen == [(None, None)]
+    assert (model[1].momentum, model[4].momentum) == (0.1, momentum)
+
+
+def test_no_gradients_are_recorded(impl: Implementation) -> None:
+    """The pass runs without autograd, and the caller's gradient mode is untouched."""
+    model = normed_net(impl)
+    modes = []
+    model.register_forward_hook(lambda *_: modes.append(torch.is_grad_enabled()))
+
+    assert impl.update_bn(batches(1), model) is None
+    assert modes == [False]
+    assert torch.is_grad_enabled()
+
+
+def test_all_kinds_of_batch_norm_are_updated(impl: Implementation) -> None:
+    """One-, two- and three-dimensional layers count, and subclasses of them."""
+
+    class Own(impl.nn.BatchNorm2d):
+        pass
+
+    shapes = {impl.nn.BatchNorm1d: (8, 2), Own: (8, 2, 3, 3), impl.nn.BatchNorm3d: (8, 2, 3, 3, 3)}
+    for kind, shape in shapes.items():
+        layer = kind(2)
+        impl.update_bn([torch.randn(shape) + 5], layer)
+
+        assert layer.num_batches_tracked == 1
+        assert (layer.running_mean > 4).all()
+
+
+def test_lazy_layers_are_refused_before_anything_changes() -> None:
+    """A layer that has not seen data yet raises torch's error, and the model stays as it was."""
+
+    def scenario(impl: Implementation):
+        model = impl.nn.Sequential(impl.nn.LazyBatchNorm1d()).eval()
+        with pytest.raises(ValueError, match="uninitialized parameter") as caught:
+            impl.update_bn(Untouchable(), model)
+        return str(caught.value), model.training, model[0].momentum
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_layers_without_statistics_keep_none(impl: Implementation) -> None:
+    """A layer that tracks no statistics is passed through."""
+    layer = impl.nn.BatchNorm1d(3, track_running_stats=False)
+    impl.update_bn(batches(1), layer)
+
+    assert layer.running_mean is None
+    assert layer.momentum == 0.1
+
+
+def test_shared_layer_is_restored(impl: Implementation) -> None:
+    """A layer that the model holds twice is reset and restored once."""
+    layer = impl.nn.BatchNorm1d(3)
+    impl.update_bn(batches(1), impl.nn.Sequential(layer, layer))
+
+    assert layer.momentum == 0.1
+    assert layer.num_batches_tracked == 2
+
+
+def test_empty_loader_resets_the_statistics() -> None:
+    """Without any batch, the statistics are those of a new layer."""
+
+    def scenario(impl: Implementation):
+        model = normed_net(impl)
+        model(torch.randn(8, 3))
+        impl.update_bn([], model)
+        return model, model[1].momentum, model.training
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_failing_loader_leaves_what_torch_leaves() -> None:
+    """An exception on the way out of the loader passes through, in the middle of the pass."""
+
+    def failing():
+        yield batches(1)[0]
+        raise LookupError("no more data")
+
+    def scenario(impl: Implementation):
+        model = normed_net(impl).eval()
+        with pytest.raises(LookupError, match="no more data"):
+            impl.update_bn(failing(), model)
+        return model, model.training, model[1].momentum, torch.is_grad_enabled()
+
+    assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize("rule", ["swa", "ema"])
+def test_averaged_model_is_updated(rule: str) -> None:
+    """The statistics of an average are renewed for its weights, with the bits of torch."""
+
+    def scenario(impl: Implementation):
+        model = normed_net(impl)
+        function = impl.get_swa_avg_fn() if rule == "swa" else impl.get_ema_avg_fn(0.9)
+        averaged = impl.AveragedModel(model, avg_fn=function)
+        averaged.update_parameters(model)
+        impl.update_bn(batches(), averaged)
+        return averaged, averaged.eval()(torch.ones(2, 3))
+
+    assert same(scenario)[0] == "returned"
