@@ -3,7 +3,7 @@
 import copy
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from modkit.nn._layers import REBASED, rebase, rebase_children
 from modkit.nn.modules._newer import layer_class
-from tests.helpers import MODKIT, Implementation
+from tests.helpers import MODKIT, TORCH, Implementation, outcome
 
 
 with warnings.catch_warnings():
@@ -178,6 +178,11 @@ def samples() -> dict[str, Sample]:
 def torch_names(text: object) -> str:
     """Write modkit's class paths in a text as torch's, so that the two can be compared."""
     return str(text).replace("modkit.nn.", "torch.nn.")
+
+
+def both(scenario: Callable[[Implementation], Any]) -> tuple[str, str]:
+    """Return the outcomes on torch and on modkit, with class paths in texts made equal."""
+    return torch_names(outcome(scenario, TORCH)), torch_names(outcome(scenario, MODKIT))
 
 
 def modkit_of(torch_class: type) -> type:
