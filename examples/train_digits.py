@@ -72,7 +72,7 @@ NETWORKS = [("raw", "raw", "0.6"), ("swa", "SWA", "tab:orange"), ("ema", "EMA", 
 
 
 class DigitNet(nn.Module):
-    """Three convolutions with batch normalisation and one linear layer: 19,258 weights."""
+    """Three convolutions with batch normalization and one linear layer: 19,258 weights."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Weight averaging, equal (SWA) and exponential (EMA): drop-in for ``torch.optim.swa_utils``.
 
 ``AveragedModel`` keeps a running average of a model's weights, ``update_bn`` refreshes the batch
-normalisation statistics of the result, and ``SWALR`` is the learning-rate schedule that goes with
+normalization statistics of the result, and ``SWALR`` is the learning-rate schedule that goes with
 equal averaging. ``SWALR`` is torch's own class: schedulers belong to the optimizer, of which modkit
 has no version.
 """
@@ -65,6 +65,7 @@ def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
         ValueError: ``decay`` is below 0 or above 1.
 
     Example:
+        >>> import torch
         >>> from modkit.optim.swa_utils import get_ema_multi_avg_fn
         >>> averaged, current = [torch.tensor([1.0])], [torch.tensor([2.0])]
         >>> get_ema_multi_avg_fn(0.75)(averaged, current, 1)
@@ -88,6 +89,7 @@ def get_swa_multi_avg_fn() -> MultiAvgFn:
         so far. It writes the first list in place; the tensors of a call share a device and a dtype.
 
     Example:
+        >>> import torch
         >>> from modkit.optim.swa_utils import get_swa_multi_avg_fn
         >>> averaged, current = [torch.tensor([1.0])], [torch.tensor([2.0])]
         >>> get_swa_multi_avg_fn()(averaged, current, 3)
@@ -116,6 +118,7 @@ def get_ema_avg_fn(decay: float = 0.999) -> AvgFn:
         ValueError: ``decay`` is below 0 or above 1.
 
     Example:
+        >>> import torch
         >>> from modkit.optim.swa_utils import get_ema_avg_fn
         >>> get_ema_avg_fn(0.75)(torch.tensor([1.0]), torch.tensor([2.0]), 1)
         tensor([1.2500])
@@ -137,6 +140,7 @@ def get_swa_avg_fn() -> AvgFn:
         far, which returns the new average.
 
     Example:
+        >>> import torch
         >>> from modkit.optim.swa_utils import get_swa_avg_fn
         >>> get_swa_avg_fn()(torch.tensor([1.0]), torch.tensor([2.0]), 3)
         tensor([1.2500])
@@ -222,7 +226,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     averaging function all updates weigh the same. The functions are not part of ``state_dict()``:
     pass them again when an average is loaded.
 
-    With ``use_buffers=False`` each update copies the buffers, so the batch normalisation statistics
+    With ``use_buffers=False`` each update copies the buffers, so the batch normalization statistics
     are those of the last model seen and not of the averaged weights: call ``update_bn`` at the end
     of training. With ``use_buffers=True`` they are averaged along the way.
 
@@ -253,7 +257,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         >>> ema.module.weight.item(), ema.n_averaged.item()
         (1.25, 2)
 
-    Same as `torch.optim.swa_utils.AveragedModel`.
+    Same as `torch.optim.swa_utils.AveragedModel`, and typed by the class of the model.
     """
 
     module: ModelT
@@ -270,7 +274,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         multi_avg_fn: MultiAvgFn | None = None,
         use_buffers: bool = False,
     ) -> None:
-        # Torch's class is a base only for ``isinstance``: its own initialisation is passed over.
+        # Torch's class is a base only for ``isinstance``: its own initialization is passed over.
         super(_TorchAveragedModel, self).__init__()
         if avg_fn is not None and multi_avg_fn is not None:
             message = "Only one of avg_fn and multi_avg_fn should be provided"
@@ -327,11 +331,11 @@ def update_bn(
     model: torch.nn.Module,
     device: int | torch.device | None = None,
 ) -> None:
-    """Compute the batch normalisation statistics of a model afresh, in one pass over the data.
+    """Compute the batch normalization statistics of a model afresh, in one pass over the data.
 
     Averaged weights produce activations that no training step has seen: call this on an
     ``AveragedModel`` before it is evaluated. The running mean and variance of every batch
-    normalisation layer become the plain average over the batches. A model without such layers
+    normalization layer become the plain average over the batches. A model without such layers
     leaves the loader untouched.
 
     Args:
@@ -342,6 +346,7 @@ def update_bn(
         device: Where each batch is moved to before the call; by default it stays where it is.
 
     Example:
+        >>> import torch
         >>> from modkit import nn
         >>> from modkit.optim.swa_utils import AveragedModel, update_bn
         >>> average = AveragedModel(nn.BatchNorm1d(1))

@@ -29,7 +29,7 @@ def rates(scheduler, count: int) -> list[float]:
 
 
 def test_swalr_is_a_scheduler_of_torch(impl: Implementation) -> None:
-    """Code that expects a learning-rate scheduler accepts it, and torch's class is recognised."""
+    """Code that expects a learning-rate scheduler accepts it, and torch's class is recognized."""
     scheduler = impl.SWALR(optimizer(), swa_lr=0.1)
 
     assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
