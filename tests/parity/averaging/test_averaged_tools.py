@@ -1,0 +1,71 @@
+import pytest
+import torch
+
+from tests.helpers import Implementation, same
+from tests.parity.averaging.networks import RULES, normed_net, training_states
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    """Forget what was compiled, so that no test meets the limit of recompilations."""
+    yield
+    torch._dynamo.reset()
+
+
+def averaged_net(impl: Implementation) -> torch.nn.Module:
+    """Return an average in evaluation mode."""
+    model = normed_net(impl)
+    averaged = impl.AveragedModel(model)
+    for _ in training_states(model, 2):
+        averaged.update_parameters(model)
+    return averaged.eval()
+
+
+TOOLS = {
+    "compile": lambda m, x: torch.compile(m, backend="eager", fullgraph=True)(x),
+    "export": lambda m, x: torch.export.export(m, (x,)).module()(x),
+    "functional_call": lambda m, x: torch.func.functional_call(m, dict(m.state_dict()), (x,)),
+    "vmap": lambda m, x: torch.func.vmap(m)(x.unsqueeze(1)).squeeze(1),
+    "fx": lambda m, x: torch.fx.symbolic_trace(m.module)(x),
+    "trace": lambda m, x: torch.jit.trace(m.module, x)(x),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_tools_take_an_averaged_model(impl: Implementation, tool: str) -> None:
+    """Compilers, exporters, tracers and function transforms give the eager result."""
+    averaged = averaged_net(impl)
+    inputs = torch.randn(4, 3)
+
+    torch.testing.assert_close(TOOLS[tool](averaged, inputs), averaged(inputs))
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.endswith("own")])
+def test_update_of_a_compiled_caller(rule: str) -> None:
+    """Compiling the code around the updates changes no bit of the average."""
+
+    def scenario(impl: Implementation):
+        model = normed_net(impl)
+        averaged = impl.AveragedModel(model, **RULES[rule](impl))
+        update = torch.compile(averaged.update_parameters, backend="eager")
+        for _ in training_states(model, 3):
+            update(model)
+        return averaged
+
+    compiled = same(scenario)
+    with torch._dynamo.config.patch(disable=True):
+        eager = same(scenario)
+
+    assert compiled == eager
+    assert compiled[0] == "returned"
+
+
+def test_optimizers_train_an_averaged_model(impl: Implementation) -> None:
+    """The parameters of the average are those of a network, and can be trained further."""
+    averaged = averaged_net(impl).train()
+    before = averaged.module[0].weight.clone()
+    optimizer = torch.optim.SGD(averaged.parameters(), lr=0.1)
+    averaged(torch.randn(8, 3)).square().mean().backward()
+    optimizer.step()
+
+    assert not torch.equal(averaged.module[0].weight, before)
