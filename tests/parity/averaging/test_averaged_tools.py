@@ -27,7 +27,6 @@ TOOLS = {
     "functional_call": lambda m, x: torch.func.functional_call(m, dict(m.state_dict()), (x,)),
     "vmap": lambda m, x: torch.func.vmap(m)(x.unsqueeze(1)).squeeze(1),
     "fx": lambda m, x: torch.fx.symbolic_trace(m.module)(x),
-    "trace": lambda m, x: torch.jit.trace(m.module, x)(x),
 }
 
 
