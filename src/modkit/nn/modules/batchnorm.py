@@ -71,7 +71,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm, _BatchNorm):
         """Convert all batch normalization in ``module``; the new layers are modkit's."""
         # Torch's method calls itself through ``cls`` for each child, so every level passes here.
         converted = super().convert_sync_batchnorm(module, process_group)  # type: ignore[no-untyped-call]
-        return rebase(converted)
+        return converted if converted is module else rebase(converted)
 
 
 if not TYPE_CHECKING:
