@@ -53,6 +53,7 @@ __all__ = [
     "WrappedHook",
     "foreach_add_",
     "foreach_addcdiv_",
+    "foreach_copy_",
     "foreach_lerp_",
     "foreach_sub",
     "get_tracing_state",
@@ -69,9 +70,11 @@ __all__ = [
     "has_compatible_shallow_copy_type",
     "indent_lines",
     "is_traceable_wrapper_subclass",
+    "layer_loaders",
     "log_api_usage_once",
     "original_methods",
     "parse_to",
+    "storage_identity",
 ]
 
 # The stub of torch does not say that there may be no state.
@@ -80,6 +83,7 @@ get_tracing_state = cast("Callable[[], object | None]", _get_tracing_state)
 foreach_add_ = torch._foreach_add_
 foreach_addcdiv_ = torch._foreach_addcdiv_
 foreach_lerp_ = torch._foreach_lerp_
+foreach_copy_ = torch._foreach_copy_
 foreach_sub = torch._foreach_sub
 
 global_forward_pre_hooks = module_globals._global_forward_pre_hooks
@@ -96,6 +100,11 @@ global_parameter_registration_hooks = module_globals._global_parameter_registrat
 # initialize models on the meta device, and those must then be the ones that run.
 original_methods: dict[str, Any] = dict(vars(torch.nn.Module))
 
+# What torch's own layers do when they load: no more than to migrate the entries that they are given.
+layer_loaders = frozenset(
+    (BatchNormBase._load_from_state_dict, torch.nn.InstanceNorm1d._load_from_state_dict)
+)
+
 
 def global_backward_hooks_are_full() -> bool | None:
     """Tell the kind of the global backward hooks: full, not full, or none registered yet."""
@@ -111,3 +120,9 @@ def has_compatible_shallow_copy_type(tensor: torch.Tensor, other: torch.Tensor) 
 def is_traceable_wrapper_subclass(tensor: torch.Tensor) -> bool:
     """Tell whether ``tensor`` wraps other tensors; torch's guard would narrow to a protocol."""
     return bool(_is_wrapper_subclass(tensor))
+
+
+def storage_identity(tensor: torch.Tensor) -> int:
+    """Return what two tensors have in common that look at the same memory, meta ones included."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity

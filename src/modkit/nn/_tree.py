@@ -32,6 +32,12 @@ def is_standard(module: torch.nn.Module, method: str) -> bool:
     return getattr(type(module), method) in STANDARD and method not in module.__dict__
 
 
+def implements(module: torch.nn.Module, method: str) -> bool:
+    """Tell whether the class has its own ``method``; what the instance has does not count."""
+    inherited = original_methods[method]
+    return getattr(type(module), method, inherited) is not inherited
+
+
 def method_of_module(function: FunctionT) -> FunctionT:
     """Give a function that is itself a method of ``Module`` the name that errors show."""
     function.__qualname__ = f"Module.{function.__name__}"

@@ -29,7 +29,7 @@ from modkit._types import (
     TensorFunction,
 )
 from modkit._upstream import IncompatibleKeys, RemovableHandle, log_api_usage_once
-from modkit.nn import _call, _convert, _hooks, _registry, _repr, _state, _walk
+from modkit.nn import _call, _convert, _hooks, _load, _registry, _repr, _state, _walk
 from modkit.nn._layers import mark_leaf
 from modkit.nn._tree import post_order, standard
 
@@ -429,10 +429,10 @@ class Module(torch.nn.Module):
             RuntimeError: names do not match and ``strict`` is set, or shapes do not match;
                 all problems are listed.
         """
-        return _state.load(self, state_dict, strict=strict, assign=assign)
+        return _load.load(self, state_dict, strict=strict, assign=assign)
 
     _save_to_state_dict = _state._save_to_state_dict
-    _load_from_state_dict = _state._load_from_state_dict
+    _load_from_state_dict = _load._load_from_state_dict
 
     # Printing.
 

@@ -166,6 +166,10 @@ def test_overrides_are_called_as_torch_calls_them(method, level):
     def scenario(impl):
         calls = {}
         for operation in OPERATIONS:
+            # Torch tells the override of a load that is not strict that it is; a fix has its own
+            # test of what modkit tells it.
+            if method == "_load_from_state_dict" and "strict=False" in operation:
+                continue
             module, log = build(impl, method, level)
             run(operation, module)
             calls[operation] = list(log)

@@ -1,0 +1,189 @@
+import pytest
+import torch
+
+from tests.helpers import Implementation
+
+
+def network(impl):
+    """Build a network of two branches with parameters and buffers."""
+    return impl.nn.Sequential(
+        impl.nn.Sequential(impl.nn.Linear(2, 3), impl.nn.BatchNorm1d(3)),
+        impl.nn.Linear(3, 1),
+    )
+
+
+def values(module):
+    """Copy all tensors of a module."""
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def unchanged(module, before):
+    """Tell whether all tensors of a module are what they were."""
+    return all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+def other_values(module):
+    """Make a state dict for ``module`` whose values differ from it in each entry."""
+    return {name: tensor + 1 for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"1.weight": torch.zeros(5, 5)},
+        {"1.bias": "text"},
+        {"1.bias": None},
+        {"stray": torch.zeros(1)},
+        {"0.0.stray": torch.zeros(1)},
+        {"0.0.weight.stray": torch.zeros(1)},
+    ],
+    ids=["shape", "text", "none", "extra", "extra below", "extra below a parameter"],
+)
+def test_a_refused_load_changes_nothing(impl: Implementation, change: dict) -> None:
+    """A load with an entry that does not fit leaves all the other tensors as they were."""
+    model = network(impl)
+    before = values(model)
+    state = {**other_values(model), **change}
+    with pytest.raises(RuntimeError, match="loading state_dict for Sequential"):
+        model.load_state_dict(state)
+
+    assert unchanged(model, before)
+
+
+def test_a_load_with_a_missing_key_changes_nothing(impl: Implementation) -> None:
+    """A strict load without one of the keys leaves all the other tensors as they were."""
+    model = network(impl)
+    before = values(model)
+    state = other_values(model)
+    del state["1.bias"]
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(state)
+
+    assert unchanged(model, before)
+
+
+def test_a_wrong_shape_changes_nothing_in_a_load_that_is_not_strict(impl: Implementation) -> None:
+    """Also without ``strict`` a wrong shape is an error, found before anything is written."""
+    model = network(impl)
+    before = values(model)
+    state = {**other_values(model), "1.weight": torch.zeros(5, 5)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for 1\.weight"):
+        model.load_state_dict(state, strict=False)
+
+    assert unchanged(model, before)
+
+
+def test_a_refused_assignment_of_a_checkpoint_changes_nothing(impl: Implementation) -> None:
+    """With ``assign=True`` too, no parameter is replaced unless all entries fit."""
+    model = network(impl)
+    parameters = list(model.parameters())
+    state = {**other_values(model), "1.weight": torch.zeros(5, 5)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for 1\.weight"):
+        model.load_state_dict(state, assign=True)
+
+    assert all(old is new for old, new in zip(parameters, model.parameters(), strict=True))
+
+
+def test_a_hook_that_takes_part_gets_torchs_order(impl: Implementation) -> None:
+    """With a hook in the tree, modules load one after the other, and see those before loaded."""
+    model = network(impl)
+    seen = []
+    model[1].register_load_state_dict_pre_hook(
+        lambda *_: seen.append(model[0][0].weight.detach().clone())
+    )
+    state = other_values(model)
+    model.load_state_dict(state)
+
+    assert torch.equal(seen[0], state["0.0.weight"])
+
+
+@pytest.mark.parametrize("kind", ["hook", "override"])
+def test_who_takes_part_is_told_whether_the_load_is_strict(impl: Implementation, kind: str) -> None:
+    """Hooks and overrides see the caller's ``strict``, and the result still lists the keys."""
+    told = []
+
+    class Overriding(impl.nn.Linear):
+        def _load_from_state_dict(self, state_dict, prefix, metadata, strict, *lists):
+            told.append(strict)
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
+
+    model = impl.nn.Sequential(Overriding(1, 1) if kind == "override" else impl.nn.Linear(1, 1))
+    if kind == "hook":
+        model[0].register_load_state_dict_pre_hook(
+            lambda module, state_dict, prefix, metadata, strict, *lists: told.append(strict)
+        )
+    result = model.load_state_dict({"0.stray": torch.zeros(1)}, strict=False)
+
+    assert told == [False]
+    assert result.missing_keys == ["0.weight", "0.bias"]
+    assert result.unexpected_keys == ["0.stray"]
+
+
+def test_keys_below_a_child_that_is_none_are_unexpected(impl: Implementation) -> None:
+    """Nobody would load what is below a child that is None, so those keys are reported."""
+    model = impl.Module()
+    model.register_module("child", None)
+    state = {"child.weight": torch.zeros(1)}
+
+    assert model.load_state_dict(state, strict=False).unexpected_keys == ["child.weight"]
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*child\.weight"):
+        model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["planned", "in order"])
+def test_assign_keeps_tied_parameters_tied(impl: Implementation, hooked: bool) -> None:
+    """A parameter under two names is still one parameter after an assigning load."""
+
+    def tied():
+        model = impl.nn.Sequential(impl.nn.Linear(2, 2), impl.nn.Linear(2, 2))
+        model[1].weight = model[0].weight
+        return model
+
+    model = tied()
+    if hooked:
+        model[0].register_load_state_dict_post_hook(lambda *_: None)
+    state = tied().state_dict()
+    model.load_state_dict(state, assign=True)
+
+    assert model[1].weight is model[0].weight
+    assert model[0].weight.data_ptr() == state["0.weight"].data_ptr()
+
+
+def test_assign_keeps_tied_parameters_tied_on_the_meta_device(impl: Implementation) -> None:
+    """A model that was built without memory gets its ties back from a saved state dict."""
+
+    def tied():
+        model = impl.nn.Sequential(impl.nn.Linear(2, 2), impl.nn.Linear(2, 2))
+        model[1].weight = model[0].weight
+        return model
+
+    with torch.device("meta"):
+        model = tied()
+    model.load_state_dict(tied().state_dict(), assign=True)
+
+    assert model[1].weight is model[0].weight
+    assert not model[0].weight.is_meta
+
+
+def test_assign_does_not_tie_what_was_not_tied(impl: Implementation) -> None:
+    """Two parameters that a state dict happens to fill from one tensor stay two parameters."""
+    model = impl.nn.Sequential(impl.nn.Linear(2, 2), impl.nn.Linear(2, 2))
+    weight = torch.zeros(2, 2)
+    state = {**model.state_dict(), "0.weight": weight, "1.weight": weight}
+    model.load_state_dict(state, assign=True)
+
+    assert model[0].weight is not model[1].weight
+
+
+def test_assign_leaves_nothing_behind_in_the_state_dict(impl: Implementation) -> None:
+    """After a load with ``assign=True`` the same state dict loads by copying again."""
+    state = impl.nn.Linear(2, 2).state_dict()
+    before = {name: dict(entry) for name, entry in state._metadata.items()}
+    impl.nn.Linear(2, 2).load_state_dict(state, assign=True)
+    copied_into = impl.nn.Linear(2, 2)
+    weight = copied_into.weight
+    copied_into.load_state_dict(state)
+
+    assert state._metadata == before
+    assert copied_into.weight is weight
+    assert torch.equal(weight, state["weight"])
