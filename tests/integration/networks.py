@@ -219,3 +219,18 @@ def agree(scenario: Callable[[Implementation], ResultT]) -> ResultT:
 def gradients(net: torch.nn.Module) -> dict[str, Tensor | None]:
     """Collect the gradient of every parameter by name."""
     return {name: parameter.grad for name, parameter in net.named_parameters()}
+
+
+def train(
+    net: torch.nn.Module, batch: Tensor, optimizer: torch.optim.Optimizer | None = None
+) -> list[Tensor]:
+    """Take three steps towards outputs of zero and return the loss of each."""
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = net(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.shape_prop import ShapeProp
 
 from tests.helpers import TORCH, Implementation, freeze, seed_everything
-from tests.integration.networks import agree, gradients, make_batch, make_net
+from tests.integration.networks import agree, gradients, make_batch, make_net, train
 
 
 def nodes(graph: fx.Graph) -> list[tuple[str, str, str, str]]:
@@ -154,14 +154,7 @@ def test_traced_module_follows_training() -> None:
 
     def scenario(impl: Implementation) -> tuple[Any, ...]:
         traced = fx.symbolic_trace(make_net(impl.nn, "conv"))
-        optimizer = torch.optim.SGD(traced.parameters(), lr=0.1)
-        losses = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = traced(make_batch("conv")).square().sum()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
+        losses = train(traced, make_batch("conv"))
         return losses, dict(traced.state_dict()), traced.eval()(make_batch("conv"))
 
     losses, state, _ = agree(scenario)

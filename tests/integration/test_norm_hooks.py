@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from tests.helpers import MODKIT, TORCH, Implementation, freeze
-from tests.integration.networks import agree, gradients, make_batch, make_net
-from tests.integration.test_parametrize import train
+from tests.integration.networks import agree, gradients, make_batch, make_net, train
 
 
 pytestmark = pytest.mark.filterwarnings(

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from torch.func import functional_call
 
 from tests.helpers import MODKIT, TORCH, Implementation, freeze, seed_everything
-from tests.integration.networks import agree, gradients, make_batch, make_net
+from tests.integration.networks import agree, gradients, make_batch, make_net, train
 
 
 def symmetric(nn: Any) -> torch.nn.Module:
@@ -22,19 +22,6 @@ def symmetric(nn: Any) -> torch.nn.Module:
             return x.triu()
 
     return Symmetric()
-
-
-def train(net: torch.nn.Module, batch: Tensor) -> list[Tensor]:
-    """Take three steps of gradient descent and return the losses."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = net(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
 
 
 def parametrized(impl: Implementation) -> torch.nn.Module:

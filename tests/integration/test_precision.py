@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers import Implementation, freeze
-from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net
+from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net, train
 
 
 def in_double(impl: Implementation, network: str) -> tuple[torch.nn.Module, Tensor]:
@@ -48,14 +48,7 @@ def test_whole_network_in_bfloat16(network: str) -> None:
         net, batch = make_net(impl.nn, network).bfloat16(), make_batch(network)
         if batch.is_floating_point():
             batch = batch.bfloat16()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-        losses = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = net(batch).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
+        losses = train(net, batch, torch.optim.AdamW(net.parameters(), lr=0.01))
         return losses, dict(net.state_dict())
 
     losses, state = agree(scenario)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers import MODKIT, TORCH, Implementation, freeze, seed_everything
-from tests.integration.networks import agree, gradients, make_batch, make_net
-from tests.integration.test_parametrize import train
+from tests.integration.networks import agree, gradients, make_batch, make_net, train
 
 
 Method = Callable[[Any, torch.nn.Module], torch.nn.Module]
