@@ -6,10 +6,7 @@ from typing import Any
 import torch
 
 from tests.helpers import freeze
-
-
-# Where the hooks of the side that runs at the moment write to.
-LOG: list[Any] = []
+from tests.property.nodes import LOG
 
 
 @dataclass(eq=False)
@@ -58,10 +55,9 @@ class Hook:
             state[f"{prefix}added"] = torch.ones(1)
 
     def _load_pre(self, module: Any, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
-        _strict, missing, unexpected, errors = rest
-        self._note(
-            type(module).__name__, list(state), prefix, metadata, missing, unexpected, errors
-        )
+        _strict, *reports = rest
+        found = [list(report) for report in reports]
+        self._note(type(module).__name__, list(state), prefix, metadata, found)
         if self.changes:
             state.pop(f"{prefix}added", None)
 

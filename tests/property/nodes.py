@@ -1,10 +1,12 @@
-"""The user-defined module class of the random trees, defined once per implementation.
+"""The user-defined module classes of the random trees, defined once per implementation.
 
-`nodes_torch.Node` and `nodes_modkit.Node` are the two: each lives in a file of its own, so that
-pickle finds both under the same name.
+The files `nodes_torch` and `nodes_modkit` hold the two sets: each lives in a file of its own, so
+that pickle finds both under the same names.
 """
 
 from typing import Any
+
+import torch
 
 from tests.helpers import Implementation
 
@@ -13,10 +15,47 @@ from tests.helpers import Implementation
 TRANSPARENT = ("ModuleList", "ModuleDict")
 # Containers of parameters, which have nothing to call.
 SILENT = ("ParameterList", "ParameterDict")
+# The methods that users override; an override logs its call and passes it on.
+OVERRIDDEN = (
+    "train",
+    "eval",
+    "_apply",
+    "apply",
+    "float",
+    "zero_grad",
+    "requires_grad_",
+    "state_dict",
+    "load_state_dict",
+    "_save_to_state_dict",
+    "_load_from_state_dict",
+    "modules",
+    "named_modules",
+    "children",
+    "named_children",
+    "parameters",
+    "named_parameters",
+    "buffers",
+    "named_buffers",
+    "_named_members",
+    "register_parameter",
+    "register_buffer",
+    "add_module",
+    "__setattr__",
+    "__delattr__",
+    "__repr__",
+    "extra_repr",
+    "_get_name",
+    "get_submodule",
+    "_call_impl",
+    "_get_backward_hooks",
+)
+
+# Where hooks and overrides of the side that runs at the moment write to.
+LOG: list[Any] = []
 
 
-def define_node(impl: Implementation, home: str) -> type:
-    """Define the class `Node` of the file `home` as a module of the implementation."""
+def define_classes(impl: Implementation, home: str) -> dict[str, type]:
+    """Define the classes of the file `home` as modules of the implementation."""
 
     class Node(impl.Module):
         """Add the sums of all own tensors to the input, then pass it through the children."""
@@ -27,9 +66,57 @@ def define_node(impl: Implementation, home: str) -> type:
                     x = x + value.to(x.dtype).sum() * scale
             return pass_through(self._modules.values(), x)
 
-    Node.__module__ = home
-    Node.__qualname__ = "Node"
-    return Node
+    class Counting(Node):
+        """Have extra state: how often it was called."""
+
+        calls = 0
+
+        def forward(self, x: Any, scale: float = 1.0) -> Any:
+            self.calls += 1
+            return super().forward(x, scale)
+
+        def get_extra_state(self) -> dict[str, int]:
+            return {"calls": self.calls}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            self.calls = state["calls"]
+
+    classes = {"Node": Node, "Counting": Counting}
+    for method in OVERRIDDEN:
+        classes[f"Overrides{method}"] = override(Node, method)
+    for name, defined in classes.items():
+        defined.__module__ = home
+        defined.__name__ = defined.__qualname__ = name
+    return classes
+
+
+def override(base: type, method: str) -> type:
+    """Make a subclass whose method logs its arguments and passes them on."""
+
+    def logging(self: Any, *args: Any, **kwargs: Any) -> Any:
+        keywords = [(name, summary(value)) for name, value in kwargs.items()]
+        # Which `strict` an override is told is a listed difference.
+        told = [*args[:3], None, *args[4:]] if method == "_load_from_state_dict" else args
+        LOG.append((method, [summary(value) for value in told], keywords))
+        return getattr(super(overriding, self), method)(*args, **kwargs)
+
+    overriding = type("Overriding", (base,), {method: logging})
+    return overriding
+
+
+def summary(value: Any) -> Any:
+    """Describe an argument so that it compares between the implementations."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.nn.Module):
+        return type(value).__name__
+    if callable(value):
+        return "callable"
+    if isinstance(value, list):
+        return "list", len(value)
+    if isinstance(value, (dict, set)):
+        return type(value).__name__, len(value)
+    return type(value).__name__
 
 
 def pass_through(children: Any, x: Any) -> Any:

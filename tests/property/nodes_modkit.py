@@ -1,7 +1,7 @@
-"""The random trees' own class on modkit."""
+"""The random trees' own classes on modkit."""
 
 from tests.helpers import MODKIT
-from tests.property.nodes import define_node
+from tests.property.nodes import define_classes
 
 
-Node = define_node(MODKIT, __name__)
+globals().update(define_classes(MODKIT, __name__))

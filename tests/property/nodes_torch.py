@@ -1,7 +1,7 @@
-"""The random trees' own class on torch."""
+"""The random trees' own classes on torch."""
 
 from tests.helpers import TORCH
-from tests.property.nodes import define_node
+from tests.property.nodes import define_classes
 
 
-Node = define_node(TORCH, __name__)
+globals().update(define_classes(TORCH, __name__))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.modules.module as torch_module
 
 from tests.helpers import MODKIT, TORCH, Implementation, freeze, seed_everything
-from tests.property import hook_objects
+from tests.property.nodes import LOG
 from tests.property.observation import distinct_modules, observe
 from tests.property.operations import OPERATIONS, Operation, Skipped
 from tests.property.trees import Builder, ModuleSpec
@@ -35,7 +35,7 @@ class Side:
     def run(self, operation: Operation) -> tuple[Any, ...]:
         """Run one operation; return its outcome, its warnings and what the hooks logged."""
         seed_everything()
-        hook_objects.LOG.clear()
+        LOG.clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -48,12 +48,9 @@ class Side:
         return result, [(w.category.__name__, plain_text(w.message)) for w in caught], list(LOG)
 
 
-LOG = hook_objects.LOG
-
-
 def plain_text(message: object) -> str:
     """Return the text of an error, with modkit's homes named like torch's."""
-    return str(message).replace("nodes_modkit", "nodes_torch")
+    return str(message).replace("nodes_modkit", "nodes_torch").replace("modkit.nn.", "torch.nn.")
 
 
 def lockstep(spec: ModuleSpec, operations: list[Operation]) -> None:

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.property import state_operations, tree_operations
+from tests.property import changing_operations, state_operations, tree_operations
 from tests.property.operations import OPERATIONS, drawn
 from tests.property.sides import lockstep
 from tests.property.trees import trees
@@ -11,34 +11,31 @@ pytestmark = pytest.mark.property
 
 HOOKED = ["add_hook", "add_hook", "remove_hook", "call", "state_dict", "load_state_dict", "copied"]
 STATE = ["state_dict", "load_state_dict", "load_something_else", "load_from_another_tree"]
+OTHERS = {file.__name__ for file in (changing_operations, state_operations, tree_operations)}
 REGISTRATION = sorted(
-    {
-        kind
-        for kind, entry in OPERATIONS.items()
-        if entry.function.__module__ not in {state_operations.__name__, tree_operations.__name__}
-    }
+    {kind for kind, entry in OPERATIONS.items() if entry.function.__module__ not in OTHERS}
 )
 
 
-@given(trees, st.lists(drawn(), min_size=1, max_size=12))
+@given(trees(), st.lists(drawn(), min_size=8, max_size=14))
 def test_random_operations_in_lockstep(spec, operations) -> None:
     """Any sequence of public operations leaves torch's and modkit's tree alike at every step."""
     lockstep(spec, operations)
 
 
-@given(trees, st.lists(drawn(HOOKED), min_size=2, max_size=12))
+@given(trees(), st.lists(drawn(HOOKED), min_size=8, max_size=14))
 def test_hooks_in_lockstep(spec, operations) -> None:
     """Hooks added, removed, copied and run give the same calls, values and gradients."""
     lockstep(spec, operations)
 
 
-@given(trees, st.lists(drawn([*STATE, "add_hook", "tie", "share"]), min_size=1, max_size=8))
+@given(trees(), st.lists(drawn([*STATE, "add_hook", "tie", "share"]), min_size=4, max_size=8))
 def test_states_in_lockstep(spec, operations) -> None:
     """Saving and loading, strict or not, whole or edited, end alike."""
     lockstep(spec, operations)
 
 
-@given(trees, st.lists(drawn([*REGISTRATION, "walk", "find", "call"]), min_size=2, max_size=16))
+@given(trees(), st.lists(drawn([*REGISTRATION, "walk", "find", "call"]), min_size=8, max_size=16))
 def test_registration_in_lockstep(spec, operations) -> None:
     """Members registered, assigned, shared, deleted and read behave alike."""
     lockstep(spec, operations)

@@ -1,22 +1,22 @@
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from tests.property import state_operations, tree_operations
+from tests.property import changing_operations, state_operations, tree_operations
 from tests.property.operations import OPERATIONS, Operation, drawn
 from tests.property.sides import lockstep
 from tests.property.trees import Member, ModuleSpec, trees
 
 
 @settings(
-    max_examples=25,
+    max_examples=40,
     derandomize=True,
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-@given(trees, st.lists(drawn(), min_size=1, max_size=12))
+@given(trees(), st.lists(drawn(), min_size=8, max_size=14))
 def test_a_few_random_sequences_in_lockstep(spec, operations) -> None:
-    """The same 25 sequences of operations each time leave both trees alike at every step."""
+    """The same 40 sequences of operations each time leave both trees alike at every step."""
     lockstep(spec, operations)
 
 
@@ -43,7 +43,7 @@ def test_lockstep_sees_a_change_of_state(monkeypatch: pytest.MonkeyPatch) -> Non
         lockstep(ModuleSpec("Node"), [Operation("evaluate", 0, ())])
 
 
-@pytest.mark.parametrize("module", [state_operations, tree_operations])
+@pytest.mark.parametrize("module", [changing_operations, state_operations, tree_operations])
 def test_all_operations_are_drawn(module) -> None:
     """Every operation of the files is in the table that sequences are drawn from."""
     entered = [kind for kind in OPERATIONS.values() if kind.function.__module__ == module.__name__]

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from tests.property.hook_objects import GLOBAL_REGISTRARS, LOG, OPTIONS, REGISTRARS, Hook
+from tests.property.hook_objects import GLOBAL_REGISTRARS, OPTIONS, REGISTRARS, Hook
+from tests.property.nodes import LOG
 from tests.property.observation import Ordinals, positions
 from tests.property.operations import Skipped, is_shared, is_tied, operation
 from tests.property.trees import Builder, layers
@@ -138,13 +139,17 @@ def walk_with_memo(side: Any, module: Any, known: int) -> list[Any]:
     return [names, len(memo)]
 
 
-PATH_ENDS = st.sampled_from(["", "a", "b", "0", "weight", "running_mean", "a.b", "missing", "."])
+# The star stands for a member of the place.
+PATH_ENDS = st.sampled_from(["*", "", "*", "a", "weight", "running_mean", "a.b", "missing", "."])
 
 
 def path_to(side: Any, number: int, end: str) -> str:
     """Make a dotted path: to a place of the tree, and perhaps on from there."""
     places = positions(side.model)
-    path, _ = places[number % len(places)]
+    path, place = places[number % len(places)]
+    names = [*place._parameters, *place._buffers, *place._modules]
+    if end == "*":
+        end = names[number % len(names)] if names else ""
     return ".".join([*path, *([end] if end else [])])
 
 
@@ -207,7 +212,7 @@ def remove_hook(side: Any, module: Any, number: int) -> None:
 
 @operation(
     st.sampled_from([torch.float32, torch.float32, torch.float64]),
-    st.sampled_from([{}, {}, {"scale": 2.0}, {"unknown": 1}]),
+    st.sampled_from([{}, {}, {}, {"scale": 2.0}, {"scale": 2.0}, {"unknown": 1}]),
     st.lists(st.sampled_from(sorted(GLOBAL_REGISTRARS)), max_size=2, unique=True),
 )
 def call(side: Any, module: Any, dtype: torch.dtype, kwargs: Any, global_kinds: Any) -> Any:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests.helpers import Implementation
+from tests.property.nodes import OVERRIDDEN
 
 
 # Few names, so that operations often meet members that exist. Some are odd on purpose: digits,
@@ -15,6 +16,10 @@ from tests.helpers import Implementation
 VALID_NAMES = ["a", "b", "c", "0", "1", "weight", "bias", "x y", "class", "né"]
 # Names that some ways of registering refuse.
 ODD_NAMES = ["", "a.b", "type", "forward"]
+
+
+# Classes of users: plain ones, one with extra state, and ones that override a method.
+NODES = ["Node", "Counting", *(f"Overrides{method}" for method in OVERRIDDEN)]
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,9 @@ class Builder:
     def _bare(self, spec: ModuleSpec) -> Any:
         nn = self.impl.nn
         children = [self.module(child) for child in spec.children]
-        if spec.kind == "Node":
-            return importlib.import_module(f"tests.property.nodes_{self.impl.name}").Node()
+        if spec.kind in NODES:
+            home = importlib.import_module(f"tests.property.nodes_{self.impl.name}")
+            return getattr(home, spec.kind)()
         if spec.kind == "Sequential":
             return nn.Sequential(*children)
         if spec.kind == "ModuleList":
@@ -132,18 +138,18 @@ layers = st.builds(ModuleSpec, st.sampled_from([*LAYERS, "ParameterList", "Param
 
 @st.composite
 def members(draw: st.DrawFn, depth: int) -> tuple[Member, ...]:
-    """Draw what a Node holds: up to four members under different names."""
-    names = draw(st.lists(valid_names, max_size=4, unique=True))
+    """Draw what a Node holds: a few members under different names."""
+    names = draw(st.lists(valid_names, min_size=1, max_size=4, unique=True))
     found = []
     for name in names:
         kind = draw(
-            st.sampled_from(["parameter", "buffer", "child", "child", "tied", "shared", "plain"])
+            st.sampled_from(["child", "parameter", "buffer", "child", "tied", "shared", "plain"])
         )
         value: Any = None
         if kind in {"parameter", "buffer"}:
             value = draw(st.none() | tensors)
         elif kind == "child":
-            value = draw(st.none() | modules(depth - 1) if depth else layers)
+            value = draw(st.one_of(modules(depth - 1), modules(depth - 1), st.none()))
         elif kind in {"tied", "shared"}:
             value = draw(st.integers(0, 9))
         else:
@@ -163,10 +169,16 @@ def modules(draw: st.DrawFn, depth: int = 2) -> ModuleSpec:
     if kind == "":
         return draw(layers)
     if kind == "Node":
-        return ModuleSpec("Node", members=draw(members(depth)))
-    children = draw(st.lists(modules(depth - 1), max_size=3))
+        own = draw(st.sampled_from(["Node", "Node", *NODES]))
+        return ModuleSpec(own, members=draw(members(depth)))
+    children = draw(st.lists(modules(depth - 1), min_size=1, max_size=3))
     return ModuleSpec(kind, children=tuple(children))
 
 
-# The root is always a Node, so that every tree can be called and holds something of its own.
-trees = st.builds(ModuleSpec, st.just("Node"), members=members(2))
+@st.composite
+def trees(draw: st.DrawFn) -> ModuleSpec:
+    """Draw a whole tree; its root is a user class, so that it can be called, with one child at least."""
+    children = draw(st.lists(modules(2), min_size=1, max_size=3))
+    named = [Member("child", f"m{number}", child) for number, child in enumerate(children)]
+    own = draw(st.sampled_from(["Node", *NODES]))
+    return ModuleSpec(own, members=(*named, *draw(members(1))))

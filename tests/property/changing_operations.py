@@ -1,0 +1,112 @@
+"""Operations that change the tree while it is walked, or a single instance's methods."""
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from tests.property.nodes import LOG, summary
+from tests.property.observation import Ordinals
+from tests.property.operations import operation
+from tests.property.trees import valid_names
+
+
+CHANGES = st.sampled_from(["add child", "add parameter", "add buffer", "delete", "replace child"])
+WALKS = st.sampled_from(
+    ["modules", "children", "named_modules", "parameters", "named_parameters", "named_buffers"]
+)
+
+
+def change_structure(side: Any, module: Any, change: str, name: str) -> None:
+    """Add, delete or replace a member by the plainest means."""
+    if change == "add child":
+        module._modules[name] = side.impl.nn.Tanh()
+    elif change == "add parameter":
+        module._parameters[name] = side.impl.nn.Parameter(torch.ones(1))
+    elif change == "add buffer":
+        module._buffers[name] = torch.ones(1)
+    elif change == "delete":
+        for table in (module._modules, module._parameters, module._buffers):
+            if table:
+                table.popitem()
+    else:
+        for key in module._modules:
+            module._modules[key] = side.impl.nn.Tanh()
+
+
+@operation(WALKS, st.integers(0, 6), CHANGES, valid_names, st.integers(0, 9))
+def walk_while_changing(
+    side: Any, module: Any, method: str, steps: int, change: str, name: str, number: int
+) -> Any:
+    """Change a module of the tree in the middle of a walk, and go on walking."""
+    found = []
+    changed = side.target(number)
+    for taken, item in enumerate(getattr(module, method)(), start=1):
+        found.append(item[0] if isinstance(item, tuple) else summary(item))
+        if taken == steps:
+            change_structure(side, changed, change, name)
+        if taken > 200:
+            break
+    return found
+
+
+@operation(CHANGES, valid_names, st.booleans())
+def apply_while_changing(side: Any, module: Any, change: str, name: str, inner: bool) -> list[str]:
+    """Change modules from inside `apply`, those of one kind or all with children."""
+    visited: list[str] = []
+
+    def change_it(visit: Any) -> None:
+        visited.append(f"{type(visit).__name__} {len(visit._modules)}")
+        if bool(visit._modules) is inner:
+            change_structure(side, visit, change, name)
+
+    module.apply(change_it)
+    return visited
+
+
+@operation(
+    st.sampled_from(
+        [
+            "forward",
+            "train",
+            "_apply",
+            "apply",
+            "state_dict",
+            "_load_from_state_dict",
+            "named_modules",
+            "children",
+            "named_children",
+            "parameters",
+            "_named_members",
+            "extra_repr",
+            "register_parameter",
+            "register_buffer",
+            "_slow_forward",
+        ]
+    )
+)
+def override_on_instance(side: Any, module: Any, method: str) -> None:
+    """Put a function that logs and passes on into one module's instance dictionary."""
+    original = getattr(module, method)
+
+    def logging(*args: Any, **kwargs: Any) -> Any:
+        keywords = [(name, summary(value)) for name, value in kwargs.items()]
+        told = [*args[:3], None, *args[4:]] if method == "_load_from_state_dict" else args
+        LOG.append((f"own {method}", [summary(value) for value in told], keywords))
+        return original(*args, **kwargs)
+
+    setattr(module, method, logging)
+
+
+@operation(st.sampled_from(["parameters", "modules", "named_parameters"]))
+def walk_twice_at_once(side: Any, module: Any, method: str) -> list[Any]:
+    """Two walks that take turns do not disturb each other."""
+    ordinals = Ordinals()
+    first, second = iter(getattr(module, method)()), iter(getattr(module, method)())
+    turns = []
+    for item in first:
+        other = next(second, None)
+        pair = [item[1] if isinstance(item, tuple) else item]
+        pair.append(other[1] if isinstance(other, tuple) else other)
+        turns.append([ordinals.of(entry) for entry in pair])
+    return turns
