@@ -13,6 +13,15 @@ import modkit.nn
 from tests.parity.layers.samples import modkit_of
 
 
+# Functions of modkit's own, because torch's have defects that modkit fixes.
+FIXED = {
+    "register_module_backward_hook",
+    "register_module_forward_hook",
+    "register_module_forward_pre_hook",
+    "register_module_full_backward_hook",
+}
+
+
 def _public_modules():
     for found in pkgutil.walk_packages(nn.__path__, "torch.nn."):
         if not any(part.startswith("_") for part in found.name.split(".")):
@@ -47,7 +56,38 @@ def test_module_imports_under_both_names(name):
     ]
 
     assert inspect.ismodule(mine)
-    assert differing == []
+    assert set(differing) <= FIXED
+    assert [name for name in differing if getattr(mine, name).__name__ != name] == []
+
+
+@pytest.mark.parametrize("name", sorted(FIXED))
+def test_fixed_function_takes_all_that_torch_takes(name):
+    """A registration function of modkit's own has torch's parameters; new ones are keywords."""
+    theirs = inspect.signature(getattr(torch.nn.modules.module, name)).parameters
+    mine = inspect.signature(getattr(modkit.nn.modules.module, name)).parameters
+    added = [mine[extra] for extra in mine if extra not in theirs]
+
+    assert [(p.name, p.kind, p.default) for p in theirs.values()] == [
+        (p.name, p.kind, p.default) for p in mine.values() if p not in added
+    ]
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in added)
+
+
+@pytest.mark.parametrize("library", ["torch", "modkit"])
+def test_star_import_gives_torch_names(library):
+    """``from ... import *`` binds the public names of ``torch.nn``, modules among them."""
+    bound = _in_fresh_process(
+        f"""
+        import torch.nn
+        expected = [name for name in dir(torch.nn) if not name.startswith("_")]
+        del torch
+        before = set(globals())
+        from {library}.nn import *
+        print(sorted(set(globals()) - before - {{"before"}}) == sorted(expected))
+        """
+    )
+
+    assert bound == ["True"]
 
 
 @pytest.mark.parametrize(
