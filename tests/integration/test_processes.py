@@ -1,7 +1,7 @@
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor
@@ -24,26 +24,22 @@ def test_spawned_process_trains_shared_weights(impl: Implementation) -> None:
     net, batch = PICKLABLE[impl.name]().share_memory(), make_batch("free")
     reference = copy.deepcopy(net)
     context = mp.get_context("spawn")
-    results = context.SimpleQueue()
+    results = context.Queue()
     process = context.Process(target=train_elsewhere, args=(net, batch, results))
     process.start()
-    name, shared, loss = results.get()
+    name, shared, loss = results.get(timeout=120)
     process.join()
-    here: Any = mp.get_context("spawn").SimpleQueue()
-    train_elsewhere(reference, batch, here)
+    train_elsewhere(reference, batch, results)
 
     assert process.exitcode == 0
     assert name == type(net).__name__
     assert shared
-    assert loss == here.get()[2]
+    assert loss == results.get(timeout=120)[2]
     assert freeze(dict(net.state_dict())) == freeze(dict(reference.state_dict()))
 
 
-@pytest.mark.parametrize("workers", [4])
-def test_threads_call_one_network(impl: Implementation, workers: int) -> None:
+def test_threads_call_one_network(impl: Implementation) -> None:
     """Several threads call the same network, each with its own gradient mode."""
-    from concurrent.futures import ThreadPoolExecutor
-
     net, batch = PICKLABLE[impl.name]().eval(), make_batch("free")
 
     def call(index: int) -> tuple[bool, Tensor]:
@@ -51,7 +47,7 @@ def test_threads_call_one_network(impl: Implementation, workers: int) -> None:
             output = net(batch * (index + 1))
         return output.requires_grad, output.detach()
 
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(call, range(16)))
 
     assert [flag for flag, _ in results] == [True, False] * 8
