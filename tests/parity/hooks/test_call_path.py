@@ -46,15 +46,8 @@ def test_compiled_call_of_a_child_is_used_by_its_parent(impl: Implementation) ->
     assert impl.nn.Sequential(child)(0) == "compiled child"
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("through", ["module", "function"])
-def test_call_goes_through_slow_forward_while_tracing(
-    impl: Implementation,
-    hooked: bool,
-    through: str,
-) -> None:
-    """While a trace is recorded a call reaches forward through `_slow_forward` (rule 7)."""
+def forwards_of_a_trace(impl: Implementation, *, hooked: bool, through: str) -> list[str]:
+    """Tell which forwards are called while a trace of a module, or around it, is recorded."""
     log: list[str] = []
 
     class Recorded(impl.Module):
@@ -80,8 +73,24 @@ def test_call_goes_through_slow_forward_while_tracing(
 
     target = module if through == "module" else function
     torch.jit.trace(target, torch.ones(1), check_trace=False)
+    return log
 
-    assert log == ["slow", "forward"]
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("hooked", "through"), [(False, "module"), (True, "module"), (True, "function")]
+)
+def test_call_goes_through_slow_forward_while_tracing(
+    impl: Implementation, hooked: bool, through: str
+) -> None:
+    """While a trace is recorded a call reaches forward through `_slow_forward` (rule 7)."""
+    assert forwards_of_a_trace(impl, hooked=hooked, through=through) == ["slow", "forward"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_call_goes_through_slow_forward_while_a_function_is_traced(impl: Implementation) -> None:
+    """A module without hooks that a traced function calls goes the same way (rule 7)."""
+    assert forwards_of_a_trace(impl, hooked=False, through="function") == ["slow", "forward"]
 
 
 @pytest.mark.parametrize("hooked", [False, True])
