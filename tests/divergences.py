@@ -35,13 +35,6 @@ _SELF_REMOVAL: Final = Divergence(
     ISSUES + "60132",
 )
 
-_PARTIAL_AVERAGING: Final = "tests/parity/averaging/test_averaging_functions.py::"
-_LOAD: Final = Divergence(
-    "torch",
-    "A load that torch refuses has already written the entries before and after the bad one. Where "
-    "no hook or override takes part in loading, modkit checks all entries first.",
-    NO_ISSUE,
-)
 _LOST_TIE: Final = Divergence(
     "torch",
     "In torch `load_state_dict(assign=True)` makes one Parameter per key, so tied parameters come "
@@ -50,6 +43,14 @@ _LOST_TIE: Final = Divergence(
 )
 
 _LOAD: Final = "tests/parity/fixes/test_load.py::"
+_PARTIAL_LOAD: Final = Divergence(
+    "torch",
+    "A load that torch refuses has already written the entries before and after the bad one. Where "
+    "no hook or override takes part in loading, modkit checks all entries first.",
+    NO_ISSUE,
+)
+
+_AVERAGING: Final = "tests/parity/averaging/test_averaging_functions.py::"
 _ASSIGNMENT: Final = "tests/parity/module/test_failed_assignment.py::"
 _REMOVAL: Final = "tests/parity/hooks/test_removal_while_running.py::"
 
