@@ -51,8 +51,65 @@ _PARTIAL_LOAD: Final = Divergence(
 )
 
 _AVERAGING: Final = "tests/parity/averaging/test_averaging_functions.py::"
+_LEFT_IN_FLAGS: Final = Divergence(
+    "torch",
+    "In torch the id of a global forward hook with keyword arguments stays in a companion table "
+    "when the hook is removed, so torch.compile warns of global hooks for ever.",
+    NO_ISSUE,
+)
+_GLOBAL_KEYWORDS: Final = Divergence(
+    "torch",
+    "Torch's `register_module_forward_pre_hook` has no `with_kwargs`, unlike its three siblings. "
+    "In modkit it has; a plain torch module hands over no keyword arguments to such a hook.",
+    PULLS + "176673",
+)
+_STICKY_KIND: Final = Divergence(
+    "torch",
+    "Once a module, or the process, has had a full backward hook, torch refuses the other kind for "
+    "ever, and the other way round. In modkit the kind is free again when the last hook is removed.",
+    NO_ISSUE,
+)
+_MARKED_CALLABLE: Final = Divergence(
+    "torch",
+    "Torch's `register_state_dict_post_hook` marks the user's callable for ever: the same function "
+    "cannot be a private hook anywhere, bound methods cannot be marked at all, and pickling loses "
+    "the mark. In modkit the id in the hook table says that the hook is public.",
+    PULLS + "131690",
+)
+_REUSED_ID: Final = Divergence(
+    "torch",
+    "Hook ids start from zero in each process, so in torch a hook that is registered on an "
+    "unpickled module may silently take the place of one that it came with.",
+    NO_ISSUE,
+)
+_UNCHECKED_PAIR: Final = Divergence(
+    "torch",
+    "Torch takes every pair that a forward pre-hook with keyword arguments returns for args and "
+    "kwargs, and iterates over a tensor in the place of the args; modkit raises the documented "
+    "error. A list of args, which torch takes apart only without backward hooks, always works.",
+    NO_ISSUE,
+)
+_BARE_GRADIENT: Final = Divergence(
+    "torch",
+    "A full backward pre-hook may return a tensor, says its documentation, but torch takes its "
+    "rows for the gradients of several outputs.",
+    ISSUES + "102645",
+)
+_TUPLE_CLASS: Final = Divergence(
+    "torch",
+    "With a full backward hook torch rebuilds every tuple as if it were a named one, so an output "
+    "whose class takes one iterable, those of torch.max and its like too, raises or falls apart.",
+    NO_ISSUE,
+)
+
 _ASSIGNMENT: Final = "tests/parity/module/test_failed_assignment.py::"
 _REMOVAL: Final = "tests/parity/hooks/test_removal_while_running.py::"
+_REGISTRATION: Final = "tests/parity/hooks/test_registration.py::"
+_GLOBAL_HOOKS: Final = "tests/parity/fixes/test_global_hooks.py::"
+_HOOK_IDS: Final = "tests/parity/fixes/test_hook_ids.py::"
+_PRE_HOOKS: Final = "tests/parity/fixes/test_forward_pre_hooks.py::"
+_BACKWARD_HOOKS: Final = "tests/parity/fixes/test_backward_hooks.py::"
+_SAVE_HOOKS: Final = "tests/parity/fixes/test_state_dict_hooks.py::"
 
 DIVERGENCES: Final[dict[str, Divergence]] = {
     _ASSIGNMENT + "test_a_name_that_parameters_cannot_have_leaves_the_plain_value": _LOST_MEMBER,
@@ -142,4 +199,52 @@ DIVERGENCES: Final[dict[str, Divergence]] = {
         "that it asked for; the hook fails, and its error is swallowed into a warning.",
         f"{NO_ISSUE}; dates from {PULLS}137403",
     ),
+    _GLOBAL_HOOKS
+    + "test_removed_global_forward_hook_with_kwargs_leaves_nothing_behind": _LEFT_IN_FLAGS,
+    _GLOBAL_HOOKS + "test_global_forward_pre_hook_may_see_the_keyword_arguments": _GLOBAL_KEYWORDS,
+    _GLOBAL_HOOKS
+    + "test_global_forward_pre_hook_may_replace_the_keyword_arguments": _GLOBAL_KEYWORDS,
+    _GLOBAL_HOOKS + "test_global_forward_pre_hook_with_kwargs_must_return_both": _GLOBAL_KEYWORDS,
+    _GLOBAL_HOOKS
+    + "test_global_forward_pre_hook_with_kwargs_runs_for_torchs_modules": _GLOBAL_KEYWORDS,
+    _GLOBAL_HOOKS
+    + "test_global_forward_pre_hook_with_kwargs_may_keep_the_arguments_of_torchs_modules": _GLOBAL_KEYWORDS,
+    _GLOBAL_HOOKS
+    + "test_global_forward_pre_hook_cannot_give_keyword_arguments_to_torchs_modules": _GLOBAL_KEYWORDS,
+    _GLOBAL_HOOKS
+    + "test_removed_global_forward_pre_hook_with_kwargs_no_longer_runs": _GLOBAL_KEYWORDS,
+    _GLOBAL_HOOKS
+    + "test_torch_sees_which_kind_has_taken_the_room_of_a_removed_global_backward_hook": _STICKY_KIND,
+    _REGISTRATION
+    + "test_removing_the_last_backward_hook_frees_a_module_for_the_other_kind": _STICKY_KIND,
+    _REGISTRATION
+    + "test_removing_the_last_global_backward_hook_frees_the_other_kind": _STICKY_KIND,
+    _HOOK_IDS + "test_hooks_from_another_process_are_kept_when_one_is_added": _REUSED_ID,
+    _HOOK_IDS + "test_ids_of_unpickled_hooks_are_not_given_again": _REUSED_ID,
+    _SAVE_HOOKS + "test_bound_method_may_be_a_public_hook": _MARKED_CALLABLE,
+    _SAVE_HOOKS + "test_bound_method_that_is_a_public_hook_must_return_none": _MARKED_CALLABLE,
+    _SAVE_HOOKS + "test_method_of_the_module_itself_follows_a_copy": _MARKED_CALLABLE,
+    _SAVE_HOOKS + "test_public_registration_leaves_the_callable_as_it_was": _MARKED_CALLABLE,
+    _SAVE_HOOKS + "test_public_hook_may_be_registered_privately_too": _MARKED_CALLABLE,
+    _SAVE_HOOKS + "test_copies_know_which_bound_methods_are_public": _MARKED_CALLABLE,
+    _SAVE_HOOKS + "test_another_process_knows_which_hooks_are_public": _MARKED_CALLABLE,
+    "tests/parity/hooks/test_state_dict_hooks.py"
+    "::test_public_registration_leaves_no_mark_on_the_function": _MARKED_CALLABLE,
+    _PRE_HOOKS
+    + "test_pre_hook_with_kwargs_that_returns_two_of_something_else_is_an_error": _UNCHECKED_PAIR,
+    _PRE_HOOKS
+    + "test_pre_hook_with_kwargs_may_return_a_list_to_a_module_with_backward_hooks": _UNCHECKED_PAIR,
+    _BACKWARD_HOOKS + "test_pre_hook_alone_does_not_warn_without_input_gradients": Divergence(
+        "torch",
+        "If no input requires grad torch warns that a full backward hook fires early even where "
+        "there is only a pre-hook, which fires when it should.",
+        ISSUES + "189093",
+    ),
+    _BACKWARD_HOOKS + "test_pre_hook_may_return_a_bare_tensor": _BARE_GRADIENT,
+    _BACKWARD_HOOKS
+    + "test_pre_hook_that_returns_a_bare_tensor_for_two_outputs_is_an_error": _BARE_GRADIENT,
+    _BACKWARD_HOOKS + "test_output_of_a_tuple_class_is_rebuilt": _TUPLE_CLASS,
+    _BACKWARD_HOOKS + "test_output_of_torchs_own_tuple_class_is_rebuilt": _TUPLE_CLASS,
+    "tests/parity/hooks/test_wrapping.py"
+    "::test_other_tuples_are_rebuilt_as_what_they_were": _TUPLE_CLASS,
 }

@@ -8,6 +8,11 @@ MSG_MIXED_BACKWARD_HOOKS: Final = (
     "single Module. Please use only one of them."
 )
 
+MSG_MIXED_GLOBAL_BACKWARD_HOOKS: Final = (
+    "Cannot use both regular backward hooks and full backward hooks as a "
+    "global Module hook. Please use only one of them."
+)
+
 MSG_PUBLIC_STATE_DICT_HOOK: Final = (
     "Cannot register the same function as the state dict post hook that was "
     "previously registered via register_state_dict_post_hook"
@@ -87,9 +92,36 @@ MSG_PRE_HOOK_RESULT: Final = (
     "forward pre-hook must return None or a tuple of (new_args, new_kwargs), but got {result}."
 )
 
+MSG_GLOBAL_PRE_HOOK_KWARGS: Final = (
+    "A global forward pre-hook cannot give keyword arguments to {name}: it is no module of "
+    "modkit, and torch passes positional arguments alone to global pre-hooks."
+)
+
 MSG_BACKWARD_OUTPUT: Final = (
     "For backward hooks to be called, module output should be a Tensor or a tuple of Tensors"
     " but received {kind}"
+)
+
+MSG_BACKWARD_PRE_HOOK_LENGTH: Final = (
+    "Backward pre hook returned an invalid number of grad_output, "
+    "got {got}, but expected {expected}"
+)
+
+MSG_BACKWARD_HOOK_LENGTH: Final = (
+    "Backward hook returned an invalid number of grad_input, got {got}, but expected {expected}"
+)
+
+MSG_BACKWARD_HOOK_AT_OUTPUT: Final = (
+    "Full backward hook is firing when gradients are computed "
+    "with respect to module outputs since no inputs require gradients. See "
+    "https://docs.pytorch.org/docs/main/generated/torch.nn.Module.html"
+    "#torch.nn.Module.register_full_backward_hook "
+    "for more details."
+)
+
+MSG_BACKWARD_HOOK_NO_INPUT_GRADIENT: Final = (
+    "Backward hook for Modules where no input requires "
+    "gradient should always return None or None for all gradients."
 )
 
 MSG_ALWAYS_CALL_SILENCED: Final = (

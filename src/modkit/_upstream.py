@@ -16,7 +16,8 @@ Checked against torch 2.8 to 2.13.
 - ``foreach_*``: one launch for a list of tensors; torch's averages use the same kernels, and so
   get the same bits.
 - ``BatchNormBase`` is the base of every batch normalization layer, users' own included.
-- ``BackwardHook``: the autograd side of full backward hooks.
+- ``BackwardHook`` stands for the autograd side of full backward hooks in compiled code: dynamo
+  knows the class. ``pass_through_one_node`` is the autograd function that it uses.
 - The tables of global hooks are torch's own objects, so a hook that any library registers for all
   modules runs for modkit's too. Torch never rebinds these names; the flag it does rebind is read
   through the module each time.
@@ -32,6 +33,7 @@ import torch.nn.modules.module as module_globals
 from torch._C import _get_tracing_state, _log_api_usage_once as log_api_usage_once
 from torch._C._nn import _parse_to as parse_to
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules._functions import BackwardHookFunction as _BackwardHookFunction
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.module import (
     _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_KEY,
@@ -74,6 +76,8 @@ __all__ = [
     "log_api_usage_once",
     "original_methods",
     "parse_to",
+    "pass_through_one_node",
+    "set_global_backward_hooks_are_full",
     "storage_identity",
 ]
 
@@ -109,6 +113,24 @@ layer_loaders = frozenset(
 def global_backward_hooks_are_full() -> bool | None:
     """Tell the kind of the global backward hooks: full, not full, or none registered yet."""
     return module_globals._global_is_full_backward_hook
+
+
+def set_global_backward_hooks_are_full(full: bool) -> None:
+    """Note the kind of the global backward hooks where torch looks for it."""
+    module_globals._global_is_full_backward_hook = full
+
+
+def pass_through_one_node(tensors: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """Return views of ``tensors`` that come from one autograd node, and the node."""
+    views: tuple[torch.Tensor, ...] = cast("Any", _BackwardHookFunction).apply(*tensors)
+    for view in views:
+        node = view.grad_fn
+        if node is not None and node.name() == "BackwardHookFunctionBackward":
+            return views, node
+    raise RuntimeError(
+        "Error while setting up backward hooks. Please open "
+        "an issue with a code sample to reproduce this."
+    )
 
 
 def has_compatible_shallow_copy_type(tensor: torch.Tensor, other: torch.Tensor) -> bool:

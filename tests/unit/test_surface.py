@@ -40,7 +40,7 @@ DOCUMENTED_PRIVATE = (
     "__getstate__",
     "__setstate__",
 )
-# The pre-hook's signature has a test of its own: the others are held to torch's without exception.
+# The pre-hook's signature has a test of its own: modkit's takes `with_kwargs`, as its siblings do.
 PRE_HOOK = "register_module_forward_pre_hook"
 MODULE_LEVEL = [name for name in HOME.__all__ if name not in {"Module", PRE_HOOK}]
 PRIVATE_MODULE_LEVEL = (
@@ -248,10 +248,11 @@ def test_global_registration_functions(name: str) -> None:
 
 
 def test_the_global_forward_pre_hook_function() -> None:
-    """The global forward pre-hook function has torch's signature."""
+    """The global forward pre-hook function has torch's signature, and one more keyword."""
     ours = importlib.import_module("modkit.nn.modules.module")
+    keyword = ("with_kwargs", inspect.Parameter.KEYWORD_ONLY, False)
 
-    assert shape(getattr(ours, PRE_HOOK)) == shape(getattr(HOME, PRE_HOOK))
+    assert shape(getattr(ours, PRE_HOOK)) == [*shape(getattr(HOME, PRE_HOOK)), keyword]
 
 
 def test_the_module_level_names_are_torchs() -> None:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -18,11 +18,15 @@ from modkit._upstream import (
     global_forward_hooks_with_kwargs,
     global_forward_pre_hooks,
 )
+from modkit.nn._backward import BackwardHooks
+from modkit.nn._hook_entries import KeywordPreHook, is_args_and_kwargs
 from modkit.nn._tree import method_of_module
 
 
 Forward = Callable[..., Any]
 _NONE: Sequence[Any] = ()
+# Dynamo knows torch's class, and puts its own code in its place.
+_COMPILED_BACKWARD_HOOKS = cast("type[BackwardHooks]", BackwardHook)
 
 
 class _Call(TypedDict):
@@ -80,7 +84,8 @@ def _run(module: torch.nn.Module, forward: Forward, state: _Call) -> Any:
 
     backward = None
     if full or pre_backward:
-        backward = BackwardHook(module, full, pre_backward)
+        kind = _COMPILED_BACKWARD_HOOKS if torch.compiler.is_compiling() else BackwardHooks
+        backward = kind(module, full, pre_backward)
         state["args"] = backward.setup_input_hook(state["args"])
 
     state["result"] = forward(*state["args"], **state["kwargs"])
@@ -105,11 +110,11 @@ def _run_pre_hooks(module: torch.nn.Module, state: _Call) -> None:
     # A hook may remove another one during the call; the other still runs, with its signature.
     with_kwargs = _snapshot(module._forward_pre_hooks_with_kwargs)
     for hook_id, hook in (*global_forward_pre_hooks.items(), *module._forward_pre_hooks.items()):
-        if hook_id in with_kwargs:
+        if hook_id in with_kwargs or isinstance(hook, KeywordPreHook):
             changed = hook(module, state["args"], state["kwargs"])
             if changed is None:
                 continue
-            if not (isinstance(changed, tuple) and len(changed) == 2):
+            if not is_args_and_kwargs(changed):
                 raise RuntimeError(MSG_PRE_HOOK_RESULT.format(result=changed))
             state["args"], state["kwargs"] = changed
         else:

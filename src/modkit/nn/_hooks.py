@@ -1,7 +1,6 @@
 """Registering hooks on one module, and collecting those that a call has to run."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,27 +21,8 @@ from modkit._upstream import (
     global_backward_hooks_are_full,
     global_backward_pre_hooks,
 )
+from modkit.nn._hook_entries import Hook, add, add_public_state_dict_hook, has_torchs_mark
 from modkit.nn._tree import method_of_module
-
-
-Hook = Callable[..., Any]
-
-
-def add(
-    table: Any, hook: Hook, *, prepend: bool = False, flags: tuple[tuple[Any, bool], ...] = ()
-) -> RemovableHandle:
-    """Put ``hook`` into ``table`` under a new id, which is also entered in each flag that is set.
-
-    The handle removes the id from the table and from all the flags.
-    """
-    handle = RemovableHandle(table, extra_dict=[flag for flag, _ in flags])
-    table[handle.id] = hook
-    for flag, is_set in flags:
-        if is_set:
-            flag[handle.id] = True
-    if prepend:
-        table.move_to_end(handle.id, last=False)
-    return handle
 
 
 def add_forward_pre_hook(
@@ -69,22 +49,21 @@ def add_forward_hook(
 def add_backward_hook(
     module: torch.nn.Module, hook: Hook, *, full: bool, prepend: bool = False
 ) -> RemovableHandle:
-    """Register a backward hook; a module takes full ones or the deprecated kind, not both."""
-    if module._is_full_backward_hook is (not full):
+    """Register a backward hook; a module takes full ones or the deprecated kind, not both.
+
+    Which kind it takes stays marked when the hooks are gone, but then says nothing.
+    """
+    if module._is_full_backward_hook is (not full) and module._backward_hooks:
         raise RuntimeError(MSG_MIXED_BACKWARD_HOOKS)
     module._is_full_backward_hook = full
     return add(module._backward_hooks, hook, prepend=prepend)
 
 
 def add_state_dict_hook(module: torch.nn.Module, hook: Any, *, public: bool) -> RemovableHandle:
-    """Register a hook that runs after ``state_dict``; public ones may only edit in place.
-
-    The two kinds share a table whose values other libraries inspect, so torch tells them apart
-    by a mark on the callable itself.
-    """
+    """Register a hook that runs after ``state_dict``; public ones may only edit in place."""
     if public:
-        hook._from_public_api = True
-    elif getattr(hook, "_from_public_api", False):
+        return add_public_state_dict_hook(module._state_dict_hooks, hook)
+    if has_torchs_mark(hook):
         raise RuntimeError(MSG_PUBLIC_STATE_DICT_HOOK)
     return add(module._state_dict_hooks, hook)
 

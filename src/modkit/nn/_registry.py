@@ -15,6 +15,7 @@ from modkit._upstream import (
     global_parameter_registration_hooks,
     original_methods,
 )
+from modkit.nn._hook_entries import reserve_ids
 from modkit.nn._tree import is_standard
 
 
@@ -64,11 +65,15 @@ def fresh_state() -> dict[str, Any]:
 
 
 def complete_state(state: dict[str, Any]) -> None:
-    """Add to an unpickled state the hook tables that did not exist when it was written."""
+    """Add to an unpickled state the hook tables that did not exist when it was written.
+
+    The ids of the hooks in it are kept from being given to new ones.
+    """
     fresh = fresh_state()
     for name in _ADDED_SINCE_FIRST_PICKLES:
         if name not in state:
             state[name] = fresh[name]
+    reserve_ids(state)
 
 
 def refuse_arguments(

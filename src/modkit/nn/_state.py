@@ -8,6 +8,7 @@ import torch
 
 from modkit._errors import MSG_STATE_DICT_HOOK_RETURN, MSG_STATE_DICT_POSITIONAL
 from modkit._upstream import EXTRA_STATE_KEY
+from modkit.nn._hook_entries import is_public
 from modkit.nn._tree import implements, is_standard, method_of_module, refuse_cycle
 
 
@@ -60,11 +61,11 @@ def _save_one(
 def _run_save_hooks(
     module: torch.nn.Module, destination: Any, prefix: str, metadata: dict[str, Any]
 ) -> Any:
-    for hook in tuple(module._state_dict_hooks.values()):
+    for hook_id, hook in tuple(module._state_dict_hooks.items()):
         result = hook(module, destination, prefix, metadata)
         if result is None:
             continue
-        if getattr(hook, "_from_public_api", False):
+        if is_public(hook_id, hook):
             raise RuntimeError(MSG_STATE_DICT_HOOK_RETURN)
         destination = result
     return destination

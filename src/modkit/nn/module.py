@@ -29,7 +29,7 @@ from modkit._types import (
     TensorFunction,
 )
 from modkit._upstream import IncompatibleKeys, RemovableHandle, log_api_usage_once
-from modkit.nn import _call, _convert, _hooks, _load, _registry, _repr, _state, _walk
+from modkit.nn import _call, _convert, _hook_entries, _hooks, _load, _registry, _repr, _state, _walk
 from modkit.nn._layers import mark_leaf
 from modkit.nn._tree import post_order, standard
 
@@ -330,7 +330,7 @@ class Module(torch.nn.Module):
         self, hook: BackwardPreHook, prepend: bool = False
     ) -> RemovableHandle:
         """Run ``hook(module, grad_output)`` before gradients of the module are computed."""
-        return _hooks.add(self._backward_pre_hooks, hook, prepend=prepend)
+        return _hook_entries.add(self._backward_pre_hooks, hook, prepend=prepend)
 
     def register_full_backward_hook(
         self, hook: BackwardHook, prepend: bool = False
@@ -348,7 +348,7 @@ class Module(torch.nn.Module):
 
     def register_state_dict_pre_hook(self, hook: StateDictPreHook) -> RemovableHandle:
         """Run ``hook(module, prefix, keep_vars)`` before ``state_dict``."""
-        return _hooks.add(self._state_dict_pre_hooks, hook)
+        return _hook_entries.add(self._state_dict_pre_hooks, hook)
 
     def register_state_dict_post_hook(self, hook: StateDictPostHook) -> RemovableHandle:
         """Run ``hook(module, state_dict, prefix, local_metadata)``, which edits in place."""
@@ -374,7 +374,7 @@ class Module(torch.nn.Module):
 
     def register_load_state_dict_post_hook(self, hook: LoadStateDictPostHook) -> RemovableHandle:
         """Run ``hook(module, incompatible_keys)`` after loading; it may edit the two lists."""
-        return _hooks.add(self._load_state_dict_post_hooks, hook)
+        return _hook_entries.add(self._load_state_dict_post_hooks, hook)
 
     _get_backward_hooks = _hooks._get_backward_hooks
     _get_backward_pre_hooks = _hooks._get_backward_pre_hooks
