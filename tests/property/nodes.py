@@ -112,10 +112,9 @@ def summary(value: Any) -> Any:
         return type(value).__name__
     if callable(value):
         return "callable"
-    if isinstance(value, list):
-        return "list", len(value)
-    if isinstance(value, (dict, set)):
-        return type(value).__name__, len(value)
+    for kind in (list, set, dict):
+        if isinstance(value, kind):
+            return kind.__name__, len(value)
     return type(value).__name__
 
 

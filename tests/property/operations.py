@@ -59,7 +59,7 @@ def operation(*arguments: st.SearchStrategy[Any]) -> Callable[..., Any]:
 
 
 # Calls, hooks and loads meet more of the code than the others do, so they are drawn more often.
-FAVOURED = ["call", "call", "add_hook", "add_hook", "load_state_dict", "walk", "find"]
+FAVOURED = ["call", "call", "add_hooks", "add_hooks", "load_state_dict", "state_dict", "walk"]
 
 
 def drawn(kinds: list[str] | None = None) -> st.SearchStrategy[Operation]:
@@ -69,7 +69,7 @@ def drawn(kinds: list[str] | None = None) -> st.SearchStrategy[Operation]:
             st.builds(
                 Operation,
                 st.just(kind),
-                st.integers(0, 9),
+                st.just(0) | st.integers(0, 9),
                 st.tuples(*OPERATIONS[kind].arguments),
             )
             for kind in (kinds or [*sorted(OPERATIONS), *FAVOURED])

@@ -9,7 +9,15 @@ from tests.property.trees import trees
 
 pytestmark = pytest.mark.property
 
-HOOKED = ["add_hook", "add_hook", "remove_hook", "call", "state_dict", "load_state_dict", "copied"]
+HOOKED = [
+    "add_hooks",
+    "add_hooks",
+    "remove_hook",
+    "call",
+    "state_dict",
+    "load_state_dict",
+    "copied",
+]
 STATE = ["state_dict", "load_state_dict", "load_something_else", "load_from_another_tree"]
 OTHERS = {file.__name__ for file in (changing_operations, state_operations, tree_operations)}
 REGISTRATION = sorted(
@@ -29,7 +37,7 @@ def test_hooks_in_lockstep(spec, operations) -> None:
     lockstep(spec, operations)
 
 
-@given(trees(), st.lists(drawn([*STATE, "add_hook", "tie", "share"]), min_size=4, max_size=8))
+@given(trees(), st.lists(drawn([*STATE, "add_hooks", "tie", "share"]), min_size=4, max_size=8))
 def test_states_in_lockstep(spec, operations) -> None:
     """Saving and loading, strict or not, whole or edited, end alike."""
     lockstep(spec, operations)

@@ -184,23 +184,22 @@ def copied(side: Any, module: Any, route: str) -> None:
         side.model = copy.copy(side.model)
 
 
-HOOKS = st.one_of(
-    [
-        st.tuples(
-            st.just(kind),
-            st.fixed_dictionaries({}, optional={o: st.booleans() for o in OPTIONS.get(kind, ())}),
-        )
-        for kind in REGISTRARS
-    ]
-)
+EFFECTS = st.sampled_from(["note", "change", "change", "raise"])
 
 
-@operation(HOOKS, st.sampled_from(["note", "change", "change", "raise"]))
-def add_hook(side: Any, module: Any, form: Any, effect: str) -> None:
-    """Register a hook."""
-    kind, options = form
-    hook = Hook(len(side.handles), kind, effect)
-    side.handles.append(getattr(module, REGISTRARS[kind])(hook, **options))
+def several(kind: str) -> st.SearchStrategy[tuple[str, list[tuple[dict[str, bool], str]]]]:
+    """Draw a few hooks of one kind: their options and effects."""
+    options = st.fixed_dictionaries({}, optional={o: st.booleans() for o in OPTIONS.get(kind, ())})
+    return st.tuples(st.just(kind), st.lists(st.tuples(options, EFFECTS), min_size=1, max_size=3))
+
+
+@operation(st.one_of([several(kind) for kind in REGISTRARS]))
+def add_hooks(side: Any, module: Any, form: Any) -> None:
+    """Register a few hooks of one kind on one module."""
+    kind, hooks = form
+    for options, effect in hooks:
+        hook = Hook(len(side.handles), kind, effect)
+        side.handles.append(getattr(module, REGISTRARS[kind])(hook, **options))
 
 
 @operation(st.integers(0, 9))
@@ -217,16 +216,41 @@ def remove_hook(side: Any, module: Any, number: int) -> None:
 )
 def call(side: Any, module: Any, dtype: torch.dtype, kwargs: Any, global_kinds: Any) -> Any:
     """Run the tree forward and backward, perhaps under global hooks."""
-    x = (torch.arange(6, dtype=dtype) / 4).reshape(2, 3).requires_grad_()
     handles = [
         getattr(side.impl, GLOBAL_REGISTRARS[kind])(Hook(-1 - number, kind, "note"))
         for number, kind in enumerate(global_kinds)
     ]
     try:
-        output = side.model(x, **kwargs)
-        if output.requires_grad:
-            output.sum().backward()
+        return forward_and_backward(side, dtype, kwargs)
     finally:
         for handle in handles:
             handle.remove()
+
+
+def forward_and_backward(side: Any, dtype: torch.dtype, kwargs: Any) -> Any:
+    """Call the root with a tensor that requires grad; return the output and its gradient."""
+    x = (torch.arange(6, dtype=dtype) / 4).reshape(2, 3).requires_grad_()
+    output = side.model(x, **kwargs)
+    if output.requires_grad:
+        output.sum().backward()
     return output, x.grad, len(LOG)
+
+
+@operation(several("forward"), st.booleans(), st.integers(0, 9), st.booleans())
+def failing_call(
+    side: Any, module: Any, form: Any, everywhere: bool, number: int, late: bool
+) -> Any:
+    """Run the tree with hooks that are called always, and a module that makes the call fail."""
+    places = [place for _, place in positions(side.model)] if everywhere else [module]
+    breaks = Hook(-9, "forward" if late else "forward_pre", "raise")
+    handles = [getattr(side.target(number), REGISTRARS[breaks.kind])(breaks)]
+    for place in places:
+        for ordinal, (options, effect) in enumerate(form[1]):
+            hook = Hook(-1 - ordinal, "forward", effect)
+            options = {"always_call": True, **options}
+            handles.append(place.register_forward_hook(hook, **options))
+    try:
+        return forward_and_backward(side, torch.float32, {})
+    finally:
+        for handle in handles:
+            handle.remove()
