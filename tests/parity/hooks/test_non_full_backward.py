@@ -182,3 +182,76 @@ def test_warnings_about_non_full_hooks_have_the_same_text() -> None:
 
     assert kind == "returned"
     assert len(value[1]) == len(cases)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["tensors", "tuples"])
+def test_complete_non_full_hook_does_not_warn(impl: Implementation, packed: bool) -> None:
+    """One node between tensors, given as they are or in tuples, is no reason to warn (rule 17)."""
+    x = inner_tensor()
+    y = x.exp()
+    arguments = ((x,), (y,)) if packed else (x, y)
+
+    assert impl.Module()._maybe_warn_non_full_backward_hook(*arguments, y.grad_fn) is None
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        lambda x, y: (x, [y], y.grad_fn),
+        lambda x, y: ([x], y, y.grad_fn),
+        lambda x, y: (x, (y, x * 2), y.grad_fn),
+        lambda x, y: (x, y, x.grad_fn),
+        lambda x, y: (x, (y.detach(),), y.grad_fn),
+        lambda x, y: (y, y, y.grad_fn),
+    ],
+    ids=["list out", "list in", "two nodes", "other node", "no node", "longer way"],
+)
+def test_incomplete_non_full_hook_warns(case) -> None:
+    """Asked directly, the method gives torch's FutureWarning for each incomplete case (rule 17)."""
+
+    def scenario(impl: Implementation) -> list[str]:
+        x = inner_tensor()
+        with pytest.warns(FutureWarning, match="non-full backward hook") as caught:
+            impl.Module()._maybe_warn_non_full_backward_hook(*case(x, x.exp()))
+        return [str(warning.message) for warning in caught]
+
+    kind, value = same(scenario)
+
+    assert kind == "returned"
+    assert len(value[1]) == 1
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "_get_backward_hooks",
+        "_get_backward_pre_hooks",
+        "_maybe_warn_non_full_backward_hook",
+        "_slow_forward",
+        "_call_impl",
+    ],
+)
+@pytest.mark.parametrize("registrar", ["register_full_backward_hook", "register_backward_hook"])
+def test_overridden_steps_of_a_call_are_the_ones_used(impl, method: str, registrar: str) -> None:
+    """A call goes through the class's own versions of its protected steps, where it has any."""
+    log: list[str] = []
+
+    def logging(self, *args, **kwargs):
+        log.append(method)
+        return getattr(impl.Module, method)(self, *args, **kwargs)
+
+    Same = type("Same", (impl.Module,), {method: logging, "forward": lambda self, x: x})
+    module = Same()
+    getattr(module, registrar)(noting(log, "hook"))
+    module.register_full_backward_pre_hook(noting(log, "pre"))
+    module(inner_tensor()).sum().backward()
+    used = {
+        "_get_backward_hooks": True,
+        "_get_backward_pre_hooks": True,
+        "_maybe_warn_non_full_backward_hook": registrar == "register_backward_hook",
+        "_slow_forward": False,
+        "_call_impl": True,
+    }
+
+    assert log.count(method) == used[method]
+    assert sorted(entry for entry in log if entry != method) == ["hook", "pre"]
