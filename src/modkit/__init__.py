@@ -1,1 +1,6 @@
 """modkit: a thin, typed facade over PyTorch."""
+
+from modkit.nn._fast_attributes import fast_attributes as fast_attributes
+
+
+__all__ = ["fast_attributes"]

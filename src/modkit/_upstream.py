@@ -4,6 +4,7 @@ Checked against torch 2.8 to 2.13.
 
 - ``get_tracing_state`` is truthy while ``torch.jit.trace`` runs; the scopes of its graph come from
   ``_slow_forward``. No public function tells so without importing ``torch.jit``.
+- ``fx_is_tracing``: the public functions log a warning, or leave out the tracer of torch.export.
 - ``log_api_usage_once``: torch counts which APIs are used, and a modkit module uses ``nn.Module``.
 - ``parse_to`` parses the four forms of ``Module.to``; its errors are documented behaviour.
 - ``FakeTensor`` and ``is_traceable_wrapper_subclass``: the two kinds of tensor whose ``.data``
@@ -33,6 +34,7 @@ import torch.nn.modules.module as module_globals
 from torch._C import _get_tracing_state, _log_api_usage_once as log_api_usage_once
 from torch._C._nn import _parse_to as parse_to
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import _symbolic_trace as _fx_trace
 from torch.nn.modules._functions import BackwardHookFunction as _BackwardHookFunction
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.module import (
@@ -58,6 +60,7 @@ __all__ = [
     "foreach_copy_",
     "foreach_lerp_",
     "foreach_sub",
+    "fx_is_tracing",
     "get_tracing_state",
     "global_backward_hooks",
     "global_backward_hooks_are_full",
@@ -108,6 +111,11 @@ original_methods: dict[str, Any] = dict(vars(torch.nn.Module))
 layer_loaders = frozenset(
     (BatchNormBase._load_from_state_dict, torch.nn.InstanceNorm1d._load_from_state_dict)
 )
+
+
+def fx_is_tracing() -> bool:
+    """Tell whether a tracer of fx runs, for whatever tool."""
+    return bool(_fx_trace._is_fx_tracing_flag)
 
 
 def global_backward_hooks_are_full() -> bool | None:
