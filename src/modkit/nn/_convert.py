@@ -21,7 +21,14 @@ from modkit._upstream import (
     is_traceable_wrapper_subclass,
     parse_to,
 )
-from modkit.nn._tree import STANDARD, children_of, is_leaf, is_standard, post_order, refuse_cycle
+from modkit.nn._tree import (
+    StandardClasses,
+    children_of,
+    is_leaf,
+    is_standard,
+    post_order,
+    refuse_cycle,
+)
 
 
 def apply_to_tensors(module: torch.nn.Module, fn: TensorFunction, *, recurse: bool) -> None:
@@ -219,40 +226,43 @@ def cast_function(method: str, dtype: torch.dtype) -> TensorFunction:
     return Conversion(convert, keeps)
 
 
-def _set_one(module: torch.nn.Module, mode: bool) -> None:
-    # What ``module.training = mode`` comes to, unless the class or the instance has made something
-    # else of setting attributes, or of this one.
-    state = module.__dict__
-    if (
-        type(module).__setattr__ in STANDARD
-        and "training" in state
-        and getattr(type(module), "training", None) is None
-    ):
-        state["training"] = mode
-    else:
-        module.training = mode
+class _PlainClasses(StandardClasses):
+    """Tells for which classes setting the mode is writing ``training`` to the instance."""
+
+    def __missing__(self, cls: type) -> bool:
+        plain = super().__missing__(cls) and getattr(cls, "training", None) is None
+        self[cls] = plain
+        return plain
 
 
 def set_training(module: torch.nn.Module, mode: bool) -> None:
     """Set ``training`` on ``module`` and all below it, parents first."""
     if not isinstance(cast("object", mode), bool):
         raise ValueError("training mode is expected to be boolean")  # noqa: TRY004 - torch's type
-    _set_one(module, mode)
+    module.training = mode
+    if is_leaf(module):
+        return
+    plain = _PlainClasses("__setattr__", "train", "children", "named_children")
     active = {id(module)}
     stack = [(module, children_of(module))]
     while stack:
         parent, children = stack[-1]
         for child in children:
-            if not is_standard(child, "train"):
+            state = child.__dict__
+            if plain[type(child)] and "train" not in state and "training" in state:
+                state["training"] = mode
+                if not (child._modules or "children" in state or "named_children" in state):
+                    continue
+            elif is_standard(child, "train"):
+                child.training = mode
+            else:
                 child.train(mode)
                 continue
             if id(child) in active:
                 refuse_cycle(child)
-            _set_one(child, mode)
-            if not is_leaf(child):
-                active.add(id(child))
-                stack.append((child, children_of(child)))
-                break
+            active.add(id(child))
+            stack.append((child, children_of(child)))
+            break
         else:
             stack.pop()
             active.discard(id(parent))

@@ -32,6 +32,24 @@ def is_standard(module: torch.nn.Module, method: str) -> bool:
     return getattr(type(module), method) in STANDARD and method not in module.__dict__
 
 
+class StandardClasses(dict[type, bool]):
+    """Tells which classes override none of the given methods; made for one walk.
+
+    Asking ``is_standard`` for each of thousands of modules takes longer than walking does, while
+    a tree has few classes. What an instance overrides is still to be asked of each.
+    """
+
+    def __init__(self, *methods: str) -> None:
+        super().__init__()
+        self._methods = methods
+
+    def __missing__(self, cls: type) -> bool:
+        """Look at a class that has not been met in this walk."""
+        found = all(getattr(cls, method) in STANDARD for method in self._methods)
+        self[cls] = found
+        return found
+
+
 def implements(module: torch.nn.Module, method: str) -> bool:
     """Tell whether the class has its own ``method``; what the instance has does not count."""
     inherited = original_methods[method]
@@ -53,15 +71,28 @@ def is_leaf(module: torch.nn.Module) -> bool:
     return not module._modules and _has_standard_children(module)
 
 
+def named_children_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the pairs of the direct children, each module once.
+
+    Modules are told apart by identity, as some cannot be hashed. The values keep alive what was
+    seen, so that no identity is used twice while a caller replaces children.
+    """
+    seen: dict[int, torch.nn.Module] = {}
+    for name, child in module._modules.items():
+        if child is not None and id(child) not in seen:
+            seen[id(child)] = child
+            yield name, child
+
+
 def children_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Iterate as ``module.children()`` does, without its layers of generators."""
     if not _has_standard_children(module):
         yield from module.children()
         return
-    seen: set[torch.nn.Module] = set()
+    seen: dict[int, torch.nn.Module] = {}
     for child in module._modules.values():
-        if child is not None and child not in seen:
-            seen.add(child)
+        if child is not None and id(child) not in seen:
+            seen[id(child)] = child
             yield child
 
 
@@ -78,19 +109,25 @@ def post_order(
     A module below ``module`` that overrides ``method`` is passed to ``call`` in its turn, and
     neither it nor what is below it is yielded.
     """
+    if is_leaf(module):
+        yield module
+        return
+    plain = StandardClasses(method, "children", "named_children")
     active = {id(module)}
     stack = [(module, children_of(module))]
     while stack:
         parent, children = stack[-1]
         for child in children:
-            if not is_standard(child, method):
-                call(child)
+            state = child.__dict__
+            if not plain[type(child)] or method in state:
+                if not is_standard(child, method):
+                    call(child)
+                    continue
+            elif not (child._modules or "children" in state or "named_children" in state):
+                yield child
                 continue
             if id(child) in active:
                 refuse_cycle(child)
-            if is_leaf(child):
-                yield child
-                continue
             active.add(id(child))
             stack.append((child, children_of(child)))
             break

@@ -31,7 +31,7 @@ from modkit._types import (
 from modkit._upstream import IncompatibleKeys, RemovableHandle, log_api_usage_once
 from modkit.nn import _call, _convert, _hook_entries, _hooks, _load, _registry, _repr, _state, _walk
 from modkit.nn._layers import mark_leaf
-from modkit.nn._tree import post_order, standard
+from modkit.nn._tree import named_children_of, post_order, standard
 
 
 DestinationT = TypeVar("DestinationT", bound=dict[str, Any])
@@ -181,7 +181,7 @@ class Module(torch.nn.Module):
     @standard
     def named_children(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Yield ``(name, module)`` for the direct children, each module once."""
-        return _walk.named_children(self)
+        return named_children_of(self)
 
     @standard
     def children(self) -> Iterator[torch.nn.Module]:
@@ -211,7 +211,7 @@ class Module(torch.nn.Module):
             recurse: include the parameters of all modules below.
             remove_duplicate: yield a tied parameter only under its first name.
         """
-        return _walk.members_of(self, _walk.named_parameters_of, prefix, recurse, remove_duplicate)
+        return _walk.named_tensors(self, "_parameters", prefix, recurse, remove_duplicate)
 
     @standard
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
@@ -223,7 +223,7 @@ class Module(torch.nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``(dotted name, buffer)``; arguments as in ``named_parameters``."""
-        return _walk.members_of(self, _walk.named_buffers_of, prefix, recurse, remove_duplicate)
+        return _walk.named_tensors(self, "_buffers", prefix, recurse, remove_duplicate)
 
     @standard
     def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
