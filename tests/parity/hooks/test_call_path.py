@@ -109,6 +109,18 @@ def test_forward_on_the_instance_wins(impl: Implementation, hooked: bool) -> Non
     assert module(1) == 1
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_call_impl_on_the_instance_wins(impl: Implementation, hooked: bool) -> None:
+    """A `_call_impl` assigned to the instance is what a call runs, as libraries do it (rule 7)."""
+    module = impl.nn.Identity()
+    original = module._call_impl
+    if hooked:
+        module.register_forward_hook(lambda _, args, out: out + 1)
+    module._call_impl = lambda x: ("wrapped", original(x))
+
+    assert module(1) == ("wrapped", 2 if hooked else 1)
+
+
 def test_call_without_hooks_passes_arguments_and_value_through(impl: Implementation) -> None:
     """Without hooks a call is forward with the same arguments, its value as it is (rule 8)."""
     value = object()
