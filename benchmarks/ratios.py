@@ -83,8 +83,10 @@ def measure(row: Row, seconds: float) -> Result:
     """Compare modkit with torch in one operation."""
     with row.context():
         base = timer(row.statement, row.names(torch.nn))
-        other = timer(row.statement, row.names(modkit.nn))
-        return compare(row, base, other, seconds)
+        names = row.names(modkit.nn)
+        other = timer(row.statement, names)
+        with row.scope(names.get("m")):
+            return compare(row, base, other, seconds)
 
 
 def growth(seconds: float) -> Result:

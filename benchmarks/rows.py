@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import modkit
+
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +26,7 @@ class Row:
         statement: The code that is timed.
         names: Makes the names that the statement uses, from ``torch.nn`` or ``modkit.nn``.
         context: Entered around the timing.
+        scope: Entered around the timing with modkit's ``m``; what torch does has no such scope.
     """
 
     name: str
@@ -31,6 +34,7 @@ class Row:
     statement: str
     names: Callable[[ModuleType], dict[str, Any]]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    scope: Callable[[Any], AbstractContextManager[Any]] = nullcontext
 
 
 def empty(nn: ModuleType) -> dict[str, Any]:
@@ -98,6 +102,14 @@ ROWS = [
     Row("m(x), one forward hook", 0.70, "m(x)", hooked),
     Row("Linear(4, 8)(x)", 0.72, "m(x)", linear, torch.inference_mode),
     Row("20 x (Linear, LayerNorm, ReLU)", 0.75, "m(x)", small_network, torch.inference_mode),
+    Row(
+        "the same inside fast_attributes",
+        0.68,
+        "m(x)",
+        small_network,
+        torch.inference_mode,
+        modkit.fast_attributes,
+    ),
     Row("m.flag = 1", 0.45, "m.flag = 1", empty),
     Row("Module()", 0.75, "Module()", module_class),
     Row("parameters()", 0.55, iterate("parameters"), large_network),
