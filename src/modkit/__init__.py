@@ -1,6 +1,7 @@
 """modkit: a thin, typed facade over PyTorch."""
 
+from modkit.nn._adopt import adopt as adopt, release as release
 from modkit.nn._fast_attributes import fast_attributes as fast_attributes
 
 
-__all__ = ["fast_attributes"]
+__all__ = ["adopt", "fast_attributes", "release"]

@@ -31,7 +31,7 @@ REBASED: Final[dict[type, type]] = {}
 _DOC_INDENT: Final = "" if sys.version_info >= (3, 13) else "    "
 
 
-class _SourceOf:
+class SourceOf:
     """Class attribute ``__wrapped__`` that leads ``inspect`` from our class to torch's source.
 
     TorchScript compares the line of an overloaded method with the lines of the class that
@@ -66,7 +66,7 @@ def rebased(cls: ClassT) -> ClassT:
         cls.__annotations__ = annotations
     if "__deprecated__" in vars(layer):
         _deprecate(cls, layer)
-    cls.__wrapped__ = _SourceOf(cls, layer)  # type: ignore[attr-defined]
+    cls.__wrapped__ = SourceOf(cls, layer)  # type: ignore[attr-defined]
     TORCH_HOME[cls] = layer.__module__
     REBASED[layer] = cls
     return cls
