@@ -4,6 +4,7 @@ Checked against torch 2.8 to 2.13.
 
 - ``get_tracing_state`` is truthy while ``torch.jit.trace`` runs; the scopes of its graph come from
   ``_slow_forward``. No public function tells so without importing ``torch.jit``.
+- ``dynamo_is_tracing``: the public functions answer that to traced code, not to what dynamo runs.
 - ``fx_is_tracing``: the public functions log a warning, or leave out the tracer of torch.export.
 - ``log_api_usage_once``: torch counts which APIs are used, and a modkit module uses ``nn.Module``.
 - ``parse_to`` parses the four forms of ``Module.to``; its errors are documented behaviour.
@@ -33,6 +34,7 @@ import torch
 import torch.nn.modules.module as module_globals
 from torch._C import _get_tracing_state, _log_api_usage_once as log_api_usage_once
 from torch._C._nn import _parse_to as parse_to
+from torch._guards import TracingContext as _TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import _symbolic_trace as _fx_trace
 from torch.nn.modules._functions import BackwardHookFunction as _BackwardHookFunction
@@ -55,6 +57,7 @@ __all__ = [
     "IncompatibleKeys",
     "RemovableHandle",
     "WrappedHook",
+    "dynamo_is_tracing",
     "foreach_add_",
     "foreach_addcdiv_",
     "foreach_copy_",
@@ -111,6 +114,11 @@ original_methods: dict[str, Any] = dict(vars(torch.nn.Module))
 layer_loaders = frozenset(
     (BatchNormBase._load_from_state_dict, torch.nn.InstanceNorm1d._load_from_state_dict)
 )
+
+
+def dynamo_is_tracing() -> bool:
+    """Tell whether this is called by the compiler, which is looking at the program."""
+    return _TracingContext.try_get() is not None
 
 
 def fx_is_tracing() -> bool:

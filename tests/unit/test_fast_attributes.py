@@ -383,6 +383,21 @@ def test_a_weight_that_a_hook_computes_stays_current(impl: Implementation) -> No
     assert torch.equal(inside, x @ net.weight_mask.T)
 
 
+@pytest.mark.parametrize("managed", [True, False])
+def test_whether_fsdp_manages_a_module_can_be_asked(impl: Implementation, managed: bool) -> None:
+    """Libraries ask this of any model in eager code, and get the answer that they get outside."""
+    net = impl.nn.Linear(2, 2)
+    if managed:
+        net._is_fsdp_managed_module = True
+    before = list(vars(net).items())
+
+    with modkit.fast_attributes(net):
+        inside = bool(getattr(net, "_is_fsdp_managed_module", False))
+
+    assert inside is managed
+    assert list(vars(net).items()) == before
+
+
 def test_a_lazy_module_is_initialized_inside(impl: Implementation) -> None:
     """The first call turns a lazy layer into a plain one, and the block ends as usual."""
     net = impl.nn.LazyLinear(3)

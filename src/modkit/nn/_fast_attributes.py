@@ -23,7 +23,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from modkit._types import ModuleT
-from modkit._upstream import fx_is_tracing, original_methods
+from modkit._upstream import dynamo_is_tracing, fx_is_tracing, original_methods
 
 
 _REFUSED: Final = (
@@ -36,6 +36,7 @@ _CHANGE: Final = (
 _COPY: Final = "be copied or pickled"
 _SCRIPT: Final = "be scripted or traced by torch.jit"
 _REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
+_FSDP_FLAG: Final = "_is_fsdp_managed_module"
 _ABSENT: Final = object()
 
 
@@ -74,9 +75,6 @@ class _Refusal:
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse(self._act)
 
-    def __bool__(self) -> bool:  # noqa: PLE0304 - raising is the point
-        _refuse(self._act)
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         _refuse(_COPY)
 
@@ -87,12 +85,26 @@ class _Refusal:
         _refuse(_SCRIPT)
 
 
+class _FsdpFlag:
+    """The answer to whether FSDP manages a module.
+
+    Dynamo asks it of every module that it meets, so a strict export does as well, and that is where
+    they are refused. Others, such as transformers, ask in eager code, and are told the truth.
+    """
+
+    def __init__(self, value: object) -> None:
+        self._value = bool(value)
+
+    def __bool__(self) -> bool:
+        if dynamo_is_tracing():
+            _refuse("be compiled or exported")
+        return self._value
+
+
 # The name that a tool looks up on the instance, with what the tool is about to do.
 _REFUSALS: Final = {
     "__getstate__": _Refusal(_COPY),
     "__prepare_scriptable__": _Refusal(_SCRIPT),
-    # Dynamo asks each module that it meets for the truth of this, so also a strict export does.
-    "_is_fsdp_managed_module": _Refusal("be compiled or exported"),
     "_replicate_for_data_parallel": _Refusal("be replicated by DataParallel"),
 }
 
@@ -203,6 +215,7 @@ def _enter(module: torch.nn.Module) -> None:
     placed = {
         **{registry: _Registry(state[registry]) for registry in _REGISTRIES},
         **_REFUSALS,
+        _FSDP_FLAG: _FsdpFlag(getattr(module, _FSDP_FLAG, False)),
         "named_modules": partial(_named_modules, module.named_modules),
         "load_state_dict": partial(_load_state_dict, module.load_state_dict),
         "_apply": partial(_apply, module, module._apply),
