@@ -106,7 +106,8 @@ def freeze(value: Any) -> Any:
         return ("type", value.__qualname__)
     if callable(value) and hasattr(value, "__qualname__"):
         return ("callable", value.__qualname__)
-    if type(value).__repr__ is object.__repr__:
+    shows: object = type(value).__repr__
+    if shows is object.__repr__:
         return ("object", type(value).__qualname__)
     return (type(value).__name__, repr(value))
 

@@ -4,6 +4,7 @@ Checked against torch 2.8 to 2.13.
 
 - ``get_tracing_state`` is truthy while ``torch.jit.trace`` runs; the scopes of its graph come from
   ``_slow_forward``. No public function tells so without importing ``torch.jit``.
+- ``jit_trace`` holds the map of modules that is set while a module is traced.
 - ``dynamo_is_tracing``: the public functions answer that to traced code, not to what dynamo runs.
 - ``fx_is_tracing``: the public functions log a warning, or leave out the tracer of torch.export.
 - ``log_api_usage_once``: torch counts which APIs are used, and a modkit module uses ``nn.Module``.
@@ -28,7 +29,7 @@ Checked against torch 2.8 to 2.13.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.modules.module as module_globals
@@ -37,6 +38,7 @@ from torch._C._nn import _parse_to as parse_to
 from torch._guards import TracingContext as _TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import _symbolic_trace as _fx_trace
+from torch.jit import _trace as jit_trace
 from torch.nn.modules._functions import BackwardHookFunction as _BackwardHookFunction
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.module import (
@@ -48,6 +50,8 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_wrapper_subclass
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 __all__ = [
     "EXTRA_STATE_KEY",
@@ -78,12 +82,14 @@ __all__ = [
     "has_compatible_shallow_copy_type",
     "indent_lines",
     "is_traceable_wrapper_subclass",
+    "jit_trace",
     "layer_loaders",
     "log_api_usage_once",
     "original_methods",
     "parse_to",
     "pass_through_one_node",
     "set_global_backward_hooks_are_full",
+    "skip_frame",
     "storage_identity",
 ]
 
@@ -164,3 +170,17 @@ def storage_identity(tensor: torch.Tensor) -> int:
     """Return what two tensors have in common that look at the same memory, meta ones included."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
+
+
+def skip_frame(function: FunctionT) -> FunctionT:
+    """Let dynamo capture what ``function`` calls rather than ``function`` itself.
+
+    Torch's own call path is in dynamo's list of files to skip, so a graph begins at ``forward``: its
+    inputs are named after those of ``forward``, and hooks around it run outside. A tag on the code
+    object does the same for ours; inside of compiled code it is inlined all the same.
+    """
+    frames = cast("Any", torch._C)._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+    return function

@@ -1,7 +1,7 @@
 """What happens when a module is called: hooks around ``forward``, in torch's order."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypedDict, cast
 
 import torch
@@ -17,6 +17,9 @@ from modkit._upstream import (
     global_forward_hooks_always_called,
     global_forward_hooks_with_kwargs,
     global_forward_pre_hooks,
+    jit_trace,
+    original_methods,
+    skip_frame,
 )
 from modkit.nn._backward import BackwardHooks
 from modkit.nn._hook_entries import KeywordPreHook, is_args_and_kwargs
@@ -27,17 +30,59 @@ Forward = Callable[..., Any]
 _NONE: Sequence[Any] = ()
 # Dynamo knows torch's class, and puts its own code in its place.
 _COMPILED_BACKWARD_HOOKS = cast("type[BackwardHooks]", BackwardHook)
+_TorchModule = torch.nn.Module
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_TORCH_CALL = original_methods["__call__"]
 
 
 class _Call(TypedDict):
-    """How far a call has come; an always-called hook on the error path is shown just this."""
+    """How far a call has come; an always-called hook on the error path is shown just this.
+
+    A dict, since making an object with fields takes a tenth of the time of the whole call.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
-    ran: set[int]
+    ran: Collection[int]
 
 
+@skip_frame
+@method_of_module
+def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+    """Call ``forward``, at once where there are no hooks.
+
+    This function is itself the method ``Module.__call__``. It steps aside whenever torch's own
+    function is not the original: fx and quantization put theirs there to see every call. The
+    module map is set while ``torch.jit.trace`` runs, which takes the scopes of its graph from
+    ``_slow_forward``.
+    """
+    own = self.__dict__
+    if (
+        "_compiled_call_impl" in own
+        or "_call_impl" in own
+        or type(self)._call_impl is not _call_impl
+        or _TorchModule.__call__ is not _TORCH_CALL
+        or jit_trace._trace_module_map is not None
+    ):
+        return _TorchModule.__call__(self, *args, **kwargs)
+    if (
+        self._forward_pre_hooks
+        or self._backward_hooks
+        or self._backward_pre_hooks
+        or global_forward_hooks
+        or global_forward_pre_hooks
+        or global_backward_hooks
+        or global_backward_pre_hooks
+    ):
+        return _call_with_hooks(self, args, kwargs)
+    if self._forward_hooks:
+        return _call_with_forward_hooks(self, args, kwargs)
+    # Passing on empty keywords costs as much as two of the checks above.
+    return self.forward(*args, **kwargs) if kwargs else self.forward(*args)
+
+
+@skip_frame
 @method_of_module
 def _call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run ``forward`` and whatever hooks there are at this moment.
@@ -48,30 +93,56 @@ def _call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     Which tables are empty is read here: a hook that ``forward`` itself adds runs next time.
     Nothing may be cached, since libraries assign and clear the tables directly.
     """
-    forward: Forward = self._slow_forward if get_tracing_state() else self.forward
-    if not (
-        self._backward_hooks
-        or self._backward_pre_hooks
-        or self._forward_hooks
+    if (
+        self._forward_hooks
         or self._forward_pre_hooks
-        or global_backward_pre_hooks
-        or global_backward_hooks
+        or self._backward_hooks
+        or self._backward_pre_hooks
         or global_forward_hooks
         or global_forward_pre_hooks
+        or global_backward_hooks
+        or global_backward_pre_hooks
     ):
-        return forward(*args, **kwargs)
-    state: _Call = {"args": args, "kwargs": kwargs, "result": None, "ran": set()}
+        return _call_with_hooks(self, args, kwargs)
+    forward: Forward = self._slow_forward if get_tracing_state() else self.forward
+    return forward(*args, **kwargs)
+
+
+@skip_frame
+def _call_with_hooks(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Dynamo cannot compile a frame that catches and re-raises, so compiled code has no error path.
-    if torch.compiler.is_compiling():
-        return _run(self, forward, state)
+    call: _Call = {"args": args, "kwargs": kwargs, "result": None, "ran": ()}
+    if is_dynamo_compiling():
+        return _run(module, call)
     try:
-        return _run(self, forward, state)
+        return _run(module, call)
     except Exception:
-        _run_always_called(self, state)
+        if not torch.compiler.is_compiling():
+            _run_always_called(module, call)
         raise
 
 
-def _run(module: torch.nn.Module, forward: Forward, state: _Call) -> Any:
+@skip_frame
+def _call_with_forward_hooks(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Do the same for the most frequent case: no other kind of hook is there at entry."""
+    call: _Call = {"args": args, "kwargs": kwargs, "result": None, "ran": ()}
+    if is_dynamo_compiling():
+        return _run(module, call)
+    try:
+        forward: Forward = module._slow_forward if get_tracing_state() else module.forward
+        call["result"] = forward(*args, **kwargs)
+        return _run_forward_hooks(module, call)
+    except Exception:
+        if not torch.compiler.is_compiling():
+            _run_always_called(module, call)
+        raise
+
+
+@skip_frame
+def _run(module: torch.nn.Module, call: _Call) -> Any:
+    forward: Forward = module._slow_forward if get_tracing_state() else module.forward
     pre_backward = full = non_full = _NONE
     # Backward hooks are collected first, so one that a forward pre-hook adds runs next time.
     if module._backward_pre_hooks or global_backward_pre_hooks:
@@ -79,65 +150,73 @@ def _run(module: torch.nn.Module, forward: Forward, state: _Call) -> Any:
     if module._backward_hooks or global_backward_hooks:
         full, non_full = module._get_backward_hooks()
 
-    if global_forward_pre_hooks or module._forward_pre_hooks:
-        _run_pre_hooks(module, state)
+    if module._forward_pre_hooks or global_forward_pre_hooks:
+        _run_pre_hooks(module, call)
 
     backward = None
     if full or pre_backward:
         kind = _COMPILED_BACKWARD_HOOKS if torch.compiler.is_compiling() else BackwardHooks
         backward = kind(module, full, pre_backward)
-        state["args"] = backward.setup_input_hook(state["args"])
+        call["args"] = backward.setup_input_hook(call["args"])
 
-    state["result"] = forward(*state["args"], **state["kwargs"])
-    if global_forward_hooks or module._forward_hooks:
-        _run_forward_hooks(module, state)
+    result = forward(*call["args"], **call["kwargs"]) if call["kwargs"] else forward(*call["args"])
+    call["result"] = result
+    if module._forward_hooks or global_forward_hooks:
+        result = _run_forward_hooks(module, call)
 
     if backward is not None:
-        result = state["result"]
         if not isinstance(result, (torch.Tensor, tuple)):
             warnings.warn(MSG_BACKWARD_OUTPUT.format(kind=type(result)), stacklevel=4)
-        state["result"] = backward.setup_output_hook(result)
+        result = call["result"] = backward.setup_output_hook(result)
     if non_full:
-        _attach_non_full_hooks(module, state, non_full)
-    return state["result"]
+        _attach_non_full_hooks(module, call, non_full)
+    return result
 
 
-def _snapshot(flags: Mapping[int, bool]) -> Mapping[int, bool]:
-    return flags and dict(flags)
-
-
-def _run_pre_hooks(module: torch.nn.Module, state: _Call) -> None:
+@skip_frame
+def _run_pre_hooks(module: torch.nn.Module, call: _Call) -> None:
     # A hook may remove another one during the call; the other still runs, with its signature.
-    with_kwargs = _snapshot(module._forward_pre_hooks_with_kwargs)
+    with_kwargs = set(module._forward_pre_hooks_with_kwargs)
     for hook_id, hook in (*global_forward_pre_hooks.items(), *module._forward_pre_hooks.items()):
         if hook_id in with_kwargs or isinstance(hook, KeywordPreHook):
-            changed = hook(module, state["args"], state["kwargs"])
+            changed = hook(module, call["args"], call["kwargs"])
             if changed is None:
                 continue
             if not is_args_and_kwargs(changed):
                 raise RuntimeError(MSG_PRE_HOOK_RESULT.format(result=changed))
-            state["args"], state["kwargs"] = changed
+            call["args"], call["kwargs"] = changed
         else:
-            changed = hook(module, state["args"])
+            changed = hook(module, call["args"])
             if changed is not None:
-                state["args"] = changed if isinstance(changed, tuple) else (changed,)
+                call["args"] = changed if isinstance(changed, tuple) else (changed,)
 
 
-def _run_forward_hooks(module: torch.nn.Module, state: _Call) -> None:
-    with_kwargs = _snapshot(module._forward_hooks_with_kwargs)
-    global_with_kwargs = _snapshot(global_forward_hooks_with_kwargs)
-    for hook_id, hook in (*global_forward_hooks.items(), *module._forward_hooks.items()):
+@skip_frame
+def _run_forward_hooks(module: torch.nn.Module, call: _Call) -> Any:
+    result = call["result"]
+    hooks: tuple[tuple[int, Any], ...] = tuple(module._forward_hooks.items())
+    if global_forward_hooks:
+        hooks = (*global_forward_hooks.items(), *hooks)
+    with_kwargs = module._forward_hooks_with_kwargs or global_forward_hooks_with_kwargs
+    if with_kwargs:
+        # As above: the other hook's signature does not change with its removal.
+        with_kwargs = {**global_forward_hooks_with_kwargs, **module._forward_hooks_with_kwargs}
+    ran: set[int] = set()
+    call["ran"] = ran
+    for hook_id, hook in hooks:
         # Entered before the call: a hook that raises here is not called again for its own error.
-        state["ran"].add(hook_id)
-        if hook_id in with_kwargs or hook_id in global_with_kwargs:
-            changed = hook(module, state["args"], state["kwargs"], state["result"])
+        ran.add(hook_id)
+        if hook_id in with_kwargs:
+            changed = hook(module, call["args"], call["kwargs"], result)
         else:
-            changed = hook(module, state["args"], state["result"])
+            changed = hook(module, call["args"], result)
         if changed is not None:
-            state["result"] = changed
+            result = call["result"] = changed
+    return result
 
 
-def _run_always_called(module: torch.nn.Module, state: _Call) -> None:
+@skip_frame
+def _run_always_called(module: torch.nn.Module, call: _Call) -> None:
     """Run the always-called hooks that an exception has kept from running, global ones first."""
     tables = (
         (
@@ -154,23 +233,24 @@ def _run_always_called(module: torch.nn.Module, state: _Call) -> None:
         ),
     )
     for scope, hooks, always_called, with_kwargs in tables:
-        flags = _snapshot(with_kwargs)
-        waiting = [key for key in hooks if key in always_called and key not in state["ran"]]
+        flags = set(with_kwargs)
+        waiting = [key for key in hooks if key in always_called and key not in call["ran"]]
         for hook_id, hook in [(key, hooks[key]) for key in waiting]:
             try:
                 if hook_id in flags:
-                    changed = hook(module, state["args"], state["kwargs"], state["result"])
+                    changed = hook(module, call["args"], call["kwargs"], call["result"])
                 else:
-                    changed = hook(module, state["args"], state["result"])
+                    changed = hook(module, call["args"], call["result"])
                 if changed is not None:
-                    state["result"] = changed
+                    call["result"] = changed
             except Exception as error:  # noqa: BLE001, PERF203 - the caller re-raises the first error
                 message = MSG_ALWAYS_CALL_SILENCED.format(scope=scope, error=error)
                 warnings.warn(message, stacklevel=4)
 
 
-def _attach_non_full_hooks(module: torch.nn.Module, state: _Call, hooks: Sequence[Any]) -> None:
-    found = state["result"]
+@skip_frame
+def _attach_non_full_hooks(module: torch.nn.Module, call: _Call, hooks: Sequence[Any]) -> None:
+    found = call["result"]
     while not isinstance(found, torch.Tensor):
         if isinstance(found, dict):
             found = next(item for item in found.values() if isinstance(item, torch.Tensor))
@@ -181,4 +261,4 @@ def _attach_non_full_hooks(module: torch.nn.Module, state: _Call, hooks: Sequenc
         return
     for hook in hooks:
         grad_fn.register_hook(WrappedHook(hook, module))
-    module._maybe_warn_non_full_backward_hook(state["args"], state["result"], grad_fn)
+    module._maybe_warn_non_full_backward_hook(call["args"], call["result"], grad_fn)
