@@ -4,10 +4,10 @@ Each call goes to a mechanism beside this file. The protected methods that only 
 overriding classes call are the mechanisms' functions themselves, which saves a frame.
 
 Some names must *not* be defined here, because torch, fx, dynamo, TorchScript, FSDP2 or accelerate
-compare or patch the function of ``torch.nn.Module``: ``forward``, ``__call__``, ``__getattr__``,
-``get_extra_state``, ``set_extra_state`` and ``__getstate__``. Others are inherited because they only call what is defined here: ``eval``,
-``requires_grad_``, ``cpu``, ``cuda`` and the other devices, ``share_memory``, ``compile``,
-``register_module``.
+compare or patch the function of ``torch.nn.Module``: ``forward``, ``__getattr__``,
+``get_extra_state``, ``set_extra_state`` and ``__getstate__``. Others are inherited because they
+only call what is defined here: ``eval``, ``requires_grad_``, ``cpu``, ``cuda`` and the other
+devices, ``share_memory``, ``compile``, ``register_module``.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -380,6 +380,7 @@ class Module(torch.nn.Module):
     _get_backward_pre_hooks = _hooks._get_backward_pre_hooks
     _maybe_warn_non_full_backward_hook = _hooks._maybe_warn_non_full_backward_hook
     _call_impl = _call._call_impl
+    __call__ = _call.__call__
 
     # State.
 
