@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch.nn import Parameter
@@ -21,6 +21,7 @@ from modkit._upstream import (
     is_traceable_wrapper_subclass,
     parse_to,
 )
+from modkit.nn._ties import Applying, Ties
 from modkit.nn._tree import (
     StandardClasses,
     children_of,
@@ -36,11 +37,12 @@ def apply_to_tensors(module: torch.nn.Module, fn: TensorFunction, *, recurse: bo
 
     Modules below that override ``_apply`` are asked to do it themselves.
     """
-    if not recurse:
-        _apply_to_own(module, fn)
-        return
-    for owner in post_order(module, "_apply", lambda child: child._apply(fn)):
-        _apply_to_own(owner, fn)
+    with Applying(fn) as ties:
+        if not recurse:
+            _apply_to_own(module, fn, ties)
+            return
+        for owner in post_order(module, "_apply", lambda child: child._apply(fn)):
+            _apply_to_own(owner, fn, ties)
 
 
 class Conversion:
@@ -81,15 +83,50 @@ def _keeps_all(module: torch.nn.Module, fn: TensorFunction) -> bool:
     )
 
 
-def _apply_to_own(module: torch.nn.Module, fn: TensorFunction) -> None:
+def _apply_to_own(module: torch.nn.Module, fn: TensorFunction, ties: Ties) -> None:
     if not (module._parameters or module._buffers) or _keeps_all(module, fn):
         return
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            _convert_parameter(module, name, parameter, fn)
+    if id(module) in ties.finished:
+        return
+    if module._parameters:
+        # Parameters are leaves of the graph, so their conversion must not become part of it.
+        with torch.no_grad():
+            _convert_parameters(module, fn, ties)
     for name, buffer in module._buffers.items():
         if buffer is not None:
-            module._buffers[name] = fn(buffer)
+            module._buffers[name] = _convert_buffer(buffer, fn, ties)
+    ties.finished[id(module)] = module
+
+
+def _convert_parameters(module: torch.nn.Module, fn: TensorFunction, ties: Ties) -> None:
+    converted, replaced = ties.converted, ties.parameters
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        current = parameter
+        # An override may have replaced once more what was replaced around it.
+        while id(current) not in converted and (found := replaced.find(current)) is not None:
+            module._parameters[name] = current = found
+        if id(current) not in converted:
+            result = _convert_parameter(module, name, current, fn)
+            converted[id(result)] = result
+            if result is not current:
+                replaced.note(current, result)
+
+
+def _convert_buffer(buffer: torch.Tensor, fn: TensorFunction, ties: Ties) -> torch.Tensor:
+    # What only acts like a tensor may not allow the weak reference that is noted. A parameter that
+    # is also a buffer may be about to be swapped, which weak references forbid.
+    if type(buffer) is not torch.Tensor and (
+        isinstance(buffer, Parameter) or not isinstance(cast("object", buffer), torch.Tensor)
+    ):
+        return fn(buffer)
+    replaced = ties.buffers
+    result: torch.Tensor | None = replaced.find(buffer) if id(buffer) in replaced else None
+    if result is None:
+        result = fn(buffer)
+        replaced.note(buffer, result)
+    return result
 
 
 def _may_set_data(tensor: torch.Tensor, converted: torch.Tensor) -> bool:
@@ -103,10 +140,9 @@ def _may_set_data(tensor: torch.Tensor, converted: torch.Tensor) -> bool:
 
 def _convert_parameter(
     module: torch.nn.Module, name: str, parameter: Parameter, fn: TensorFunction
-) -> None:
-    # Parameters are leaves of the graph, so their conversion must not become part of it.
-    with torch.no_grad():
-        converted = fn(parameter)
+) -> Parameter:
+    """Put what ``fn`` makes of ``parameter`` in its place; return the parameter that is there."""
+    converted = fn(parameter)
     set_data = _may_set_data(parameter, converted)
     gradient = parameter.grad
     # A wrapper subclass may hold several tensors, which only a swap exchanges all at once.
@@ -127,6 +163,7 @@ def _convert_parameter(
         module._parameters[name] = result
     if gradient is not None:
         _convert_gradient(module, name, result, gradient, fn, swap=swap)
+    return result
 
 
 def _require_leaf(parameter: torch.Tensor) -> None:
@@ -162,8 +199,7 @@ def _convert_gradient(
     *,
     swap: bool,
 ) -> None:
-    with torch.no_grad():
-        converted = fn(gradient)
+    converted = fn(gradient)
     set_data = _may_set_data(gradient, converted)
     if swap:
         converted.requires_grad_(gradient.requires_grad)
@@ -183,6 +219,10 @@ def _convert_gradient(
         result.grad = converted.requires_grad_(gradient.requires_grad)
 
 
+# A memory format for images is no format for volumes, and the other way round.
+_DIMENSIONS: Final = {torch.channels_last: (4,), torch.channels_last_3d: (5,)}
+
+
 def to_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction:
     """Return what ``Module.to`` with these arguments does to one tensor; check them first."""
     # The stub of the parser does not say that any of the four may be None.
@@ -193,10 +233,12 @@ def to_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction
         if dtype.is_complex:
             warnings.warn(MSG_COMPLEX_MODULE, stacklevel=3)
 
+    dims = _DIMENSIONS.get(memory_format, (4, 5))
+
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         target = dtype if tensor.is_floating_point() or tensor.is_complex() else None
         try:
-            if memory_format is not None and tensor.dim() in (4, 5):
+            if memory_format is not None and tensor.dim() in dims:
                 return tensor.to(device, target, non_blocking, memory_format=memory_format)
             return tensor.to(device, target, non_blocking)
         except NotImplementedError as error:
@@ -207,7 +249,11 @@ def to_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction
     def keeps(tensor: torch.Tensor) -> bool:
         return (
             (device is None or tensor.device == device)
-            and (dtype is None or tensor.dtype == dtype)
+            and (
+                dtype is None
+                or tensor.dtype == dtype
+                or not (tensor.is_floating_point() or tensor.is_complex())
+            )
             and memory_format is None
         )
 

@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from tests.helpers import Implementation, same
+
+
+def images_and_volumes(impl: Implementation) -> torch.nn.Module:
+    """Build a network with parameters and buffers of 1, 4 and 5 dimensions."""
+    module = impl.nn.Sequential(impl.nn.Conv2d(2, 2, 2), impl.nn.Conv3d(2, 2, 2))
+    module.register_buffer("image", torch.zeros(1, 2, 3, 4))
+    module.register_buffer("volume", torch.zeros(1, 2, 3, 4, 5))
+    return module
+
+
+def formats(module: torch.nn.Module) -> dict[str, list[str]]:
+    """Tell for each tensor the memory formats for images and volumes that it has."""
+    found = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        found[name] = []
+        if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+            found[name].append("channels_last")
+        if tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d):
+            found[name].append("channels_last_3d")
+    return found
+
+
+def test_channels_last_is_for_four_dimensions(impl: Implementation) -> None:
+    """The format for images is applied to what may be images, and leaves volumes alone."""
+    module = images_and_volumes(impl)
+    result = module.to(memory_format=torch.channels_last)
+
+    assert result is module
+    assert formats(module) == {
+        "0.weight": ["channels_last"],
+        "0.bias": [],
+        "1.weight": [],
+        "1.bias": [],
+        "image": ["channels_last"],
+        "volume": [],
+    }
+
+
+def test_channels_last_3d_is_for_five_dimensions(impl: Implementation) -> None:
+    """The format for volumes is applied to what may be volumes, and leaves images alone."""
+    module = images_and_volumes(impl).to(memory_format=torch.channels_last_3d)
+
+    assert formats(module) == {
+        "0.weight": [],
+        "0.bias": [],
+        "1.weight": ["channels_last_3d"],
+        "1.bias": [],
+        "image": [],
+        "volume": ["channels_last_3d"],
+    }
+
+
+def test_other_arguments_go_to_every_tensor(impl: Implementation) -> None:
+    """The dtype that is given besides a memory format is for tensors of any dimensions."""
+    module = images_and_volumes(impl).to(dtype=torch.float64, memory_format=torch.channels_last)
+
+    assert {tensor.dtype for tensor in module.state_dict().values()} == {torch.float64}
+    assert formats(module)["0.weight"] == ["channels_last"]
+
+
+def test_a_volume_network_computes_the_same_after_channels_last(impl: Implementation) -> None:
+    """A call that is meant for the images in a network does not change its volumes."""
+    module = impl.nn.Conv3d(1, 2, 2)
+    volume = torch.ones(1, 1, 3, 3, 3)
+    before = module(volume)
+    after = module.to(memory_format=torch.channels_last)(volume)
+
+    assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.preserve_format])
+def test_formats_for_any_dimensions(memory_format):
+    """The formats that are not for images or volumes alone are applied as in torch."""
+
+    def scenario(impl):
+        module = images_and_volumes(impl)
+        module.image = torch.zeros(1, 2, 3, 4).to(memory_format=torch.channels_last)
+        module.volume = torch.zeros(1, 2, 3, 4, 5).to(memory_format=torch.channels_last_3d)
+        module.to(memory_format=memory_format)
+        return formats(module), module.image.stride(), module.volume.stride()
+
+    assert same(scenario)[0] == "returned"
