@@ -111,7 +111,8 @@ def test_methods_are_plain_functions(name: str) -> None:
     member = inspect.getattr_static(OURS, name)
 
     assert inspect.isfunction(member)
-    assert member.__name__ == getattr(BASE, name).__name__
+    # Not torch's function of now: dynamo has put another one there once it has compiled anything.
+    assert member.__name__ == {"forward": "_forward_unimplemented"}.get(name, name)
 
 
 @pytest.mark.parametrize(
