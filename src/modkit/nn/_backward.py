@@ -5,10 +5,11 @@ all their gradients come by in one place. The node of the output runs the pre-ho
 gradients; the node of the arguments gives both to the hooks.
 """
 
+import functools
 import operator
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,7 +19,7 @@ from modkit._errors import (
     MSG_BACKWARD_HOOK_NO_INPUT_GRADIENT,
     MSG_BACKWARD_PRE_HOOK_LENGTH,
 )
-from modkit._upstream import pass_through_one_node
+from modkit._upstream import BackwardHook, pass_through_one_node
 
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -28,8 +29,7 @@ NodeHook = Callable[[Gradients, Gradients], Gradients | None]
 class BackwardHooks:
     """The full backward hooks and pre-hooks of one call of a module.
 
-    It is used as torch's ``BackwardHook`` is, which stands for it in compiled code: dynamo knows
-    that class by name.
+    It is used as torch's ``BackwardHook`` is, which stands for it in compiled code.
     """
 
     def __init__(
@@ -93,11 +93,9 @@ class BackwardHooks:
 
     def _run_pre_hooks(self, gradients: Gradients) -> Gradients:
         for hook in self.pre_hooks:
-            changed = hook(self.module, gradients)
+            changed = _call_pre_hook(hook, self.module, gradients)
             if changed is None:
                 continue
-            if isinstance(changed, torch.Tensor):
-                changed = (changed,)
             if len(changed) != self.n_outputs:
                 raise RuntimeError(
                     MSG_BACKWARD_PRE_HOOK_LENGTH.format(got=len(changed), expected=self.n_outputs)
@@ -114,6 +112,28 @@ class BackwardHooks:
             ):
                 continue
             raise RuntimeError(MSG_BACKWARD_HOOK_NO_INPUT_GRADIENT)
+
+
+# Dynamo knows torch's class, and puts its own code in its place.
+_CompiledBackwardHooks = cast("type[BackwardHooks]", BackwardHook)
+
+
+def backward_hooks(
+    module: torch.nn.Module,
+    hooks: Sequence[Callable[..., Any]],
+    pre_hooks: Sequence[Callable[..., Any]],
+) -> BackwardHooks:
+    """Make what a call with full backward hooks needs, in compiled code or not."""
+    if torch.compiler.is_compiling():
+        pre_hooks = [functools.partial(_call_pre_hook, hook) for hook in pre_hooks]
+        return _CompiledBackwardHooks(module, hooks, pre_hooks)
+    return BackwardHooks(module, hooks, pre_hooks)
+
+
+def _call_pre_hook(hook: Callable[..., Any], module: torch.nn.Module, gradients: Gradients) -> Any:
+    """Call a pre-hook, which may return one tensor instead of a tuple."""
+    result = hook(module, gradients)
+    return (result,) if isinstance(result, torch.Tensor) else result
 
 
 def _wrap(items: tuple[Any, ...], hook: NodeHook) -> tuple[tuple[Any, ...], list[int] | None]:

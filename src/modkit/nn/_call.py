@@ -2,13 +2,12 @@
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
 import torch
 
 from modkit._errors import MSG_ALWAYS_CALL_SILENCED, MSG_BACKWARD_OUTPUT, MSG_PRE_HOOK_RESULT
 from modkit._upstream import (
-    BackwardHook,
     WrappedHook,
     get_tracing_state,
     global_backward_hooks,
@@ -21,15 +20,13 @@ from modkit._upstream import (
     original_methods,
     skip_frame,
 )
-from modkit.nn._backward import BackwardHooks
+from modkit.nn._backward import backward_hooks
 from modkit.nn._hook_entries import KeywordPreHook, is_args_and_kwargs
 from modkit.nn._tree import method_of_module
 
 
 Forward = Callable[..., Any]
 _NONE: Sequence[Any] = ()
-# Dynamo knows torch's class, and puts its own code in its place.
-_COMPILED_BACKWARD_HOOKS = cast("type[BackwardHooks]", BackwardHook)
 _TorchModule = torch.nn.Module
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _TORCH_CALL = original_methods["__call__"]
@@ -155,8 +152,7 @@ def _run(module: torch.nn.Module, call: _Call) -> Any:
 
     backward = None
     if full or pre_backward:
-        kind = _COMPILED_BACKWARD_HOOKS if torch.compiler.is_compiling() else BackwardHooks
-        backward = kind(module, full, pre_backward)
+        backward = backward_hooks(module, full, pre_backward)
         call["args"] = backward.setup_input_hook(call["args"])
 
     result = forward(*call["args"], **call["kwargs"]) if call["kwargs"] else forward(*call["args"])
