@@ -121,6 +121,31 @@ _MEMORY_FORMAT: Final = Divergence(
     "raises; modkit applies each format to tensors of its number of dimensions.",
     ISSUES + "77821",
 )
+_UNCHECKED_RESULT: Final = Divergence(
+    "torch",
+    "Torch stores whatever a registration hook returns, so a string may end up among the "
+    "parameters; modkit raises a TypeError that names the class, the name and the value.",
+    NO_ISSUE,
+)
+_RESERVED_NAME: Final = Divergence(
+    "torch",
+    "Torch lets a parameter or a child take the name of a module's own state, such as `training`, "
+    "if it is assigned, and the module no longer works; registering it raises, and so does "
+    "assigning it in modkit.",
+    NO_ISSUE,
+)
+_UNSET_CHILD: Final = Divergence(
+    "torch",
+    "`set_submodule` may replace a module or create one, but torch does not let it fill a name "
+    "that is None.",
+    ISSUES + "143441",
+)
+_CYCLE: Final = Divergence(
+    "torch",
+    "On a module that contains itself torch runs into the recursion limit, and the error does not "
+    "say why; modkit's names the module, and is raised at once.",
+    NO_ISSUE,
+)
 
 _ASSIGNMENT: Final = "tests/parity/module/test_failed_assignment.py::"
 _REMOVAL: Final = "tests/parity/hooks/test_removal_while_running.py::"
@@ -131,6 +156,8 @@ _PRE_HOOKS: Final = "tests/parity/fixes/test_forward_pre_hooks.py::"
 _BACKWARD_HOOKS: Final = "tests/parity/fixes/test_backward_hooks.py::"
 _SAVE_HOOKS: Final = "tests/parity/fixes/test_state_dict_hooks.py::"
 _HASHING: Final = "tests/parity/fixes/test_hashing.py::"
+_MEMBERS: Final = "tests/parity/fixes/test_members.py::"
+_CYCLES: Final = "tests/parity/fixes/test_cycles.py::"
 _TIES: Final = "tests/parity/fixes/test_ties.py::"
 _FORMATS: Final = "tests/parity/fixes/test_memory_format.py::"
 
@@ -291,4 +318,17 @@ DIVERGENCES: Final[dict[str, Divergence]] = {
     _FORMATS + "test_channels_last_3d_is_for_five_dimensions": _MEMORY_FORMAT,
     _FORMATS + "test_other_arguments_go_to_every_tensor": _MEMORY_FORMAT,
     _FORMATS + "test_a_volume_network_computes_the_same_after_channels_last": _MEMORY_FORMAT,
+    _MEMBERS + "test_what_a_registration_hook_returns_is_checked": _UNCHECKED_RESULT,
+    _MEMBERS + "test_a_refused_result_leaves_the_member_that_was_there": _UNCHECKED_RESULT,
+    _MEMBERS + "test_names_of_the_modules_own_state_are_reserved": _RESERVED_NAME,
+    _MEMBERS + "test_set_submodule_fills_a_name_that_is_none": _UNSET_CHILD,
+    _MEMBERS + "test_a_filled_place_keeps_its_order": _UNSET_CHILD,
+    _MEMBERS + "test_deleting_before_init_is_refused_by_that_reason": Divergence(
+        "torch",
+        "Deleting an attribute before `Module.__init__()` is in torch an error about the missing "
+        "registry, instead of about what is missing.",
+        NO_ISSUE,
+    ),
+    _CYCLES + "test_a_cycle_is_an_error_that_names_the_module": _CYCLE,
+    _CYCLES + "test_a_module_that_is_its_own_child_is_named": _CYCLE,
 }

@@ -1,6 +1,7 @@
 """What a module holds: fresh state, registration, and attribute access by name."""
 
 import inspect
+import reprlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
@@ -64,6 +65,10 @@ def fresh_state() -> dict[str, Any]:
     }
 
 
+# A member of such a name would take the place of what makes the module work.
+_RESERVED: Final = frozenset(fresh_state())
+
+
 def complete_state(state: dict[str, Any]) -> None:
     """Add to an unpickled state the hook tables that did not exist when it was written.
 
@@ -91,13 +96,41 @@ def refuse_arguments(
         )
 
 
-def _announce(hooks: Mapping[int, Any], module: torch.nn.Module, name: str, value: Any) -> Any:
-    """Let the global registration hooks see, and perhaps replace, a new member."""
+def _announce(
+    kind: str, hooks: Mapping[int, Any], module: torch.nn.Module, name: str, value: Any
+) -> Any:
+    """Let the global registration hooks see, and perhaps replace, a new member.
+
+    What they return is checked like what was to be registered, or it would be stored unseen and
+    fail far from here.
+    """
+    if not hooks:
+        return value
+    result = value
     for hook in tuple(hooks.values()):
-        replacement = hook(module, name, value)
+        replacement = hook(module, name, result)
         if replacement is not None:
-            value = replacement
-    return value
+            result = replacement
+    expected, accepts = _ACCEPTED[kind]
+    if result is not value and not accepts(result):
+        raise TypeError(
+            f"cannot assign '{torch.typename(result)}' object to {kind} '{name}' of "
+            f"{module._get_name()} ({expected} required): a registration hook returned "
+            f"{reprlib.repr(result)}"
+        )
+    return result
+
+
+def _is_buffer_like(value: object) -> bool:
+    return value is None or isinstance(value, torch.Tensor) or hasattr(value, "__torch_function__")
+
+
+# What registration hooks may return for each kind of member.
+_ACCEPTED: Final[dict[str, tuple[str, Callable[[object], bool]]]] = {
+    "parameter": ("torch.nn.Parameter", lambda value: isinstance(value, Parameter)),
+    "buffer": ("torch.Tensor", _is_buffer_like),
+    "module": ("torch.nn.Module", lambda value: isinstance(value, torch.nn.Module)),
+}
 
 
 def _refuse_name(
@@ -130,7 +163,9 @@ def register_parameter(module: torch.nn.Module, name: str, parameter: Parameter 
             )
         if parameter.grad_fn:
             raise ValueError(MSG_PARAMETER_NOT_LEAF.format(name=name))
-        parameter = _announce(global_parameter_registration_hooks, module, name, parameter)
+        parameter = _announce(
+            "parameter", global_parameter_registration_hooks, module, name, parameter
+        )
     module._parameters[name] = parameter
 
 
@@ -149,7 +184,9 @@ def register_buffer(
             f"cannot assign '{torch.typename(buffer)}' object to buffer '{name}' "
             "(torch Tensor or None required)"
         )
-    module._buffers[name] = _announce(global_buffer_registration_hooks, module, name, buffer)
+    module._buffers[name] = _announce(
+        "buffer", global_buffer_registration_hooks, module, name, buffer
+    )
     if persistent:
         module._non_persistent_buffers_set.discard(name)
     else:
@@ -171,10 +208,6 @@ def add_module(module: torch.nn.Module, name: str, child: torch.nn.Module | None
     _store_module(module, name, child)
 
 
-def _is_buffer_like(value: object) -> bool:
-    return value is None or isinstance(value, torch.Tensor) or hasattr(value, "__torch_function__")
-
-
 def _replace(
     name: str,
     mappings: tuple[dict[str, Any], ...],
@@ -185,6 +218,8 @@ def _replace(
 
     Torch deletes first and validates later, so a refused assignment loses the old member.
     """
+    if name in _RESERVED:
+        raise KeyError(f"attribute '{name}' already exists")
     displaced: list[tuple[dict[str, Any], Any, list[str]]] = []
     for mapping in mappings:
         if name in mapping:
@@ -216,7 +251,9 @@ def _set_parameter(module: torch.nn.Module, name: str, value: Parameter) -> None
 
 
 def _store_module(module: torch.nn.Module, name: str, value: torch.nn.Module | None) -> None:
-    module._modules[name] = _announce(global_module_registration_hooks, module, name, value)
+    module._modules[name] = _announce(
+        "module", global_module_registration_hooks, module, name, value
+    )
 
 
 def _set_module(module: torch.nn.Module, name: str, value: torch.nn.Module) -> None:
@@ -296,8 +333,13 @@ def holds(module: torch.nn.Module, name: str) -> bool:
 
 def delete_member(module: torch.nn.Module, name: str) -> bool:
     """Delete the registered ``name``; return False where it is none."""
-    if name in module._parameters:
-        del module._parameters[name]
+    try:
+        parameters = module._parameters
+    except AttributeError:
+        message = f"cannot delete attribute '{name}' before Module.__init__() call"
+        raise AttributeError(message) from None
+    if name in parameters:
+        del parameters[name]
     elif name in module._buffers:
         del module._buffers[name]
         module._non_persistent_buffers_set.discard(name)
@@ -331,6 +373,13 @@ def get_submodule(module: torch.nn.Module, target: str) -> torch.nn.Module:
     return found
 
 
+def _is_unset(module: torch.nn.Module, name: str) -> bool:
+    """Tell whether ``name`` is a child or a plain attribute that is None."""
+    if hasattr(type(module), name):
+        return False
+    return module._modules.get(name, module) is None or module.__dict__.get(name, module) is None
+
+
 def set_submodule(
     module: torch.nn.Module, target: str, replacement: torch.nn.Module, strict: bool
 ) -> None:
@@ -343,7 +392,7 @@ def set_submodule(
             f"`module` is not an nn.Module, found {type(replacement)}"
         )
     parent = module.get_submodule(".".join(path)) if path else module
-    if strict or hasattr(parent, name):
+    if strict or (hasattr(parent, name) and not _is_unset(parent, name)):
         _require_module(parent, name)
     setattr(parent, name, replacement)
 

@@ -1,0 +1,62 @@
+import pytest
+import torch
+
+from tests.helpers import Implementation
+from tests.parity.module.nets import chain, run, tree
+
+
+OPERATIONS = (
+    "m.train()",
+    "m.eval()",
+    "m.float()",
+    "m.to('meta')",
+    "m.apply(lambda module: None)",
+    "m.state_dict()",
+    "m.load_state_dict({}, strict=False)",
+    "repr(m)",
+    "list(m.named_modules(remove_duplicate=False))",
+    "list(m.modules(remove_duplicate=False))",
+    "list(m.named_parameters(remove_duplicate=False))",
+)
+
+
+@pytest.mark.parametrize("call", OPERATIONS)
+def test_a_cycle_is_an_error_that_names_the_module(impl: Implementation, call: str) -> None:
+    """What visits every path says at once which module contains itself."""
+    module = tree(impl)
+    module.left.inner.back = module.left
+    with pytest.raises(RecursionError) as caught:
+        run(call, module)
+
+    message = "maximum recursion depth exceeded: the module Branch contains itself"
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("call", OPERATIONS)
+def test_a_module_that_is_its_own_child_is_named(impl: Implementation, call: str) -> None:
+    """The shortest cycle is found as well."""
+    module = tree(impl)
+    module.itself = module
+    with pytest.raises(RecursionError, match="the module Tree contains itself"):
+        run(call, module)
+
+    assert module.itself is module
+
+
+@pytest.mark.parametrize("call", OPERATIONS)
+def test_a_shared_module_is_no_cycle(impl: Implementation, call: str) -> None:
+    """A module that stands in many places, on many levels, is visited on every path."""
+    module = tree(impl)
+    module.left.other = module.left.inner.other = module.again
+
+    assert run(call, module) is not None
+    assert torch.is_tensor(module.again.mean)
+
+
+@pytest.mark.parametrize("call", OPERATIONS)
+def test_a_deep_tree_is_no_cycle(impl: Implementation, call: str) -> None:
+    """Depth alone is not taken for a cycle."""
+    module = chain(impl, 100)
+
+    assert run(call, module) is not None
+    assert len(list(module.modules())) == 100

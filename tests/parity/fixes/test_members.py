@@ -1,0 +1,179 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.helpers import Implementation
+from tests.parity.hooks.tools import clean_global_hooks, returning
+from tests.parity.module.nets import contents, empty, leaf, tree
+
+
+@pytest.fixture(autouse=True)
+def _clean_global_hooks() -> Iterator[None]:
+    """Leave no global hook behind."""
+    with clean_global_hooks():
+        yield
+
+
+KINDS = {
+    "parameter": lambda: torch.nn.Parameter(torch.ones(1)),
+    "buffer": lambda: torch.nn.Buffer(torch.ones(1)),
+    "module": torch.nn.Identity,
+}
+METHODS = {
+    "parameter": "register_parameter",
+    "buffer": "register_buffer",
+    "module": "add_module",
+}
+
+
+@pytest.mark.parametrize("by_assignment", [False, True], ids=["method", "assignment"])
+@pytest.mark.parametrize("result", ["text", 3, [1], object], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_registration_hook_returns_is_checked(
+    impl: Implementation, kind: str, result: object, by_assignment: bool
+) -> None:
+    """A result that is no such member is a TypeError that names class, name and value."""
+    module = leaf(impl)
+    before = contents(module)
+    getattr(impl, f"register_module_{kind}_registration_hook")(returning(result))
+    value = KINDS[kind]()
+    with pytest.raises(TypeError, match=r"'x' of Leaf .*registration hook returned") as caught:
+        if by_assignment:
+            module.x = value
+        else:
+            getattr(module, METHODS[kind])("x", value)
+
+    assert repr(result)[:6] in str(caught.value)
+    assert contents(module) == before
+
+
+def test_a_refused_result_leaves_the_member_that_was_there(impl: Implementation) -> None:
+    """The old parameter stays where a registration hook spoils the new one."""
+    module = leaf(impl)
+    weight = module.weight
+    impl.register_module_parameter_registration_hook(returning("text"))
+    with pytest.raises(TypeError, match="'weight' of Leaf"):
+        module.weight = torch.nn.Parameter(torch.ones(1))
+
+    assert module.weight is weight
+
+
+def test_a_later_hook_may_repair_what_an_earlier_one_returned(impl: Implementation) -> None:
+    """Only what all hooks together make of the value is checked."""
+    module = empty(impl)
+    repaired = torch.nn.Parameter(torch.ones(2))
+    impl.register_module_parameter_registration_hook(returning("text"))
+    impl.register_module_parameter_registration_hook(returning(repaired))
+    module.x = torch.nn.Parameter(torch.ones(1))
+
+    assert module.x is repaired
+
+
+@pytest.mark.parametrize("name", ["x", "early", "training"])
+def test_deleting_before_init_is_refused_by_that_reason(impl: Implementation, name: str) -> None:
+    """An attribute that is deleted too early is the error that assigning one too early is."""
+
+    class Unfinished(impl.Module):
+        def __init__(self):
+            self.early = 1
+            delattr(self, name)
+
+    with pytest.raises(AttributeError) as caught:
+        Unfinished()
+
+    message = f"cannot delete attribute '{name}' before Module.__init__() call"
+    assert str(caught.value) == message
+
+
+RESERVED = tuple(vars(torch.nn.Module()))
+
+
+@pytest.mark.parametrize("kind", ["parameter", "module"])
+@pytest.mark.parametrize("name", RESERVED)
+def test_names_of_the_modules_own_state_are_reserved(
+    impl: Implementation, name: str, kind: str
+) -> None:
+    """A member cannot take the name of what makes a module work, by assignment either."""
+    module = leaf(impl)
+    before = contents(module)
+    with pytest.raises(KeyError, match=f"attribute '{name}' already exists"):
+        setattr(module, name, KINDS[kind]())
+
+    assert contents(module) == before
+    assert module.eval().training is False
+
+
+@pytest.mark.parametrize("name", ["training", "_parameters", "_forward_hooks"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_reserved_names_cannot_be_registered(impl: Implementation, kind: str, name: str) -> None:
+    """The methods refuse such names with the same error as an assignment."""
+    module = leaf(impl)
+    before = contents(module)
+    with pytest.raises(KeyError, match=f"attribute '{name}' already exists"):
+        getattr(module, METHODS[kind])(name, KINDS[kind]())
+
+    assert contents(module) == before
+
+
+def test_the_modules_own_state_may_be_replaced(impl: Implementation) -> None:
+    """Libraries assign whole registries and hook tables, and the mode."""
+    module = leaf(impl)
+    parameters = {"weight": module.weight}
+    module._parameters, module._modules, module.training = parameters, {}, False
+
+    assert module._parameters is parameters
+    assert [name for name, _ in module.named_parameters()] == ["weight"]
+
+
+@pytest.mark.parametrize("path", ["none", "plain", "left.none", "left.plain"])
+def test_set_submodule_fills_a_name_that_is_none(impl: Implementation, path: str) -> None:
+    """A child, or a plain attribute, that is None is a place for a module."""
+    module, new = tree(impl), leaf(impl)
+    for owner in (module, module.left):
+        owner.add_module("none", None)
+        owner.plain = None
+    module.set_submodule(path, new)
+
+    assert module.get_submodule(path) is new
+    assert path in dict(module.named_modules())
+
+
+def test_a_filled_place_keeps_its_order(impl: Implementation) -> None:
+    """The new child stands where the None stood."""
+    module = empty(impl)
+    for name in ("a", "b", "c"):
+        module.add_module(name, None if name == "b" else empty(impl))
+    module.set_submodule("b", leaf(impl))
+
+    assert [name for name, _ in module.named_children()] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("path", ["none", "plain"])
+def test_strict_set_submodule_only_replaces_a_module(impl: Implementation, path: str) -> None:
+    """With ``strict`` there has to be a module already, and None is not one."""
+    module = empty(impl)
+    module.add_module("none", None)
+    module.plain = None
+    before = contents(module)
+    with pytest.raises(AttributeError, match=f"`{path}` is not an nn.Module"):
+        module.set_submodule(path, leaf(impl), strict=True)
+
+    assert contents(module) == before
+
+
+@pytest.mark.parametrize("path", ["weight", "bias", "unset", "flag", "hidden"])
+def test_set_submodule_does_not_take_the_place_of_something_else(
+    impl: Implementation, path: str
+) -> None:
+    """A parameter or buffer, be it None, a value, and a None of the class stay in their place."""
+
+    class Host(type(leaf(impl))):
+        hidden = None
+
+    module = Host()
+    before = contents(module)
+    with pytest.raises(AttributeError, match=f"`{path}` is not an nn.Module"):
+        module.set_submodule(path, leaf(impl))
+
+    assert contents(module) == before
