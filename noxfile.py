@@ -104,6 +104,16 @@ def distributed(session: nox.Session) -> None:
     )
 
 
+@nox.session(default=False, venv_backend="virtualenv")
+def ecosystem(session: nox.Session) -> None:
+    """Run the tests of modkit.adopt on models of transformers, in an environment of their own."""
+    install(session, "test", "ecosystem")
+    session.run(
+        *("pytest", "tests/integration/test_adopt_transformers.py", *session.posargs),
+        env=TEST_ENVIRONMENT,
+    )
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check format, style, the import contract and pyproject.toml."""
