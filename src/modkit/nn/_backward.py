@@ -19,11 +19,18 @@ from modkit._errors import (
     MSG_BACKWARD_HOOK_NO_INPUT_GRADIENT,
     MSG_BACKWARD_PRE_HOOK_LENGTH,
 )
+from modkit._types import FunctionT
 from modkit._upstream import BackwardHook, pass_through_one_node
 
 
 Gradients = tuple[torch.Tensor | None, ...]
 NodeHook = Callable[[Gradients, Gradients], Gradients | None]
+
+
+def _node_hook(function: FunctionT) -> FunctionT:
+    """Give what a node calls the name that torch's has, since autograd's errors show it."""
+    function.__name__ = "hook"
+    return function
 
 
 class BackwardHooks:
@@ -63,6 +70,7 @@ class BackwardHooks:
         self.outputs = outputs or []
         return wrapped if isinstance(result, tuple) else wrapped[0]
 
+    @_node_hook
     def _at_inputs(self, grad_inputs: Gradients, _: Gradients) -> Gradients | None:
         # In a double backward gradients may get here that did not pass the outputs.
         if self.grad_outputs is None or self.inputs is None:
@@ -80,6 +88,7 @@ class BackwardHooks:
         self.grad_outputs = None
         return tuple(gradients[index] for index in self.inputs)
 
+    @_node_hook
     def _at_outputs(self, _: Gradients, grad_outputs: Gradients) -> Gradients:
         gradients = self._run_pre_hooks(_scatter(grad_outputs, self.outputs, self.n_outputs))
         self.grad_outputs = gradients
