@@ -20,6 +20,24 @@ def test_a_few_random_sequences_in_lockstep(spec, operations) -> None:
     lockstep(spec, operations)
 
 
+@pytest.mark.parametrize(
+    ("spec", "operations"),
+    [
+        (
+            ModuleSpec(
+                "Node",
+                members=(Member("child", "m", ModuleSpec("BatchNorm1d")), Member("shared", "a", 0)),
+            ),
+            [("load_state_dict", 0, (False, True, False, False, [("parameter", 2)]))],
+        )
+    ],
+    ids=["parameter assigned to the buffer of a shared module"],
+)
+def test_sequences_that_once_differed(spec, operations) -> None:
+    """What a longer search has found to differ is run each time."""
+    lockstep(spec, [Operation(*operation) for operation in operations])
+
+
 def test_lockstep_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is not blind: an operation that differs on modkit is reported by name."""
 
