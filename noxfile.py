@@ -106,12 +106,10 @@ def distributed(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="virtualenv")
 def ecosystem(session: nox.Session) -> None:
-    """Run the tests of modkit.adopt on models of transformers, in an environment of their own."""
+    """Run the tests with transformers, peft and accelerate, in an environment of their own."""
     install(session, "test", "ecosystem")
-    session.run(
-        *("pytest", "tests/integration/test_adopt_transformers.py", *session.posargs),
-        env=TEST_ENVIRONMENT,
-    )
+    files = [f"tests/integration/test_{name}.py" for name in ("adopt_transformers", "ecosystem")]
+    session.run("pytest", *files, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session
