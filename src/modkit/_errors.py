@@ -1,5 +1,9 @@
-"""Messages that are long or used more than once. Their texts equal torch's word for word."""
+"""Messages that are long or used more than once. Their texts equal torch's word for word.
 
+Where torch's text does not help, the help goes into a note, so that the text stays the same.
+"""
+
+import sys
 from typing import Final
 
 
@@ -177,3 +181,13 @@ MSG_NON_FULL_FORWARD_NODES: Final = (
     "some grad_input. Please use register_full_backward_hook to get the documented "
     "behavior."
 )
+
+MSG_NOT_INITIALIZED: Final = (
+    "{name}.__init__() has not called super().__init__(), without which a module has no state."
+)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line below the error's text, where the version of Python can show one."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)

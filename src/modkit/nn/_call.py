@@ -6,7 +6,13 @@ from typing import Any, TypedDict
 
 import torch
 
-from modkit._errors import MSG_ALWAYS_CALL_SILENCED, MSG_BACKWARD_OUTPUT, MSG_PRE_HOOK_RESULT
+from modkit._errors import (
+    MSG_ALWAYS_CALL_SILENCED,
+    MSG_BACKWARD_OUTPUT,
+    MSG_NOT_INITIALIZED,
+    MSG_PRE_HOOK_RESULT,
+    add_note,
+)
 from modkit._upstream import (
     WrappedHook,
     get_tracing_state,
@@ -63,9 +69,15 @@ def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: 
         or jit_trace._trace_module_map is not None
     ):
         return _TorchModule.__call__(self, *args, **kwargs)
+    try:
+        hooks = self._backward_hooks
+    except AttributeError as error:
+        if "_modules" not in own:
+            add_note(error, MSG_NOT_INITIALIZED.format(name=type(self).__qualname__))
+        raise
     if (
-        self._forward_pre_hooks
-        or self._backward_hooks
+        hooks
+        or self._forward_pre_hooks
         or self._backward_pre_hooks
         or global_forward_hooks
         or global_forward_pre_hooks
