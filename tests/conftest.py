@@ -11,7 +11,8 @@ from tests.helpers import MODKIT, TORCH, Implementation, seed_everything
 @pytest.fixture(params=[TORCH, MODKIT], ids=str)
 def impl(request: pytest.FixtureRequest) -> Implementation:
     """The implementation under test: every test that takes it runs on torch and on modkit."""
-    return request.param
+    implementation: Implementation = request.param
+    return implementation
 
 
 @pytest.fixture(autouse=True)
