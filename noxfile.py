@@ -65,7 +65,8 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests, and every code block of README, docs and docstrings."""
     install(session, "test", extras="[demo]")
-    session.run("pytest", *session.posargs, env=TEST_ENVIRONMENT)
+    # One process a core: there are more than ten thousand tests, and none needs another one.
+    session.run("pytest", "-n", "auto", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(default=False)
