@@ -42,31 +42,39 @@ _ADDED_SINCE_FIRST_PICKLES: Final = (
 )
 
 
-def fresh_state() -> dict[str, Any]:
-    """Return the instance attributes of a module that holds nothing yet, in torch's order."""
-    return {
-        "training": True,
-        "_parameters": {},
-        "_buffers": {},
-        "_non_persistent_buffers_set": set(),
-        "_backward_pre_hooks": OrderedDict(),
-        "_backward_hooks": OrderedDict(),
-        "_is_full_backward_hook": None,
-        "_forward_hooks": OrderedDict(),
-        "_forward_hooks_with_kwargs": OrderedDict(),
-        "_forward_hooks_always_called": OrderedDict(),
-        "_forward_pre_hooks": OrderedDict(),
-        "_forward_pre_hooks_with_kwargs": OrderedDict(),
-        "_state_dict_hooks": OrderedDict(),
-        "_state_dict_pre_hooks": OrderedDict(),
-        "_load_state_dict_pre_hooks": OrderedDict(),
-        "_load_state_dict_post_hooks": OrderedDict(),
-        "_modules": {},
-    }
+def fill(state: dict[str, Any]) -> None:
+    """Write the attributes of a module that holds nothing yet, in torch's order.
+
+    One by one: a dict that is updated at once no longer shares its keys with those of other
+    instances, and takes more memory for that.
+    """
+    state["training"] = True
+    state["_parameters"] = {}
+    state["_buffers"] = {}
+    state["_non_persistent_buffers_set"] = set()
+    state["_backward_pre_hooks"] = OrderedDict()
+    state["_backward_hooks"] = OrderedDict()
+    state["_is_full_backward_hook"] = None
+    state["_forward_hooks"] = OrderedDict()
+    state["_forward_hooks_with_kwargs"] = OrderedDict()
+    state["_forward_hooks_always_called"] = OrderedDict()
+    state["_forward_pre_hooks"] = OrderedDict()
+    state["_forward_pre_hooks_with_kwargs"] = OrderedDict()
+    state["_state_dict_hooks"] = OrderedDict()
+    state["_state_dict_pre_hooks"] = OrderedDict()
+    state["_load_state_dict_pre_hooks"] = OrderedDict()
+    state["_load_state_dict_post_hooks"] = OrderedDict()
+    state["_modules"] = {}
+
+
+def _fresh_state() -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    fill(state)
+    return state
 
 
 # A member of such a name would take the place of what makes the module work.
-_RESERVED: Final = frozenset(fresh_state())
+_RESERVED: Final = frozenset(_fresh_state())
 
 
 def complete_state(state: dict[str, Any]) -> None:
@@ -74,7 +82,7 @@ def complete_state(state: dict[str, Any]) -> None:
 
     The ids of the hooks in it are kept from being given to new ones.
     """
-    fresh = fresh_state()
+    fresh = _fresh_state()
     for name in _ADDED_SINCE_FIRST_PICKLES:
         if name not in state:
             state[name] = fresh[name]
