@@ -29,7 +29,11 @@ from modkit.nn._tree import (
     is_standard,
     post_order,
     refuse_cycle,
+    registered_children,
 )
+
+
+Keeps = Callable[[torch.Tensor], bool]
 
 
 def apply_to_tensors(module: torch.nn.Module, fn: TensorFunction, *, recurse: bool) -> None:
@@ -37,12 +41,13 @@ def apply_to_tensors(module: torch.nn.Module, fn: TensorFunction, *, recurse: bo
 
     Modules below that override ``_apply`` are asked to do it themselves.
     """
+    keeps = _what_is_kept(fn)
     with Applying(fn) as ties:
         if not recurse:
-            _apply_to_own(module, fn, ties)
+            _apply_to_own(module, fn, keeps, ties)
             return
         for owner in post_order(module, "_apply", lambda child: child._apply(fn)):
-            _apply_to_own(owner, fn, ties)
+            _apply_to_own(owner, fn, keeps, ties)
 
 
 class Conversion:
@@ -50,7 +55,7 @@ class Conversion:
 
     __slots__ = ("convert", "keeps")
 
-    def __init__(self, convert: TensorFunction, keeps: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, convert: TensorFunction, keeps: Keeps) -> None:
         self.convert = convert
         self.keeps = keeps
 
@@ -58,33 +63,40 @@ class Conversion:
         return self.convert(tensor)
 
 
-def _keeps_all(module: torch.nn.Module, fn: TensorFunction) -> bool:
-    """Tell whether ``fn`` changes nothing in ``module``, and nothing has to be exchanged.
-
-    A tensor of any other type than torch's own may do what it likes when it is converted.
-    """
+def _what_is_kept(fn: TensorFunction) -> Keeps | None:
+    """Return how to tell which tensors need not be exchanged; None if all have to be."""
     if (
         not isinstance(fn, Conversion)
         or torch.__future__.get_overwrite_module_params_on_conversion()
         or torch.__future__.get_swap_module_params_on_conversion()
     ):
-        return False
+        return None
+    return fn.keeps
+
+
+def _keeps_all(module: torch.nn.Module, keeps: Keeps) -> bool:
+    """Tell whether nothing in ``module`` has to be exchanged.
+
+    A tensor of any other type than torch's own may do what it likes when it is converted.
+    """
     for parameter in module._parameters.values():
         if parameter is None:
             continue
-        if type(parameter) is not Parameter or not fn.keeps(parameter):
+        if type(parameter) is not Parameter or not keeps(parameter):
             return False
         gradient = parameter.grad
-        if gradient is not None and not (type(gradient) is torch.Tensor and fn.keeps(gradient)):
+        if gradient is not None and not (type(gradient) is torch.Tensor and keeps(gradient)):
             return False
-    return all(
-        buffer is None or (type(buffer) is torch.Tensor and fn.keeps(buffer))
-        for buffer in module._buffers.values()
-    )
+    for buffer in module._buffers.values():
+        if buffer is not None and not (type(buffer) is torch.Tensor and keeps(buffer)):
+            return False
+    return True
 
 
-def _apply_to_own(module: torch.nn.Module, fn: TensorFunction, ties: Ties) -> None:
-    if not (module._parameters or module._buffers) or _keeps_all(module, fn):
+def _apply_to_own(
+    module: torch.nn.Module, fn: TensorFunction, keeps: Keeps | None, ties: Ties
+) -> None:
+    if keeps is not None and _keeps_all(module, keeps):
         return
     if id(module) in ties.finished:
         return
@@ -248,16 +260,12 @@ def to_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction
 
     def keeps(tensor: torch.Tensor) -> bool:
         return (
-            (device is None or tensor.device == device)
-            and (
-                dtype is None
-                or tensor.dtype == dtype
-                or not (tensor.is_floating_point() or tensor.is_complex())
-            )
-            and memory_format is None
-        )
+            dtype is None
+            or tensor.dtype is dtype
+            or not (tensor.is_floating_point() or tensor.is_complex())
+        ) and (device is None or tensor.device == device)
 
-    return Conversion(convert, keeps)
+    return Conversion(convert, keeps) if memory_format is None else convert
 
 
 def cast_function(method: str, dtype: torch.dtype) -> TensorFunction:
@@ -267,7 +275,7 @@ def cast_function(method: str, dtype: torch.dtype) -> TensorFunction:
         return getattr(tensor, method)() if tensor.is_floating_point() else tensor
 
     def keeps(tensor: torch.Tensor) -> bool:
-        return tensor.dtype == dtype or not tensor.is_floating_point()
+        return tensor.dtype is dtype or not tensor.is_floating_point()
 
     return Conversion(convert, keeps)
 
@@ -295,19 +303,23 @@ def set_training(module: torch.nn.Module, mode: bool) -> None:
         parent, children = stack[-1]
         for child in children:
             state = child.__dict__
-            if plain[type(child)] and "train" not in state and "training" in state:
+            if plain[type(child)] and not (
+                "train" in state or "children" in state or "named_children" in state
+            ):
                 state["training"] = mode
-                if not (child._modules or "children" in state or "named_children" in state):
+                if not child._modules:
                     continue
+                below = registered_children(child)
             elif is_standard(child, "train"):
                 child.training = mode
+                below = children_of(child)
             else:
                 child.train(mode)
                 continue
             if id(child) in active:
                 refuse_cycle(child)
             active.add(id(child))
-            stack.append((child, children_of(child)))
+            stack.append((child, below))
             break
         else:
             stack.pop()

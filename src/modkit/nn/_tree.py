@@ -58,7 +58,7 @@ def implements(module: torch.nn.Module, method: str) -> bool:
 
 def method_of_module(function: FunctionT) -> FunctionT:
     """Give a function that is itself a method of ``Module`` the name that errors show."""
-    function.__qualname__ = f"Module.{function.__name__}"
+    function.__qualname__ = original_methods[function.__name__].__qualname__
     return function
 
 
@@ -86,9 +86,13 @@ def named_children_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.M
 
 def children_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Iterate as ``module.children()`` does, without its layers of generators."""
-    if not _has_standard_children(module):
-        yield from module.children()
-        return
+    if _has_standard_children(module):
+        return registered_children(module)
+    return iter(module.children())
+
+
+def registered_children(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Do the same where it is known that the module does not override that."""
     seen: dict[int, torch.nn.Module] = {}
     for child in module._modules.values():
         if child is not None and id(child) not in seen:
@@ -119,17 +123,22 @@ def post_order(
         parent, children = stack[-1]
         for child in children:
             state = child.__dict__
-            if not plain[type(child)] or method in state:
-                if not is_standard(child, method):
-                    call(child)
+            if plain[type(child)] and not (
+                method in state or "children" in state or "named_children" in state
+            ):
+                if not child._modules:
+                    yield child
                     continue
-            elif not (child._modules or "children" in state or "named_children" in state):
-                yield child
+                below = registered_children(child)
+            elif is_standard(child, method):
+                below = children_of(child)
+            else:
+                call(child)
                 continue
             if id(child) in active:
                 refuse_cycle(child)
             active.add(id(child))
-            stack.append((child, children_of(child)))
+            stack.append((child, below))
             break
         else:
             stack.pop()

@@ -72,6 +72,19 @@ class _Seen:
         return self.met
 
 
+_Level = tuple[str, torch.nn.Module, Iterator[tuple[str, torch.nn.Module | None]]]
+
+
+def _dot(path: str) -> str:
+    return path + "." if path else ""
+
+
+def _refuse_parent(module: torch.nn.Module, stack: list[_Level]) -> None:
+    """Raise if ``module`` contains itself: with duplicates kept nothing else ends such a walk."""
+    if any(module is parent for _, parent, _ in stack):
+        refuse_cycle(module)
+
+
 def named_modules(
     module: torch.nn.Module,
     memo: set[torch.nn.Module] | None,
@@ -82,13 +95,19 @@ def named_modules(
 
     ``memo`` holds the modules that were seen and is filled when duplicates are removed.
     """
+    if memo is None:
+        yield prefix, module
+        if not module._modules:
+            return
     seen = _Seen(memo, remember=remove_duplicate)
-    if not seen.is_new(module):
-        return
-    yield prefix, module
+    new = seen.is_new(module)
+    if memo is not None:
+        if not new:
+            return
+        yield prefix, module
     met = seen.met
     note = met.add
-    stack = [(prefix + "." if prefix else "", module, iter(module._modules.items()))]
+    stack: list[_Level] = [(_dot(prefix), module, iter(module._modules.items()))]
     while stack:
         dotted, _, children = stack[-1]
         for name, child in children:
@@ -111,13 +130,12 @@ def named_modules(
             except TypeError:
                 if not seen.is_another(child):
                     continue
-            if not remove_duplicate and any(child is parent for _, parent, _ in stack):
-                # Without removal of duplicates nothing else stops a module that contains itself.
-                refuse_cycle(child)
+            if not remove_duplicate:
+                _refuse_parent(child, stack)
             yield path, child
             below = child._modules
             if below:
-                stack.append((path + "." if path else "", child, iter(below.items())))
+                stack.append((_dot(path), child, iter(below.items())))
                 break
         else:
             stack.pop()
@@ -241,7 +259,7 @@ def named_members(
     by_identity: dict[int, Any] = {}
     by_equality: set[Any] = set()
     for module_prefix, owner in _owners(module, prefix, recurse, remove_duplicate):
-        dotted = module_prefix + "." if module_prefix else ""
+        dotted = _dot(module_prefix)
         for name, member in get_members_fn(owner):
             if member is None:
                 continue
