@@ -254,6 +254,7 @@ def _plan(module: torch.nn.Module, state_dict: Mapping[str, Any], assign: bool) 
     if not _plan_one(module, "", loading):
         return None
     active = {id(module)}
+    seen = {id(module)}
     stack = [("", module, iter(module._modules.items()))]
     while stack:
         prefix, parent, children = stack[-1]
@@ -263,9 +264,11 @@ def _plan(module: torch.nn.Module, state_dict: Mapping[str, Any], assign: bool) 
             if id(child) in active:
                 refuse_cycle(child)
             path = prefix + name + "."
-            # ``setattr`` accepts a name with a dot, and its keys may be those of another child.
-            if "." in name or not _plan_one(child, path, loading):
+            # ``setattr`` accepts a name with a dot, and its keys may be those of another child. What
+            # is assigned to a module under its first name is there when its second name is loaded.
+            if "." in name or (assign and id(child) in seen) or not _plan_one(child, path, loading):
                 return None
+            seen.add(id(child))
             if child._modules:
                 active.add(id(child))
                 stack.append((path, child, iter(child._modules.items())))
