@@ -122,16 +122,15 @@ def named_modules(
                 yield from child.named_modules(met, path, remove_duplicate)
                 continue
             try:
-                if child in met:
-                    if not seen.is_another(child):
-                        continue
-                elif remove_duplicate:
-                    note(child)
+                known = child in met
             except TypeError:
-                if not seen.is_another(child):
-                    continue
+                known = True
+            if known and not seen.is_another(child):
+                continue
             if not remove_duplicate:
                 _refuse_parent(child, stack)
+            elif not known:
+                note(child)
             yield path, child
             below = child._modules
             if below:
