@@ -18,7 +18,10 @@ WALKS = st.sampled_from(
 
 
 def change_structure(side: Any, module: Any, change: str, name: str) -> None:
-    """Add, delete or replace a member by the plainest means."""
+    """Add, delete or replace a member by the plainest means; one name stays in one table."""
+    tables = (module._modules, module._parameters, module._buffers)
+    if change.startswith("add") and any(name in table for table in tables):
+        return
     if change == "add child":
         module._modules[name] = side.impl.nn.Tanh()
     elif change == "add parameter":
@@ -26,7 +29,7 @@ def change_structure(side: Any, module: Any, change: str, name: str) -> None:
     elif change == "add buffer":
         module._buffers[name] = torch.ones(1)
     elif change == "delete":
-        for table in (module._modules, module._parameters, module._buffers):
+        for table in tables:
             if table:
                 table.popitem()
     else:
