@@ -65,8 +65,9 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests, and every code block of README, docs and docstrings."""
     install(session, "test", extras="[demo]")
-    # One process a core: there are more than ten thousand tests, and none needs another one.
-    session.run("pytest", "-n", "auto", *session.posargs, env=TEST_ENVIRONMENT)
+    # One process a core. A file stays in one process: the blocks of a page build on one another.
+    in_parallel = ("-n", "auto", "--dist", "loadfile")
+    session.run("pytest", *in_parallel, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(default=False)
