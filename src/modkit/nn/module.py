@@ -113,7 +113,7 @@ class Module(torch.nn.Module):
         return _registry.get_submodule(self, target)
 
     def set_submodule(self, target: str, module: torch.nn.Module, strict: bool = False) -> None:
-        """Put ``module`` at the dotted path ``target``; with ``strict``, only replace one.
+        """Put ``module`` at the path ``target``; with ``strict`` only in the place of another one.
 
         Raises:
             ValueError: ``target`` is empty or ``module`` is not a module.
@@ -265,7 +265,7 @@ class Module(torch.nn.Module):
 
         Takes ``(device, dtype, non_blocking)``, ``(dtype, non_blocking)``,
         ``(tensor, non_blocking)`` or ``(memory_format=…)``. A dtype applies to floating point
-        and complex tensors only, a memory format to those of 4 and 5 dimensions.
+        and complex tensors only, ``channels_last`` to 4 dimensions, ``channels_last_3d`` to 5.
 
         Raises:
             TypeError: the dtype is neither floating point nor complex.
