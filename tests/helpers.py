@@ -43,7 +43,8 @@ class Implementation:
         return importlib.import_module(f"{self.name}.{dotted}")
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):
+        # The namespaces come here only if importing them has raised AttributeError.
+        if attribute.startswith("__") or attribute in {"nn", "swa_utils"}:
             raise AttributeError(attribute)
         if hasattr(self.nn, attribute):
             return getattr(self.nn, attribute)
@@ -83,7 +84,8 @@ def freeze(value: Any) -> Any:
         elif value.is_quantized:
             data = freeze(value.dequantize())
         else:
-            plain = value.detach().cpu().contiguous().reshape(-1)
+            # A clone, since a tensor of one element counts as contiguous whatever its stride is.
+            plain = value.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
             data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
         kind = "Parameter" if isinstance(value, torch.nn.Parameter) else "Tensor"
         return (
