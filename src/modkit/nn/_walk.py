@@ -178,17 +178,15 @@ def modules(module: torch.nn.Module, remove_duplicate: bool) -> Iterator[torch.n
     met = seen.met
     note = met.add
     names: dict[int, list[str]] = {}
-    standard = type(module).named_modules
     parents = [module]
     stack = [iter(module._modules.values())]
     while stack:
         for child in stack[-1]:
             if child is None:
                 continue
-            # As in ``named_modules``; most classes have the function that the root has.
+            # As in ``named_modules``.
             state = child.__dict__
-            walk = type(child).named_modules
-            if (walk is not standard and walk not in STANDARD) or "named_modules" in state:
+            if type(child).named_modules not in STANDARD or "named_modules" in state:
                 met = seen.share()
                 note = met.add
                 path = _path(parents, child, stack, names)
@@ -204,10 +202,7 @@ def modules(module: torch.nn.Module, remove_duplicate: bool) -> Iterator[torch.n
                 if not seen.is_another(child):
                     continue
             yield child
-            try:
-                below = state["_modules"]
-            except KeyError:
-                below = child._modules
+            below = child._modules
             if below:
                 parents.append(child)
                 stack.append(iter(below.values()))
