@@ -3,7 +3,8 @@
 Checked against torch 2.8 to 2.13.
 
 - ``get_tracing_state`` is truthy while ``torch.jit.trace`` runs; the scopes of its graph come from
-  ``_slow_forward``. No public function tells so without importing ``torch.jit``.
+  ``_slow_forward``. No public function tells so without importing ``torch.jit``. ``is_tracing`` tells
+  the same in half the time, but dynamo does not know it.
 - ``jit_trace`` holds the map of modules that is set while a module is traced.
 - ``dynamo_is_tracing``: the public functions answer that to traced code, not to what dynamo runs.
 - ``fx_is_tracing``: the public functions log a warning, or leave out the tracer of torch.export.
@@ -82,6 +83,7 @@ __all__ = [
     "has_compatible_shallow_copy_type",
     "indent_lines",
     "is_traceable_wrapper_subclass",
+    "is_tracing",
     "jit_trace",
     "layer_loaders",
     "log_api_usage_once",
@@ -95,6 +97,7 @@ __all__ = [
 
 # The stub of torch does not say that there may be no state.
 get_tracing_state = cast("Callable[[], object | None]", _get_tracing_state)
+is_tracing = cast("Callable[[], bool]", cast("Any", torch._C)._is_tracing)
 
 foreach_add_ = torch._foreach_add_
 foreach_addcdiv_ = torch._foreach_addcdiv_

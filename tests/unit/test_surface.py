@@ -131,7 +131,6 @@ def test_class_attributes_have_torchs_values(name: str) -> None:
         "set_extra_state",
         "__getattr__",
         "__getattribute__",
-        "__init_subclass__",
         "__class_getitem__",
         "__slots__",
         "__new__",

@@ -18,6 +18,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from modkit._types import ModuleT
+from modkit.nn._call import note_state
 from modkit.nn._layers import REBASED, TORCH_HOME, SourceOf
 from modkit.nn.module import Module
 
@@ -226,6 +227,7 @@ def _carry_out(swaps: list[_Swap], function: str) -> None:
         path, module, _ = swaps[len(before) - 1]
         raise _refusal(function, path, type(module), error) from error
     for module, cls in before:
+        note_state(module)
         old, new = _home(cls), _home(type(module))
         if new is not None:
             module.__dict__["__module__"] = new

@@ -22,6 +22,7 @@ from modkit._upstream import (
     global_forward_hooks_always_called,
     global_forward_hooks_with_kwargs,
     global_forward_pre_hooks,
+    is_tracing,
     jit_trace,
     original_methods,
     skip_frame,
@@ -58,13 +59,10 @@ def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: 
     This function is itself the method ``Module.__call__``. It steps aside whenever torch's own
     function is not the original: fx and quantization put theirs there to see every call. The
     module map is set while ``torch.jit.trace`` runs, which takes the scopes of its graph from
-    ``_slow_forward``.
+    ``_slow_forward``. Classes with a ``_call_impl`` of their own have another ``__call__``.
     """
-    own = self.__dict__
     if (
-        "_compiled_call_impl" in own
-        or "_call_impl" in own
-        or type(self)._call_impl is not _call_impl
+        self._compiled_call_impl is not None
         or _TorchModule.__call__ is not _TORCH_CALL
         or jit_trace._trace_module_map is not None
     ):
@@ -72,7 +70,7 @@ def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: 
     try:
         hooks = self._backward_hooks
     except AttributeError as error:
-        if "_modules" not in own:
+        if "_modules" not in self.__dict__:
             add_note(error, MSG_NOT_INITIALIZED.format(name=type(self).__qualname__))
         raise
     if (
@@ -118,6 +116,34 @@ def _call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @skip_frame
+@method_of_module
+def _wrapped_call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Leave the call to torch's function, which asks for ``_call_impl``."""
+    return _TorchModule.__call__(self, *args, **kwargs)
+
+
+def give_way(cls: type[torch.nn.Module]) -> None:
+    """Let the instances of ``cls`` be called through their ``_call_impl``.
+
+    Asking for it in each call would take a tenth of the time, and next to no class overrides it.
+    """
+    if cls.__call__ is __call__:
+        cls.__call__ = _wrapped_call_impl  # type: ignore[method-assign]
+
+
+def note_state(module: torch.nn.Module) -> None:
+    """Look at an unpickled or adopted module, which may hold a ``_call_impl`` of its own."""
+    if "_call_impl" in module.__dict__:
+        give_way(type(module))
+
+
+def note_override(cls: type[torch.nn.Module]) -> None:
+    """Look at a new class: one with a ``_call_impl`` of its own, or inherited, is to use it."""
+    if cls._call_impl is not _call_impl:
+        give_way(cls)
+
+
+@skip_frame
 def _call_with_hooks(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Dynamo cannot compile a frame that catches and re-raises, so compiled code has no error path.
     call: _Call = {"args": args, "kwargs": kwargs, "result": None, "ran": ()}
@@ -140,8 +166,10 @@ def _call_with_forward_hooks(
     if is_dynamo_compiling():
         return _run(module, call)
     try:
-        forward: Forward = module._slow_forward if get_tracing_state() else module.forward
-        call["result"] = forward(*args, **kwargs)
+        if is_tracing():
+            call["result"] = module._slow_forward(*args, **kwargs)
+        else:
+            call["result"] = module.forward(*args, **kwargs) if kwargs else module.forward(*args)
         return _run_forward_hooks(module, call)
     except Exception:
         if not torch.compiler.is_compiling():
@@ -209,11 +237,11 @@ def _run_forward_hooks(module: torch.nn.Module, call: _Call) -> Any:
     if with_kwargs:
         # As above: the other hook's signature does not change with its removal.
         with_kwargs = {**global_forward_hooks_with_kwargs, **module._forward_hooks_with_kwargs}
-    ran: set[int] = set()
+    ran: list[int] = []
     call["ran"] = ran
     for hook_id, hook in hooks:
         # Entered before the call: a hook that raises here is not called again for its own error.
-        ran.add(hook_id)
+        ran.append(hook_id)
         if hook_id in with_kwargs:
             changed = hook(module, call["args"], call["kwargs"], result)
         else:

@@ -5,9 +5,8 @@ overriding classes call are the mechanisms' functions themselves, which saves a 
 
 Some names must *not* be defined here, because torch, fx, dynamo, TorchScript, FSDP2 or accelerate
 compare or patch the function of ``torch.nn.Module``: ``forward``, ``__getattr__``,
-``get_extra_state``, ``set_extra_state`` and ``__getstate__``. Others are inherited because they
-only call what is defined here: ``eval``, ``requires_grad_``, ``cpu``, ``cuda`` and the other
-devices, ``share_memory``, ``compile``, ``register_module``.
+``get_extra_state``, ``set_extra_state`` and ``__getstate__``. Others, such as ``eval`` and ``cuda``,
+are inherited because they only call what is defined here.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -51,15 +50,16 @@ class Module(torch.nn.Module):
         ...     def __init__(self):
         ...         super().__init__()
         ...         self.body = nn.Linear(4, 2)
-        ...
         ...     def forward(self, x):
         ...         return self.body(x).relu()
         >>> net = Net()
         >>> net(torch.ones(3, 4)).shape
         torch.Size([3, 2])
-        >>> [name for name, _ in net.named_parameters()]
-        ['body.weight', 'body.bias']
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _call.note_override(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Create the empty state; with ``call_super_init``, pass the arguments on."""
@@ -143,6 +143,8 @@ class Module(torch.nn.Module):
         if (
             type(value) in _registry.PLAIN_TYPES and not _registry.holds(self, name)
         ) or not _registry.set_member(self, name, value):
+            if name == "_call_impl":
+                _call.give_way(type(self))
             super(torch.nn.Module, self).__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -154,6 +156,7 @@ class Module(torch.nn.Module):
         """Restore a pickled state, those of older torch releases included."""
         self.__dict__.update(state)
         _registry.complete_state(self.__dict__)
+        _call.note_state(self)
 
     # Traversal.
 
