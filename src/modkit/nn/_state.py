@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from modkit._errors import MSG_STATE_DICT_HOOK_RETURN, MSG_STATE_DICT_POSITIONAL
-from modkit._upstream import EXTRA_STATE_KEY
+from modkit._upstream import EXTRA_STATE_KEY, original_methods
 from modkit.nn._hook_entries import is_public
-from modkit.nn._tree import implements, is_standard, method_of_module, refuse_cycle
+from modkit.nn._tree import STANDARD, implements, is_standard, method_of_module, refuse_cycle
 
 
 def positional_arguments(
@@ -34,27 +34,73 @@ def _save_to_state_dict(
 
     This function is itself the method ``Module._save_to_state_dict``, which classes may override.
     """
-    for name, parameter in self._parameters.items():
-        if parameter is not None:
-            destination[prefix + name] = parameter if keep_vars else parameter.detach()
-    for name, buffer in self._buffers.items():
-        if buffer is not None and name not in self._non_persistent_buffers_set:
-            destination[prefix + name] = buffer if keep_vars else buffer.detach()
+    _save_tensors(self, destination, prefix, keep_vars)
     if implements(self, "get_extra_state"):
         destination[prefix + EXTRA_STATE_KEY] = self.get_extra_state()
 
 
+def _save_tensors(module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            destination[prefix + name] = parameter if keep_vars else parameter.detach()
+    if module._buffers:
+        transient = module._non_persistent_buffers_set
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in transient:
+                destination[prefix + name] = buffer if keep_vars else buffer.detach()
+
+
+_SAVE_TENSORS = (_save_to_state_dict, original_methods["_save_to_state_dict"])
+
+
+class _PlainClasses(dict[type, bool]):
+    """Tells which classes save no more than their tensors; made for one walk.
+
+    What an instance overrides is still to be asked of each.
+    """
+
+    def __missing__(self, cls: type[torch.nn.Module]) -> bool:
+        """Look at a class that has not been met in this walk."""
+        found = (
+            cls.state_dict in STANDARD
+            and cls._save_to_state_dict in _SAVE_TENSORS
+            and cls.get_extra_state is original_methods["get_extra_state"]
+        )
+        self[cls] = found
+        return found
+
+
 def _save_one(
-    module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool
+    module: torch.nn.Module,
+    destination: Any,
+    names: tuple[str, str],
+    keep_vars: bool,
+    plain: bool,
 ) -> dict[str, Any]:
-    """Run the pre-hooks and write one module's own state; return its metadata."""
+    """Run the pre-hooks and write one module's own state; return its metadata.
+
+    Args:
+        module: What to save.
+        destination: Where to write.
+        names: The name of the module, and what its members' names begin with.
+        keep_vars: Whether to write the tensors themselves.
+        plain: Whether to write tensors is all that the module does.
+    """
+    path, prefix = names
     metadata = {"version": module._version}
-    if hasattr(destination, "_metadata"):
-        destination._metadata[prefix[:-1]] = metadata
+    try:
+        versions = destination._metadata
+    except AttributeError:
+        pass
+    else:
+        versions[path] = metadata
     if module._state_dict_pre_hooks:
         for hook in tuple(module._state_dict_pre_hooks.values()):
             hook(module, prefix, keep_vars)
-    module._save_to_state_dict(destination, prefix, keep_vars)
+    if plain:
+        _save_tensors(module, destination, prefix, keep_vars)
+    else:
+        module._save_to_state_dict(destination, prefix, keep_vars)
     return metadata
 
 
@@ -79,7 +125,8 @@ def save(module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool
     if destination is None:
         destination = OrderedDict()
         destination._metadata = OrderedDict()
-    metadata = _save_one(module, destination, prefix, keep_vars)
+    classes = _PlainClasses()
+    metadata = _save_one(module, destination, (prefix[:-1], prefix), keep_vars, plain=False)
     active = {id(module)}
     stack = [(module, prefix, metadata, iter(module._modules.items()))]
     while True:
@@ -87,19 +134,25 @@ def save(module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool
         for name, child in children:
             if child is None:
                 continue
-            path = parent_prefix + name + "."
-            if not is_standard(child, "state_dict"):
-                child.state_dict(destination=destination, prefix=path, keep_vars=keep_vars)
+            path = parent_prefix + name
+            child_prefix = path + "."
+            own = child.__dict__
+            plain = classes[type(child)] and not (
+                "state_dict" in own or "_save_to_state_dict" in own
+            )
+            if not plain and not is_standard(child, "state_dict"):
+                child.state_dict(destination=destination, prefix=child_prefix, keep_vars=keep_vars)
                 continue
             if id(child) in active:
                 refuse_cycle(child)
-            child_metadata = _save_one(child, destination, path, keep_vars)
+            names = path, child_prefix
+            child_metadata = _save_one(child, destination, names, keep_vars, plain)
             if child._modules:
                 active.add(id(child))
-                stack.append((child, path, child_metadata, iter(child._modules.items())))
+                stack.append((child, child_prefix, child_metadata, iter(child._modules.items())))
                 break
             if child._state_dict_hooks:
-                _run_save_hooks(child, destination, path, child_metadata)
+                _run_save_hooks(child, destination, child_prefix, child_metadata)
         else:
             stack.pop()
             active.discard(id(parent))
