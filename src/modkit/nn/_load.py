@@ -17,6 +17,7 @@ from modkit._upstream import (
     IncompatibleKeys,
     foreach_copy_,
     layer_loaders,
+    original_methods,
 )
 from modkit.nn._load_entry import PLAIN_TENSORS, Entry, Problems, check, write
 from modkit.nn._tree import STANDARD, implements, method_of_module, refuse_cycle, standard
@@ -148,7 +149,7 @@ class _Load:
         if self.assign:
             local["assign_to_params_buffers"] = self.assign
         # Torch's own function reports keys only if it is told that the load is strict.
-        strict = self.strict or not _ends_here(module)
+        strict = self.strict or not _ends_here(type(module))
         module._load_from_state_dict(
             entries, prefix, local, strict, self.missing, self.unexpected, self.problems
         )
@@ -170,11 +171,10 @@ def _quoted(keys: list[str]) -> str:
     return ", ".join(f'"{key}"' for key in keys)
 
 
-def _ends_here(module: torch.nn.Module) -> bool:
+def _ends_here(cls: type) -> bool:
     """Tell whether ``super()`` of an overriding class leads to this file's function."""
     return any(
-        vars(base).get("_load_from_state_dict") is _load_from_state_dict
-        for base in type(module).__mro__
+        vars(base).get("_load_from_state_dict") is _load_from_state_dict for base in cls.__mro__
     )
 
 
@@ -251,7 +251,8 @@ def _plan(module: torch.nn.Module, state_dict: Mapping[str, Any], assign: bool) 
     if torch.__future__.get_swap_module_params_on_conversion():
         return None
     loading = _Load(state_dict, strict=True, assign=assign, problems=Problems(planned=[]))
-    if not _plan_one(module, "", loading):
+    classes = _PlannedClasses()
+    if not _plan_one(module, "", loading, classes):
         return None
     active = {id(module)}
     seen = {id(module)}
@@ -266,7 +267,9 @@ def _plan(module: torch.nn.Module, state_dict: Mapping[str, Any], assign: bool) 
             path = prefix + name + "."
             # ``setattr`` accepts a name with a dot, and its keys may be those of another child. What
             # is assigned to a module under its first name is there when its second name is loaded.
-            if "." in name or (assign and id(child) in seen) or not _plan_one(child, path, loading):
+            if "." in name or (assign and id(child) in seen):
+                return None
+            if not _plan_one(child, path, loading, classes):
                 return None
             seen.add(id(child))
             if child._modules:
@@ -281,20 +284,40 @@ def _plan(module: torch.nn.Module, state_dict: Mapping[str, Any], assign: bool) 
     return loading
 
 
-def _plan_one(module: torch.nn.Module, prefix: str, loading: _Load) -> bool:
+class _PlannedClasses(dict[type, bool | None]):
+    """Tells how a class is planned for; made for one walk.
+
+    True: its entries are checked here. False: its own method is called, which is one of the
+    normalization layers and touches no more than it is given, to migrate old checkpoints. None: it
+    takes part in loading, so nothing can be planned.
+    """
+
+    def __missing__(self, cls: type[torch.nn.Module]) -> bool | None:
+        """Look at a class that has not been met in this walk."""
+        loader: Any = cls._load_from_state_dict
+        found: bool | None = None
+        if cls.set_extra_state is original_methods["set_extra_state"]:
+            if loader in STANDARD:
+                found = True
+            elif loader in layer_loaders and _ends_here(cls):
+                found = False
+        self[cls] = found
+        return found
+
+
+def _plan_one(
+    module: torch.nn.Module, prefix: str, loading: _Load, classes: _PlannedClasses
+) -> bool:
     """Check the entries of one module; return False if it or a hook takes part in loading."""
+    checked_here = classes[type(module)]
     if (
-        module._load_state_dict_pre_hooks
+        checked_here is None
+        or module._load_state_dict_pre_hooks
         or module._load_state_dict_post_hooks
         or "_load_from_state_dict" in module.__dict__
-        or implements(module, "set_extra_state")
     ):
         return False
-    loader = type(module)._load_from_state_dict
-    if loader not in STANDARD:
-        # Normalization layers migrate old checkpoints, which touches no more than they are given.
-        if loader not in layer_loaders or not _ends_here(module):
-            return False
+    if not checked_here:
         loading.load_one(module, loading.entries, prefix)
         return True
     _plan_own(module, loading.entries, prefix, loading.missing, loading.problems, loading.planned)
@@ -309,17 +332,22 @@ def _plan_own(
     problems: Problems,
     planned: list[Entry],
 ) -> None:
-    for name, target in _own_targets(module).items():
-        key = prefix + name
-        if key not in entries:
-            missing.append(key)
-            continue
-        problems.found.add(key)
-        value, problem = check(key, target, entries[key])
-        if problem is None:
-            planned.append((module, name, key, target, value))
-        else:
-            problems.append(problem)
+    # No dict of the targets is made here: that would take a tenth of the time of a whole load.
+    transient = module._non_persistent_buffers_set
+    for members in (module._parameters, module._buffers):
+        for name, target in members.items():
+            if target is None or (name in transient and members is module._buffers):
+                continue
+            key = prefix + name
+            if key not in entries:
+                missing.append(key)
+                continue
+            problems.found.add(key)
+            value, problem = check(key, target, entries[key])
+            if problem is None:
+                planned.append((module, name, key, target, value))
+            else:
+                problems.append(problem)
 
 
 def _all_unexpected(module: torch.nn.Module, loading: _Load) -> Iterator[str]:
