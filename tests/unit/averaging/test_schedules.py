@@ -1,0 +1,345 @@
+import dataclasses
+import importlib
+import math
+import pickle
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+import modkit
+from modkit import schedules
+from modkit.schedules import (
+    Constant,
+    CountWarmup,
+    Custom,
+    Equal,
+    ExponentialRamp,
+    HalfLife,
+    HalfLifeFraction,
+    InverseGamma,
+    LinearRamp,
+    Power,
+)
+
+
+def largest_root(sigma_rel):
+    """Return the exponent of a width, as EDM2 computes it."""
+    return np.roots([1, 7, 16 - sigma_rel**-2, 12 - sigma_rel**-2]).real.max()
+
+
+def clip(values, low, high):
+    """Hold the values between two bounds."""
+    return np.minimum(np.maximum(values, low), high)
+
+
+# What the sources write, with numpy on all steps at once; n is as in schedules.py.
+REFERENCES = [
+    pytest.param(Constant(0.9999), lambda n: np.full(n.shape, 0.9999), id="torch"),
+    pytest.param(
+        InverseGamma(inv_gamma=1.0, power=2 / 3, decay=0.9999),
+        lambda n: clip(1 - (1 + n / 1.0) ** (-2 / 3), 0.0, 0.9999),
+        id="k-diffusion and ema-pytorch",
+    ),
+    pytest.param(
+        InverseGamma(inv_gamma=7.0, power=3 / 4, min_decay=0.2, decay=0.999),
+        lambda n: clip(1 - (1 + n / 7.0) ** (-3 / 4), 0.2, 0.999),
+        id="diffusers and timm",
+    ),
+    pytest.param(
+        InverseGamma(inv_gamma=100.0, power=1.0, decay=0.9998),
+        lambda n: 1 - np.maximum(0.0002, 100.0 / (100.0 + n)),
+        id="mmengine",
+    ),
+    pytest.param(
+        CountWarmup(0.9999),
+        lambda n: np.minimum(0.9999, (1 + n) / (10 + n)),
+        id="tensorflow and torch_ema",
+    ),
+    pytest.param(
+        CountWarmup(0.999, offset=2000),
+        lambda n: np.minimum(0.999, (1 + n) / (2000 + n)),
+        id="d2go",
+    ),
+    pytest.param(
+        ExponentialRamp(0.9999, tau=2000),
+        lambda n: 0.9999 * (1 - np.exp(-n / 2000)),
+        id="ultralytics",
+    ),
+    pytest.param(HalfLife(1000), lambda n: 0.5 ** np.full(n.shape, 1 / 1000), id="composer"),
+    pytest.param(
+        HalfLifeFraction(0.05, step_bias=3),
+        lambda n: 2 ** (-1 / (0.05 * (n + 3))),
+        id="torchtitan",
+    ),
+    pytest.param(
+        LinearRamp(0.99, steps=5000, start=0.5),
+        lambda n: np.interp(n, [0, 5000], [0.5, 0.99]),
+        id="linear",
+    ),
+    pytest.param(Equal(), lambda n: 1 - 1 / (n + 1), id="swa"),
+    pytest.param(
+        Power(sigma_rel=0.05),
+        lambda n: (1 - 1 / (n + 1)) ** (largest_root(0.05) + 1),
+        id="edm2 narrow",
+    ),
+    pytest.param(
+        Power(sigma_rel=0.25),
+        lambda n: (1 - 1 / (n + 1)) ** (largest_root(0.25) + 1),
+        id="edm2 wide",
+    ),
+]
+
+EXAMPLES = [reference.values[0] for reference in REFERENCES]
+
+
+@pytest.mark.parametrize(("schedule", "reference"), REFERENCES)
+def test_formula(schedule, reference):
+    """Each schedule is its source's formula at every step from 1 to 100,000, and 0 for the copy."""
+    steps = np.arange(1, 100_001)
+
+    ours = np.array([schedule(n) for n in steps.tolist()])
+
+    assert np.abs(ours - reference(steps.astype(np.float64))).max() <= 1e-12
+    assert schedule(0) == 0.0
+    assert schedule(-5) == 0.0
+
+
+def test_steps_of_counter_read_after_increment():
+    """With a start after 100 steps, step 102 of a counter from 1 is the first that mixes (diffusers)."""
+    schedule = InverseGamma(inv_gamma=1.0, power=0.75, decay=0.9999)
+
+    def diffusers_decay(optimization_step, update_after_step=100):
+        step = max(0, optimization_step - update_after_step - 1)
+        return 0.0 if step <= 0 else max(min(1 - (1 + step) ** -0.75, 0.9999), 0.0)
+
+    for step in range(1, 3000):
+        assert schedule(max(0, step - 100 - 1)) == pytest.approx(diffusers_decay(step), abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", [*EXAMPLES, Custom(lambda n: n / (n + 3))], ids=repr)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 3), (10, 10), (1000, 100), (99_999, 7)])
+def test_decay_of_several_steps(schedule, n, k):
+    """The decay of k steps together is the product of their decays, except that Equal counts models."""
+    product = math.prod(schedule(step) for step in range(n - k + 1, n + 1))
+
+    together = schedule.over(n, k)
+
+    assert together == pytest.approx(
+        n / (n + k) if isinstance(schedule, Equal) else product, rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("schedule", EXAMPLES, ids=repr)
+def test_steps_that_contain_the_copy(schedule):
+    """Steps that reach back to the copy keep nothing of what was before it."""
+    assert schedule.over(3, 4) == 0.0
+    assert schedule.over(0, 1) == 0.0
+
+
+def test_equal_average_of_every_kth_model():
+    """With an update at every k-th step, Equal weighs all models that it sees the same, as SWA does."""
+    for k in (1, 3, 10):
+        weights = schedules.profile(Equal(), 20 * k, update_every=k)
+
+        assert weights == pytest.approx([1 / 21] * 21, rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", EXAMPLES, ids=repr)
+@pytest.mark.parametrize("k", [1, 10])
+def test_weights_of_average(schedule, k):
+    """The weights that `profile` gives are those that an average updated step by step has."""
+    names = range(21)
+    average = np.eye(21)[0]
+    for update in names[1:]:
+        decay = schedule.over(update * k, k)
+        average = decay * average + (1 - decay) * np.eye(21)[update]
+
+    weights = schedules.profile(schedule, 20 * k + k - 1, update_every=k)
+
+    assert weights == pytest.approx(average, rel=1e-12)
+    assert sum(weights) == pytest.approx(1.0, rel=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 10, 100])
+@pytest.mark.parametrize("sigma_rel", [0.05, 0.1, 0.2])
+def test_realised_width(sigma_rel, k):
+    """The spread of the weights over a run of 20,000 steps is the sigma_rel that was asked for."""
+    steps = 20_000
+    weights = np.array(schedules.profile(Power(sigma_rel=sigma_rel), steps, update_every=k))
+    times = np.arange(len(weights)) * k
+
+    mean = (weights * times).sum()
+    width = math.sqrt((weights * (times - mean) ** 2).sum()) / steps
+
+    assert width == pytest.approx(sigma_rel, rel=0.02)
+
+
+@pytest.mark.parametrize("k", [1, 10, 100])
+def test_memory_does_not_depend_on_interval(k):
+    """Two hundred steps after a jump, the average has followed equally far at any interval."""
+    decay = 1.0
+    for step in range(k, 201, k):
+        decay *= Constant(0.99).over(step, k)
+
+    assert 1 - decay == pytest.approx(1 - 0.99**200, rel=1e-12)
+
+
+@pytest.mark.parametrize("sigma_rel", [1e-4, 0.003, 0.05, 0.1, 0.2, 0.28, 0.2886])
+def test_exponent_of_width(sigma_rel):
+    """The exponent is the largest real root of EDM2's cubic, and leads back to the width."""
+    gamma = schedules.gamma_of(sigma_rel)
+
+    assert gamma == pytest.approx(largest_root(sigma_rel), rel=1e-12, abs=1e-12)
+    assert schedules.sigma_rel_of(gamma) == pytest.approx(sigma_rel, rel=1e-12)
+    assert Power(gamma=gamma)(50) == Power(sigma_rel=sigma_rel)(50)
+
+
+def test_width_of_known_exponents():
+    """Exponent 0 is the equal average, of width 12 ** -0.5; the width of 1 is that of a triangle."""
+    assert schedules.sigma_rel_of(0) == pytest.approx(1 / math.sqrt(12))
+    assert schedules.sigma_rel_of(1) == pytest.approx(1 / math.sqrt(18))
+    assert Power(gamma=0)(9) == Equal()(9)
+
+
+def test_large_steps_are_exact():
+    """At a million steps, the formula still has the digits that matter: those of 1 - decay."""
+    n = 10**6
+    exact = 1 - Fraction(n, n + 1)
+
+    assert 1 - Equal()(n) == pytest.approx(float(exact), rel=1e-9)
+    assert 1 - InverseGamma(power=1.0, decay=1.0)(n) == pytest.approx(float(exact), rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", EXAMPLES, ids=repr)
+def test_config_round_trip(schedule):
+    """The config holds a name and plain numbers, and makes an equal schedule."""
+    config = schedule.to_config()
+
+    assert schedules.from_config(config) == schedule
+    assert config.pop("name") == type(schedule).__name__
+    assert {type(value) for value in config.values()} <= {int, float}
+
+
+@pytest.mark.parametrize("schedule", EXAMPLES, ids=repr)
+def test_pickle(schedule):
+    """A schedule that was pickled is equal, hashes the same and gives the same decays."""
+    copy = pickle.loads(pickle.dumps(schedule))
+
+    assert copy == schedule
+    assert hash(copy) == hash(schedule)
+    assert [copy(n) for n in range(50)] == [schedule(n) for n in range(50)]
+
+
+def test_frozen():
+    """The numbers of a schedule do not change."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Constant(0.9).decay = 0.5
+
+
+def test_numbers_of_other_libraries():
+    """Integers and NumPy scalars are taken as the plain numbers that they are."""
+    schedule = InverseGamma(inv_gamma=np.float32(2.0), power=np.int64(1), min_decay=0, decay=1)
+
+    assert schedule == InverseGamma(2.0, 1.0, 0.0, 1.0)
+    assert {type(v) for v in dataclasses.astuple(schedule)} == {float}
+    assert type(LinearRamp(0.9, steps=np.int64(10)).to_config()["steps"]) is int
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Constant(1.5), "Constant: decay must be between 0 and 1, got 1.5"),
+        (lambda: Constant(-0.1), "Constant: decay must be between 0 and 1, got -0.1"),
+        (lambda: Constant(math.nan), "Constant: decay must be between 0 and 1, got nan"),
+        (lambda: HalfLife(0), "HalfLife: half_life must be more than 0, got 0"),
+        (lambda: HalfLife(math.inf), "HalfLife: half_life must be more than 0, got inf"),
+        (lambda: HalfLifeFraction(-1), "HalfLifeFraction: fraction must be more than 0, got -1"),
+        (
+            lambda: HalfLifeFraction(0.1, step_bias=-1),
+            "HalfLifeFraction: step_bias must be 0 or more, got -1",
+        ),
+        (lambda: InverseGamma(inv_gamma=0), "InverseGamma: inv_gamma must be more than 0, got 0"),
+        (lambda: InverseGamma(power=-2), "InverseGamma: power must be more than 0, got -2"),
+        (
+            lambda: InverseGamma(min_decay=0.99, decay=0.9),
+            "InverseGamma: min_decay must not exceed decay=0.9, got 0.99",
+        ),
+        (lambda: CountWarmup(offset=0), "CountWarmup: offset must be 1 or more, got 0"),
+        (lambda: LinearRamp(steps=0), "LinearRamp: steps must be more than 0, got 0"),
+        (lambda: LinearRamp(start=2), "LinearRamp: start must be between 0 and 1, got 2"),
+        (lambda: ExponentialRamp(tau=0), "ExponentialRamp: tau must be more than 0, got 0"),
+        (lambda: Power(0.3), "Power: sigma_rel must be above 0 and below 0.2886, got 0.3"),
+        (lambda: Power(gamma=-0.5), "Power: gamma must be 0 or more, got -0.5"),
+        (lambda: schedules.gamma_of(0.3), "sigma_rel must be above 0 and below 0.2886, got 0.3"),
+        (lambda: schedules.sigma_rel_of(-1), "gamma must be 0 or more, got -1"),
+        (lambda: Constant(0.5).over(3, 0), "Constant: k must be 1 or more, got 0"),
+    ],
+)
+def test_refused_values(make, text):
+    """A number that makes no sense is refused with the class, the argument and the number."""
+    with pytest.raises(ValueError) as raised:
+        make()
+
+    assert str(raised.value) == text
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Constant("0.9"), "Constant: decay must be a number, got '0.9'"),
+        (lambda: Constant(True), "Constant: decay must be a number, got True"),
+        (Power, "Power: give either sigma_rel or gamma"),
+        (lambda: Power(0.1, gamma=7), "Power: give either sigma_rel or gamma"),
+        (lambda: Custom(0.9), "Custom: function must be callable, got 0.9"),
+    ],
+)
+def test_refused_types(make, text):
+    """What is no number, and what says too little or too much, is refused too."""
+    with pytest.raises(TypeError) as raised:
+        make()
+
+    assert str(raised.value) == text
+
+
+def test_functions():
+    """Any callable is a schedule; its result must be a decay."""
+    schedule = schedules.as_schedule(lambda n: 1 - 0.5**n)
+
+    assert [schedule(n) for n in (0, 1, 2)] == [0.0, 0.5, 0.75]
+    assert schedule.over(2, 2) == 0.375
+    with pytest.raises(ValueError, match=r"gave 2\.0 for step 3, not 0 to 1"):
+        Custom(lambda n: 2.0)(3)
+
+
+def test_functions_are_not_in_configs():
+    """The config of a function has its kind only, and cannot be turned back into a schedule."""
+    config = Custom(random.random).to_config()
+
+    assert config == {"name": "Custom"}
+    with pytest.raises(ValueError, match="no schedule to make from"):
+        schedules.from_config(config)
+
+
+def test_as_schedule():
+    """A number is a constant decay, and a schedule is itself."""
+    schedule = Equal()
+
+    assert schedules.as_schedule(0.9) == Constant(0.9)
+    assert schedules.as_schedule(schedule) is schedule
+
+
+def test_config_with_unknown_numbers():
+    """A config whose numbers are not those of the class says so."""
+    with pytest.raises(TypeError, match="Constant cannot be made from"):
+        schedules.from_config({"name": "Constant", "momentum": 0.1})
+
+
+def test_public_name():
+    """The schedules are a module of modkit, under one public name."""
+    module = importlib.import_module("modkit.schedules")
+
+    assert module is modkit.schedules
+    assert module.Power is Power
+    assert set(module.__all__) <= set(dir(module))
