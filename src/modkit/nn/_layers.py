@@ -116,7 +116,8 @@ def mark_leaf(module: torch.nn.Module) -> None:
     """Let fx see ``module`` as a leaf, if its class is exactly one of the re-based layers."""
     home = TORCH_HOME.get(type(module))
     if home is not None:
-        module.__dict__["__module__"] = home
+        # Not through its dict, which takes memory once somebody has asked for it.
+        object.__setattr__(module, "__module__", home)
 
 
 def rebase(module: ModuleT) -> ModuleT:

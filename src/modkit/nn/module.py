@@ -66,7 +66,7 @@ class Module(torch.nn.Module):
         log_api_usage_once("python.nn_module")
         if self.call_super_init is False and (args or kwargs):
             _registry.refuse_arguments(self, args, kwargs)
-        _registry.fill(self.__dict__)
+        _registry.fill(self)
         mark_leaf(self)
         if self.call_super_init:
             super(torch.nn.Module, self).__init__(*args, **kwargs)
