@@ -118,7 +118,11 @@ def test_steps_of_counter_read_after_increment():
         assert schedule(max(0, step - 100 - 1)) == pytest.approx(diffusers_decay(step), abs=1e-12)
 
 
-@pytest.mark.parametrize("schedule", [*EXAMPLES, Custom(lambda n: n / (n + 3))], ids=repr)
+@pytest.mark.parametrize(
+    "schedule",
+    [*EXAMPLES, Custom(lambda n: n / (n + 3))],
+    ids=[*map(repr, EXAMPLES), "Custom"],
+)
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 3), (10, 10), (1000, 100), (99_999, 7)])
 def test_decay_of_several_steps(schedule, n, k):
     """The decay of k steps together is the product of their decays, except that Equal counts models."""
