@@ -1,0 +1,323 @@
+import ctypes
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from modkit.averaging.posthoc import find_snapshots, reconstruct, save_snapshot
+from modkit.schedules import Power
+
+
+def walk(steps, size):
+    """Return a random walk, one row a step."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(steps, size, generator=generator, dtype=torch.float64).cumsum(0)
+
+
+def power_average(path, sigma_rel):
+    """Return the power averages of the path at all its steps."""
+    average, result = path[0], [path[0]]
+    for n, point in enumerate(path[1:], start=1):
+        average = torch.lerp(point, average, Power(sigma_rel)(n))
+        result.append(average)
+    return torch.stack(result)
+
+
+def save_walk(directory, path, every=100, **options):
+    """Save snapshots of the averages with widths 0.05 and 0.1."""
+    for sigma_rel in (0.05, 0.1):
+        averages = power_average(path, sigma_rel)
+        for step in range(every, len(path) + 1, every):
+            tensors = {"weight": averages[step - 1]}
+            save_snapshot(directory, tensors, step=step, sigma_rel=sigma_rel, **options)
+
+
+@pytest.mark.parametrize("file_format", ["pt", "safetensors"])
+@pytest.mark.parametrize("sigma_rel", [0.1, 0.15, 0.2])
+def test_random_walk(tmp_path, sigma_rel, file_format):
+    """Averages of a walk of 2000 steps are met within the error that is reported."""
+    if file_format == "safetensors":
+        pytest.importorskip("safetensors")
+    path = walk(2000, 64)
+    save_walk(tmp_path, path, file_format=file_format)
+
+    result = reconstruct(tmp_path, sigma_rel)
+
+    wanted = power_average(path, sigma_rel)[-1]
+    spread = (path - wanted).square().mean(0).sqrt()
+    distance = (result.averages["weight"] - wanted).abs()
+    assert bool((distance <= result.fit.bound * spread + 1e-12).all())
+    assert result.fit.error < 0.02
+    assert float((distance / spread).max()) < 0.01
+    assert (result.step, result.sigma_rel) == (2000, sigma_rel)
+
+
+def test_earlier_step(tmp_path):
+    """An average of an earlier step is that of a run that ended there: later files do not matter."""
+    path = walk(2000, 8)
+    save_walk(tmp_path / "whole", path)
+    save_walk(tmp_path / "half", path[:1000])
+
+    ours = reconstruct(tmp_path / "whole", 0.15, step=1000)
+
+    half = reconstruct(tmp_path / "half", 0.15)
+    assert torch.equal(ours.averages["weight"], half.averages["weight"])
+    assert ours.fit == half.fit
+    assert max(snapshot.step for snapshot in ours.snapshots) == 1000
+
+
+def test_snapshot_that_was_asked_for(tmp_path):
+    """Where the wanted average was saved, it comes back with all its bits."""
+    path = walk(300, 8)
+    save_walk(tmp_path, path)
+
+    result = reconstruct(tmp_path, 0.05, step=200)
+
+    assert torch.equal(result.averages["weight"], power_average(path, 0.05)[199])
+    assert result.fit.error == 0
+
+
+@pytest.mark.parametrize(
+    ("sigma_rel", "step", "text"),
+    [
+        (0.04, None, "sigma_rel=0.04 is narrower than all snapshots: 0.05 or more"),
+        (0.1, 301, "step 301 is outside of the snapshots, which are from 100 to 300"),
+        (0.1, 99, "step 99 is outside of the snapshots, which are from 100 to 300"),
+        (0.1, 250, "with a relative error of .* only, more than max_error=0.1.* step 200"),
+        (0.29, None, "sigma_rel must be above 0 and below 0.2886, got 0.29"),
+    ],
+    ids=["narrower", "later", "earlier", "between", "too wide"],
+)
+def test_extrapolation_is_refused(tmp_path, sigma_rel, step, text):
+    """What the snapshots cannot tell is an error, not a guess."""
+    save_walk(tmp_path, walk(300, 4))
+
+    with pytest.raises(ValueError, match=text):
+        reconstruct(tmp_path, sigma_rel, step=step)
+
+
+def test_larger_error_on_request(tmp_path):
+    """A fit that is worse can be asked for, and says how bad it is."""
+    save_walk(tmp_path, walk(300, 4))
+
+    result = reconstruct(tmp_path, 0.1, step=250, max_error=2)
+
+    assert 0.1 < result.fit.error < 2
+
+
+def test_large_weights_and_counters(tmp_path):
+    """A half-precision snapshot of a weight of 7e4 at step 70,001 has neither an inf nor another step."""
+    tensors = {"large": torch.tensor([7e4, 1.0]), "usual": torch.tensor([0.5, 0.25])}
+    for sigma_rel in (0.05, 0.1):
+        save_snapshot(tmp_path, tensors, step=70_001, sigma_rel=sigma_rel, dtype=torch.float16)
+
+    content = torch.load(find_snapshots(tmp_path)[0].path, weights_only=True)
+    result = reconstruct(tmp_path, 0.1)
+
+    assert content["step"] == result.step == 70_001
+    assert content["averages"]["usual"].dtype == torch.float16
+    assert content["averages"]["large"].dtype == torch.float32
+    assert result.averages["large"].tolist() == [7e4, 1.0]
+    assert result.averages["usual"].tolist() == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("value", [1e-9, float("inf"), float("nan"), 1e6])
+def test_values_that_half_precision_cannot_hold(tmp_path, value):
+    """A tensor whose values half precision would lose keeps its own dtype."""
+    tensors = {"weight": torch.tensor([value])}
+
+    path = save_snapshot(tmp_path, tensors, step=1, sigma_rel=0.1, dtype=torch.float16).path
+
+    saved = torch.load(path, weights_only=True)["averages"]["weight"]
+    assert saved.dtype == torch.float32
+    assert torch.equal(saved, tensors["weight"]) or saved.isnan().item()
+
+
+def test_dtypes_of_odd_tensors(tmp_path):
+    """Complex and integer tensors, and those that are narrow already, are saved as they are."""
+    tensors = {
+        "complex": torch.tensor([1 + 2j]),
+        "narrow": torch.ones(2, dtype=torch.bfloat16),
+        "scalar": torch.tensor(0.0),
+    }
+    buffers = {"count": torch.tensor(7)}
+
+    save_snapshot(tmp_path, tensors, buffers=buffers, step=5, sigma_rel=0.1, dtype=torch.float16)
+    result = reconstruct(tmp_path, 0.1)
+
+    assert result.averages["complex"].tolist() == [1 + 2j]
+    assert result.averages["complex"].dtype == torch.complex64
+    assert result.averages["narrow"].dtype == torch.float32
+    assert result.averages["scalar"].shape == ()
+    assert result.buffers["count"].item() == 7
+
+
+def test_buffers_are_those_of_the_latest_snapshot(tmp_path):
+    """What is not averaged is not combined either, since some coefficients are negative."""
+    for step in (100, 200):
+        for sigma_rel in (0.05, 0.1):
+            save_snapshot(
+                tmp_path,
+                {"weight": torch.ones(1)},
+                buffers={"running_var": torch.tensor([float(step)])},
+                step=step,
+                sigma_rel=sigma_rel,
+            )
+
+    result = reconstruct(tmp_path, 0.08, max_error=1)
+
+    assert min(result.fit.coefficients) < 0
+    assert result.buffers["running_var"].tolist() == [200.0]
+    assert result.averages["weight"].tolist() == pytest.approx([1.0], rel=1e-6)
+
+
+def test_slices_are_saved_alone(tmp_path):
+    """A tensor that is a small part of a large one does not bring the rest into the file."""
+    large = torch.zeros(1_000_000)
+
+    path = save_snapshot(tmp_path, {"weight": large[10:20]}, step=1, sigma_rel=0.1).path
+
+    assert path.stat().st_size < 10_000
+
+
+@pytest.mark.parametrize("file_format", ["pt", "safetensors"])
+def test_interrupted_write(tmp_path, monkeypatch, file_format):
+    """A file whose write fails leaves the old one of that name, and nothing else, behind."""
+    if file_format == "safetensors":
+        pytest.importorskip("safetensors")
+    options = {"step": 1, "sigma_rel": 0.1, "file_format": file_format}
+    save_snapshot(tmp_path, {"weight": torch.ones(1)}, **options)
+
+    def disk_full(descriptor):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", disk_full)
+        with pytest.raises(OSError, match="no space left"):
+            save_snapshot(tmp_path, {"weight": torch.zeros(1)}, **options)
+
+    assert len(list(tmp_path.iterdir())) == 1
+    assert reconstruct(tmp_path, 0.1).averages["weight"].item() == 1
+
+
+def test_left_over_files_are_no_snapshots(tmp_path):
+    """What a process that died has left behind, and checkpoints in the same place, do not count."""
+    save_walk(tmp_path, walk(100, 2))
+    for name in (".ema-0000000200-0.05.pt.1.tmp", "checkpoint.pt"):
+        (tmp_path / name).write_bytes(b"unfinished")
+
+    assert [snapshot.step for snapshot in find_snapshots(tmp_path)] == [100, 100]
+
+
+def test_order_is_by_step_not_by_name(tmp_path):
+    """The order of the files, and how they are named, does not matter."""
+    save_walk(tmp_path, walk(300, 2))
+    found = find_snapshots(tmp_path)
+
+    shuffled = [str(found[i].path) for i in (4, 0, 5, 2, 1, 3)]
+
+    assert reconstruct(shuffled, 0.15, max_error=1).snapshots == tuple(found)
+    assert [(each.step, each.sigma_rel) for each in found] == [
+        (step, width) for step in (100, 200, 300) for width in (0.05, 0.1)
+    ]
+
+
+def test_snapshots_of_different_models(tmp_path):
+    """Files that hold other tensors than the ones before are refused by name."""
+    for name, other in (
+        ("missing", {}),
+        ("more", {"weight": torch.ones(1), "bias": torch.ones(1)}),
+    ):
+        folder = tmp_path / name
+        save_snapshot(folder, {"weight": torch.ones(1)}, step=1, sigma_rel=0.1)
+        save_snapshot(folder, other, step=9, sigma_rel=0.1)
+
+        with pytest.raises(ValueError, match=r"weight|bias"):
+            reconstruct(folder, 0.15, max_error=5)
+
+
+def test_no_snapshots(tmp_path):
+    """An empty directory is an error that names it."""
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path))):
+        reconstruct(tmp_path, 0.1)
+
+
+def test_other_files(tmp_path):
+    """A file that is no snapshot is an error that names it."""
+    torch.save({"weight": torch.ones(1)}, tmp_path / "ema-1.pt")
+
+    with pytest.raises(ValueError, match=r"ema-1\.pt is not a snapshot of an average"):
+        reconstruct(tmp_path, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"file_format": "pickle"}, "file_format must be one of"),
+        ({"dtype": torch.int8}, "dtype must be a floating-point dtype, got torch.int8"),
+    ],
+    ids=["format", "dtype"],
+)
+def test_refused_options(tmp_path, options, text):
+    """A format or a dtype that cannot hold an average is refused, and nothing is written."""
+    with pytest.raises(ValueError, match=text):
+        save_snapshot(tmp_path, {}, step=1, sigma_rel=0.1, **options)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flat_files_are_plain_checkpoints(tmp_path):
+    """A safetensors snapshot has the tensors under their own names, for any program that reads such."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = {"layer.weight": torch.arange(3.0)}
+    buffers = {"layer.count": torch.tensor(3)}
+
+    path = save_snapshot(
+        tmp_path, tensors, buffers=buffers, step=4, sigma_rel=0.1, file_format="safetensors"
+    ).path
+
+    assert safetensors.load_file(path).keys() == {"layer.weight", "layer.count"}
+    assert reconstruct([path], 0.1).buffers["layer.count"].item() == 3
+
+
+def test_missing_library(tmp_path, monkeypatch):
+    """Without the package safetensors, its format is an error that says so."""
+    monkeypatch.setitem(__import__("sys").modules, "safetensors.torch", None)
+
+    with pytest.raises(ImportError, match="need the package safetensors"):
+        save_snapshot(tmp_path, {}, step=1, sigma_rel=0.1, file_format="safetensors")
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="reads Linux's memory counters"
+)
+@pytest.mark.parametrize("file_format", ["pt", "safetensors"])
+def test_peak_memory(tmp_path, file_format):
+    """Combining twelve snapshots takes the memory of the result and of one of them."""
+    if file_format == "safetensors":
+        pytest.importorskip("safetensors")
+    numel = 4_000_000
+    for step in range(100, 700, 100):
+        for sigma_rel in (0.05, 0.1):
+            tensors = {f"weight{i}": torch.full((numel // 4,), float(step)) for i in range(4)}
+            save_snapshot(
+                tmp_path, tensors, step=step, sigma_rel=sigma_rel, file_format=file_format
+            )
+    del tensors
+
+    def resident(line):
+        text = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(re.search(rf"{line}:\s+(\d+) kB", text)[1]) * 1024
+
+    # What was freed before goes back to the system, or it would be used again without being counted.
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = resident("VmRSS")
+    result = reconstruct(tmp_path, 0.15, max_error=1)
+    peak = resident("VmHWM") - before
+
+    size = numel * 4
+    assert len(result.snapshots) == 12
+    assert size / 2 <= peak <= 2.75 * size
