@@ -50,6 +50,14 @@ _PARTIAL_LOAD: Final = Divergence(
     NO_ISSUE,
 )
 
+_QUANTIZATION: Final = "tests/integration/test_quantization.py::"
+_EXACT_CLASS: Final = Divergence(
+    "modkit",
+    "Eager and fx quantization in `torch.ao` finds layers by their exact class, so it passes over "
+    "those of modkit, with a warning; `modkit.release` a copy of the model and quantize that.",
+    NO_ISSUE,
+)
+
 _AVERAGING: Final = "tests/parity/averaging/test_averaging_functions.py::"
 _LEFT_IN_FLAGS: Final = Divergence(
     "torch",
@@ -213,6 +221,8 @@ DIVERGENCES: Final[dict[str, Divergence]] = {
         "overrides `_slow_forward` can tell.",
         NO_ISSUE,
     ),
+    _QUANTIZATION + "test_layers_are_quantized": _EXACT_CLASS,
+    _QUANTIZATION + "test_layers_are_fused": _EXACT_CLASS,
     "tests/integration/test_fx.py::test_conv_batch_norm_fusion": Divergence(
         "modkit",
         "The fusion pass in torch.fx.experimental looks layers up by their exact type, so it "

@@ -14,6 +14,8 @@ from typing import Any, Final, TypeVar
 import torch
 from typing_extensions import deprecated
 
+from modkit.nn._quantization import QuantizationConfig
+
 
 ClassT = TypeVar("ClassT", bound=type)
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
@@ -67,6 +69,7 @@ def rebased(cls: ClassT) -> ClassT:
     if "__deprecated__" in vars(layer):
         _deprecate(cls, layer)
     cls.__wrapped__ = SourceOf(cls, layer)  # type: ignore[attr-defined]
+    cls.qconfig = QuantizationConfig(cls, layer)  # type: ignore[attr-defined]
     TORCH_HOME[cls] = layer.__module__
     REBASED[layer] = cls
     return cls
