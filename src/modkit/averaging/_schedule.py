@@ -51,6 +51,10 @@ class Schedule(ABC):
             if field.name in _DEMANDS and value is not None:
                 number = _checked(type(self).__name__, field.name, value)
                 object.__setattr__(self, field.name, number)
+        low, high = (getattr(self, name, None) for name in ("min_decay", "decay"))
+        if low is not None and high is not None and low > high:
+            kind = type(self).__name__
+            raise ValueError(f"{kind}: min_decay must not exceed decay={high}, got {low}")
 
     @abstractmethod
     def decay_at(self, n: int) -> float:

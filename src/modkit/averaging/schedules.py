@@ -161,14 +161,6 @@ class InverseGamma(Schedule):
     decay: float = 0.9999
 
     @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.min_decay > self.decay:
-            raise ValueError(
-                f"InverseGamma: min_decay must not exceed decay={self.decay}, got {self.min_decay}"
-            )
-
-    @override
     def decay_at(self, n: int) -> float:
         grown = -math.expm1(-self.power * math.log1p(n / self.inv_gamma))
         return max(self.min_decay, min(self.decay, grown))
@@ -176,13 +168,14 @@ class InverseGamma(Schedule):
 
 @dataclass(frozen=True)
 class CountWarmup(Schedule):
-    """The warm-up of TensorFlow: ``d = min(decay, (1 + n) / (offset + n))``.
+    """The warm-up of TensorFlow: ``d = min(decay, (1 + n) / (offset + n))``, but at least ``min_decay``.
 
     torch_ema and diffusers have it too (there it is always on), d2go with another offset.
 
     Args:
         decay: The largest decay. 0.999 is reached after 9,000 steps, 0.9999 after 90,000.
         offset: The larger, the slower; 1 or more.
+        min_decay: The smallest decay, not more than ``decay``.
 
     Example:
         >>> CountWarmup(0.999)(8) == 0.5
@@ -191,10 +184,11 @@ class CountWarmup(Schedule):
 
     decay: float = 0.999
     offset: float = 10.0
+    min_decay: float = 0.0
 
     @override
     def decay_at(self, n: int) -> float:
-        return min(self.decay, (1 + n) / (self.offset + n))
+        return max(self.min_decay, min(self.decay, (1 + n) / (self.offset + n)))
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,11 @@ REFERENCES = [
         id="tensorflow and torch_ema",
     ),
     pytest.param(
+        CountWarmup(0.9999, min_decay=0.5),
+        lambda n: clip((1 + n) / (10 + n), 0.5, 0.9999),
+        id="diffusers without warm-up",
+    ),
+    pytest.param(
         CountWarmup(0.999, offset=2000),
         lambda n: np.minimum(0.999, (1 + n) / (2000 + n)),
         id="d2go",
@@ -269,6 +274,10 @@ def test_numbers_of_other_libraries():
         (
             lambda: InverseGamma(min_decay=0.99, decay=0.9),
             "InverseGamma: min_decay must not exceed decay=0.9, got 0.99",
+        ),
+        (
+            lambda: CountWarmup(0.9, min_decay=0.95),
+            "CountWarmup: min_decay must not exceed decay=0.9, got 0.95",
         ),
         (lambda: CountWarmup(offset=0), "CountWarmup: offset must be 1 or more, got 0"),
         (lambda: LinearRamp(steps=0), "LinearRamp: steps must be more than 0, got 0"),

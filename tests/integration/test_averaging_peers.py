@@ -1,0 +1,133 @@
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from modkit.averaging.converters import convert
+
+
+def network():
+    """Return a small network with buffers, and a function that takes one step with it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.randn(8, 3)).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def test_torch():
+    """The state of torch's AveragedModel has all members and the number of models."""
+    model, step = network()
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    for _ in range(5):
+        step()
+        average.update_parameters(model)
+
+    converted = convert(average.state_dict(), model)
+
+    members = average.module.state_dict()
+    assert (converted.source, converted.n_averaged) == ("torch", 5)
+    assert converted.averages.keys() == members.keys()
+    assert all(torch.equal(converted.averages[name], members[name]) for name in members)
+
+
+def test_timm():
+    """The state of timm's ModelEmaV3 has all members, and no count."""
+    found = importlib.util.find_spec("timm")
+    if found is None:
+        pytest.skip("could not import 'timm'")
+    # The file alone: the package around it needs torchvision.
+    file = Path(found.origin).parent / "utils" / "model_ema.py"
+    spec = importlib.util.spec_from_file_location("timm_model_ema", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model, step = network()
+    average = module.ModelEmaV3(model, decay=0.9)
+    for _ in range(5):
+        step()
+        average.update(model)
+
+    converted = convert(average.state_dict(), model)
+
+    members = average.module.state_dict()
+    assert (converted.source, converted.n_averaged) == ("timm", None)
+    assert all(torch.equal(converted.averages[name], members[name]) for name in members)
+
+
+@pytest.mark.parametrize("use_ema_warmup", [False, True])
+def test_diffusers(use_ema_warmup):
+    """The state of EMAModel has the parameters, and its next decay is that of the schedule."""
+    diffusers = pytest.importorskip("diffusers.training_utils")
+    model, step = network()
+    average = diffusers.EMAModel(
+        model.parameters(),
+        decay=0.9,
+        update_after_step=2,
+        use_ema_warmup=use_ema_warmup,
+        inv_gamma=2.0,
+        power=0.7,
+    )
+    for _ in range(7):
+        step()
+        average.step(model.parameters())
+
+    converted = convert(average.state_dict(), model)
+
+    names = [name for name, _ in model.named_parameters()]
+    assert [*converted.averages] == names
+    for name, shadow in zip(names, average.shadow_params, strict=True):
+        assert torch.equal(converted.averages[name], shadow)
+    for ahead in range(20):
+        expected = average.get_decay(average.optimization_step + 1 + ahead)
+        assert converted.schedule(converted.n_averaged + ahead) == pytest.approx(
+            expected, abs=1e-12
+        )
+
+
+def test_ema_pytorch():
+    """The state of ema-pytorch's EMA has all members, and its next decay is that of the schedule."""
+    ema_pytorch = pytest.importorskip("ema_pytorch")
+    model, step = network()
+    average = ema_pytorch.EMA(model, beta=0.99, update_after_step=3, update_every=1)
+    for _ in range(9):
+        step()
+        average.update()
+
+    converted = convert(average.state_dict(), model, update_after_step=3)
+
+    members = average.ema_model.state_dict()
+    assert converted.source == "ema_pytorch"
+    assert all(torch.equal(converted.averages[name], members[name]) for name in members)
+    average.step += 1  # as the next update() does before it asks for the decay
+    epoch = int(average.step) - 3 - 1
+    assert converted.n_averaged == epoch
+    assert average.get_current_decay() == pytest.approx(1 - (1 + epoch) ** (-2 / 3), abs=1e-6)
+
+
+@pytest.mark.parametrize("use_num_updates", [False, True])
+def test_torch_ema(use_num_updates):
+    """The state of torch_ema has the parameters, and its next decay is that of the schedule."""
+    torch_ema = pytest.importorskip("torch_ema")
+    model, step = network()
+    average = torch_ema.ExponentialMovingAverage(
+        model.parameters(), decay=0.4, use_num_updates=use_num_updates
+    )
+    for _ in range(3):
+        step()
+        average.update()
+
+    converted = convert(average.state_dict(), model)
+
+    before = [shadow.clone() for shadow in average.shadow_params]
+    step()
+    average.update()
+    decay = converted.schedule(converted.n_averaged or 1)
+    for kept, value, after in zip(before, model.parameters(), average.shadow_params, strict=True):
+        torch.testing.assert_close(decay * kept + (1 - decay) * value.detach(), after)

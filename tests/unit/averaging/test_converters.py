@@ -1,0 +1,190 @@
+import pytest
+import torch
+from torch import nn
+
+from modkit.averaging.converters import convert, recognise
+from modkit.schedules import Constant, CountWarmup, InverseGamma
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(2, 1)
+        self.norm = nn.BatchNorm1d(1)
+
+
+PARAMETERS = {
+    "head.weight": torch.tensor([[0.5, -0.5]]),
+    "head.bias": torch.tensor([0.25]),
+    "norm.weight": torch.tensor([1.5]),
+    "norm.bias": torch.tensor([-1.0]),
+}
+BUFFERS = {
+    "norm.running_mean": torch.tensor([0.125]),
+    "norm.running_var": torch.tensor([2.0]),
+    "norm.num_batches_tracked": torch.tensor(7),
+}
+MEMBERS = {**PARAMETERS, **BUFFERS}
+
+
+def below(prefix):
+    """Return the members under names with a prefix."""
+    return {f"{prefix}{name}": value for name, value in MEMBERS.items()}
+
+
+# States as the libraries write them, of the network above.
+TORCH = {"n_averaged": torch.tensor(12), **below("module.")}
+TIMM = below("module.")
+EMA_PYTORCH = {
+    "initted": torch.tensor(True),
+    "step": torch.tensor(130),
+    **{f"online_model.{name}": torch.zeros_like(value) for name, value in MEMBERS.items()},
+    **below("ema_model."),
+}
+DIFFUSERS = {
+    "decay": 0.9999,
+    "min_decay": 0.0,
+    "optimization_step": 120,
+    "update_after_step": 100,
+    "use_ema_warmup": True,
+    "inv_gamma": 1.0,
+    "power": 0.75,
+    "shadow_params": list(PARAMETERS.values()),
+}
+TORCH_EMA = {
+    "decay": 0.995,
+    "num_updates": 40,
+    "shadow_params": list(PARAMETERS.values()),
+    "collected_params": None,
+}
+LIGHTNING = {
+    "epoch": 3,
+    "state_dict": MEMBERS,
+    "current_model_state": {name: torch.zeros_like(value) for name, value in MEMBERS.items()},
+    "averaging_state": {"n_averaged": torch.tensor(5)},
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "state", "expected", "n_averaged", "schedule"),
+    [
+        ("torch", TORCH, MEMBERS, 12, None),
+        ("timm", TIMM, MEMBERS, None, None),
+        ("ema_pytorch", EMA_PYTORCH, MEMBERS, 130, None),
+        ("diffusers", DIFFUSERS, PARAMETERS, 20, InverseGamma(1.0, 0.75, 0.0, 0.9999)),
+        ("torch_ema", TORCH_EMA, PARAMETERS, 41, CountWarmup(0.995)),
+        ("lightning", LIGHTNING, MEMBERS, 5, None),
+    ],
+    ids=["torch", "timm", "ema_pytorch", "diffusers", "torch_ema", "lightning"],
+)
+def test_states(source, state, expected, n_averaged, schedule):
+    """Each state is recognised, and gives the averages by name, the count and the decay it tells."""
+    converted = convert(state, Net())
+
+    assert recognise(state) == converted.source == source
+    assert converted.averages.keys() == expected.keys()
+    assert all(torch.equal(converted.averages[name], expected[name]) for name in expected)
+    assert converted.n_averaged == n_averaged
+    assert converted.schedule == schedule
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, MEMBERS, {"model": MEMBERS, "epoch": 3}, {"step": 3, "initted": True}],
+    ids=["empty", "model", "checkpoint", "counter"],
+)
+def test_unknown_states(state):
+    """The state of a model, or of something else, is not taken for an average."""
+    assert recognise(state) is None
+    with pytest.raises(ValueError, match="no averages of a library that is known"):
+        convert(state, Net())
+
+
+@pytest.mark.parametrize(
+    "state",
+    [TORCH, TIMM, EMA_PYTORCH],
+    ids=["torch", "timm", "ema_pytorch"],
+)
+def test_names_of_compiled_models(state):
+    """The average of a compiled or wrapped model has the names of the model inside."""
+    inside = {"module.": "module._orig_mod.", "ema_model.": "ema_model._orig_mod."}
+    wrapped = {}
+    for key, value in state.items():
+        prefix = next((prefix for prefix in inside if key.startswith(prefix)), "")
+        wrapped[inside.get(prefix, "") + key.removeprefix(prefix)] = value
+
+    assert convert(wrapped, Net()).averages.keys() == MEMBERS.keys()
+
+
+@pytest.mark.parametrize(
+    ("step", "n_averaged"), [(0, 0), (1, 1), (100, 1), (101, 1), (102, 2), (5000, 4900)]
+)
+def test_count_of_diffusers(step, n_averaged):
+    """The next decay of the schedule is the one that diffusers would take, copies being decay 0."""
+    state = DIFFUSERS | {"optimization_step": step}
+
+    converted = convert(state, Net())
+
+    next_step = max(0, (step + 1) - 100 - 1)
+    reference = 0.0 if next_step <= 0 else min(1 - (1 + next_step) ** -0.75, 0.9999)
+    assert converted.n_averaged == n_averaged
+    if step > 100:
+        assert converted.schedule(converted.n_averaged) == pytest.approx(reference, abs=1e-12)
+
+
+def test_warm_up_of_diffusers():
+    """Without its warm-up, diffusers counts up all the same; integers are taken for numbers."""
+    state = DIFFUSERS | {"use_ema_warmup": False, "min_decay": 0, "decay": 0.99}
+
+    assert convert(state, Net()).schedule == CountWarmup(0.99)
+
+
+def test_constant_decay_of_torch_ema():
+    """Without a number of updates, torch_ema has a constant decay and no count."""
+    converted = convert(TORCH_EMA | {"num_updates": None}, Net())
+
+    assert converted.schedule == Constant(0.995)
+    assert converted.n_averaged is None
+
+
+@pytest.mark.parametrize(
+    ("initted", "step", "n_averaged"),
+    [(False, 0, 0), (True, 1, 1), (True, 101, 1), (True, 111, 11)],
+)
+def test_count_of_ema_pytorch(initted, step, n_averaged):
+    """What ema-pytorch was told to wait for is not counted."""
+    state = EMA_PYTORCH | {"initted": torch.tensor(initted), "step": torch.tensor(step)}
+
+    assert convert(state, Net(), update_after_step=100).n_averaged == n_averaged
+
+
+def test_lists_of_trained_parameters():
+    """A list that is shorter has the names of the parameters that train."""
+    model = Net()
+    model.head.weight.requires_grad_(False)
+    model.norm.bias.requires_grad_(False)
+
+    state = DIFFUSERS | {"shadow_params": [PARAMETERS["head.bias"], PARAMETERS["norm.weight"]]}
+
+    assert convert(state, model).averages.keys() == {"head.bias", "norm.weight"}
+
+
+@pytest.mark.parametrize("state", [DIFFUSERS, TORCH_EMA], ids=["diffusers", "torch_ema"])
+def test_lists_that_do_not_fit(state):
+    """A list of another length, or in another order, is refused instead of averaging the wrong tensors."""
+    tensors = state["shadow_params"]
+
+    with pytest.raises(ValueError, match="holds 3 tensors without names, and the model has 4"):
+        convert(state | {"shadow_params": tensors[:3]}, Net())
+    with pytest.raises(
+        ValueError, match=r"where 'head.weight' has the shape \(1, 2\) it has \(1,\)"
+    ):
+        convert(state | {"shadow_params": tensors[::-1]}, Net())
+
+
+def test_tied_parameters_in_lists():
+    """A parameter with two names stands in a list once, under its first name."""
+    model = Net()
+    model.other = model.head
+
+    assert convert(DIFFUSERS, model).averages.keys() == PARAMETERS.keys()
