@@ -108,9 +108,10 @@ def distributed(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="virtualenv")
 def ecosystem(session: nox.Session) -> None:
-    """Run the tests with transformers, peft and accelerate, in an environment of their own."""
+    """Run the tests with transformers, timm, peft and others, in an environment of their own."""
     install(session, "test", "ecosystem")
-    files = [f"tests/integration/test_{name}.py" for name in ("adopt_transformers", "ecosystem")]
+    names = ("adopt_transformers", "adopt_vision", "ecosystem")
+    files = [f"tests/integration/test_{name}.py" for name in names]
     session.run("pytest", *files, *session.posargs, env=TEST_ENVIRONMENT)
 
 
