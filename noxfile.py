@@ -108,9 +108,9 @@ def distributed(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="virtualenv")
 def ecosystem(session: nox.Session) -> None:
-    """Run the tests with transformers, timm, peft and others, in an environment of their own."""
+    """Run the tests with transformers, timm, diffusers and others, in an environment of their own."""
     install(session, "test", "ecosystem")
-    names = ("adopt_transformers", "adopt_vision", "ecosystem")
+    names = ("adopt_transformers", "adopt_vision", "averaging_peers", "ecosystem")
     files = [f"tests/integration/test_{name}.py" for name in names]
     session.run("pytest", *files, *session.posargs, env=TEST_ENVIRONMENT)
 
