@@ -5,15 +5,19 @@ its behaviour as a module is modkit's. Classes are written out in ``modules/``; 
 them, and turns layers that torch has built into modkit's, in place.
 """
 
+import bisect
+import dis
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
 import torch
 from typing_extensions import deprecated
 
+from modkit._types import FunctionT
 from modkit.nn._quantization import QuantizationConfig
 
 
@@ -87,6 +91,48 @@ def _deprecate(cls: type, layer: type) -> None:
 
     cls.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[arg-type, assignment]
     deprecated(vars(layer)["__deprecated__"], category=FutureWarning)(cls)
+
+
+def leaf_forward(layer: type[torch.nn.Module]) -> Callable[[FunctionT], FunctionT]:
+    """Let a ``forward`` of our own stand for that of ``layer``, which stays the one to be read.
+
+    Such a ``forward`` takes tensors straight from the registries, in a third less time for a small
+    layer than the attributes take. It does so only for instances of exactly its class with nothing
+    in the way: subclasses, which parametrizations make too, attributes of the instance, and missing
+    entries, as weight normalization and pruning leave them, go to torch's own ``forward``.
+
+    Functions are looked up in ``torch.nn.functional`` at each call, since libraries replace them.
+    TorchScript finds torch's source through ``__wrapped__``, and resolves its names in the globals
+    of the file of ours: they need ``F`` where that source does.
+
+    The code says that it is from torch's file, and its first ``return`` from the line of torch's:
+    dynamo decides by the file not to compile a layer for itself where its caller was not compiled,
+    and graphs and tracebacks tell lines, which are then those of the source that can be read.
+    """
+    original: Any = layer.forward
+
+    def finish(function: FunctionT) -> FunctionT:
+        code, source = function.__code__, original.__code__
+        moved = _return_lines(source)[-1] - _return_lines(code)[0]
+        function.__code__ = code.replace(
+            co_filename=source.co_filename, co_firstlineno=code.co_firstlineno + moved
+        )
+        function.__doc__ = original.__doc__
+        function.__annotations__ = original.__annotations__
+        function.__wrapped__ = original  # type: ignore[attr-defined]
+        return function
+
+    return finish
+
+
+def _return_lines(code: types.CodeType) -> list[int]:
+    lines = dict(dis.findlinestarts(code))
+    at = sorted(lines)
+    return [
+        lines[at[bisect.bisect_right(at, found.offset) - 1]]
+        for found in dis.get_instructions(code)
+        if found.opname == "RETURN_VALUE"
+    ]
 
 
 def composite(

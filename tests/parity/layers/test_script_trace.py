@@ -21,8 +21,9 @@ def sample(request: pytest.FixtureRequest):
 
 
 def _plain(text):
-    """Drop addresses, and what only says which of two equal types TorchScript has seen first."""
-    return re.sub(r"___torch_mangle_\d+\.|at 0x[0-9a-f]+", "", torch_names(text))
+    """Drop addresses, source lines, and which of two equal types TorchScript has seen first."""
+    noise = r"___torch_mangle_\d+\.|at 0x[0-9a-f]+| # [^\s:]+:\d+:\d+$"
+    return re.sub(noise, "", torch_names(text), flags=re.MULTILINE)
 
 
 def _attempt(action):

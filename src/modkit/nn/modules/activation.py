@@ -1,12 +1,14 @@
 """Activation functions and multi-head attention: torch's layers, re-based on modkit's ``Module``."""
 
-# ruff: noqa: D101 - `rebased` takes over torch's documentation.
+# ruff: noqa: A002, D101, D102, N812 - names and documentation are torch's, see `_layers.py`.
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from modkit.nn._layers import composite, rebased
+from modkit.nn._layers import composite, leaf_forward, rebased
 from modkit.nn.module import Module
 from modkit.nn.modules._newer import upstream_names
 
@@ -134,7 +136,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention, Module): ...
 
 
 @rebased
-class PReLU(torch.nn.PReLU, Module): ...
+class PReLU(torch.nn.PReLU, Module):
+    @leaf_forward(torch.nn.PReLU)
+    def forward(self, input: Tensor) -> Tensor:
+        own: Any = self._parameters
+        state = self.__dict__
+        if type(self) is PReLU and "weight" in own and "weight" not in state:
+            return F.prelu(input, own["weight"])
+        return torch.nn.PReLU.forward(self, input)
 
 
 @rebased

@@ -1,14 +1,16 @@
 """Batch normalization: torch's layers, re-based on modkit's ``Module``."""
 
-# ruff: noqa: D101 - `rebased` takes over torch's documentation.
+# ruff: noqa: A002, D101, N812 - names and documentation are torch's, see `_layers.py`.
 # pyright: reportPrivateUsage=false
 
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.modules import batchnorm as upstream
 
-from modkit.nn._layers import rebase, rebased
+from modkit.nn._layers import leaf_forward, rebase, rebased
 from modkit.nn.module import Module
 from modkit.nn.modules._newer import upstream_names
 from modkit.nn.modules.lazy import LazyModuleMixin
@@ -30,7 +32,49 @@ class _NormBase(upstream._NormBase, Module): ...
 
 
 @rebased
-class _BatchNorm(upstream._BatchNorm, _NormBase): ...
+class _BatchNorm(upstream._BatchNorm, _NormBase):
+    @leaf_forward(upstream._BatchNorm)
+    def forward(self, input: Tensor) -> Tensor:
+        # Torch's own code does the rest, among it cumulative averages and batches not tracked.
+        if type(self) in _LEAVES and self.momentum is not None:
+            self._check_input_dim(input)  # type: ignore[no-untyped-call]
+            own: Any = self._parameters
+            buffers: Any = self._buffers
+            state = self.__dict__
+            training = self.training
+            # Compiled graphs have their inputs in the order in which these names are looked up.
+            if (
+                (
+                    not training
+                    or (
+                        self.track_running_stats
+                        and "num_batches_tracked" in buffers
+                        and "num_batches_tracked" not in state
+                    )
+                )
+                and "running_mean" in buffers
+                and "running_var" in buffers
+                and "weight" in own
+                and "bias" in own
+                and "running_mean" not in state
+                and "running_var" not in state
+                and "weight" not in state
+                and "bias" not in state
+            ):
+                if training and buffers["num_batches_tracked"] is not None:
+                    buffers["num_batches_tracked"].add_(1)
+                by_batch = buffers["running_mean"] is None and buffers["running_var"] is None
+                return F.batch_norm(
+                    input,
+                    buffers["running_mean"],
+                    buffers["running_var"],
+                    own["weight"],
+                    own["bias"],
+                    training or by_batch,
+                    self.momentum,
+                    self.eps,
+                )
+        return upstream._BatchNorm.forward(self, input)
 
 
 @rebased
@@ -62,6 +106,9 @@ class BatchNorm3d(torch.nn.BatchNorm3d, _BatchNorm): ...
 @rebased
 class LazyBatchNorm3d(torch.nn.LazyBatchNorm3d, _LazyNormBase, _BatchNorm):
     cls_to_become = BatchNorm3d
+
+
+_LEAVES = frozenset((BatchNorm1d, BatchNorm2d, BatchNorm3d))
 
 
 @rebased

@@ -1,6 +1,6 @@
 """Containers of modules and of parameters: torch's layers, re-based on modkit's ``Module``."""
 
-# ruff: noqa: D101 - `rebased` takes over torch's documentation.
+# ruff: noqa: A001, A002, D101, D102 - names and documentation are torch's, see `_layers.py`.
 # Torch declares some members otherwise than the bases of the class do; that stays as it is.
 # pyright: reportIncompatibleVariableOverride=false, reportDeprecated=false
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from modkit.nn._layers import rebase, rebased
+from modkit.nn._layers import leaf_forward, rebase, rebased
 from modkit.nn.module import Module
 from modkit.nn.modules._newer import upstream_names
 
@@ -28,6 +28,14 @@ with warnings.catch_warnings():
 
 @rebased
 class Sequential(torch.nn.Sequential, Module):
+    @leaf_forward(torch.nn.Sequential)
+    def forward(self, input: Any) -> Any:
+        if type(self) is Sequential:
+            for module in self._modules.values():
+                input = module(input)
+            return input
+        return torch.nn.Sequential.forward(self, input)  # type: ignore[no-untyped-call]
+
     # Torch's operators return a plain Sequential, whatever the class of the operand.
 
     def __add__(self, other: torch.nn.Sequential) -> "Sequential":

@@ -1,15 +1,17 @@
 """Linear layers: torch's layers, re-based on modkit's ``Module``."""
 
-# ruff: noqa: D101 - `rebased` takes over torch's documentation.
+# ruff: noqa: A002, D101, D102, N812 - names and documentation are torch's, see `_layers.py`.
 # Torch declares some members otherwise than the bases of the class do; that stays as it is.
 # pyright: reportPrivateUsage=false, reportIncompatibleVariableOverride=false
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.modules import linear as upstream
 
-from modkit.nn._layers import rebased
+from modkit.nn._layers import leaf_forward, rebased
 from modkit.nn.module import Module
 from modkit.nn.modules._newer import upstream_names
 from modkit.nn.modules.lazy import LazyModuleMixin
@@ -23,7 +25,20 @@ class Identity(torch.nn.Identity, Module): ...
 
 
 @rebased
-class Linear(torch.nn.Linear, Module): ...
+class Linear(torch.nn.Linear, Module):
+    @leaf_forward(torch.nn.Linear)
+    def forward(self, input: Tensor) -> Tensor:
+        own: Any = self._parameters
+        state = self.__dict__
+        if (
+            type(self) is Linear
+            and "weight" in own
+            and "bias" in own
+            and "weight" not in state
+            and "bias" not in state
+        ):
+            return F.linear(input, own["weight"], own["bias"])
+        return torch.nn.Linear.forward(self, input)
 
 
 @rebased
@@ -31,7 +46,20 @@ class NonDynamicallyQuantizableLinear(upstream.NonDynamicallyQuantizableLinear, 
 
 
 @rebased
-class Bilinear(torch.nn.Bilinear, Module): ...
+class Bilinear(torch.nn.Bilinear, Module):
+    @leaf_forward(torch.nn.Bilinear)
+    def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
+        own: Any = self._parameters
+        state = self.__dict__
+        if (
+            type(self) is Bilinear
+            and "weight" in own
+            and "bias" in own
+            and "weight" not in state
+            and "bias" not in state
+        ):
+            return F.bilinear(input1, input2, own["weight"], own["bias"])
+        return torch.nn.Bilinear.forward(self, input1, input2)
 
 
 @rebased

@@ -1,12 +1,14 @@
 """Layer, group and local response normalization: torch's layers, re-based on modkit's ``Module``."""
 
-# ruff: noqa: D101 - `rebased` takes over torch's documentation.
+# ruff: noqa: A002, D101, D102, N812 - names and documentation are torch's, see `_layers.py`.
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from modkit.nn._layers import rebased
+from modkit.nn._layers import leaf_forward, rebased
 from modkit.nn.module import Module
 from modkit.nn.modules._newer import upstream_names
 
@@ -23,15 +25,48 @@ class CrossMapLRN2d(torch.nn.CrossMapLRN2d, Module): ...
 
 
 @rebased
-class LayerNorm(torch.nn.LayerNorm, Module): ...
+class LayerNorm(torch.nn.LayerNorm, Module):
+    @leaf_forward(torch.nn.LayerNorm)
+    def forward(self, input: Tensor) -> Tensor:
+        own: Any = self._parameters
+        state = self.__dict__
+        if (
+            type(self) is LayerNorm
+            and "weight" in own
+            and "bias" in own
+            and "weight" not in state
+            and "bias" not in state
+        ):
+            return F.layer_norm(input, self.normalized_shape, own["weight"], own["bias"], self.eps)
+        return torch.nn.LayerNorm.forward(self, input)
 
 
 @rebased
-class GroupNorm(torch.nn.GroupNorm, Module): ...
+class GroupNorm(torch.nn.GroupNorm, Module):
+    @leaf_forward(torch.nn.GroupNorm)
+    def forward(self, input: Tensor) -> Tensor:
+        own: Any = self._parameters
+        state = self.__dict__
+        if (
+            type(self) is GroupNorm
+            and "weight" in own
+            and "bias" in own
+            and "weight" not in state
+            and "bias" not in state
+        ):
+            return F.group_norm(input, self.num_groups, own["weight"], own["bias"], self.eps)
+        return torch.nn.GroupNorm.forward(self, input)
 
 
 @rebased
-class RMSNorm(torch.nn.RMSNorm, Module): ...
+class RMSNorm(torch.nn.RMSNorm, Module):
+    @leaf_forward(torch.nn.RMSNorm)
+    def forward(self, x: Tensor) -> Tensor:
+        own: Any = self._parameters
+        state = self.__dict__
+        if type(self) is RMSNorm and "weight" in own and "weight" not in state:
+            return F.rms_norm(x, self.normalized_shape, own["weight"], self.eps)
+        return torch.nn.RMSNorm.forward(self, x)
 
 
 if not TYPE_CHECKING:

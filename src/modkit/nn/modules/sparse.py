@@ -1,12 +1,14 @@
 """Embeddings: torch's layers, re-based on modkit's ``Module``."""
 
-# ruff: noqa: D101 - `rebased` takes over torch's documentation.
+# ruff: noqa: A002, D101, D102, N812 - names and documentation are torch's, see `_layers.py`.
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from modkit.nn._layers import rebased
+from modkit.nn._layers import leaf_forward, rebased
 from modkit.nn.module import Module
 from modkit.nn.modules._newer import upstream_names
 
@@ -15,11 +17,47 @@ __all__ = ["Embedding", "EmbeddingBag"]
 
 
 @rebased
-class Embedding(torch.nn.Embedding, Module): ...
+class Embedding(torch.nn.Embedding, Module):
+    @leaf_forward(torch.nn.Embedding)
+    def forward(self, input: Tensor) -> Tensor:
+        own: Any = self._parameters
+        state = self.__dict__
+        if type(self) is Embedding and "weight" in own and "weight" not in state:
+            return F.embedding(
+                input,
+                own["weight"],
+                self.padding_idx,
+                self.max_norm,
+                self.norm_type,
+                self.scale_grad_by_freq,
+                self.sparse,
+            )
+        return torch.nn.Embedding.forward(self, input)
 
 
 @rebased
-class EmbeddingBag(torch.nn.EmbeddingBag, Module): ...
+class EmbeddingBag(torch.nn.EmbeddingBag, Module):
+    @leaf_forward(torch.nn.EmbeddingBag)
+    def forward(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        own: Any = self._parameters
+        state = self.__dict__
+        if type(self) is EmbeddingBag and "weight" in own and "weight" not in state:
+            return F.embedding_bag(
+                input,
+                own["weight"],
+                offsets,
+                self.max_norm,
+                self.norm_type,
+                self.scale_grad_by_freq,
+                self.mode,
+                self.sparse,
+                per_sample_weights,
+                self.include_last_offset,
+                self.padding_idx,
+            )
+        return torch.nn.EmbeddingBag.forward(self, input, offsets, per_sample_weights)
 
 
 if not TYPE_CHECKING:
