@@ -1,11 +1,9 @@
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
 from modkit.averaging.converters import convert
+from tests.integration.peers import timm_model_ema
 
 
 def network():
@@ -40,14 +38,10 @@ def test_torch():
 
 def test_timm():
     """The state of timm's ModelEmaV3 has all members, and no count."""
-    found = importlib.util.find_spec("timm")
-    if found is None:
+    try:
+        module = timm_model_ema()
+    except ModuleNotFoundError:
         pytest.skip("could not import 'timm'")
-    # The file alone: the package around it needs torchvision.
-    file = Path(found.origin).parent / "utils" / "model_ema.py"
-    spec = importlib.util.spec_from_file_location("timm_model_ema", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     model, step = network()
     average = module.ModelEmaV3(model, decay=0.9)
     for _ in range(5):
