@@ -61,7 +61,8 @@ def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: 
     module map is set while ``torch.jit.trace`` runs, which takes the scopes of its graph from
     ``_slow_forward``. Classes with a ``_call_impl`` of their own have another ``__call__``.
     """
-    if (
+    # Dynamo gets by without these three, and would take time for each in every module it meets.
+    if not is_dynamo_compiling() and (
         self._compiled_call_impl is not None
         or _TorchModule.__call__ is not _TORCH_CALL
         or jit_trace._trace_module_map is not None
