@@ -64,7 +64,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests, and every code block of README, docs and docstrings."""
-    install(session, "test", extras="[demo]")
+    install(session, "test", extras="[cli,demo]")
     # One process a core. A file stays in one process: the blocks of a page build on one another.
     in_parallel = ("-n", "auto", "--dist", "loadfile")
     session.run("pytest", *in_parallel, *session.posargs, env=TEST_ENVIRONMENT)
@@ -73,7 +73,7 @@ def tests(session: nox.Session) -> None:
 @nox.session(default=False)
 def coverage(session: nox.Session) -> None:
     """Run the tests and report the lines and branches of modkit that none of them reaches."""
-    install(session, "test", extras="[demo]")
+    install(session, "test", extras="[cli,demo]")
     session.run("coverage", "run", "-m", "pytest", *session.posargs, env=TEST_ENVIRONMENT)
     session.run("coverage", "report")
 
@@ -81,7 +81,7 @@ def coverage(session: nox.Session) -> None:
 @nox.session(name="property", default=False)
 def property_(session: nox.Session) -> None:
     """Run the Hypothesis tests: random module trees and operations on torch and modkit."""
-    install(session, "test", extras="[demo]")
+    install(session, "test", extras="[cli,demo]")
     session.run(
         "pytest",
         "-m",
@@ -95,7 +95,7 @@ def property_(session: nox.Session) -> None:
 @nox.session(default=False)
 def distributed(session: nox.Session) -> None:
     """Run the tests that start several processes."""
-    install(session, "test", extras="[demo]")
+    install(session, "test", extras="[cli,demo]")
     session.run(
         "pytest",
         "-m",
@@ -128,16 +128,25 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typing(session: nox.Session) -> None:
     """Check the types of everything with mypy, and of src and tests/typing with pyright."""
-    install(session, "test", "typing", extras="[demo]")
+    install(session, "test", "typing", extras="[cli,demo]")
     session.run("mypy")
     session.run("pyright")
 
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Print the time of modkit relative to torch; `-- --check` fails where a budget is missed."""
-    install(session)
-    session.run("python", "benchmarks/ratios.py", *session.posargs)
+    """Hold the time of modkit relative to torch against the budgets; show how it grows."""
+    install(session, extras="[cli]")
+    # Both files go to build/, which git ignores; a second `--json` replaces the first.
+    files = ("--json", "build/bench.json", "--markdown", "build/bench.md")
+    session.run("python", "-m", "modkit", "bench", "--check", "--growth", *files, *session.posargs)
+
+
+@nox.session(default=False)
+def times(session: nox.Session) -> None:
+    """Measure absolute times with pytest-benchmark; `-- -k state_dict` picks operations."""
+    install(session, "test", "bench", extras="[cli]")
+    session.run("pytest", "benchmarks", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(default=False)

@@ -1,0 +1,24 @@
+"""``python -m modkit``: the command line."""
+
+import importlib.util
+import sys
+
+
+NEEDED = ("click", "rich")
+
+
+def main() -> None:
+    """Run the command that the arguments name, if what the command line needs is installed."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(
+            f"python -m modkit needs {' and '.join(missing)}, which the extra `cli` brings: "
+            "pip install modkit[cli]"
+        )
+    from modkit.cli._commands import commands
+
+    commands(prog_name="python -m modkit")
+
+
+if __name__ == "__main__":
+    main()

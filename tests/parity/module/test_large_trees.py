@@ -1,0 +1,71 @@
+import pytest
+import torch
+
+from tests.helpers import MODKIT, Implementation
+
+
+# About as many modules as a mixture of experts with 671 billion parameters has.
+MODULES = 40_000
+NESTING = 900
+
+
+def layer(impl: Implementation) -> torch.nn.Module:
+    """Make a layer without data."""
+    return impl.nn.Linear(1, 1, bias=False, device="meta")
+
+
+def chain(impl: Implementation, depth: int) -> torch.nn.Module:
+    """Nest that many blocks, each of them a layer and the next block."""
+    block = layer(impl)
+    for _ in range(depth - 1):
+        block = impl.nn.Sequential(layer(impl), block)
+    return block
+
+
+def wide() -> torch.nn.Module:
+    """Make a list of layers."""
+    return MODKIT.nn.ModuleList(layer(MODKIT) for _ in range(MODULES - 1))
+
+
+def deep() -> torch.nn.Module:
+    """Make chains of 800 nested blocks, each of a container and a layer."""
+    return MODKIT.nn.ModuleList(chain(MODKIT, 800) for _ in range(MODULES // 1600))
+
+
+@pytest.mark.parametrize("make", [wide, deep])
+def test_forty_thousand_modules_load_walk_and_convert(make):
+    """What torch takes minutes to load has every operation done, to every one of its modules."""
+    model = make()
+    state = model.state_dict()
+
+    model.half()
+    model.eval()
+    keys = model.load_state_dict(state)
+    converted = {p.dtype for p in model.parameters()}
+    model.load_state_dict(state, assign=True)
+
+    modules = list(model.modules())
+    parameters = dict(model.named_parameters())
+    assert MODULES * 0.99 < len(modules) <= MODULES
+    assert list(parameters) == list(state)
+    assert len(parameters) == sum(isinstance(m, torch.nn.Linear) for m in modules)
+    assert ([], []) == (keys.missing_keys, keys.unexpected_keys)
+    assert converted == {torch.float16}
+    assert {p.dtype for p in parameters.values()} == {torch.float32}
+    assert not any(m.training for m in modules)
+
+
+def test_nine_hundred_nested_blocks_load_walk_and_convert(impl: Implementation):
+    """A tree that is 900 blocks deep stays below the recursion limit."""
+    model = chain(impl, NESTING)
+    state = model.state_dict()
+
+    model.to(dtype=torch.float64)
+    model.eval()
+    model.load_state_dict(state)
+
+    assert [name for name, _ in model.named_parameters()] == list(state)
+    assert len(state) == NESTING
+    assert len(list(model.modules())) == 2 * NESTING - 1
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert not any(m.training for m in model.modules())
