@@ -22,6 +22,7 @@ Checked against torch 2.8 to 2.13.
 - ``BatchNormBase`` is the base of every batch normalization layer, users' own included.
 - ``BackwardHook`` stands for the autograd side of full backward hooks in compiled code: dynamo
   knows the class. ``pass_through_one_node`` is the autograd function that it uses.
+- ``trace_instead`` sets the attribute that tells dynamo which function to trace for another one.
 - The tables of global hooks are torch's own objects, so a hook that any library registers for all
   modules runs for modkit's too. Torch never rebinds these names; the flag it does rebind is read
   through the module each time.
@@ -93,6 +94,7 @@ __all__ = [
     "set_global_backward_hooks_are_full",
     "skip_frame",
     "storage_identity",
+    "trace_instead",
 ]
 
 # The stub of torch does not say that there may be no state.
@@ -173,6 +175,11 @@ def storage_identity(tensor: torch.Tensor) -> int:
     """Return what two tensors have in common that look at the same memory, meta ones included."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
+
+
+def trace_instead(function: Callable[..., Any], original: Callable[..., Any]) -> None:
+    """Let dynamo trace ``original`` wherever compiled code calls ``function``."""
+    cast("Any", function)._torchdynamo_inline = original
 
 
 def skip_frame(function: FunctionT) -> FunctionT:

@@ -18,6 +18,7 @@ import torch
 from typing_extensions import deprecated
 
 from modkit._types import FunctionT
+from modkit._upstream import trace_instead
 from modkit.nn._quantization import QuantizationConfig
 
 
@@ -105,6 +106,8 @@ def leaf_forward(layer: type[torch.nn.Module]) -> Callable[[FunctionT], Function
     TorchScript finds torch's source through ``__wrapped__``, and resolves its names in the globals
     of the file of ours: they need ``F`` where that source does.
 
+    Dynamo traces torch's function, so that graphs, guards and the time to compile are torch's.
+
     The code says that it is from torch's file, and its first ``return`` from the line of torch's:
     dynamo decides by the file not to compile a layer for itself where its caller was not compiled,
     and graphs and tracebacks tell lines, which are then those of the source that can be read.
@@ -120,6 +123,7 @@ def leaf_forward(layer: type[torch.nn.Module]) -> Callable[[FunctionT], Function
         function.__doc__ = original.__doc__
         function.__annotations__ = original.__annotations__
         function.__wrapped__ = original  # type: ignore[attr-defined]
+        trace_instead(function, original)
         return function
 
     return finish

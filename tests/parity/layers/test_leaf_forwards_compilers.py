@@ -87,6 +87,29 @@ def test_dynamo_compiles_changed_weights(plain):
     same(scenario)
 
 
+def test_dynamo_leaves_layers_alone_where_the_caller_was_not_compiled():
+    """A layer that uncompilable code calls is not compiled by itself."""
+
+    def scenario(impl):
+        class Net(impl.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = impl.nn.ModuleList(impl.nn.Linear(3, 3) for _ in range(3))
+
+            def forward(self, x):
+                for layer in self.layers:
+                    with torch._dynamo.utils.disable_cache_limit():
+                        x = layer(x)
+                        torch._dynamo.graph_break()
+                return x
+
+        counter = CompileCounter()
+        result = torch.compile(Net(), backend=counter)(torch.ones(2, 3))
+        return result, counter.frame_count, counter.op_count
+
+    same(scenario)
+
+
 @pytest.mark.parametrize("norm", [weight_norm, parametrizations.weight_norm], ids=["old", "new"])
 @pytest.mark.parametrize("name", ["Linear", "Conv2d", "Embedding"])
 def test_dynamo_compiles_normed_weights(name, norm):

@@ -141,7 +141,7 @@ class PReLU(torch.nn.PReLU, Module):
     def forward(self, input: Tensor) -> Tensor:
         own: Any = self._parameters
         state = self.__dict__
-        if type(self) is PReLU and "weight" in own and "weight" not in state:
+        if type(self) is PReLU and "weight" not in state and "weight" in own:
             return F.prelu(input, own["weight"])
         return torch.nn.PReLU.forward(self, input)
 

@@ -42,7 +42,6 @@ class _BatchNorm(upstream._BatchNorm, _NormBase):
             buffers: Any = self._buffers
             state = self.__dict__
             training = self.training
-            # Compiled graphs have their inputs in the order in which these names are looked up.
             if (
                 (
                     not training

@@ -46,10 +46,10 @@ class Conv1d(torch.nn.Conv1d, _ConvNd):
         state = self.__dict__
         if (
             type(self) is Conv1d
-            and "weight" in own
-            and "bias" in own
             and "weight" not in state
             and "bias" not in state
+            and "weight" in own
+            and "bias" in own
             and self.padding_mode == "zeros"
         ):
             return self._conv_forward(input, own["weight"], own["bias"])  # type: ignore[no-any-return]
@@ -64,10 +64,10 @@ class Conv2d(torch.nn.Conv2d, _ConvNd):
         state = self.__dict__
         if (
             type(self) is Conv2d
-            and "weight" in own
-            and "bias" in own
             and "weight" not in state
             and "bias" not in state
+            and "weight" in own
+            and "bias" in own
             and self.padding_mode == "zeros"
         ):
             return self._conv_forward(input, own["weight"], own["bias"])  # type: ignore[no-any-return]
@@ -82,10 +82,10 @@ class Conv3d(torch.nn.Conv3d, _ConvNd):
         state = self.__dict__
         if (
             type(self) is Conv3d
-            and "weight" in own
-            and "bias" in own
             and "weight" not in state
             and "bias" not in state
+            and "weight" in own
+            and "bias" in own
             and self.padding_mode == "zeros"
         ):
             return self._conv_forward(input, own["weight"], own["bias"])  # type: ignore[no-any-return]
@@ -104,10 +104,10 @@ class ConvTranspose1d(torch.nn.ConvTranspose1d, _ConvTransposeNd):
         state = self.__dict__
         if (
             type(self) is ConvTranspose1d
-            and "weight" in own
-            and "bias" in own
             and "weight" not in state
             and "bias" not in state
+            and "weight" in own
+            and "bias" in own
             and output_size is None
             and self.padding_mode == "zeros"
             and isinstance(self.padding, tuple)
@@ -133,10 +133,10 @@ class ConvTranspose2d(torch.nn.ConvTranspose2d, _ConvTransposeNd):
         state = self.__dict__
         if (
             type(self) is ConvTranspose2d
-            and "weight" in own
-            and "bias" in own
             and "weight" not in state
             and "bias" not in state
+            and "weight" in own
+            and "bias" in own
             and output_size is None
             and self.padding_mode == "zeros"
             and isinstance(self.padding, tuple)
@@ -162,10 +162,10 @@ class ConvTranspose3d(torch.nn.ConvTranspose3d, _ConvTransposeNd):
         state = self.__dict__
         if (
             type(self) is ConvTranspose3d
-            and "weight" in own
-            and "bias" in own
             and "weight" not in state
             and "bias" not in state
+            and "weight" in own
+            and "bias" in own
             and output_size is None
             and self.padding_mode == "zeros"
             and isinstance(self.padding, tuple)

@@ -32,10 +32,10 @@ class Linear(torch.nn.Linear, Module):
         state = self.__dict__
         if (
             type(self) is Linear
-            and "weight" in own
-            and "bias" in own
             and "weight" not in state
             and "bias" not in state
+            and "weight" in own
+            and "bias" in own
         ):
             return F.linear(input, own["weight"], own["bias"])
         return torch.nn.Linear.forward(self, input)
@@ -53,10 +53,10 @@ class Bilinear(torch.nn.Bilinear, Module):
         state = self.__dict__
         if (
             type(self) is Bilinear
-            and "weight" in own
-            and "bias" in own
             and "weight" not in state
             and "bias" not in state
+            and "weight" in own
+            and "bias" in own
         ):
             return F.bilinear(input1, input2, own["weight"], own["bias"])
         return torch.nn.Bilinear.forward(self, input1, input2)

@@ -32,10 +32,10 @@ class LayerNorm(torch.nn.LayerNorm, Module):
         state = self.__dict__
         if (
             type(self) is LayerNorm
-            and "weight" in own
-            and "bias" in own
             and "weight" not in state
             and "bias" not in state
+            and "weight" in own
+            and "bias" in own
         ):
             return F.layer_norm(input, self.normalized_shape, own["weight"], own["bias"], self.eps)
         return torch.nn.LayerNorm.forward(self, input)
@@ -49,10 +49,10 @@ class GroupNorm(torch.nn.GroupNorm, Module):
         state = self.__dict__
         if (
             type(self) is GroupNorm
-            and "weight" in own
-            and "bias" in own
             and "weight" not in state
             and "bias" not in state
+            and "weight" in own
+            and "bias" in own
         ):
             return F.group_norm(input, self.num_groups, own["weight"], own["bias"], self.eps)
         return torch.nn.GroupNorm.forward(self, input)
@@ -64,7 +64,7 @@ class RMSNorm(torch.nn.RMSNorm, Module):
     def forward(self, x: Tensor) -> Tensor:
         own: Any = self._parameters
         state = self.__dict__
-        if type(self) is RMSNorm and "weight" in own and "weight" not in state:
+        if type(self) is RMSNorm and "weight" not in state and "weight" in own:
             return F.rms_norm(x, self.normalized_shape, own["weight"], self.eps)
         return torch.nn.RMSNorm.forward(self, x)
 

@@ -22,7 +22,7 @@ class Embedding(torch.nn.Embedding, Module):
     def forward(self, input: Tensor) -> Tensor:
         own: Any = self._parameters
         state = self.__dict__
-        if type(self) is Embedding and "weight" in own and "weight" not in state:
+        if type(self) is Embedding and "weight" not in state and "weight" in own:
             return F.embedding(
                 input,
                 own["weight"],
@@ -43,7 +43,7 @@ class EmbeddingBag(torch.nn.EmbeddingBag, Module):
     ) -> Tensor:
         own: Any = self._parameters
         state = self.__dict__
-        if type(self) is EmbeddingBag and "weight" in own and "weight" not in state:
+        if type(self) is EmbeddingBag and "weight" not in state and "weight" in own:
             return F.embedding_bag(
                 input,
                 own["weight"],
