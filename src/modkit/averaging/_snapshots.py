@@ -63,10 +63,7 @@ def save_snapshot(
         ValueError: The format is neither of the two, or the dtype is not a floating-point one.
         ImportError: The package safetensors is needed and not installed.
     """
-    if file_format not in FORMATS:
-        raise ValueError(f"file_format must be one of {FORMATS}, got {file_format!r}")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
+    check_options(dtype, file_format)
     tensors = {name: narrowed(tensor, dtype) for name, tensor in averages.items()}
     others = {name: narrowed(tensor, None) for name, tensor in (buffers or {}).items()}
     folder = Path(directory)
@@ -79,6 +76,14 @@ def save_snapshot(
         else:
             save_safetensors(unfinished, tensors, others, step, sigma_rel)
     return Snapshot(step, sigma_rel, path)
+
+
+def check_options(dtype: torch.dtype | None, file_format: str) -> None:
+    """Refuse a dtype or a format that no average can be saved in."""
+    if file_format not in FORMATS:
+        raise ValueError(f"file_format must be one of {FORMATS}, got {file_format!r}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
 
 
 def narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -5,27 +5,36 @@ average of nearly any width, at nearly any step, is a combination of these snaps
 
 Example:
     >>> import tempfile
-    >>> folder = tempfile.mkdtemp()
-    >>> for step, value in ((1000, 1.0), (2000, 3.0)):
-    ...     for sigma_rel in (0.05, 0.1):
-    ...         weights = {"weight": torch.full((2,), value)}
-    ...         snapshot = save_snapshot(folder, weights, step=step, sigma_rel=sigma_rel)
-    >>> reconstruct(folder, sigma_rel=0.1, step=1000).averages
-    {'weight': tensor([1., 1.])}
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> averages = PostHocEMA(model, tempfile.mkdtemp(), snapshot_every=100)
+    >>> for step in range(1, 1001):
+    ...     weight = torch.nn.init.constant_(model.weight, step)
+    ...     averages.update()
+    >>> wide = averages.reconstruct(sigma_rel=0.15)
+    >>> wide.step, round(wide.averages["weight"].item()), round(wide.fit.error, 3)
+    (1000, 821, 0.022)
 """
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from modkit.averaging._power_averages import (
+    PowerAverages,
+    averaged_parameters,
+    check_names,
+    other_members,
+)
 from modkit.averaging._power_fit import Fit, fit_power
 from modkit.averaging._snapshots import (
     Snapshot,
+    check_options,
     find_snapshots,
     read_facts,
     read_tensors,
@@ -35,6 +44,7 @@ from modkit.averaging._snapshots import (
 
 __all__ = [
     "Fit",
+    "PostHocEMA",
     "Reconstruction",
     "Snapshot",
     "find_snapshots",
@@ -43,7 +53,7 @@ __all__ = [
     "save_snapshot",
 ]
 
-PathLike = str | os.PathLike[str]
+PathLike: TypeAlias = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,139 @@ class Reconstruction:
     step: int
     fit: Fit
     snapshots: tuple[Snapshot, ...]
+
+    @torch.no_grad()
+    def copy_to(self, model: torch.nn.Module) -> None:
+        """Write the average and the buffers into a model, whatever its dtype and device.
+
+        Raises:
+            ValueError: The model does not have just these parameters and buffers. Nothing has been
+                written then.
+        """
+        parameters, others = averaged_parameters(model), other_members(model)
+        check_names(self.averages, parameters)
+        check_names(self.buffers, others)
+        for name, parameter in parameters.items():
+            parameter.copy_(self.averages[name])
+        for name, other in others.items():
+            other.copy_(self.buffers[name])
+
+
+class PostHocEMA:
+    """Keeps power averages of a model in training, and saves them now and then.
+
+    Args:
+        model: The model in training.
+        directory: Where the snapshots go; it is made if it is not there.
+        sigma_rels: The relative widths of the averages, below 0.2886. Averages narrower than the first
+            of them cannot be reconstructed.
+        snapshot_every: After how many steps a snapshot of each is saved, a multiple of ``update_every``;
+            ``None`` for calls of :meth:`snapshot` only. Ten or more in a run make for a small error.
+        update_every: After how many steps the averages are updated; it does not change their width.
+        dtype: A narrower dtype for the files, see :func:`save_snapshot`. The averages themselves are in
+            float32, or in the dtype of the parameter if that is wider.
+        file_format: ``"pt"`` or ``"safetensors"``.
+
+    Raises:
+        ValueError: There are no widths, one of them is impossible, or the numbers of steps are.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        directory: PathLike,
+        sigma_rels: Sequence[float] = (0.05, 0.1),
+        *,
+        snapshot_every: int | None = None,
+        update_every: int = 1,
+        dtype: torch.dtype | None = None,
+        file_format: str = "pt",
+    ) -> None:
+        if not sigma_rels:
+            raise ValueError("PostHocEMA: sigma_rels must name one width or more")
+        if update_every < 1:
+            raise ValueError(f"PostHocEMA: update_every must be 1 or more, got {update_every}")
+        if snapshot_every is not None and (snapshot_every < 1 or snapshot_every % update_every):
+            raise ValueError(
+                f"PostHocEMA: snapshot_every must be a multiple of update_every={update_every}, "
+                f"got {snapshot_every}"
+            )
+        check_options(dtype, file_format)
+        self.directory = Path(directory)
+        self.snapshot_every = snapshot_every
+        self.dtype = dtype
+        self.file_format = file_format
+        self._averages = PowerAverages(model, sigma_rels, update_every)
+
+    @property
+    def step(self) -> int:
+        """The number of steps so far."""
+        return self._averages.step
+
+    def update(self) -> None:
+        """Count a step of training; call it after each step of the optimizer.
+
+        Raises:
+            ValueError: The model does not have the parameters that it had at the first update.
+        """
+        self._averages.update()
+        if self.snapshot_every is not None and self.step % self.snapshot_every == 0:
+            self.snapshot()
+
+    def snapshot(self) -> list[Snapshot]:
+        """Save each average in a file of its own.
+
+        Returns:
+            The files; their step is that of the latest update of the averages.
+
+        Raises:
+            RuntimeError: There has been no update yet.
+        """
+        if not self._averages.averages:
+            raise RuntimeError("PostHocEMA: there is no average to save before the first update")
+        step = self.step - self.step % self._averages.update_every
+        buffers = other_members(self._averages.model)
+        return [
+            save_snapshot(
+                self.directory,
+                averages,
+                step=step,
+                sigma_rel=sigma_rel,
+                buffers=buffers,
+                dtype=self.dtype,
+                file_format=self.file_format,
+            )
+            for averages, sigma_rel in zip(
+                self._averages.averages, self._averages.sigma_rels, strict=True
+            )
+        ]
+
+    def reconstruct(
+        self, sigma_rel: float, step: int | None = None, *, max_error: float = 0.1
+    ) -> Reconstruction:
+        """Put the average of another width together, see :func:`reconstruct`.
+
+        Files of later steps than the present one, which are those of a run that was given up for an
+        earlier checkpoint, are not looked at.
+        """
+        found = [each for each in find_snapshots(self.directory) if each.step <= self.step]
+        return reconstruct(found, sigma_rel, step, max_error=max_error)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step and the averages: what training needs to go on, besides the files.
+
+        ``torch.load`` reads it with ``weights_only=True``.
+        """
+        return self._averages.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: The state is of averages of other widths, of another interval or of another
+                model. Nothing has changed then.
+        """
+        self._averages.load_state_dict(state_dict)
 
 
 def reconstruct(

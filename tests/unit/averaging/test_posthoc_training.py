@@ -1,0 +1,254 @@
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import modkit
+from modkit.averaging.posthoc import PostHocEMA, find_snapshots
+from modkit.schedules import Power, profile
+
+
+def train(averages, model, steps, generator):
+    """Let the weights walk at random, update the averages, and return the path."""
+    path = []
+    for _ in range(steps):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator))
+        path.append([parameter.detach().clone() for parameter in model.parameters()])
+        averages.update()
+    return path
+
+
+def wanted(path, sigma_rel, every=1):
+    """Return the power average of a path, from the weights of all its updates."""
+    seen = path[every - 1 :: every]
+    # With the first update after `every` steps, time is in units of `every` steps.
+    weights = torch.tensor(profile(Power(sigma_rel), len(seen) - 1), dtype=torch.float64)
+    stacked = [torch.stack(values).double() for values in zip(*seen, strict=True)]
+    return [torch.tensordot(weights, values, dims=1) for values in stacked]
+
+
+@pytest.mark.parametrize("update_every", [1, 10])
+@pytest.mark.parametrize("sigma_rel", [0.05, 0.1, 0.15, 0.2])
+def test_walk_of_a_model(tmp_path, sigma_rel, update_every):
+    """Averages of a model that walks at random are met within the error that is reported."""
+    model = nn.Linear(3, 2)
+    averages = PostHocEMA(model, tmp_path, snapshot_every=100, update_every=update_every)
+    path = train(averages, model, 1000, torch.Generator().manual_seed(0))
+
+    result = averages.reconstruct(sigma_rel)
+
+    assert result.step == 1000
+    assert result.fit.error < 0.06
+    exact = wanted(path, sigma_rel, update_every)
+    for name, average, index in (("weight", exact[0], 0), ("bias", exact[1], 1)):
+        values = torch.stack([step[index] for step in path]).double()
+        spread = (values - average).square().mean(0).sqrt()
+        distance = (result.averages[name] - average).abs()
+        assert bool((distance <= result.fit.bound * spread + 1e-5).all())
+
+
+def test_public_name():
+    """The class is there as `modkit.PostHocEMA` too."""
+    assert modkit.PostHocEMA is PostHocEMA
+
+
+def test_low_precision_model(tmp_path):
+    """A bfloat16 model is averaged in float32, and gets the average back in its own dtype."""
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    averages = PostHocEMA(model, tmp_path)
+    for value in torch.linspace(1, 2, 400).tolist():
+        nn.init.constant_(model.weight, value)
+        averages.update()
+    averages.snapshot()
+
+    result = averages.reconstruct(0.1)
+    result.copy_to(model)
+
+    weights = profile(Power(0.1), 399)
+    values = torch.linspace(1, 2, 400).bfloat16().tolist()
+    exact = sum(weight * value for weight, value in zip(weights, values, strict=True))
+    assert result.averages["weight"].dtype == torch.float32
+    assert result.averages["weight"].item() == pytest.approx(exact, rel=1e-5)
+    assert model.weight.dtype == torch.bfloat16
+    assert model.weight.item() == pytest.approx(exact, rel=2**-8)
+
+
+def test_buffers_and_integers(tmp_path):
+    """Buffers of the model are in the snapshot as they are, and come back."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    averages = PostHocEMA(model, tmp_path, snapshot_every=3)
+    for _ in range(3):
+        model(torch.randn(4, 2))
+        averages.update()
+    saved = model[1].running_mean.clone()
+
+    fresh = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    averages.reconstruct(0.1).copy_to(fresh)
+
+    assert torch.equal(fresh[1].running_mean, saved)
+    assert fresh[1].num_batches_tracked.item() == 3
+    assert torch.equal(fresh[0].weight, model[0].weight)
+
+
+def test_tied_parameters(tmp_path):
+    """A parameter with two names is averaged once, and stays tied in the model that it is written to."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    model[1].weight = model[0].weight
+    averages = PostHocEMA(model, tmp_path, snapshot_every=2)
+    for value in (1.0, 0.0):
+        nn.init.constant_(model[0].weight, value)
+        averages.update()
+
+    result = averages.reconstruct(0.1)
+    result.copy_to(model)
+
+    expected = Power(0.1)(1)
+    assert result.averages.keys() == {"0.weight"}
+    assert model[1].weight is model[0].weight
+    assert model[1].weight.item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("stop", [1, 37, 100])
+def test_resume(tmp_path, stop):
+    """A run that was saved and went on has the files and the averages of one that was not, bit for bit."""
+    folders = [tmp_path / "whole", tmp_path / "parts"]
+    for folder in folders:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        generator = torch.Generator().manual_seed(1)
+        averages = PostHocEMA(model, folder, snapshot_every=20, update_every=2)
+        train(averages, model, stop, generator)
+        if folder is folders[1]:
+            file = io.BytesIO()
+            torch.save(averages.state_dict(), file)
+            file.seek(0)
+            averages = PostHocEMA(model, folder, snapshot_every=20, update_every=2)
+            averages.load_state_dict(torch.load(file, weights_only=True))
+        train(averages, model, 120 - stop, generator)
+
+    whole, parts = (find_snapshots(folder) for folder in folders)
+    assert [each.path.name for each in whole] == [each.path.name for each in parts]
+    for ours, theirs in zip(parts, whole, strict=True):
+        assert torch.equal(
+            torch.load(ours.path, weights_only=True)["averages"]["weight"],
+            torch.load(theirs.path, weights_only=True)["averages"]["weight"],
+        )
+
+
+def test_files_of_an_abandoned_run(tmp_path):
+    """After going back to an earlier checkpoint, files of later steps are not looked at."""
+    model = nn.Linear(1, 1)
+    averages = PostHocEMA(model, tmp_path, snapshot_every=10)
+    generator = torch.Generator().manual_seed(0)
+    train(averages, model, 20, generator)
+    state = {key: value for key, value in averages.state_dict().items() if key != "averages"}
+    state["averages"] = [
+        {name: value.clone() for name, value in each.items()}
+        for each in averages.state_dict()["averages"]
+    ]
+    train(averages, model, 20, generator)
+
+    averages.load_state_dict(state)
+
+    assert averages.reconstruct(0.1).step == 20
+
+
+def test_resume_with_other_numbers(tmp_path):
+    """A state of averages of other widths or intervals is refused, and changes nothing."""
+    model = nn.Linear(1, 1)
+    averages = PostHocEMA(model, tmp_path)
+    averages.update()
+
+    for other in (
+        PostHocEMA(model, tmp_path, sigma_rels=(0.05, 0.2)),
+        PostHocEMA(model, tmp_path, update_every=2),
+        PostHocEMA(nn.Linear(2, 1), tmp_path),
+    ):
+        with pytest.raises(ValueError, match=r"sigma_rels|update_every|not those of the average"):
+            other.load_state_dict(averages.state_dict())
+        assert other.step == 0
+
+
+def test_model_that_changed(tmp_path):
+    """An update with other parameters than before is refused by name, and changes nothing."""
+    model = nn.Linear(1, 1)
+    averages = PostHocEMA(model, tmp_path)
+    averages.update()
+    model.extra = nn.Parameter(torch.zeros(2))
+    before = averages.state_dict()["averages"][0]["weight"].clone()
+    nn.init.constant_(model.weight, 5)
+
+    with pytest.raises(ValueError, match=r"'extra' with shape \(2,\) instead of None"):
+        averages.update()
+    assert averages.step == 1
+    assert torch.equal(averages.state_dict()["averages"][0]["weight"], before)
+
+
+def test_other_model(tmp_path):
+    """A result is not written into a model with other parameters or buffers."""
+    model = nn.Linear(1, 1)
+    averages = PostHocEMA(model, tmp_path, snapshot_every=1)
+    averages.update()
+    result = averages.reconstruct(0.1)
+    other = nn.Linear(1, 1)
+    other.register_buffer("scale", torch.ones(1))
+    before = other.weight.item()
+
+    with pytest.raises(ValueError, match="'scale'"):
+        result.copy_to(other)
+    assert other.weight.item() == before
+
+
+def test_no_average_yet(tmp_path):
+    """Before the first update there is nothing to save, and no average to put together."""
+    averages = PostHocEMA(nn.Linear(1, 1), tmp_path, update_every=5)
+    averages.update()
+
+    with pytest.raises(RuntimeError, match="no average to save before the first update"):
+        averages.snapshot()
+    with pytest.raises(FileNotFoundError, match="no snapshots of averages"):
+        averages.reconstruct(0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sigma_rels": ()}, "sigma_rels must name one width or more"),
+        ({"sigma_rels": (0.5,)}, "sigma_rel must be above 0 and below 0.2886, got 0.5"),
+        ({"update_every": 0}, "update_every must be 1 or more, got 0"),
+        ({"snapshot_every": 0}, "snapshot_every must be a multiple of update_every=1, got 0"),
+        (
+            {"snapshot_every": 15, "update_every": 10},
+            "snapshot_every must be a multiple of update_every=10, got 15",
+        ),
+        ({"dtype": torch.int8}, "dtype must be a floating-point dtype"),
+        ({"file_format": "npz"}, "file_format must be one of"),
+    ],
+    ids=["none", "wide", "interval", "snapshots", "multiple", "dtype", "format"],
+)
+def test_refused_options(tmp_path, options, text):
+    """Numbers that make no sense are refused when the averages are made."""
+    with pytest.raises(ValueError, match=text):
+        PostHocEMA(nn.Linear(1, 1), tmp_path, **options)
+
+
+def test_update_reads_no_values(tmp_path):
+    """An update reads no tensor's value on the host, which would make a GPU wait."""
+    names = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    averages = PostHocEMA(nn.Linear(2, 2).bfloat16(), tmp_path)
+    with Record():
+        for _ in range(3):
+            averages.update()
+
+    assert "aten::_foreach_lerp_.Scalar" in names
+    assert "aten::_local_scalar_dense" not in names
