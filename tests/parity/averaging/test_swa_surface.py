@@ -23,8 +23,13 @@ def test_public_names_are_those_of_torch() -> None:
 
 @pytest.mark.parametrize("name", upstream.__all__)
 def test_signatures_are_those_of_torch(name: str) -> None:
-    """Names, kinds and defaults of all parameters equal torch's."""
-    assert parameters(getattr(swa_utils, name)) == parameters(getattr(upstream, name))
+    """Torch's parameters come first, unchanged; more are given by keyword and have defaults."""
+    ours, theirs = (parameters(getattr(module, name)) for module in (swa_utils, upstream))
+    more = ours[len(theirs) :]
+
+    assert ours[: len(theirs)] == theirs
+    assert {kind for _, kind, _ in more} <= {"KEYWORD_ONLY"}
+    assert inspect.Parameter.empty not in {default for _, _, default in more}
 
 
 @pytest.mark.parametrize("name", ["forward", "update_parameters"])
