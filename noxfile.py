@@ -110,7 +110,8 @@ def distributed(session: nox.Session) -> None:
 def ecosystem(session: nox.Session) -> None:
     """Run the tests with transformers, timm, diffusers and others, in an environment of their own."""
     install(session, "test", "ecosystem")
-    names = ("adopt_transformers", "adopt_vision", "averaging_peers", "ecosystem")
+    averages = ("averaging_peers", "averaging_peer_table")
+    names = ("adopt_transformers", "adopt_vision", *averages, "ecosystem")
     files = [f"tests/integration/test_{name}.py" for name in names]
     session.run("pytest", *files, *session.posargs, env=TEST_ENVIRONMENT)
 
@@ -140,6 +141,13 @@ def bench(session: nox.Session) -> None:
     # Both files go to build/, which git ignores; a second `--json` replaces the first.
     files = ("--json", "build/bench.json", "--markdown", "build/bench.md")
     session.run("python", "-m", "modkit", "bench", "--check", "--growth", *files, *session.posargs)
+
+
+@nox.session(default=False, venv_backend="virtualenv")
+def peers(session: nox.Session) -> None:
+    """Time the weight averages of modkit, torch, timm, ema-pytorch, diffusers and torch_ema."""
+    install(session, "peers")
+    session.run("python", "benchmarks/peers.py", *session.posargs)
 
 
 @nox.session(default=False)

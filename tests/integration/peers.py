@@ -112,7 +112,6 @@ class TorchEma(Diffusers):
 
 
 PEERS = {
-    "modkit": Modkit,
     "torch": Torch,
     "timm": Timm,
     "ema-pytorch": EmaPytorch,
