@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 from typing import Any, Final, Protocol
 
@@ -97,29 +96,35 @@ class Memory:
     Args:
         name: What the table calls it.
         budget: The largest acceptable ratio modkit / torch.
-        make: Makes the object, from ``torch.nn`` or ``modkit.nn``.
+        kind: Makes the class of the object, from ``torch.nn`` or ``modkit.nn``.
     """
 
     name: str
     budget: float
-    make: Callable[[ModuleType], object]
+    kind: Callable[[ModuleType], type[object]]
 
     def measure(self, seconds: float) -> Result:
         """Add up the sizes; there is nothing to repeat."""
-        base, other = (own_bytes(partial(self.make, nn)) for nn in (torch.nn, modkit.nn))
+        base, other = (own_bytes(self.kind(nn)) for nn in (torch.nn, modkit.nn))
         ratio = other / base
         return Result(self.name, self.budget, ratio, ratio, ratio, base, "B", 1)
 
 
-def own_bytes(make: Callable[[], object]) -> int:
-    """Return the size of an object with its ``__dict__`` and with what stands in it.
+def own_bytes(kind: type[object]) -> int:
+    """Return the size of an object of the class with its ``__dict__`` and with what stands in it.
 
-    What a second object of the kind refers to as well is no part of it.
+    What other objects of the class refer to as well is no part of it.
     """
-    subject, twin = make(), make()
+    # How Python lays out a ``__dict__`` depends on the objects of the class that came before.
+    *_, twin, subject = (kind() for _ in range(10))
     shared = {id(value) for value in vars(twin).values()}
     own = {id(value): value for value in vars(subject).values() if id(value) not in shared}
     return sum(map(sys.getsizeof, [subject, vars(subject), *own.values()]))
+
+
+def unused_class(nn: ModuleType) -> type[object]:
+    """Derive a class that adds nothing and has no history."""
+    return type("Empty", (nn.Module,), {})
 
 
 def empty(nn: ModuleType) -> Names:
@@ -225,5 +230,5 @@ ROWS: Final[list[Row]] = [
         siblings(3000),
         siblings(6000),
     ),
-    Memory("bytes of an empty Module()", 1.0, lambda nn: nn.Module()),
+    Memory("bytes of an empty Module()", 1.0, unused_class),
 ]

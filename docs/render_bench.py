@@ -1,0 +1,74 @@
+"""Write what the benchmark has found into README.md and docs/benchmarks.md.
+
+python docs/render_bench.py             # from docs/bench.json, as it was measured last
+python docs/render_bench.py --measure   # measure first: minutes, on an otherwise idle machine
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from modkit.cli._bench_report import Report, description, growth_markdown, rows_markdown, summary
+
+
+ROOT = Path(__file__).resolve().parents[1]
+FOUND = ROOT / "docs" / "bench.json"
+README = ROOT / "README.md"
+GUIDE = ROOT / "docs" / "benchmarks.md"
+MARKS = "<!-- {name}: from docs/bench.json, by docs/render_bench.py -->", "<!-- end of {name} -->"
+
+
+def heading(found: Report) -> str:
+    """Say what was found, when, and on what kind of machine."""
+    return f"{summary(found['rows'])} ({found['date']}, {description(found['machine'])})."
+
+
+def growth(found: Report) -> str:
+    """Say in a sentence how time grows with the number of modules."""
+    ours = [row["modkit_exponent"] for row in found["growth"]]
+    loads = [
+        f"{row['torch_exponent']:.1f}"
+        for row in found["growth"]
+        if row["operation"] == "load_state_dict()" and row["torch_exponent"] is not None
+    ]
+    smallest, largest = found["growth"][0]["sizes"][0], found["growth"][0]["sizes"][-1]
+    return (
+        f"Between {smallest:,} and {largest:,} modules, time grows with an exponent of {min(ours):.2f} "
+        f"to {max(ours):.2f}\nin modkit (1 is linear); loading in torch with {' and '.join(loads)}."
+    )
+
+
+def replace(text: str, name: str, content: str) -> str:
+    """Put the content between the two marks of that name."""
+    start, end = (mark.format(name=name) for mark in MARKS)
+    pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
+    if len(pattern.findall(text)) != 1:
+        raise ValueError(f"the marks of {name!r} are not there once")
+    return pattern.sub(lambda _: f"{start}\n\n{content}\n\n{end}", text)
+
+
+def render() -> dict[Path, str]:
+    """Return the text of each page that has figures of the benchmark."""
+    found: Report = json.loads(FOUND.read_text(encoding="utf-8"))
+    ratios = "\n\n".join([heading(found), rows_markdown(found["rows"]), growth(found)])
+    return {
+        README: replace(README.read_text(encoding="utf-8"), "ratios", ratios),
+        GUIDE: replace(
+            GUIDE.read_text(encoding="utf-8"), "growth", growth_markdown(found["growth"])
+        ),
+    }
+
+
+def measure() -> None:
+    """Measure everything; a missed budget is shown, and no reason to stop."""
+    command = [sys.executable, "-m", "modkit", "bench", "--growth", "--json", str(FOUND)]
+    subprocess.run(command, check=True)  # noqa: S603 - our own command
+
+
+if __name__ == "__main__":
+    if "--measure" in sys.argv[1:]:
+        measure()
+    for page, text in render().items():
+        page.write_text(text, encoding="utf-8")
