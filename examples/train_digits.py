@@ -117,6 +117,13 @@ def build() -> dict[str, Any]:
     }
 
 
+def renew_statistics(loader: DataLoader[Any], model: nn.Module) -> None:
+    """Compute the batch normalization statistics of an average, by the way and not in training."""
+    # Torch draws dropout masks here, which modkit does not: what comes after must not depend on it.
+    with torch.random.fork_rng(devices=[]):
+        update_bn(loader, model)
+
+
 def evaluate(model: nn.Module, test_set: Subset[Any]) -> dict[str, float]:
     """Return the mean loss, the number of wrong answers and the share of right ones."""
     model.eval()
@@ -158,11 +165,11 @@ def train(state: dict[str, Any], train_set: Subset[Any], test_set: Subset[Any]) 
             if epoch >= swa_start:
                 swa_model.update_parameters(model)
                 swa_scheduler.step()
-                update_bn(loader, swa_model)
+                renew_statistics(loader, swa_model)
                 history["swa"].append(evaluate(swa_model, test_set))
             else:
                 scheduler.step()
-            update_bn(loader, ema_model)
+            renew_statistics(loader, ema_model)
             history["ema"].append(evaluate(ema_model, test_set))
             history["raw"].append(evaluate(model, test_set))
             progress.update(task, advance=1, loss=history["losses"][-1])
