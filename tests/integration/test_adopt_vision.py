@@ -9,26 +9,11 @@ from torch import Tensor
 import modkit
 import modkit.nn
 from tests.helpers import freeze, seed_everything
+from tests.integration.vision import import_torchvision
 
 
-def import_vision() -> tuple[Any, Any]:
-    """Import torchvision and timm, or skip.
-
-    A torchvision that was built for another accelerator than torch cannot load its C++ operators,
-    which only detection needs; it imports all the same if their schemas are known.
-    """
-    reason = "needs timm and torchvision: nox -s ecosystem installs them"
-    try:
-        torchvision = pytest.importorskip("torchvision", reason=reason)
-    except RuntimeError:
-        for name in ("nms", "qnms"):
-            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            torch.library.define(f"torchvision::{name}", schema)
-        torchvision = pytest.importorskip("torchvision", reason=reason)
-    return torchvision, pytest.importorskip("timm", reason=reason)
-
-
-torchvision, timm = import_vision()
+torchvision = import_torchvision()
+timm = pytest.importorskip("timm", reason="needs timm: nox -s ecosystem installs it")
 
 
 def timm_model(name: str, **options: Any) -> torch.nn.Module:

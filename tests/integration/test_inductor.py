@@ -38,14 +38,8 @@ def inductor(net: torch.nn.Module) -> tuple[Any, CompileCounterWithBackend]:
     return torch.compile(net, backend=counter, fullgraph=True), counter
 
 
-@pytest.mark.parametrize(
-    "network",
-    [
-        "nested",
-        pytest.param("conv", marks=pytest.mark.slow),
-        pytest.param("transformer", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["nested", "conv", "transformer"])
 def test_training_step(network: str) -> None:
     """Forward and backward are one graph each, with torch's bits and close to eager ones."""
 
