@@ -1,9 +1,10 @@
 """modkit: a thin, typed facade over PyTorch."""
 
 from modkit import schedules as schedules
+from modkit.averaging.ema import EMA as EMA
 from modkit.averaging.posthoc import PostHocEMA as PostHocEMA
 from modkit.nn._adopt import adopt as adopt, release as release
 from modkit.nn._fast_attributes import fast_attributes as fast_attributes
 
 
-__all__ = ["PostHocEMA", "adopt", "fast_attributes", "release", "schedules"]
+__all__ = ["EMA", "PostHocEMA", "adopt", "fast_attributes", "release", "schedules"]

@@ -191,3 +191,28 @@ def add_note(error: BaseException, note: str) -> None:
     """Add a line below the error's text, where the version of Python can show one."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
+
+
+class NameMismatchError(ValueError):
+    """The names or shapes of a model's tensors are not those that are averaged.
+
+    Attributes:
+        missing: Names that are averaged, and that the model does not have.
+        unexpected: Names that the model has, and that are not averaged.
+        shapes: Names whose shapes differ, each with both shapes.
+    """
+
+    SHOWN = 5
+
+    def __init__(
+        self, what: str, *, missing: list[str], unexpected: list[str], shapes: list[str]
+    ) -> None:
+        self.missing, self.unexpected, self.shapes = missing, unexpected, shapes
+        kinds = (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+        parts = [
+            f"{len(names)} {kind}: {', '.join(names[: self.SHOWN])}"
+            + (", ..." if len(names) > self.SHOWN else "")
+            for kind, names in kinds
+            if names
+        ]
+        super().__init__(f"{what}: {'; '.join(parts)}. Nothing has been changed.")

@@ -68,6 +68,7 @@ __all__ = [
     "foreach_addcdiv_",
     "foreach_copy_",
     "foreach_lerp_",
+    "foreach_norm",
     "foreach_sub",
     "fx_is_tracing",
     "get_tracing_state",
@@ -104,6 +105,7 @@ is_tracing = cast("Callable[[], bool]", cast("Any", torch._C)._is_tracing)
 foreach_add_ = torch._foreach_add_
 foreach_addcdiv_ = torch._foreach_addcdiv_
 foreach_lerp_ = torch._foreach_lerp_
+foreach_norm = cast("Any", torch)._foreach_norm
 foreach_copy_ = torch._foreach_copy_
 foreach_sub = torch._foreach_sub
 
