@@ -112,6 +112,7 @@ class TorchEma(Diffusers):
 
 
 PEERS = {
+    "modkit": Modkit,
     "torch": Torch,
     "timm": Timm,
     "ema-pytorch": EmaPytorch,

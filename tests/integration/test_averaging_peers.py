@@ -2,8 +2,17 @@ import pytest
 import torch
 from torch import nn
 
+import modkit
 from modkit.averaging.converters import convert
-from tests.integration.peers import timm_model_ema
+from modkit.schedules import InverseGamma
+from tests.integration.peers import (
+    Diffusers,
+    EmaPytorch,
+    Timm,
+    Torch,
+    TorchEma,
+    timm_model_ema,
+)
 
 
 def network():
@@ -125,3 +134,39 @@ def test_torch_ema(use_num_updates):
     decay = converted.schedule(converted.n_averaged or 1)
     for kept, value, after in zip(before, model.parameters(), average.shadow_params, strict=True):
         torch.testing.assert_close(decay * kept + (1 - decay) * value.detach(), after)
+
+
+GOING_ON = {
+    "torch": (Torch, {"decay": 0.9}),
+    "timm": (Timm, {"decay": 0.9}),
+    "ema-pytorch": (EmaPytorch, {"schedule": InverseGamma(decay=0.9)}),
+    "diffusers": (Diffusers, {}),
+    "torch_ema": (TorchEma, {}),
+}
+
+
+@pytest.mark.parametrize("library", GOING_ON)
+@pytest.mark.filterwarnings("ignore:EMA. the schedule is:UserWarning")
+def test_going_on(library):
+    """An EMA that has loaded the state of another library averages on as that library does."""
+    make, options = GOING_ON[library]
+    model, step = network()
+    try:
+        theirs = make(model, decay=0.9)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"could not import {error.name or error}")
+    for _ in range(7):
+        step()
+        theirs.update()
+    ours = modkit.EMA(model, **options, buffers="ignore")
+
+    ours.load_state_dict(theirs.state_dict())
+    for _ in range(5):
+        step()
+        theirs.update()
+        ours.update()
+
+    values = theirs.values()
+    averages = dict(ours.named_averages())
+    for name, _ in model.named_parameters():
+        torch.testing.assert_close(averages[name], values[name], rtol=1e-5, atol=1e-6)

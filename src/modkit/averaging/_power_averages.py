@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modkit.averaging._update import ema_
-from modkit.averaging.converters import canonical_name
+from modkit.averaging._average import Average
+from modkit.averaging._members import Members, canonical_names, check_match
+from modkit.averaging._precision import is_averaged
 from modkit.averaging.schedules import Power
 
 
@@ -20,7 +21,7 @@ class PowerAverages:
     is what the coefficients of post-hoc EMA assume.
 
     Args:
-        model: The model; its parameters are read by name at every update.
+        model: The model; its parameters are looked up again when it has changed.
         sigma_rels: The relative width of each average, below 0.2886.
         update_every: At which steps the averages are updated.
     """
@@ -33,22 +34,37 @@ class PowerAverages:
         self.schedules = [Power(sigma_rel=sigma_rel) for sigma_rel in self.sigma_rels]
         self.update_every = update_every
         self.step = 0
-        self.averages: list[dict[str, Tensor]] = []
+        self.averages: list[Average] = []
+        self._members: Members | None = None
 
     @torch.no_grad()
     def update(self) -> None:
         """Count a step, and update the averages if it is one at which that is done."""
         step = self.step + 1
         if step % self.update_every == 0:
-            current = averaged_parameters(self.model)
-            if not self.averages:
-                self.averages = [
-                    {n: widened(p) for n, p in current.items()} for _ in self.schedules
-                ]
-            check_names(self.averages[0], current)
-            for averages, schedule in zip(self.averages, self.schedules, strict=True):
-                mix(averages, current, schedule.over(step - 1, self.update_every))
+            if self._members is None or self._members.changed():
+                self._look_up()
+            for average, schedule in zip(self.averages, self.schedules, strict=True):
+                average.step(1 - schedule.over(step - 1, self.update_every))
         self.step = step
+
+    def _look_up(self) -> None:
+        """Find the parameters of the model, and raise where they are not those of the averages."""
+        members = Members(self.model)
+        current = averaged_parameters(members)
+        if self.averages:
+            check_match("the average", shapes(self.averages[0].tensors), shapes(current))
+        averages = self.averages or self._started(current)
+        for average in averages:
+            average.bind(current)
+        self.averages, self._members = averages, members
+
+    def _started(self, current: Mapping[str, Tensor]) -> list[Average]:
+        """Return new averages, in which nothing has been written yet."""
+        averages = [Average("fp32", None, 0) for _ in self.schedules]
+        for average in averages:
+            average.start(current)
+        return averages
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step, what the averages are, and the averages."""
@@ -56,9 +72,10 @@ class PowerAverages:
             "step": self.step,
             "update_every": self.update_every,
             "sigma_rels": list(self.sigma_rels),
-            "averages": [dict(averages) for averages in self.averages],
+            "averages": [dict(average.tensors) for average in self.averages],
         }
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned, or raise and leave everything as it was."""
         own = self.state_dict()
@@ -67,61 +84,35 @@ class PowerAverages:
                 raise ValueError(
                     f"the state is of averages with {key}={state[key]!r}, not {own[key]!r}"
                 )
-        current = averaged_parameters(self.model)
+        current = averaged_parameters(Members(self.model))
         for saved in state["averages"]:
-            check_names(saved, current)
-        self.averages = [
-            {name: widened(saved[name]).to(value.device) for name, value in current.items()}
-            for saved in state["averages"]
-        ]
+            check_match("the state of the average", shapes(saved), shapes(current))
+        averages = self._started(current) if state["averages"] else []
+        for average, saved in zip(averages, state["averages"], strict=True):
+            for name, tensor in average.tensors.items():
+                tensor.copy_(saved[name])
+        self.averages, self._members = averages, None
         self.step = int(state["step"])
 
 
-def averaged_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
+def averaged_parameters(members: Members) -> dict[str, Tensor]:
     """Return the parameters that have a mean, by name; tied ones once."""
-    return {
-        canonical_name(name): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.is_floating_point() or parameter.is_complex()
-    }
+    found = {name: member.tensor for name, member in members.parameters.items()}
+    return {name: tensor for name, tensor in found.items() if is_averaged(tensor)}
 
 
-def other_members(model: torch.nn.Module) -> dict[str, Tensor]:
+def other_members(model: torch.nn.Module, members: Members) -> dict[str, Tensor]:
     """Return what else a checkpoint of the model has: buffers, and parameters of integers."""
-    averaged = {id(parameter) for parameter in averaged_parameters(model).values()}
+    saved = set(canonical_names(model.state_dict(keep_vars=True)).values())
+    found = {**members.parameters, **members.buffers}
+    averaged = averaged_parameters(members)
     return {
-        canonical_name(name): value
-        for name, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, Tensor) and id(value) not in averaged
+        name: member.current()
+        for name, member in found.items()
+        if name in saved and name not in averaged
     }
 
 
-def widened(tensor: Tensor) -> Tensor:
-    """Return a copy in a dtype in which a small change of a mean is not rounded away."""
-    if tensor.is_floating_point() and tensor.itemsize < torch.float32.itemsize:
-        return tensor.detach().to(torch.float32)
-    return tensor.detach().clone()
-
-
-def mix(averages: dict[str, Tensor], current: Mapping[str, Tensor], decay: float) -> None:
-    """Take one step of an average, all tensors of a device and dtype at a time."""
-    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for name, average in averages.items():
-        targets, values = groups.setdefault((average.device, average.dtype), ([], []))
-        targets.append(average)
-        values.append(current[name].to(average.device, average.dtype))
-    for targets, values in groups.values():
-        ema_(targets, values, decay)
-
-
-def check_names(averages: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:
-    """Raise unless the model has parameters of just these names and shapes."""
-    shapes = {name: tuple(value.shape) for name, value in averages.items()}
-    found = {name: tuple(value.shape) for name, value in current.items()}
-    if shapes == found:
-        return
-    wrong = sorted(name for name in shapes.keys() | found if shapes.get(name) != found.get(name))
-    raise ValueError(
-        f"the parameters are not those of the average: {len(wrong)} of them differ, the first is "
-        f"{wrong[0]!r} with shape {found.get(wrong[0])} instead of {shapes.get(wrong[0])}"
-    )
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Return the shape of each tensor."""
+    return {name: tensor.shape for name, tensor in tensors.items()}

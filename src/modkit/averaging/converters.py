@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from modkit.averaging._members import canonical_names
 from modkit.averaging.schedules import Constant, CountWarmup, InverseGamma, Schedule
 
 
@@ -156,19 +157,13 @@ _READERS: dict[str, Callable[[State, torch.nn.Module, int], Converted]] = {
 
 def members_below(prefix: str, state: State) -> dict[str, Tensor]:
     """Return the tensors whose names begin with the prefix, by what the model itself calls them."""
-    return {
-        canonical_name(key.removeprefix(prefix)): value
+    found = {
+        key.removeprefix(prefix): value
         for key, value in state.items()
         if key.startswith(prefix) and isinstance(value, Tensor)
     }
-
-
-def canonical_name(name: str) -> str:
-    """Return the name without what wrappers have put into it."""
-    bare = name.removeprefix("module.")
-    for wrapper in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
-        bare = bare.replace(wrapper, "")
-    return bare
+    names = canonical_names(found)
+    return {names[key]: value for key, value in found.items()}
 
 
 def named_in_order(
@@ -176,13 +171,15 @@ def named_in_order(
 ) -> dict[str, Tensor]:
     """Give a list of tensors the names of the model's parameters, all of them or those that train."""
     found = list(tensors)
-    parameters = [(canonical_name(name), value) for name, value in model.named_parameters()]
+    named = dict(model.named_parameters())
+    names = canonical_names(named)
+    parameters = [(names[name], value) for name, value in named.items()]
     if len(parameters) != len(found):
         parameters = [(name, value) for name, value in parameters if value.requires_grad]
     if len(parameters) != len(found):
         raise ValueError(
             f"the state of {source} holds {len(found)} tensors without names, and the model has "
-            f"{len(list(model.parameters()))} parameters, {len(parameters)} of which train"
+            f"{len(named)} parameters, {len(parameters)} of which train"
         )
     for (name, value), tensor in zip(parameters, found, strict=True):
         if value.shape != tensor.shape:

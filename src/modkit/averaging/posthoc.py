@@ -25,11 +25,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from modkit.averaging._members import Members, check_match
 from modkit.averaging._power_averages import (
     PowerAverages,
     averaged_parameters,
-    check_names,
     other_members,
+    shapes,
 )
 from modkit.averaging._power_fit import Fit, fit_power
 from modkit.averaging._snapshots import (
@@ -82,16 +83,15 @@ class Reconstruction:
         """Write the average and the buffers into a model, whatever its dtype and device.
 
         Raises:
-            ValueError: The model does not have just these parameters and buffers. Nothing has been
-                written then.
+            NameMismatchError: The model does not have just these parameters and buffers. Nothing has
+                been written then.
         """
-        parameters, others = averaged_parameters(model), other_members(model)
-        check_names(self.averages, parameters)
-        check_names(self.buffers, others)
-        for name, parameter in parameters.items():
-            parameter.copy_(self.averages[name])
-        for name, other in others.items():
-            other.copy_(self.buffers[name])
+        members = Members(model)
+        found = {**averaged_parameters(members), **other_members(model, members)}
+        own = {**self.averages, **self.buffers}
+        check_match("the snapshots", shapes(own), shapes(found))
+        for name, tensor in found.items():
+            tensor.copy_(own[name])
 
 
 class PostHocEMA:
@@ -149,7 +149,7 @@ class PostHocEMA:
         """Count a step of training; call it after each step of the optimizer.
 
         Raises:
-            ValueError: The model does not have the parameters that it had at the first update.
+            NameMismatchError: The model does not have the parameters that it had at the first update.
         """
         self._averages.update()
         if self.snapshot_every is not None and self.step % self.snapshot_every == 0:
@@ -167,18 +167,19 @@ class PostHocEMA:
         if not self._averages.averages:
             raise RuntimeError("PostHocEMA: there is no average to save before the first update")
         step = self.step - self.step % self._averages.update_every
-        buffers = other_members(self._averages.model)
+        model = self._averages.model
+        buffers = other_members(model, Members(model))
         return [
             save_snapshot(
                 self.directory,
-                averages,
+                average.tensors,
                 step=step,
                 sigma_rel=sigma_rel,
                 buffers=buffers,
                 dtype=self.dtype,
                 file_format=self.file_format,
             )
-            for averages, sigma_rel in zip(
+            for average, sigma_rel in zip(
                 self._averages.averages, self._averages.sigma_rels, strict=True
             )
         ]
@@ -205,8 +206,8 @@ class PostHocEMA:
         """Go on from what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: The state is of averages of other widths, of another interval or of another
-                model. Nothing has changed then.
+            ValueError: The state is of averages of other widths or of another interval, or, as a
+                NameMismatchError, of another model. Nothing has changed then.
         """
         self._averages.load_state_dict(state_dict)
 
