@@ -26,6 +26,7 @@ from modkit._upstream import (
     jit_trace,
     original_methods,
     skip_frame,
+    trace_instead,
 )
 from modkit.nn._backward import backward_hooks
 from modkit.nn._hook_entries import KeywordPreHook, is_args_and_kwargs
@@ -61,8 +62,7 @@ def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: 
     module map is set while ``torch.jit.trace`` runs, which takes the scopes of its graph from
     ``_slow_forward``. Classes with a ``_call_impl`` of their own have another ``__call__``.
     """
-    # Dynamo gets by without these three, and would take time for each in every module it meets.
-    if not is_dynamo_compiling() and (
+    if (
         self._compiled_call_impl is not None
         or _TorchModule.__call__ is not _TORCH_CALL
         or jit_trace._trace_module_map is not None
@@ -88,6 +88,25 @@ def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: 
         return _call_with_forward_hooks(self, args, kwargs)
     # Passing on empty keywords costs as much as two of the checks above.
     return self.forward(*args, **kwargs) if kwargs else self.forward(*args)
+
+
+def _call_in_graph(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Do the same in compiled code: dynamo takes time for each check in every module it meets."""
+    if (
+        module._backward_hooks
+        or module._backward_pre_hooks
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or global_backward_hooks
+        or global_backward_pre_hooks
+        or global_forward_hooks
+        or global_forward_pre_hooks
+    ):
+        return _run(module, {"args": args, "kwargs": kwargs, "result": None, "ran": ()})
+    return module.forward(*args, **kwargs)
+
+
+trace_instead(__call__, _call_in_graph)
 
 
 @skip_frame
@@ -164,8 +183,6 @@ def _call_with_forward_hooks(
 ) -> Any:
     """Do the same for the most frequent case: no other kind of hook is there at entry."""
     call: _Call = {"args": args, "kwargs": kwargs, "result": None, "ran": ()}
-    if is_dynamo_compiling():
-        return _run(module, call)
     try:
         if is_tracing():
             call["result"] = module._slow_forward(*args, **kwargs)
