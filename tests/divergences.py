@@ -5,22 +5,11 @@ which that test is a strict xfail: ``"torch"`` where modkit fixes a defect of to
 where torch does something that modkit does not. ``docs/parity.md`` is rendered from this table.
 """
 
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
+from tests.divergence import ISSUES, NO_ISSUE, PULLS, Divergence
+from tests.divergences_swa import SWA_DIVERGENCES
 
-@dataclass(frozen=True)
-class Divergence:
-    """One observable difference, with the reason and where torch discusses it."""
-
-    fails_on: Literal["torch", "modkit"]
-    reason: str
-    upstream: str
-
-
-NO_ISSUE: Final = "no upstream issue"
-ISSUES: Final = "https://github.com/pytorch/pytorch/issues/"
-PULLS: Final = "https://github.com/pytorch/pytorch/pull/"
 
 _LOST_MEMBER: Final = Divergence(
     "torch",
@@ -56,34 +45,6 @@ _EXACT_CLASS: Final = Divergence(
     "Eager and fx quantization in `torch.ao` finds layers by their exact class, so it passes over "
     "those of modkit, with a warning; `modkit.release` a copy of the model and quantize that.",
     NO_ISSUE,
-)
-
-_UPDATE_BN: Final = "tests/parity/fixes/test_swa_update_bn.py::"
-_BATCH_KINDS: Final = Divergence(
-    "torch",
-    "Torch's `update_bn` calls the model with a tensor and nothing else; in modkit a mapping holds "
-    "keyword arguments, and `call_fn` takes batches of any form.",
-    ISSUES + "49082",
-)
-_HALF_WAY: Final = Divergence(
-    "torch",
-    "If the loader or the model fails, torch's `update_bn` leaves statistics that are half done, "
-    "layers without momentum and the model in training mode; modkit puts everything back.",
-    NO_ISSUE,
-)
-_UNEVEN_BATCHES: Final = Divergence(
-    "torch",
-    "Torch's `update_bn` takes the plain mean over batches, in which a small last batch weighs as "
-    "much as a full one. Modkit pools the samples where batches differ in size; else the bits are "
-    "torch's.",
-    "https://github.com/timgaripov/swa/issues/10",
-)
-_TRAINING_ALL: Final = Divergence(
-    "torch",
-    "Torch's `update_bn` puts the whole model into training mode, dropout included, and then gives "
-    "all modules the mode of the root. In modkit only the layers that are updated are in training "
-    "mode, and each module gets its own mode back.",
-    "https://github.com/timgaripov/swa/issues/22",
 )
 
 _AVERAGING: Final = "tests/parity/averaging/test_averaging_functions.py::"
@@ -257,25 +218,7 @@ DIVERGENCES: Final[dict[str, Divergence]] = {
         "leaves the layers of modkit as they are.",
         NO_ISSUE,
     ),
-    _UPDATE_BN + "test_a_mapping_holds_keyword_arguments": _BATCH_KINDS,
-    _UPDATE_BN + "test_a_function_calls_the_model_with_the_moved_batch": _BATCH_KINDS,
-    _UPDATE_BN + "test_a_failing_loader_leaves_every_module_as_it_was": _HALF_WAY,
-    _UPDATE_BN + "test_a_failing_model_leaves_every_module_as_it_was": _HALF_WAY,
-    _UPDATE_BN + "test_an_empty_loader_is_an_error": Divergence(
-        "torch",
-        "With an empty loader, torch's `update_bn` resets all statistics in silence; modkit raises "
-        "a ValueError and leaves them.",
-        NO_ISSUE,
-    ),
-    _UPDATE_BN + "test_samples_weigh_the_same_in_batches_of_several_sizes": _UNEVEN_BATCHES,
-    _UPDATE_BN + "test_pixels_weigh_the_same_in_images_of_several_sizes": _UNEVEN_BATCHES,
-    _UPDATE_BN + "test_only_normalization_runs_in_training_mode": _TRAINING_ALL,
-    _UPDATE_BN + "test_every_module_gets_its_own_mode_back": _TRAINING_ALL,
-    _UPDATE_BN + "test_instance_normalization_gets_statistics_too": Divergence(
-        "torch",
-        "Torch's `update_bn` passes over instance normalization with `track_running_stats`.",
-        NO_ISSUE,
-    ),
+    **SWA_DIVERGENCES,
     _AVERAGING + "test_functions_can_be_pickled": Divergence(
         "torch",
         "The averaging functions of torch are closures, which pickle cannot find by name; those "

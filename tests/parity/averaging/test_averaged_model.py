@@ -71,12 +71,12 @@ def test_arguments_are_attributes() -> None:
     assert same(scenario)[0] == "returned"
 
 
-def test_repr_state_and_attributes_are_those_of_torch() -> None:
-    """Printing, iterating and looking into an averaged model gives what torch gives."""
+def test_repr_and_modules_are_those_of_torch() -> None:
+    """Printing an averaged model and walking through it gives what torch gives."""
 
     def scenario(impl: Implementation):
         averaged = impl.AveragedModel(normed_net(impl))
-        return repr(averaged), sorted(vars(averaged)), [n for n, _ in averaged.named_modules()]
+        return repr(averaged), [n for n, _ in averaged.named_modules()]
 
     assert same(scenario)[0] == "returned"
 
@@ -135,17 +135,6 @@ def test_what_cannot_be_a_model_is_taken_until_it_is_used(model) -> None:
 
     assert same(scenario)[0] == "returned"
     assert same(use)[0] == "raised"
-
-
-def test_model_that_cannot_be_copied_is_refused_as_in_torch() -> None:
-    """A model that holds a tensor of a running computation cannot be deep-copied."""
-
-    def scenario(impl: Implementation):
-        model = one_weight(impl)
-        model.cached = model.weight * 2
-        return impl.AveragedModel(model)
-
-    assert same(scenario)[:2] == ("raised", "RuntimeError")
 
 
 def test_modes_flags_and_hooks_are_copied_with_the_model(impl: Implementation) -> None:

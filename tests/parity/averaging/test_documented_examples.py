@@ -58,6 +58,8 @@ def test_exponential_moving_average_of_weights_and_buffers() -> None:
 
     def scenario(impl: Implementation):
         loader, optimizer, model, loss_fn = parts(impl)
+        # Torch would average the number of batches too.
+        model[1].num_batches_tracked = None
         ema_model = impl.AveragedModel(
             model, multi_avg_fn=impl.get_ema_multi_avg_fn(0.9), use_buffers=True
         )

@@ -1,0 +1,280 @@
+import warnings
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers import Implementation, freeze
+
+
+EMA = "multi_avg_fn ema"
+# How each rule of the library is asked for.
+RULES = {
+    "default": lambda impl: {},
+    "avg_fn ema": lambda impl: {"avg_fn": impl.get_ema_avg_fn(0.5)},
+    "multi_avg_fn swa": lambda impl: {"multi_avg_fn": impl.get_swa_multi_avg_fn()},
+    EMA: lambda impl: {"multi_avg_fn": impl.get_ema_multi_avg_fn(0.5)},
+}
+every_rule = pytest.mark.parametrize("rule", RULES)
+
+
+def holder(impl: Implementation, **values: torch.Tensor) -> torch.nn.Module:
+    """Build a module that has these parameters, in this order."""
+    module = impl.nn.Module()
+    for name, value in values.items():
+        needs_grad = value.is_floating_point()
+        module.register_parameter(name, impl.nn.Parameter(value.clone(), requires_grad=needs_grad))
+    return module
+
+
+def with_buffer(impl: Implementation, value: torch.Tensor) -> torch.nn.Module:
+    """Build a module with one parameter and one buffer."""
+    module = holder(impl, weight=torch.ones(1))
+    module.register_buffer("buffer", value.clone())
+    return module
+
+
+def updated(impl: Implementation, model, rule: str, *states, **arguments) -> torch.nn.Module:
+    """Average a model that takes these states, one after the other."""
+    averaged = impl.AveragedModel(model, **RULES[rule](impl), **arguments)
+    for state in states:
+        with torch.no_grad():
+            model.load_state_dict(state)
+        averaged.update_parameters(model)
+    return averaged
+
+
+def test_parameters_are_paired_by_name(impl: Implementation) -> None:
+    """A model that registers its parameters in another order updates each average with its own."""
+    one, two = torch.ones(1), torch.ones(1) * 2
+    averaged = impl.AveragedModel(holder(impl, a=one, b=two))
+    averaged.update_parameters(holder(impl, b=two * 5, a=one * 5))
+
+    assert (averaged.module.a.item(), averaged.module.b.item()) == (5.0, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"c": torch.ones(1)}, "unexpected: c"),
+        ({"b": None}, "missing: b"),
+        ({"b": torch.ones(1)}, r"b \(\(1,\) instead of \(3,\)\)"),
+    ],
+    ids=["unexpected", "missing", "shape"],
+)
+@every_rule
+def test_a_model_that_does_not_fit_is_refused(impl, rule: str, change: dict, named: str) -> None:
+    """An error names what does not fit, and the average is what it was."""
+    fitting = {"a": torch.zeros(2), "b": torch.ones(3)}
+    averaged = impl.AveragedModel(holder(impl, **fitting), **RULES[rule](impl))
+    averaged.update_parameters(holder(impl, **fitting))
+    before = freeze(dict(averaged.state_dict()))
+    other = {name: value for name, value in {**fitting, **change}.items() if value is not None}
+    with pytest.raises(ValueError, match=named):
+        averaged.update_parameters(holder(impl, **other))
+
+    assert freeze(dict(averaged.state_dict())) == before
+
+
+def test_a_buffer_that_came_later_is_refused_before_anything_is_written(impl) -> None:
+    """A buffer that only the model has is an error, and no parameter has been copied then."""
+    model = holder(impl, weight=torch.ones(1))
+    averaged = impl.AveragedModel(model)
+    with torch.no_grad():
+        model.weight.fill_(5.0)
+    model.register_buffer("late", torch.ones(1))
+    with pytest.raises(ValueError):
+        averaged.update_parameters(model)
+
+    assert averaged.module.weight.item() == 1.0
+
+
+def test_tying_after_the_copy_shifts_nothing(impl: Implementation) -> None:
+    """Weights that the model has tied since are averaged under both names."""
+    one = torch.ones(1)
+    model = holder(impl, a=one, b=one * 2, c=one * 3)
+    averaged = impl.AveragedModel(model)
+    model.b = model.a
+    averaged.update_parameters(model)
+
+    assert [p.item() for p in averaged.module.parameters()] == [1.0, 1.0, 3.0]
+
+
+class CountReads(TorchDispatchMode):
+    """Counts how often the value of a tensor is asked for, as a device has to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Count one operation and run it."""
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@every_rule
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_an_update_never_asks_for_a_value(impl: Implementation, rule: str, use_buffers) -> None:
+    """No update reads a tensor on the host, which would wait for the device."""
+    model = impl.nn.Linear(2, 2)
+    model.register_buffer("mean", torch.zeros(2))
+    averaged = impl.AveragedModel(model, **RULES[rule](impl), use_buffers=use_buffers)
+    averaged.update_parameters(model)
+    with CountReads() as count:
+        for _ in range(3):
+            averaged.update_parameters(model)
+
+    assert count.reads == 0
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_buffers_without_fractions_are_copied(impl: Implementation, rule: str, dtype) -> None:
+    """With use_buffers, counters and masks are those of the last model, not rounded averages."""
+    states = [{"weight": torch.ones(1), "buffer": torch.tensor(v)} for v in ([8, 0, 1], [0, 0, 1])]
+    model = with_buffer(impl, torch.zeros(3, dtype=dtype))
+    averaged = updated(impl, model, rule, *states, use_buffers=True)
+
+    assert averaged.module.buffer.tolist() == model.buffer.tolist()
+    assert averaged.module.buffer.dtype == dtype
+
+
+@every_rule
+def test_the_count_of_batches_is_that_of_the_model(impl: Implementation, rule: str) -> None:
+    """An averaged batch normalization has seen as many batches as the model's."""
+    model = impl.nn.BatchNorm1d(2)
+    averaged = impl.AveragedModel(model, **RULES[rule](impl), use_buffers=True)
+    for _ in range(5):
+        model(torch.randn(4, 2))
+        averaged.update_parameters(model)
+
+    assert averaged.module.num_batches_tracked == 5
+
+
+@pytest.mark.parametrize("rule", ["multi_avg_fn swa", EMA])
+def test_an_average_in_float32_follows_a_model_in_bfloat16(impl: Implementation, rule) -> None:
+    """The rules for lists average across dtypes, and the average keeps its own."""
+    model = holder(impl, weight=torch.ones(2).bfloat16())
+    averaged = impl.AveragedModel(model, **RULES[rule](impl)).float()
+    for value in 1.0, 1.0078125:
+        with torch.no_grad():
+            model.weight.fill_(value)
+        averaged.update_parameters(model)
+
+    assert averaged.module.weight.tolist() == [1.00390625, 1.00390625]
+
+
+def test_models_with_weight_norm_are_copied_after_a_call(impl: Implementation) -> None:
+    """Weight normalization of the old kind keeps a result of autograd, which is copied as values."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = impl.submodule("nn.utils").weight_norm(impl.nn.Linear(2, 2))
+    inputs = torch.ones(1, 2)
+    expected = model(inputs)
+    averaged = impl.AveragedModel(model)
+    averaged.update_parameters(model)
+
+    assert torch.equal(averaged(inputs), expected)
+
+
+def test_models_that_keep_results_are_copied(impl: Implementation) -> None:
+    """A result of autograd that a module or a list in it keeps is copied once, as values."""
+    model = holder(impl, weight=torch.ones(1))
+    model.last = model.weight * 2
+    model.history = [model.last]
+    averaged = impl.AveragedModel(model)
+
+    assert averaged.module.last.item() == 2.0
+    assert averaged.module.last.requires_grad is False
+    assert averaged.module.history[0] is averaged.module.last
+
+
+def test_lazy_models_are_averaged_once_they_have_shapes(impl: Implementation) -> None:
+    """An average that was made before the model's first call gets its shapes at the first update."""
+    model = impl.nn.LazyLinear(2)
+    averaged = impl.AveragedModel(model)
+    inputs = torch.ones(1, 3)
+    expected = model(inputs)
+    averaged.update_parameters(model)
+    averaged.update_parameters(model)
+
+    assert torch.equal(averaged(inputs), expected)
+
+
+def test_a_model_may_hold_its_average(impl: Implementation) -> None:
+    """An average that is a child of the model is no part of what is averaged."""
+    model = impl.nn.Linear(1, 1)
+    model.average = impl.AveragedModel(model)
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    for _ in range(2):
+        model.average.update_parameters(model)
+
+    assert model.average.module.weight.item() == 3.0
+    assert model.average.n_averaged == 2
+
+
+@every_rule
+def test_an_update_is_one_graph_for_the_compiler(impl: Implementation, rule: str) -> None:
+    """The update compiles as a whole, the first one too, and gives the values of an eager one."""
+    torch._dynamo.reset()
+    model = impl.nn.Linear(2, 2)
+    averaged, eager = (impl.AveragedModel(model, **RULES[rule](impl)) for _ in range(2))
+    update = torch.compile(averaged.update_parameters, backend="eager", fullgraph=True)
+    for value in 1.0, 2.0, 4.0:
+        with torch.no_grad():
+            model.weight.fill_(value)
+        update(model)
+        eager.update_parameters(model)
+
+    assert averaged.n_averaged == 3
+    torch.testing.assert_close(averaged.module.weight, eager.module.weight)
+
+
+def test_an_average_made_in_inference_mode_can_be_updated(impl: Implementation) -> None:
+    """Where it was built does not matter for later updates."""
+    model = impl.nn.Linear(1, 1)
+    with torch.inference_mode():
+        averaged = impl.AveragedModel(model)
+    averaged.update_parameters(model)
+    averaged.update_parameters(model)
+
+    assert averaged.n_averaged == 2
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_buffers_may_change_their_shape(impl: Implementation, use_buffers: bool) -> None:
+    """A buffer that has another shape than before is copied whole."""
+    model = with_buffer(impl, torch.zeros(2))
+    averaged = impl.AveragedModel(model, use_buffers=use_buffers)
+    averaged.update_parameters(model)
+    model.buffer = torch.ones(3)
+    averaged.update_parameters(model)
+    model.buffer.zero_()
+
+    assert averaged.module.buffer.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_what_a_function_keeps_does_not_change(impl: Implementation) -> None:
+    """Counts that an averaging function keeps stay what they were."""
+    counts = []
+    model = impl.nn.Linear(1, 1)
+    averaged = impl.AveragedModel(model, multi_avg_fn=lambda a, c, count: counts.append(count))
+    for _ in range(4):
+        averaged.update_parameters(model)
+
+    assert [int(count) for count in counts] == [1, 2, 3]
+
+
+@every_rule
+def test_parameters_in_8_bits_are_averaged(impl: Implementation, rule: str) -> None:
+    """Weights in an 8-bit floating-point dtype have an average, rounded to that dtype."""
+    models = [
+        holder(impl, weight=torch.full((2,), value).to(torch.float8_e4m3fn)) for value in (1.0, 2.0)
+    ]
+    averaged = impl.AveragedModel(models[0], **RULES[rule](impl))
+    for model in models:
+        averaged.update_parameters(model)
+
+    assert averaged.module.weight.float().tolist() == [1.5, 1.5]
