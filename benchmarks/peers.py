@@ -3,8 +3,8 @@
     python benchmarks/peers.py                  # print the tables
     python benchmarks/peers.py --seconds 10     # measure each table for longer
 
-All run in this process, in turns: a round times each once, beginning with another one every time, and
-gives one ratio to modkit for each. The table shows medians. What is counted is the time that the one
+All run in this process, in turns: a round times each once, in an order drawn at random, and gives one
+ratio to modkit for each. The table shows medians. What is counted is the time that the one
 thread spends on the processor. Libraries that are not installed are left out, and named.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
+import random
 import statistics
 import sys
 import time
@@ -191,12 +192,13 @@ def measure(actions: dict[str, Action], seconds: float) -> dict[str, list[float]
             action()
     times: dict[str, list[float]] = {name: [] for name in names}
     deadline = time.thread_time() + seconds
-    turn = 0
-    while turn < len(names) or time.thread_time() < deadline:
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+    # In a fixed order each would always find the caches as the same other one has left them.
+    order, turns = random.Random(0), 0  # noqa: S311 - no secret
+    while turns < len(names) or time.thread_time() < deadline:
+        order.shuffle(names)
+        for name in names:
             times[name].append(seconds_of(actions[name]))
-        turn += 1
+        turns += 1
     return times
 
 
