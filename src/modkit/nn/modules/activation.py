@@ -143,7 +143,7 @@ class PReLU(torch.nn.PReLU, Module):
         state = self.__dict__
         if type(self) is PReLU and "weight" not in state and "weight" in own:
             return F.prelu(input, own["weight"])
-        return torch.nn.PReLU.forward(self, input)
+        return F.prelu(input, self.weight)
 
 
 @rebased

@@ -38,7 +38,7 @@ class LayerNorm(torch.nn.LayerNorm, Module):
             and "bias" in own
         ):
             return F.layer_norm(input, self.normalized_shape, own["weight"], own["bias"], self.eps)
-        return torch.nn.LayerNorm.forward(self, input)
+        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 @rebased
@@ -55,7 +55,7 @@ class GroupNorm(torch.nn.GroupNorm, Module):
             and "bias" in own
         ):
             return F.group_norm(input, self.num_groups, own["weight"], own["bias"], self.eps)
-        return torch.nn.GroupNorm.forward(self, input)
+        return F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
 @rebased
@@ -66,7 +66,7 @@ class RMSNorm(torch.nn.RMSNorm, Module):
         state = self.__dict__
         if type(self) is RMSNorm and "weight" not in state and "weight" in own:
             return F.rms_norm(x, self.normalized_shape, own["weight"], self.eps)
-        return torch.nn.RMSNorm.forward(self, x)
+        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
 if not TYPE_CHECKING:
