@@ -1,4 +1,5 @@
-from collections.abc import re
+import re
+from collections.abc import Callable
 from typing import Any
 
 import Callable
