@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from typing_extensions import assert_type
 
+import modkit
 from modkit import nn
 from modkit.nn import functional as F
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -82,3 +83,12 @@ assert_type(averaged.module.linear, nn.Linear)
 assert_type(averaged.n_averaged, torch.Tensor)
 assert_type(averaged.eval(), AveragedModel[Net])
 assert_type(update_bn([torch.ones(2, 4)], averaged), None)
+
+ema = modkit.EMA(net, schedule=[0.9, modkit.schedules.Equal()])
+assert_type(ema, modkit.EMA[Net])
+assert_type(ema.averaged_model(), Net)
+assert_type(modkit.schedules.Power(sigma_rel=0.1).over(20, 10), float)
+assert_type(modkit.schedules.as_schedule(lambda n: n / (n + 1)), modkit.schedules.Schedule)
+wide = modkit.PostHocEMA(net, "snapshots").reconstruct(sigma_rel=0.2)
+assert_type(wide.averages, dict[str, torch.Tensor])
+assert_type(wide.fit.error, float)
