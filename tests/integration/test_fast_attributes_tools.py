@@ -2,7 +2,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import Callable
 import pytest
 import torch
 from torch import Tensor, fx
