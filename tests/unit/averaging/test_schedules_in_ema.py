@@ -1,0 +1,95 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import modkit
+from modkit.schedules import (
+    Constant,
+    CountWarmup,
+    Custom,
+    Equal,
+    ExponentialRamp,
+    HalfLife,
+    HalfLifeFraction,
+    InverseGamma,
+    LinearRamp,
+    Power,
+    profile,
+)
+
+
+SCHEDULES = [
+    Constant(0.9),
+    CountWarmup(0.999),
+    Equal(),
+    ExponentialRamp(0.99, tau=20),
+    HalfLife(7),
+    HalfLifeFraction(0.1),
+    InverseGamma(power=0.75),
+    LinearRamp(0.95, steps=10),
+    Power(sigma_rel=0.1),
+    Custom(lambda n: n / (n + 2)),
+]
+
+
+def model_of(values):
+    """Return a model with one parameter in double precision."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.tensor(values, dtype=torch.float64))
+    return model
+
+
+def write(model, *values):
+    """Give the parameter these values."""
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor(values, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("k", [1, 10])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: type(schedule).__name__)
+def test_average_has_the_weights_of_the_profile(schedule, k):
+    """An EMA mixes the models of its updates with just the weights that `profile` tells."""
+    model = model_of([0.0])
+    ema = modkit.EMA(model, schedule=schedule, update_every=k)
+    values = torch.randn(30 * k + 1, generator=torch.Generator().manual_seed(0)).double()
+    for value in values.tolist():
+        write(model, value)
+        ema.update()
+
+    weights = torch.tensor(profile(schedule, 30 * k, update_every=k), dtype=torch.float64)
+
+    average = dict(ema.named_averages())["weight"].item()
+    assert average == pytest.approx(float(weights @ values[::k]), rel=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 10, 100])
+@pytest.mark.parametrize("sigma_rel", [0.05, 0.1])
+def test_realised_width(sigma_rel, k):
+    """The spread of the times that an EMA has averaged is the width that was asked for."""
+    steps = 4000
+    model = model_of([0.0, 0.0])
+    ema = modkit.EMA(model, schedule=Power(sigma_rel=sigma_rel), update_every=k)
+    for step in range(steps + 1):
+        write(model, step / steps, (step / steps) ** 2)
+        ema.update()
+
+    mean, square = dict(ema.named_averages())["weight"].tolist()
+
+    assert math.sqrt(square - mean**2) == pytest.approx(sigma_rel, rel=0.02)
+
+
+@pytest.mark.parametrize("k", [1, 10, 100])
+def test_memory_does_not_depend_on_the_interval(k):
+    """Two hundred steps after a jump, an EMA has followed equally far at any interval."""
+    model = model_of([0.0])
+    ema = modkit.EMA(model, decay=0.99, update_every=k)
+    ema.update()
+    write(model, 1.0)
+    for _ in range(200):
+        ema.update()
+
+    average = dict(ema.named_averages())["weight"].item()
+
+    assert average == pytest.approx(1 - 0.99**200, rel=1e-9)
