@@ -193,6 +193,12 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
 
 
+MSG_WRITTEN_INSIDE: Final = (
+    "EMA: {name} was written to inside applied(), and so was its average; to train or change an "
+    "average, take averaged_model()"
+)
+
+
 class NameMismatchError(ValueError):
     """The names or shapes of a model's tensors are not those that are averaged.
 

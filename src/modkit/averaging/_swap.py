@@ -2,8 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,17 +25,24 @@ def pairs_for(members: Members, values: Mapping[str, Tensor]) -> list[Pair]:
     Raises:
         NameMismatchError: A name is missing, or a parameter has another shape.
     """
-    found = {**members.parameters, **members.buffers}
-    missing = [name for name in values if name not in found]
-    shapes = [
-        f"{name} ({tuple(found[name].tensor.shape)} instead of {tuple(value.shape)})"
-        for name, value in values.items()
-        if name in members.parameters and found[name].tensor.shape != value.shape
-    ]
+    parameters = members.parameters
+    found = {**parameters, **members.buffers}
+    pairs: list[Pair] = []
+    missing: list[str] = []
+    shapes: list[str] = []
+    for name, value in values.items():
+        member = found.get(name)
+        if member is None:
+            missing.append(name)
+            continue
+        tensor = member.current()
+        if name in parameters and tensor.shape != value.shape:
+            shapes.append(f"{name} ({tuple(tensor.shape)} instead of {tuple(value.shape)})")
+        pairs.append((name, tensor, value))
     if missing or shapes:
         what = "EMA: the averages do not fit the model"
         raise NameMismatchError(what, missing=missing, unexpected=[], shapes=shapes)
-    return [(name, found[name].tensor, value) for name, value in values.items()]
+    return pairs
 
 
 def copy_of(model: ModelT) -> ModelT:
@@ -58,8 +64,7 @@ def write(tensor: Tensor, value: Tensor) -> None:
         tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Swapped:
+class _Swapped(NamedTuple):
     name: str
     tensor: Tensor
     raw: Tensor
@@ -89,7 +94,7 @@ class Swap:
 
     def _put_in(self, name: str, tensor: Tensor, value: Tensor) -> None:
         raw = tensor.data
-        inside = value.detach()
+        inside = value
         if inside.dtype != raw.dtype or inside.device != raw.device:
             inside = inside.to(raw.device, raw.dtype)
         tensor.data = inside

@@ -1,7 +1,7 @@
 """``EMA``: averages of a model's weights, by name and without a second model."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, TypeVar
 
+from modkit._errors import MSG_WRITTEN_INSIDE
 from modkit._upstream import RemovableHandle
 from modkit.averaging import _ema_state
 from modkit.averaging._average import Average
@@ -270,7 +271,7 @@ class EMA(Generic[ModelT]):
             yield from self._copies.items()
 
     @contextmanager
-    def applied(self, model: torch.nn.Module | None = None, *, index: int = 0) -> Iterator[None]:
+    def applied(self, model: torch.nn.Module | None = None, *, index: int = 0) -> Generator[None]:
         """Put an average into the model for the length of a ``with`` block.
 
         Nothing is copied: the parameters stay the same objects, and their data change places with the
@@ -299,20 +300,19 @@ class EMA(Generic[ModelT]):
             self._swaps.remove(swap)
             written = swap.undo()
         if written:
-            raise RuntimeError(
-                f"EMA: {written[0]} was written to inside applied(), and so was its average; to train "
-                "or change an average, take averaged_model()"
-            )
+            raise RuntimeError(MSG_WRITTEN_INSIDE.format(name=written[0]))
 
     def _pairs(self, model: torch.nn.Module | None, index: int) -> list[Pair]:
-        values = dict(self.named_averages(index))
-        return pairs_for(Members(self.model if model is None else model), values)
+        members = self._members
+        if (model is not None and model is not self.model) or members is None or members.changed():
+            members = Members(self.model if model is None else model)
+        return pairs_for(members, dict(self.named_averages(index)))
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module | None = None, *, index: int = 0) -> None:
-        """Copy an average into a model for good; before the first update nothing happens.
+        """Copy an average into a model; before the first update nothing happens.
 
-        The values that it replaces are kept until :meth:`restore` if it is the averaged model.
+        If it is the averaged model, the values that are replaced are kept until :meth:`restore`.
 
         Raises:
             NameMismatchError: The averages do not fit ``model``. Nothing has been changed.
