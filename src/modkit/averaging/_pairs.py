@@ -3,6 +3,7 @@
 Tensors belong together by name. What compilers and wrappers put into a name does not count.
 """
 
+import operator
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,8 +31,9 @@ class _Members:
 
     parameters: dict[str, _Slot]
     buffers: dict[str, _Slot]
-    structure: list[tuple[dict[str, Any], list[Any]]]
-    sizes: list[tuple[dict[str, Any], int]]
+    registries: list[dict[str, Any]]
+    buffer_registries: list[dict[str, Any]]
+    children: list[dict[str, Any]]
 
 
 class Pairs:
@@ -74,20 +76,12 @@ class Pairs:
         self.copied += copies
         self.targets: list[Tensor] = [target for target, _ in every if target is not None]
         self.sources: list[Tensor] = [source for _, source in every if source is not None]
-        self._slots = [slot for _, *both in (*parameters, *averaged) for slot in both]
-        self._structure = kept.structure + found.structure
-        self._sizes = kept.sizes + found.sizes
-        self._facts = self._present_facts()
+        self._sizes = [source.nbytes for source in self.sources]
+        self._watch = _Watch(kept, found, use_buffers=use_buffers)
+        # Only of plain tensors the address tells where they are.
+        every_type = set(map(type, self.targets + self.sources))
+        self._plain = every_type <= {Tensor, torch.nn.Parameter, torch.nn.Buffer}
         self.groups = self._grouped()
-
-    def _present_facts(self) -> list[object]:
-        """List what decides how two tensors are averaged; `.to()` changes it in place."""
-        tensors = self.targets + self.sources
-        return [
-            [tensor.dtype for tensor in tensors],
-            [tensor.device for tensor in tensors],
-            [tensor.shape for tensor in tensors],
-        ]
 
     def _grouped(self) -> list["Group"]:
         groups: dict[tuple[torch.device, torch.dtype], Group] = {}
@@ -100,13 +94,54 @@ class Pairs:
         return list(groups.values())
 
     def still_hold(self) -> bool:
-        """Tell whether both models have the same tensors at the same places as before."""
-        return (
-            all(registry.get(key) is tensor for registry, key, tensor, _ in self._slots)
-            and all(len(registry) == size for registry, size in self._sizes)
-            and all(list(registry.values()) == members for registry, members in self._structure)
-            and self._facts == self._present_facts()
-        )
+        """Tell whether both models have the same tensors at the same places as before.
+
+        Memory decides: the tensors that are registered now have to lie where those of the pairs do.
+        """
+        if not self._plain or self._watch.changed():
+            return False
+        # A tensor may have become a view of a part of its memory.
+        return self._sizes == [tensor.nbytes for tensor in self.sources]
+
+
+class _Watch:
+    """Sees whether the tensors of modules have been moved, replaced, removed or added.
+
+    It is asked in every update, so it does little: empty registries are looked at together.
+    """
+
+    def __init__(self, *models: "_Members", use_buffers: bool) -> None:
+        registries = [registry for model in models for registry in model.registries]
+        buffers = [registry for model in models for registry in model.buffer_registries]
+        children = [registry for model in models for registry in model.children]
+        # Buffers that are copied are looked up each time: only their names matter.
+        self._named = [] if use_buffers else [registry for registry in buffers if registry]
+        self._names = list(map(len, self._named))
+        watched = registries + buffers if use_buffers else registries
+        self._filled = [registry for registry in watched if registry]
+        self._empty = [registry for registry in registries + buffers + children if not registry]
+        self._addresses = self._present_addresses()
+        self._parents = [registry for registry in children if registry]
+        self._children = [child for registry in self._parents for child in registry.values()]
+
+    def _present_addresses(self) -> list[int]:
+        return [
+            0 if tensor is None else tensor.data_ptr()
+            for registry in self._filled
+            for tensor in registry.values()
+        ]
+
+    def changed(self) -> bool:
+        """Tell whether something is not as it was."""
+        if (
+            any(self._empty)
+            or list(map(len, self._named)) != self._names
+            or self._present_addresses() != self._addresses
+        ):
+            return True
+        children = [child for registry in self._parents for child in registry.values()]
+        same = len(children) == len(self._children)
+        return not (same and all(map(operator.is_, children, self._children)))
 
 
 @dataclass
@@ -161,11 +196,12 @@ class PairCache:
 
 def _members(root: torch.nn.Module, leave_out: Any) -> _Members:
     """Collect what is registered in a model and below, other than in ``leave_out``."""
-    found = _Members({}, {}, [], [])
+    found = _Members({}, {}, [], [], [])
     for prefix, module in _walk(root, "", leave_out):
         parameters, buffers = module._parameters, module._buffers
-        found.structure.append((module._modules, list(module._modules.values())))
-        found.sizes += (parameters, len(parameters)), (buffers, len(buffers))
+        found.registries.append(parameters)
+        found.buffer_registries.append(buffers)
+        found.children.append(module._modules)
         for key, parameter in parameters.items():
             if parameter is not None:
                 found.parameters[prefix + key] = _Slot(parameters, key, parameter)
