@@ -54,9 +54,10 @@ class PolicyOf:
         """Return the policy for the buffer ``name``."""
         if isinstance(self.buffers, str):
             return self.buffers
-        policies = self.buffers.items()
-        fitting = (policy for glob, policy in policies if fnmatch.fnmatchcase(name, glob))
-        return next(fitting, "copy")
+        for glob, policy in self.buffers.items():
+            if fnmatch.fnmatchcase(name, glob):
+                return policy
+        return "copy"
 
 
 @dataclass(frozen=True)
