@@ -1,0 +1,63 @@
+"""Small models, steps and counters that the tests of ``EMA`` share."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import modkit
+
+
+PRECISIONS = ["same", "fp32", "fp64", "stochastic", "compensated"]
+
+
+def model_of(value: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a model whose one parameter, ``weight``, holds the value."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.as_tensor(value).to(dtype))
+    return model
+
+
+def set_to(model: nn.Module, value: Any) -> None:
+    """Write a value into every parameter, in place."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.as_tensor(value).to(parameter.dtype))
+
+
+def averaged(ema: "modkit.EMA[Any]", name: str = "weight", index: int = 0) -> Tensor:
+    """Return the average of one name."""
+    return dict(ema.named_averages(index))[name]
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a network with buffers of both kinds, the same each time."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    return net.to(dtype)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    """Take the steps from ``first`` up to ``last``, each on a batch of its own."""
+    dtype = next(net.parameters()).dtype
+    for step in range(first, last):
+        batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).to(dtype)
+        optimizer.zero_grad()
+        net(batch).square().mean().backward()
+        optimizer.step()
+
+
+class CountCalls(TorchDispatchMode):
+    """Counts the operations whose name contains one of the words."""
+
+    def __init__(self, *words: str) -> None:
+        super().__init__()
+        self.words = words
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the operation if it is one of those, and run it."""
+        if any(word in str(func) for word in self.words):
+            self.calls.append(str(func))
+        return func(*args, **(kwargs or {}))

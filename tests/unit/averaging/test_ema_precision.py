@@ -1,0 +1,145 @@
+import pytest
+import torch
+
+import modkit
+from modkit.averaging._precision import kept_dtype
+from tests.unit.averaging.recipes import PRECISIONS, averaged, model_of, set_to
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "stochastic", "compensated"])
+def test_sixteen_bits_arrive(precision, dtype) -> None:
+    """From 1 to 2 with decay 0.999, 5,000 steps come within a thousandth of the formula."""
+    model = model_of(torch.ones(8192), dtype)
+    ema = modkit.EMA(model, decay=0.999, precision=precision)
+    ema.update()
+    set_to(model, 2.0)
+    for _ in range(5000):
+        ema.update()
+
+    assert averaged(ema).double().mean().item() == pytest.approx(2 - 0.999**5000, abs=1e-3)
+
+
+def test_sixteen_bits_stand_still_by_themselves() -> None:
+    """With "same" the average is kept in bfloat16, and does not leave 1."""
+    model = model_of([1.0], torch.bfloat16)
+    ema = modkit.EMA(model, decay=0.999, precision="same")
+    ema.update()
+    set_to(model, 2.0)
+    for _ in range(1000):
+        ema.update()
+
+    assert averaged(ema).item() == 1.0
+
+
+@pytest.mark.parametrize(("precision", "arrives"), [("compensated", True), ("fp32", False)])
+def test_a_decay_near_one_needs_two_numbers(precision, arrives: bool) -> None:
+    """In float32 a change of a thousandth is lost at a decay of 1 - 1e-5, and not with a second number."""
+    model = model_of([1.0])
+    ema = modkit.EMA(model, decay=1 - 1e-5, precision=precision)
+    ema.update()
+    set_to(model, 1.001)
+    for _ in range(20_000):
+        ema.update()
+    moved = averaged(ema).double().item() - 1.0
+    expected = (float(torch.tensor(1.001)) - 1.0) * (1 - (1 - 1e-5) ** 20_000)
+
+    assert (moved == pytest.approx(expected, rel=0.01)) is arrives
+    assert moved == 0.0 or arrives
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_constant_does_not_drift(precision, dtype) -> None:
+    """Weights that stay the same are their own average, to the last bit."""
+    value = torch.linspace(-3, 3, 101).to(dtype)
+    model = model_of(value, dtype)
+    ema = modkit.EMA(model, decay=0.9999, precision=precision)
+    for _ in range(300):
+        ema.update()
+
+    assert torch.equal(averaged(ema).to(dtype), value)
+
+
+@pytest.mark.parametrize("size", [5, 16_384, 50_001])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_large_tensors_are_cast_in_parts(size: int, contiguous: bool) -> None:
+    """The average of bfloat16 weights is that of the same weights in float32, whatever their size."""
+    generator = torch.Generator().manual_seed(0)
+    steps = [torch.randn(2, size, generator=generator).bfloat16() for _ in range(3)]
+    narrow, wide = model_of(steps[0], torch.bfloat16), model_of(steps[0], torch.float32)
+    if not contiguous:
+        narrow.weight.data = narrow.weight.data.t().contiguous().t()
+    emas = [modkit.EMA(model, decay=0.9) for model in (narrow, wide)]
+    for step in steps:
+        for model, ema in zip((narrow, wide), emas, strict=True):
+            set_to(model, step)
+            ema.update()
+
+    assert averaged(emas[0]).dtype == torch.float32
+    assert torch.equal(averaged(emas[0]), averaged(emas[1]))
+
+
+def test_the_bits_of_torch() -> None:
+    """With "same" the average has the bits of torch's `AveragedModel` with a multi-tensor EMA."""
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    model = model_of(torch.randn(100, generator=torch.Generator().manual_seed(0)))
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.97))
+    ours = modkit.EMA(model, decay=0.97, precision="same")
+    for step in range(20):
+        set_to(model, torch.randn(100, generator=torch.Generator().manual_seed(step)))
+        theirs.update_parameters(model)
+        ours.update()
+
+    assert torch.equal(averaged(ours), theirs.module.weight)
+
+
+def test_random_rounding_depends_on_the_seed_alone() -> None:
+    """Two averages with one seed are equal, others are not, and global randomness is left alone."""
+
+    def run(seed: int) -> torch.Tensor:
+        model = model_of(torch.ones(1000), torch.bfloat16)
+        ema = modkit.EMA(model, decay=0.99, precision="stochastic", seed=seed)
+        ema.update()
+        set_to(model, 2.0)
+        for _ in range(10):
+            ema.update()
+        return averaged(ema)
+
+    state = torch.get_rng_state()
+    first, again, other = run(1), run(1), run(2)
+
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [
+        (torch.bfloat16, ["bfloat16", "float32", "float64", "bfloat16", "bfloat16"]),
+        (torch.float32, ["float32", "float32", "float64", "float32", "float32"]),
+        (torch.float64, ["float64", "float64", "float64", "float64", "float64"]),
+        (torch.complex64, ["complex64", "complex64", "complex128", "complex64", "complex64"]),
+        (torch.float8_e5m2, ["float32", "float32", "float64", "float32", "float32"]),
+        (torch.int32, ["int32"] * 5),
+    ],
+    ids=str,
+)
+def test_in_what_an_average_is_kept(dtype, kept: list[str]) -> None:
+    """No precision keeps an average in less than the parameter has."""
+    found = [str(kept_dtype(dtype, precision)) for precision in PRECISIONS]
+
+    assert found == [f"torch.{name}" for name in kept]
+
+
+def test_another_device_keeps_the_average_there() -> None:
+    """An average that is told a device stays there, whatever the model does."""
+    model = model_of([1.0], torch.bfloat16)
+    ema = modkit.EMA(model, decay=0.5, device="cpu")
+    ema.update()
+
+    assert averaged(ema).device == torch.device("cpu")
+    with pytest.raises(RuntimeError, match=r"[Dd]evice"):
+        modkit.EMA(model, device="nowhere")

@@ -1,0 +1,231 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import modkit
+from modkit._errors import NameMismatchError
+from tests.unit.averaging.recipes import CountCalls, averaged, model_of, network, set_to, train
+
+
+def half(model: nn.Module, **options) -> "modkit.EMA[nn.Module]":
+    """Return an average that lies half way between the model's weights and zero."""
+    ema = modkit.EMA(model, decay=0.5, **options)
+    values = copy.deepcopy(model.state_dict())
+    set_to(model, 0.0)
+    ema.update()
+    model.load_state_dict(values)
+    ema.update()
+    return ema
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of the state of a model."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same_state(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:
+    """Tell whether a model is in that state, bit for bit."""
+    return all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_pointers_change_places() -> None:
+    """The parameters stay the same objects, hold the memory of the average, and get theirs back."""
+    net = network()
+    ema = half(net)
+    parameters = list(net.parameters())
+    addresses = [parameter.data_ptr() for parameter in parameters]
+    with CountCalls("empty", "clone", "copy", "zeros", "to") as counted, ema.applied():
+        inside = [parameter.data_ptr() for parameter in net.parameters()]
+        same_objects = all(map(lambda a, b: a is b, parameters, net.parameters()))
+
+    assert inside == [value.data_ptr() for name, value in ema.named_averages()][: len(inside)]
+    assert same_objects
+    assert [parameter.data_ptr() for parameter in parameters] == addresses
+    assert counted.calls == []
+
+
+def test_blocks_may_be_nested() -> None:
+    """The same average twice, and another one inside, come out in order."""
+    model = model_of([8.0])
+    first, second = half(model), modkit.EMA(model, decay=0.0)
+    set_to(model, [2.0])
+    second.update()
+    set_to(model, [8.0])
+    seen = []
+    with first.applied():
+        seen.append(model.weight.item())
+        with first.applied():
+            seen.append(model.weight.item())
+            with second.applied():
+                seen.append(model.weight.item())
+            seen.append(model.weight.item())
+        seen.append(model.weight.item())
+
+    assert seen == [4.0, 4.0, 2.0, 4.0, 4.0]
+    assert model.weight.item() == 8.0
+
+
+def test_an_exception_puts_the_weights_back() -> None:
+    """Whatever happens inside, the raw weights are back and the average is as it was."""
+    net = network()
+    ema = half(net)
+    before, average = state_of(net), averaged(ema, "0.weight").clone()
+
+    def fail() -> None:
+        with ema.applied():
+            raise KeyError("inside")
+
+    with pytest.raises(KeyError, match="inside"):
+        fail()
+
+    assert same_state(net, before)
+    assert torch.equal(averaged(ema, "0.weight"), average)
+
+
+def test_before_the_first_update_nothing_is_applied() -> None:
+    """Without an average the block sees the raw weights, and copying does nothing."""
+    model = model_of([3.0])
+    ema = modkit.EMA(model, update_after_step=10)
+    ema.update()
+    with ema.applied():
+        inside = model.weight.item()
+    ema.copy_to()
+
+    assert inside == model.weight.item() == 3.0
+    assert torch.equal(ema.averaged_model().weight, model.weight)
+
+
+def test_no_update_and_no_load_inside() -> None:
+    """Both would take the average for the weights, and say so."""
+    net = network()
+    ema = half(net)
+    with ema.applied():
+        with pytest.raises(RuntimeError, match=r"update\(\) inside applied\(\)"):
+            ema.update()
+        with pytest.raises(RuntimeError, match=r"load_state_dict\(\) inside applied\(\)"):
+            ema.load_state_dict(ema.state_dict())
+
+    assert ema.step == 2
+
+
+def test_an_attached_optimizer_takes_no_step_inside() -> None:
+    """The step is refused before it changes a weight."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ema = modkit.EMA(net).attach(optimizer)
+    train(net, optimizer, 0, 2)
+    before = state_of(net)
+    with ema.applied(), pytest.raises(RuntimeError, match=r"a step inside applied\(\)"):
+        optimizer.step()
+
+    assert same_state(net, before)
+    assert ema.step == 2
+
+
+def test_writing_inside_is_noticed() -> None:
+    """Weights that the block has written to are named at its end, and the raw ones are back."""
+    model = model_of([8.0])
+    ema = half(model)
+
+    def write() -> None:
+        with ema.applied():
+            set_to(model, [1.0])
+
+    with pytest.raises(RuntimeError, match=r"weight was written to inside applied\(\)"):
+        write()
+
+    assert model.weight.item() == 8.0
+
+
+def test_training_goes_on_as_without_a_block() -> None:
+    """Evaluating the average after each step changes no bit of the training."""
+    nets = [network(), network()]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
+    ema = modkit.EMA(nets[0]).attach(optimizers[0])
+    for step in range(6):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            train(net.train(), optimizer, step, step + 1)
+        nets[0].eval()
+        with ema.applied(), torch.no_grad():
+            nets[0](torch.ones(1, 4))
+
+    assert same_state(nets[0], nets[1].state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_an_average_in_more_bits_is_cast(dtype) -> None:
+    """A 16-bit model computes in its own dtype inside, and the average keeps its bits."""
+    net = network(dtype)
+    ema = half(net)
+    average = averaged(ema, "0.weight").clone()
+    with ema.applied():
+        inside = net[0].weight.detach().clone()
+
+    assert inside.dtype == dtype
+    assert torch.equal(inside, average.to(dtype))
+    assert torch.equal(averaged(ema, "0.weight"), average)
+
+
+def test_another_model_may_get_the_average() -> None:
+    """Names decide, and a model that does not fit is refused whole."""
+    net, other = network(), network()
+    ema = half(net)
+    before = state_of(other)
+    with ema.applied(other):
+        fits = torch.equal(other[0].weight, averaged(ema, "0.weight"))
+    wrong = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(5))
+
+    assert fits
+    assert same_state(other, before)
+    with pytest.raises(NameMismatchError, match=r"missing: 3.weight.* of another shape: 1.weight"):
+        ema.applied(wrong).__enter__()
+    with pytest.raises(NameMismatchError):
+        ema.copy_to(wrong)
+
+
+def test_copy_and_restore() -> None:
+    """The values that a copy replaces come back, those of the first copy of several."""
+    net = network()
+    ema = half(net)
+    before = state_of(net)
+    with pytest.raises(RuntimeError, match=r"restore\(\) without a copy_to\(\)"):
+        ema.restore()
+    ema.copy_to()
+    ema.copy_to()
+    copied = torch.equal(net[0].weight, averaged(ema, "0.weight"))
+    ema.restore()
+
+    assert copied
+    assert same_state(net, before)
+
+
+def test_a_model_of_the_average() -> None:
+    """It is a copy of the class, in evaluation mode, without gradients, and shares nothing."""
+    net = network()
+    ema = half(net)
+    model = ema.averaged_model()
+    set_to(model, 7.0)
+
+    assert type(model) is type(net)
+    assert not model.training
+    assert net.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert not (averaged(ema, "0.weight") == 7.0).any()
+
+
+def test_several_averages_by_index() -> None:
+    """Each of several averages can be put into the model."""
+    model = model_of([1.0])
+    ema = modkit.EMA(model, decay=[0.5, 0.75])
+    ema.update()
+    set_to(model, [0.0])
+    ema.update()
+    seen = []
+    for index in 0, 1:
+        with ema.applied(index=index):
+            seen.append(model.weight.item())
+
+    assert seen == [0.5, 0.75]
+    assert ema.averaged_model(index=1).weight.item() == 0.75

@@ -1,0 +1,444 @@
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import modkit
+from modkit import schedules
+from modkit._errors import NameMismatchError
+from tests.unit.averaging.recipes import PRECISIONS, CountCalls, averaged, model_of, network, set_to
+
+
+def test_the_first_update_copies_and_the_next_average() -> None:
+    """The average is `decay` parts of itself and the rest of the weights, after a first copy."""
+    model = model_of([1.0, 4.0])
+    ema = modkit.EMA(model, decay=0.75)
+    ema.update()
+    first = averaged(ema).clone()
+    set_to(model, [2.0, 0.0])
+    ema.update()
+
+    assert torch.equal(first, torch.tensor([1.0, 4.0]))
+    assert torch.equal(averaged(ema), torch.tensor([1.25, 3.0]))
+    assert (ema.step, ema.n_averaged) == (2, 2)
+
+
+def test_nothing_is_averaged_before_update_after_step() -> None:
+    """The weights are copied at the first update after those that are waited for."""
+    model = model_of(1.0)
+    ema = modkit.EMA(model, decay=0.5, update_after_step=3)
+    for value in 1.0, 2.0, 3.0:
+        set_to(model, value)
+        ema.update()
+    empty = list(ema.named_averages())
+    set_to(model, 8.0)
+    ema.update()
+
+    assert empty == []
+    assert averaged(ema).item() == 8.0
+    assert (ema.step, ema.n_averaged) == (4, 1)
+
+
+@pytest.mark.parametrize("every", [1, 2, 5, 10])
+def test_update_every_keeps_the_memory(every: int) -> None:
+    """After a jump, what is left of the old value depends on the steps, not on how often it is asked."""
+    model = model_of(1.0, torch.float64)
+    ema = modkit.EMA(model, decay=0.99, update_every=every)
+    ema.update()
+    set_to(model, 0.0)
+    for _ in range(200):
+        ema.update()
+
+    assert averaged(ema).item() == pytest.approx(0.99**200, rel=1e-9)
+
+
+def test_the_equal_schedule_is_the_mean() -> None:
+    """With `Equal` every model weighs the same, as in stochastic weight averaging."""
+    model = model_of(0.0, torch.float64)
+    ema = modkit.EMA(model, schedule=schedules.Equal())
+    for value in range(10):
+        set_to(model, float(value))
+        ema.update()
+
+    assert averaged(ema).item() == pytest.approx(4.5, rel=1e-12)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_several_averages_have_the_bits_of_single_ones(precision) -> None:
+    """Averages that share a pass are those that separate objects would have kept."""
+    kinds = [schedules.Constant(0.9), schedules.Constant(0.99), schedules.Equal()]
+    model = network(torch.bfloat16)
+    together = modkit.EMA(model, schedule=kinds, precision=precision)
+    alone = [modkit.EMA(model, schedule=kind, precision=precision) for kind in kinds]
+    for step in range(6):
+        set_to(model, torch.tensor(math.sin(step)))
+        for ema in (together, *alone):
+            ema.update()
+
+    for index, ema in enumerate(alone):
+        expected = dict(ema.named_averages())
+        for name, value in together.named_averages(index):
+            assert torch.equal(value, expected[name])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"schedule": schedules.Equal()},
+        {"schedule": schedules.Power(sigma_rel=0.1), "update_every": 3},
+        {"decay": [0.9, 0.99]},
+        {"buffers": "average"},
+        {"on_nonfinite": "skip"},
+        *({"precision": precision} for precision in PRECISIONS),
+    ],
+    ids=str,
+)
+def test_no_update_waits_for_the_device(options) -> None:
+    """No value of a tensor is read by Python in any kind of update after the copy."""
+    ema = modkit.EMA(network(torch.bfloat16), **options)
+    ema.update()
+    with CountCalls("_local_scalar_dense") as counted:
+        for _ in range(6):
+            ema.update()
+
+    assert counted.calls == []
+
+
+# --- matching --------------------------------------------------------------------------------------
+
+
+def shadow_of(ema) -> list[tuple[str, torch.Tensor]]:
+    """Return a copy of all that is averaged."""
+    return [(name, value.clone()) for name, value in ema.named_averages()]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda net: net.append(nn.Linear(2, 2)), "unexpected: 4.weight"),
+        (lambda net: net[3].register_parameter("bias", None), "missing: 3.bias"),
+        (lambda net: setattr(net[3], "bias", nn.Parameter(torch.ones(5))), "3.bias ((5,) instead"),
+        (lambda net: setattr(net[3], "bias", net[0].bias), "missing: 3.bias"),
+    ],
+    ids=["added", "removed", "shape", "tied"],
+)
+def test_a_model_that_changed_is_refused_whole(change, named: str) -> None:
+    """Added, removed, reshaped and newly tied parameters are named, and nothing is changed."""
+    net = network()
+    ema = modkit.EMA(net, decay=0.5)
+    ema.update()
+    before = shadow_of(ema)
+    set_to(net, torch.tensor(1.0))
+    change(net)
+
+    with pytest.raises(NameMismatchError) as caught:
+        ema.update()
+
+    assert named in str(caught.value)
+    assert (ema.step, ema.n_averaged) == (1, 1)
+    for (_, value), (_, old) in zip(ema.named_averages(), before, strict=True):
+        assert torch.equal(value, old)
+
+
+def test_wrappers_do_not_change_names() -> None:
+    """An average goes into a model that is wrapped for distributed training or compilation."""
+    net = network()
+    ema = modkit.EMA(net, decay=0.5)
+    ema.update()
+    set_to(net, torch.tensor(3.0))
+
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    for wrapped in (
+        Wrapper(copy.deepcopy(net)),
+        Wrapper(torch.compile(copy.deepcopy(net), backend="eager")),
+    ):
+        ema.copy_to(wrapped)
+        names = [name.split(".")[-2:] for name, _ in ema.named_averages() if "bias" in name]
+
+        assert names
+        for value, (_, average) in zip(wrapped.parameters(), ema.named_averages(), strict=False):
+            assert torch.equal(value, average)
+
+
+def test_a_child_called_module_is_no_wrapper() -> None:
+    """A model of one's own may have a child of that name beside parameters of its own."""
+    model = nn.Module()
+    model.module = nn.Linear(1, 1, bias=False)
+    model.weight = nn.Parameter(torch.zeros(1))
+    ema = modkit.EMA(model)
+    ema.update()
+
+    assert [name for name, _ in ema.named_averages()] == ["weight", "module.weight"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: net.double(),
+        lambda net: net.half(),
+        lambda net: setattr(net[0].weight, "data", torch.full_like(net[0].weight, 2.0)),
+        lambda net: setattr(net[0], "weight", nn.Parameter(torch.full_like(net[0].weight, 2.0))),
+        lambda net: setattr(net, "0", nn.Linear(4, 6)),
+    ],
+    ids=["double", "half", "data", "parameter", "module"],
+)
+def test_updates_follow_the_model(change) -> None:
+    """After a cast or a replacement the next update takes the new values."""
+    net = network()
+    ema = modkit.EMA(net, decay=0.5)
+    ema.update()
+    old = averaged(ema, "0.weight").clone()
+    change(net)
+    ema.update()
+
+    torch.testing.assert_close(averaged(ema, "0.weight"), (old + net[0].weight.float()) / 2)
+
+
+def test_a_tied_weight_is_averaged_once() -> None:
+    """A weight with two names loses a tenth in a step with decay 0.9, not a fifth."""
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    net[1].weight = net[0].weight
+    set_to(net, torch.tensor(1.0))
+    ema = modkit.EMA(net, decay=0.9)
+    ema.update()
+    set_to(net, torch.tensor(0.0))
+    ema.update()
+    model = ema.averaged_model()
+
+    assert [name for name, _ in ema.named_averages()] == ["0.weight"]
+    torch.testing.assert_close(averaged(ema, "0.weight"), torch.full((2, 2), 0.9))
+    assert model[0].weight is model[1].weight
+
+
+def test_include_and_exclude() -> None:
+    """Globs and functions choose parameters; the others stay as the model has them."""
+    net = network()
+    globs = modkit.EMA(net, include=["0.*", "3.*"], exclude="*.bias", buffers="ignore")
+    chosen = modkit.EMA(net, include=lambda name: name == "1.weight", buffers="ignore")
+    globs.update()
+    chosen.update()
+
+    assert [n for n, _ in globs.named_averages()] == [
+        "0.weight",
+        "3.weight",
+        "1.num_batches_tracked",
+    ]
+    assert [n for n, _ in chosen.named_averages()] == ["1.weight", "1.num_batches_tracked"]
+
+
+# --- buffers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buffers", ["copy", "average", "ignore"])
+def test_integer_buffers_are_the_models(buffers) -> None:
+    """The counter of batch normalization is copied whatever the policy, and never averaged."""
+    net = network()
+    ema = modkit.EMA(net, decay=0.999, buffers=buffers)
+    for _ in range(300):
+        net(torch.randn(4, 4))
+        ema.update()
+
+    assert averaged(ema, "1.num_batches_tracked").item() == 300
+
+
+def test_policies_of_buffers() -> None:
+    """Float buffers are copied, averaged or left out, name by name where a dict says so."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(1))
+    for name in ("copied", "mean", "left"):
+        model.register_buffer(name, torch.zeros(1), persistent=name != "copied")
+    ema = modkit.EMA(model, decay=0.75, buffers={"mean": "average", "left": "ignore"})
+    ema.update()
+    for name in ("copied", "mean", "left"):
+        getattr(model, name).fill_(4.0)
+    ema.update()
+    found = {name: value.item() for name, value in ema.named_averages()}
+
+    assert found == {"weight": 0.0, "mean": 1.0, "copied": 4.0}
+
+
+def test_copied_buffers_are_no_aliases_and_may_change_shape() -> None:
+    """A cache that grows is followed, and writing to it afterwards does not reach the copy."""
+    model = model_of(0.0)
+    model.register_buffer("cache", torch.zeros(1))
+    ema = modkit.EMA(model)
+    ema.update()
+    model.cache = torch.ones(3)
+    ema.update()
+    model.cache.fill_(7.0)
+
+    assert torch.equal(averaged(ema, "cache"), torch.ones(3))
+
+
+# --- odd tensors -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.complex64, torch.complex128, torch.float16, torch.float64, torch.float8_e4m3fn],
+    ids=str,
+)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_kinds_of_numbers(dtype, precision) -> None:
+    """Complex numbers, numbers of 64, 16 and of 8 bits have averages in each precision."""
+    model = model_of([0.0, 1.0], dtype)
+    ema = modkit.EMA(model, decay=0.5, precision=precision)
+    ema.update()
+    set_to(model, [1.0, 0.0])
+    ema.update()
+
+    expected = torch.tensor([0.5, 0.5], dtype=torch.complex128)
+    assert torch.equal(averaged(ema).to(torch.complex128), expected)
+
+
+def test_integers_empty_and_channels_last() -> None:
+    """Integer parameters are copied; tensors without elements or in another layout are no problem."""
+    model = nn.Module()
+    model.count = nn.Parameter(torch.tensor(3), requires_grad=False)
+    model.none = nn.Parameter(torch.zeros(0, 2))
+    image = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    model.image = nn.Parameter(image.clone())
+    ema = modkit.EMA(model, decay=0.5, precision="fp64")
+    ema.update()
+    with torch.no_grad():
+        model.image.zero_()
+    model.count.data.fill_(9)
+    ema.update()
+
+    assert averaged(ema, "count").item() == 9
+    assert averaged(ema, "none").shape == (0, 2)
+    assert torch.equal(averaged(ema, "image"), (image / 2).double())
+    assert averaged(ema, "image").is_contiguous(memory_format=torch.channels_last)
+
+
+def test_lazy_layers_wait_for_their_shape() -> None:
+    """A lazy model may be given before its first call, and is named if it is still lazy then."""
+    net = nn.Sequential(nn.LazyLinear(2))
+    ema = modkit.EMA(net, decay=0.5)
+    with pytest.raises(RuntimeError, match="uninitialized"):
+        ema.update()
+    net(torch.zeros(1, 3))
+    ema.update()
+
+    assert torch.equal(averaged(ema, "0.weight"), net[0].weight)
+    assert ema.step == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
+def test_computed_weights() -> None:
+    """Old weight normalization after a forward and parametrizations average what is learnt."""
+    old = nn.utils.weight_norm(nn.Linear(2, 2))
+    old(torch.ones(1, 2))
+    new = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    for layer, names in ((old, {"bias", "weight_g", "weight_v"}), (new, None)):
+        ema = modkit.EMA(layer, decay=0.5)
+        ema.update()
+        found = {name for name, _ in ema.named_averages()}
+        copied = ema.averaged_model()
+
+        assert found == (names or {name for name, _ in layer.named_parameters()})
+        assert torch.equal(copied(torch.ones(1, 2)), layer(torch.ones(1, 2)))
+    assert parametrize.is_parametrized(copied)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_modes_of_gradients(mode) -> None:
+    """Models that are built, and updates that are made, in inference mode average like others."""
+    with mode():
+        model = model_of(1.0)
+        ema = modkit.EMA(model, decay=0.5)
+        ema.update()
+    with torch.no_grad() if not model.weight.is_inference() else torch.inference_mode():
+        model.weight.fill_(2.0)
+        ema.update()
+    ema.update()
+
+    assert averaged(ema).item() == 1.75
+    assert not averaged(ema).requires_grad
+    assert not averaged(ema).is_inference()
+
+
+# --- steps that are not finite ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_a_step_that_is_not_finite_is_skipped(bad: float, precision, dtype) -> None:
+    """The average is that of the other steps, bit for bit."""
+    models = [model_of([1.0, 2.0], dtype), model_of([1.0, 2.0], dtype)]
+    skipping, plain = (
+        modkit.EMA(model, decay=0.9, precision=precision, on_nonfinite=choice)
+        for model, choice in zip(models, ["skip", "ignore"], strict=True)
+    )
+    for value in (1.0, bad, 3.0, 5.0):
+        for model, ema in zip(models, (skipping, plain), strict=True):
+            set_to(model, [value, 2.0])
+            if ema is skipping or math.isfinite(value):
+                ema.update()
+
+    # Random rounding draws numbers for a skipped step too.
+    if precision != "stochastic" or dtype != torch.bfloat16:
+        assert torch.equal(averaged(skipping), averaged(plain))
+    assert averaged(skipping).isfinite().all()
+
+
+def test_a_step_that_is_not_finite_is_refused() -> None:
+    """With "raise" the parameter is named and the average stays."""
+    model = model_of([1.0])
+    ema = modkit.EMA(model, decay=0.5, on_nonfinite="raise")
+    ema.update()
+    set_to(model, [math.nan])
+
+    with pytest.raises(RuntimeError, match="weight is not finite"):
+        ema.update()
+
+    assert averaged(ema).item() == 1.0
+    assert ema.step == 1
+
+
+def test_averages_do_not_begin_with_what_is_not_finite() -> None:
+    """With "skip" the copy waits for a step that is finite."""
+    model = model_of([math.inf])
+    ema = modkit.EMA(model, decay=0.5, on_nonfinite="skip")
+    ema.update()
+    waiting = list(ema.named_averages())
+    set_to(model, [3.0])
+    ema.update()
+
+    assert waiting == []
+    assert averaged(ema).item() == 3.0
+
+
+# --- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"decay": 1.5}, ValueError, "decay"),
+        ({"decay": []}, ValueError, "decay must not be an empty list"),
+        ({"decay": 0.5, "schedule": schedules.Equal()}, ValueError, "decay or schedule, not both"),
+        ({"update_every": 0}, ValueError, "update_every must be 1 or more, got 0"),
+        ({"update_every": 1.5}, TypeError, "update_every must be an int, got 1.5"),
+        ({"update_after_step": -1}, ValueError, "update_after_step must be 0 or more, got -1"),
+        ({"precision": "bf16"}, ValueError, "precision must be one of same, fp32"),
+        ({"buffers": "drop"}, ValueError, "buffers must be one of copy, average, ignore"),
+        ({"buffers": {"*": "drop"}}, ValueError, "buffers must be one of copy, average, ignore"),
+        ({"on_nonfinite": "stop"}, ValueError, "on_nonfinite must be one of ignore, skip, raise"),
+        ({"include": "head.*"}, ValueError, r"include='head.\*', exclude=None leave no parameter"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused(options, error, message: str) -> None:
+    """The message names the option and the value."""
+    with pytest.raises(error, match=message):
+        modkit.EMA(network(), **options)
