@@ -1,0 +1,298 @@
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+import modkit
+from modkit import schedules
+from modkit._errors import NameMismatchError
+from tests.unit.averaging.recipes import PRECISIONS, averaged, model_of, network, set_to, train
+
+
+SCHEDULES: list[Any] = [
+    schedules.Constant(0.9),
+    schedules.CountWarmup(0.999),
+    schedules.Equal(),
+    schedules.ExponentialRamp(0.99, tau=5),
+    schedules.HalfLife(3),
+    schedules.HalfLifeFraction(0.1),
+    schedules.InverseGamma(power=0.75),
+    schedules.LinearRamp(0.95, steps=6),
+    schedules.Power(sigma_rel=0.1),
+    [schedules.Constant(0.9), schedules.Equal()],
+]
+LENGTH = 9
+
+
+class Run:
+    """A training run with an average, which can be saved and gone on with."""
+
+    def __init__(self, dtype: torch.dtype, options: dict[str, Any]) -> None:
+        self.net = network(dtype)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+        self.ema = modkit.EMA(self.net, **options).attach(self.optimizer)
+
+    def steps(self, first: int, last: int) -> None:
+        """Take some steps."""
+        train(self.net, self.optimizer, first, last)
+
+    def save(self) -> io.BytesIO:
+        """Write a checkpoint."""
+        file = io.BytesIO()
+        parts = {"net": self.net, "optimizer": self.optimizer, "ema": self.ema}
+        torch.save({name: part.state_dict() for name, part in parts.items()}, file)
+        file.seek(0)
+        return file
+
+    def load(self, file: io.BytesIO) -> None:
+        """Read a checkpoint, with nothing in it but plain data."""
+        state = torch.load(file, weights_only=True)
+        self.net.load_state_dict(state["net"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.ema.load_state_dict(state["ema"])
+
+    def all_values(self) -> list[tuple[str, torch.Tensor]]:
+        """Return all that an average holds, and its counters."""
+        ema = self.ema
+        counters = torch.tensor([ema.step, ema.n_averaged])
+        tensors = [
+            pair for index in range(len(ema.schedules)) for pair in ema.named_averages(index)
+        ]
+        return [("counters", counters), *tensors]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("buffers", ["copy", "average", "ignore"])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@settings(max_examples=3, deadline=None)
+@given(
+    stop=st.integers(0, LENGTH),
+    every=st.integers(1, 3),
+    after=st.integers(0, 3),
+    updated=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_a_run_that_is_resumed_has_every_bit(
+    schedule, buffers, precision, stop: int, every: int, after: int, updated: bool, dtype
+) -> None:
+    """Saving at any step, and going on in a new object, gives the run that was not interrupted."""
+    options = {
+        "schedule": schedule,
+        "buffers": buffers,
+        "precision": precision,
+        "update_every": every,
+        "update_after_step": after,
+    }
+    whole = Run(dtype, options)
+    whole.steps(0, stop)
+    file = whole.save()
+    whole.steps(stop, LENGTH)
+    resumed = Run(dtype, options)
+    if updated:
+        resumed.steps(50, 55)
+    resumed.load(file)
+    resumed.steps(stop, LENGTH)
+
+    for (name, value), (_, expected) in zip(resumed.all_values(), whole.all_values(), strict=True):
+        assert torch.equal(value, expected), name
+
+
+def test_a_checkpoint_from_inside_the_swap_brings_the_weights_back() -> None:
+    """What was saved with the average in the model goes on with the raw weights, and warns."""
+    whole = Run(torch.float32, {"decay": 0.9})
+    whole.steps(0, 4)
+    with whole.ema.applied():
+        file = whole.save()
+    whole.steps(4, LENGTH)
+    resumed = Run(torch.float32, {"decay": 0.9})
+    with pytest.warns(UserWarning, match=r"saved inside applied\(\)"):
+        resumed.load(file)
+    resumed.steps(4, LENGTH)
+
+    for (name, value), (_, expected) in zip(resumed.all_values(), whole.all_values(), strict=True):
+        assert torch.equal(value, expected), name
+    assert torch.equal(resumed.net[0].weight, whole.net[0].weight)
+
+
+# --- states that do not fit ------------------------------------------------------------------------
+
+
+def refused(
+    ema: "modkit.EMA[Any]", state: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    """Assert that a state is refused, and that nothing has changed."""
+    before = copy.deepcopy(ema.state_dict())
+    with pytest.raises(error, match=text):
+        ema.load_state_dict(state)
+
+    after = ema.state_dict()
+    assert after.keys() == before.keys()
+    for name in ("step", "start", "n_averaged", "schedules", "update_every"):
+        assert after[name] == before[name]
+    for new, old in zip(after["averages"], before["averages"], strict=True):
+        assert all(
+            torch.equal(new["tensors"][name], old["tensors"][name]) for name in old["tensors"]
+        )
+
+
+def started(decay: Any = 0.5, model: nn.Module | None = None) -> "modkit.EMA[Any]":
+    """Return an average after two updates."""
+    model = network() if model is None else model
+    ema = modkit.EMA(model, decay=decay)
+    ema.update()
+    set_to(model, 1.0)
+    ema.update()
+    return ema
+
+
+def test_states_of_other_models_are_refused() -> None:
+    """Missing, unexpected and reshaped names are told, of whichever average, and nothing is written."""
+    ema = started([0.5, 0.9])
+    for change, text in (
+        (lambda tensors: tensors.pop("0.weight"), "missing: 0.weight"),
+        (lambda tensors: tensors.update(more=torch.ones(1)), "unexpected: more"),
+        (lambda tensors: tensors.update({"0.bias": torch.ones(1)}), r"0.bias \(\(1,\) instead of"),
+    ):
+        for index in 0, 1:
+            state = copy.deepcopy(ema.state_dict())
+            change(state["averages"][index]["tensors"])
+            refused(ema, state, NameMismatchError, text)
+
+
+def test_other_kinds_of_states_are_refused() -> None:
+    """The number of averages, the version and the kind of a state have to be right."""
+    ema = started()
+    later = {**ema.state_dict(), "version": 99}
+
+    refused(
+        ema, started([0.5, 0.9]).state_dict(), ValueError, "holds 2 averages, and this object 1"
+    )
+    refused(ema, later, ValueError, "version 99, newer than")
+    refused(ema, {"weight": torch.ones(1)}, ValueError, "no state of averages that is known")
+
+
+def test_an_empty_state_starts_anew() -> None:
+    """A checkpoint without an average is no error: the next update copies."""
+    ema = started()
+    with pytest.warns(UserWarning, match="averaging starts anew"):
+        ema.load_state_dict({})
+    waiting = list(ema.named_averages())
+    ema.update()
+
+    assert waiting == []
+    assert torch.equal(averaged(ema, "0.weight"), ema.model[0].weight)
+    assert (ema.step, ema.n_averaged) == (1, 1)
+
+
+def test_options_of_the_state_win_and_are_told() -> None:
+    """Schedule and intervals are those of the state; its precision is that of the object."""
+    source = modkit.EMA(model_of([1.0]), decay=0.5, update_every=2, update_after_step=1)
+    for _ in range(5):
+        source.update()
+    ema = modkit.EMA(model_of([1.0]), decay=0.9, precision="fp64")
+    with pytest.warns(UserWarning, match="from here on") as warned:
+        ema.load_state_dict(source.state_dict())
+
+    assert len(warned) == 3
+    assert ema.schedules == source.schedules
+    assert (ema.update_every, ema.update_after_step) == (2, 1)
+    assert averaged(ema).dtype == torch.float64
+
+
+def test_a_schedule_of_ones_own_stays() -> None:
+    """A function is not saved; the object keeps the one that it was given."""
+    source = modkit.EMA(model_of([1.0]), schedule=lambda n: n / (n + 1))
+    source.update()
+    own = modkit.EMA(model_of([1.0]), schedule=lambda n: 0.25)
+    own.load_state_dict(source.state_dict())
+    set_to(own.model, [5.0])
+    own.update()
+
+    assert averaged(own).item() == 4.0
+
+
+def test_the_average_of_torch_goes_on() -> None:
+    """A state of torch's `AveragedModel` goes on with torch's bits, and comes back into torch's class."""
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    net = network()
+    theirs = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for value in 1.0, 2.0, 3.0:
+        set_to(net, value)
+        theirs.update_parameters(net)
+    ours = modkit.EMA(net, decay=0.9, precision="same")
+    ours.load_state_dict(theirs.state_dict())
+    set_to(net, 4.0)
+    theirs.update_parameters(net)
+    ours.update()
+    back = AveragedModel(ours.averaged_model())
+
+    for name, value in theirs.module.state_dict().items():
+        assert torch.equal(averaged(ours, name), value)
+        assert torch.equal(back.module.state_dict()[name], value)
+    assert ours.n_averaged == theirs.n_averaged.item()
+
+
+# --- optimizers, copies and pickles ----------------------------------------------------------------
+
+
+def test_an_attached_optimizer_updates_once_a_step() -> None:
+    """Accumulated gradients make one step; after `detach` there is no update."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ema = modkit.EMA(net).attach(optimizer)
+    for _ in range(2):
+        for _ in range(4):
+            net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    ema.detach()
+    optimizer.step()
+
+    assert ema.step == 2
+
+
+def test_a_step_that_the_scaler_leaves_out_is_none() -> None:
+    """Where a `GradScaler` finds infinite gradients the average does not move either."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    ema = modkit.EMA(net).attach(optimizer)
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale((net(torch.ones(2, 4)) * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert ema.step == 2
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda ema: pickle.loads(pickle.dumps(ema))],
+    ids=["deepcopy", "pickle"],
+)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_copies_go_on_by_themselves(copied, precision) -> None:
+    """A copy has a copy of the model, goes on alike, and is attached to no optimizer."""
+    net = network(torch.bfloat16)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ema = modkit.EMA(net, decay=0.9, precision=precision, include="*weight").attach(optimizer)
+    ema.update()
+    ema.update()
+    other = copied(ema)
+    for one in (ema, other):
+        set_to(one.model, 3.0)
+        one.update()
+    pairs = list(zip(other.named_averages(), ema.named_averages(), strict=True))
+    equal = [torch.equal(value, expected) for (_, value), (_, expected) in pairs]
+    optimizer.step()
+
+    assert all(equal)
+    assert other.model is not ema.model
+    assert not any("bias" in name for (name, _), _ in pairs)
+    assert (ema.step, other.step) == (4, 3)
