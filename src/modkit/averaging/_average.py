@@ -49,6 +49,10 @@ class Average:
         self._generators: dict[torch.device, torch.Generator] = {}
         self._groups: list[_Group] = []
 
+    def reset(self) -> None:
+        """Forget everything, so that the next step is the first one."""
+        self.tensors, self.rests, self._generators, self._groups = {}, {}, {}, []
+
     def start(self, members: Mapping[str, Tensor]) -> None:
         """Make room for an average of these tensors; the first step is to copy them."""
         self.tensors = {name: self._room_for(tensor) for name, tensor in members.items()}

@@ -50,9 +50,8 @@ class EMA(Generic[ModelT]):
         update_after_step: How many updates to wait for before the weights are copied.
         update_every: Of how many updates to take one; the decay is taken to that power.
         precision: ``"fp32"`` keeps the average in float32 at least, ``"fp64"`` in float64,
-            ``"same"`` as the parameter is, ``"stochastic"`` with random rounding and
-            ``"compensated"`` with a second number for the rest; a decay near 1 needs one of these,
-            since a 16-bit average stands still.
+            ``"same"`` as the parameter is (16 bits stand still at a decay near 1),
+            ``"stochastic"`` rounds at random by ``seed``, ``"compensated"`` has a second number.
         device: Where the averages are kept; by default where the parameters are.
         buffers: ``"copy"`` takes the latest, ``"average"`` averages those of floating point,
             ``"ignore"`` leaves those out, and a dict of globs says so name by name. Buffers of
@@ -61,19 +60,15 @@ class EMA(Generic[ModelT]):
         exclude: The same, for parameters not to average.
         on_nonfinite: What to do with a step whose weights are not all finite: ``"ignore"`` that,
             ``"skip"`` the step, or ``"raise"``, which waits for the device in each update.
-        seed: Of the random rounding.
 
     Attributes:
-        model: The model.
         step: How many updates have been asked for.
         n_averaged: How many models are in the average, the copy included.
 
     Raises:
-        TypeError: An option is of a wrong type.
-        ValueError: An option has a value that makes no sense, or no parameter is averaged.
+        TypeError, ValueError: An option makes no sense, or no parameter is averaged.
 
     Example:
-        >>> import torch
         >>> from modkit import EMA, nn
         >>> model = nn.Linear(1, 1, bias=False)
         >>> ema = EMA(model, decay=0.75)
@@ -113,9 +108,8 @@ class EMA(Generic[ModelT]):
         self.step = 0
         self.n_averaged = 0
         self._start: int | None = None
-        place = None if device is None else torch.device(device)
-        self._device = place
-        self._averages = [Average(precision, place, seed) for _ in self.schedules]
+        self._device = None if device is None else torch.device(device)
+        self._averages = [Average(precision, self._device, seed) for _ in self.schedules]
         self._copies: dict[str, Tensor] = {}
         self._selection = Selection(
             NameFilter(include, default=True), NameFilter(exclude, default=False), PolicyOf(buffers)
@@ -236,8 +230,7 @@ class EMA(Generic[ModelT]):
         With gradient accumulation that is once for all the backward passes of a step; a step that a
         ``GradScaler`` leaves out is none.
 
-        Returns:
-            This object.
+        Returns this object.
         """
 
         def update(*_: object) -> None:
@@ -275,9 +268,9 @@ class EMA(Generic[ModelT]):
         """Put an average into the model for the length of a ``with`` block.
 
         Nothing is copied: the parameters stay the same objects, and their data change places with the
-        averages (where precision and device are not those of the model, a cast copy is put in).
-        Before the first update the block sees the raw weights. Blocks may be nested. A checkpoint that
-        is written inside holds the raw weights too, and :meth:`load_state_dict` puts them back.
+        averages (those of another dtype or device are cast). Before the first update the block sees
+        the raw weights. Blocks may be nested. A checkpoint that is written inside holds the raw
+        weights too, and :meth:`load_state_dict` puts them back.
 
         Args:
             model: Another model to put the average into, for instance the one that is wrapped for
@@ -397,7 +390,7 @@ class EMA(Generic[ModelT]):
             raise RuntimeError("EMA: load_state_dict() inside applied()")
         if not state_dict:
             warnings.warn("EMA: the state is empty, so averaging starts anew", stacklevel=2)
-            self.step, self.n_averaged, self._start = 0, 0, None
+            self._reset()
             return
         loaded = _ema_state.read(
             state_dict,
@@ -411,6 +404,11 @@ class EMA(Generic[ModelT]):
         self.step, self._start, self.n_averaged = loaded.step, loaded.start, loaded.n_averaged
         self.schedules = loaded.schedules
         self.update_every, self.update_after_step = loaded.update_every, loaded.update_after_step
+
+    def _reset(self) -> None:
+        self.step, self.n_averaged, self._start, self._members = 0, 0, None, None
+        for average in self._averages:
+            average.reset()
 
     def _load(self, loaded: _ema_state.LoadedState) -> None:
         members = Members(self.model)
@@ -434,6 +432,8 @@ class EMA(Generic[ModelT]):
                 for name, value in loaded.buffers.items()
                 if name in wanted
             }
+        else:
+            self._reset()
         if raw:
             warnings.warn(
                 "EMA: the state was saved inside applied(); its raw weights are put into the model",
