@@ -1,10 +1,19 @@
 """modkit: a thin, typed facade over PyTorch."""
 
 from modkit import schedules as schedules
+from modkit.averaging.checkpoints import average_checkpoints as average_checkpoints
 from modkit.averaging.ema import EMA as EMA
 from modkit.averaging.posthoc import PostHocEMA as PostHocEMA
 from modkit.nn._adopt import adopt as adopt, release as release
 from modkit.nn._fast_attributes import fast_attributes as fast_attributes
 
 
-__all__ = ["EMA", "PostHocEMA", "adopt", "fast_attributes", "release", "schedules"]
+__all__ = [
+    "EMA",
+    "PostHocEMA",
+    "adopt",
+    "average_checkpoints",
+    "fast_attributes",
+    "release",
+    "schedules",
+]

@@ -1,0 +1,111 @@
+"""Averages of checkpoints that are on disk already."""
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from modkit.averaging._checkpoint_files import Checkpoint
+from modkit.averaging._members import check_match
+from modkit.averaging._precision import is_averaged, kept_dtype
+
+
+__all__ = ["average_checkpoints"]
+
+
+@torch.no_grad()
+def average_checkpoints(
+    paths: Iterable[str | os.PathLike[str]],
+    weights: Sequence[float] | None = None,
+    *,
+    key: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> dict[str, Tensor]:
+    """Return the average of checkpoints: a model soup, or the last checkpoints of one run.
+
+    The files are read one after the other, so that in memory there are the sum and one checkpoint. All
+    names and shapes are compared before the first tensor is read. Sums are kept in float32 at least;
+    tensors of integers and booleans are those of the last file.
+
+    Sources: https://arxiv.org/abs/2203.05482 (model soups), https://arxiv.org/abs/2209.14981 (LAWA).
+
+    Args:
+        paths: Files of ``torch.save`` (loaded with ``weights_only=True``), ``.safetensors``, or
+            ``.safetensors.index.json`` of a sharded checkpoint.
+        weights: How much each file counts, in proportion to their sum; by default all the same.
+        key: Where in files of torch the state dict is, as ``"model"`` or ``"state.model"``.
+        dtype: Of the averages; by default each has the dtype that it has in the first file.
+        device: Where to average.
+
+    Returns:
+        The averages by name, in the order of the first file. ``load_state_dict`` takes them.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        NameMismatchError: A file does not have the names and shapes of the first one.
+        ValueError: A file cannot be read or holds something other than tensors, there is none, or the
+            weights are not one for each file, finite, and positive in sum.
+
+    Example:
+        >>> import tempfile, pathlib, torch
+        >>> from modkit import average_checkpoints
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     paths = [pathlib.Path(directory, f"{value}.pt") for value in (1.0, 2.0)]
+        ...     for path in paths:
+        ...         torch.save({"model": {"weight": torch.tensor([float(path.stem)])}}, path)
+        ...     average_checkpoints(paths, weights=[3, 1], key="model")
+        {'weight': tensor([1.2500])}
+    """
+    files = [Path(path) for path in paths]
+    if not files:
+        raise ValueError("average_checkpoints: there is no file to average")
+    shares = _checked_weights(weights, len(files))
+    expected = Checkpoint(files[0], key).shapes
+    for path in files[1:]:
+        found = Checkpoint(path, key).shapes
+        check_match(f"{path} does not fit {files[0]}", expected, found)
+    averages: dict[str, Tensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    total = 0.0
+    for path, share in zip(files, shares, strict=True):
+        total += share
+        # A mean that moves is exact for equal values, where a sum of parts is not.
+        _take_in(Checkpoint(path, key), averages, dtypes, share / total if total else 1.0, device)
+    return {name: _finished(value, dtype or dtypes[name]) for name, value in averages.items()}
+
+
+def _checked_weights(weights: Sequence[float] | None, count: int) -> Sequence[float]:
+    if weights is None:
+        return [1.0] * count
+    if len(weights) != count:
+        raise ValueError(f"average_checkpoints: {len(weights)} weights for {count} files")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
+        raise ValueError(
+            f"average_checkpoints: weights must be finite, 0 or more, and not all 0, got {weights!r}"
+        )
+    return weights
+
+
+def _take_in(
+    checkpoint: Checkpoint,
+    averages: dict[str, Tensor],
+    dtypes: dict[str, torch.dtype],
+    part: float,
+    device: str | torch.device,
+) -> None:
+    for name in averages or checkpoint.shapes:
+        tensor = checkpoint.tensor(name)
+        dtypes.setdefault(name, tensor.dtype)
+        wide = kept_dtype(tensor.dtype, "fp32")
+        if name not in averages or not is_averaged(tensor):
+            averages[name] = tensor.to(device, wide, copy=True)
+        elif part:
+            averages[name].lerp_(tensor.to(device, averages[name].dtype), part)
+
+
+def _finished(average: Tensor, dtype: torch.dtype) -> Tensor:
+    return average.to(dtype) if is_averaged(average) else average

@@ -1,0 +1,174 @@
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from modkit import average_checkpoints
+from modkit._errors import NameMismatchError
+from modkit.averaging import checkpoints
+
+
+def written(directory: Path, states: list[dict], kind: str = "pt") -> list[Path]:
+    """Write one file for each state and return their paths."""
+    paths = [directory / f"{index}.{kind}" for index in range(len(states))]
+    for path, state in zip(paths, states, strict=True):
+        save_file(state, path) if kind == "safetensors" else torch.save(state, path)
+    return paths
+
+
+def states(count: int, dtype: torch.dtype = torch.float32) -> list[dict[str, torch.Tensor]]:
+    """Return states of one model at several times."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "weight": torch.randn(3, 4, generator=generator).to(dtype),
+            "count": torch.tensor(step),
+            "mask": torch.tensor([step % 2 == 0]),
+        }
+        for step in range(count)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("weights", [None, [1, 2, 3, 4], [0, 0, 1, 0], [0.5, 0, 0, 0.25]])
+def test_the_average_is_the_weighted_mean(tmp_path, kind: str, dtype, weights) -> None:
+    """Floats are averaged in at least 32 bits, integers and booleans are those of the last file."""
+    saved = states(4, dtype)
+    found = average_checkpoints(written(tmp_path, saved, kind), weights)
+    shares = torch.tensor(weights or [1.0] * 4, dtype=torch.float64)
+    stacked = torch.stack([state["weight"].double() for state in saved])
+    expected = (stacked * (shares / shares.sum()).reshape(-1, 1, 1)).sum(0)
+
+    assert found["weight"].dtype == dtype
+    torch.testing.assert_close(
+        found["weight"], expected.to(dtype), rtol=1e-2 if dtype.itemsize == 2 else 1e-6, atol=1e-6
+    )
+    assert found["count"].item() == 3
+    assert found["mask"].tolist() == [False]
+    assert set(found) == {"weight", "count", "mask"}
+
+
+def test_equal_files_are_their_average(tmp_path) -> None:
+    """The mean of the same values is those values, to the last bit."""
+    state = states(1)[0]
+    found = average_checkpoints(written(tmp_path, [state] * 7), [0.1, 0.7, 3, 1, 1, 1, 1e-9])
+
+    assert torch.equal(found["weight"], state["weight"])
+
+
+def test_dtype_and_key(tmp_path) -> None:
+    """A dtype may be chosen for floats, and the state dict may lie inside the file."""
+    saved = [{"state": {"model": state}, "epoch": 1} for state in states(2)]
+    found = average_checkpoints(written(tmp_path, saved), key="state.model", dtype=torch.float16)
+
+    assert found["weight"].dtype == torch.float16
+    assert found["count"].dtype == torch.int64
+
+
+def test_sharded_files(tmp_path) -> None:
+    """The index of a sharded checkpoint stands for its shards."""
+    saved = states(2)
+    paths = []
+    for index, state in enumerate(saved):
+        directory = tmp_path / str(index)
+        directory.mkdir()
+        names = {"weight": "a.safetensors", "count": "b.safetensors", "mask": "b.safetensors"}
+        for file in set(names.values()):
+            save_file({n: t for n, t in state.items() if names[n] == file}, directory / file)
+        paths.append(directory / "model.safetensors.index.json")
+        paths[-1].write_text(str({"weight_map": names}).replace("'", '"'))
+    found = average_checkpoints(paths)
+    whole = average_checkpoints(written(tmp_path, saved))
+    (tmp_path / "1" / "b.safetensors").unlink()
+
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    with pytest.raises(FileNotFoundError, match=r"b\.safetensors"):
+        average_checkpoints(paths)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("weight"), r"1\.pt does not fit .*0\.pt: 1 missing: weight"),
+        (lambda state: state.update(head=torch.ones(1)), "1 unexpected: head"),
+        (
+            lambda state: state.update(weight=torch.ones(2)),
+            r"weight \(\(2,\) instead of \(3, 4\)\)",
+        ),
+    ],
+    ids=["missing", "unexpected", "shape"],
+)
+def test_files_that_differ_are_refused(tmp_path, change, message: str) -> None:
+    """The file and the first names are told."""
+    saved = states(2)
+    change(saved[1])
+
+    with pytest.raises(NameMismatchError, match=message):
+        average_checkpoints(written(tmp_path, saved))
+
+
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
+def test_files_that_are_no_checkpoints_are_refused(tmp_path, kind: str) -> None:
+    """Empty, cut and missing files are named."""
+    whole, cut = written(tmp_path, states(2), kind)
+    cut.write_bytes(cut.read_bytes()[:-20])
+    empty = tmp_path / f"empty.{kind}"
+    empty.touch()
+
+    for path in (cut, empty):
+        with pytest.raises(ValueError, match=f"{path.name} cannot be read as a checkpoint"):
+            average_checkpoints([whole, path])
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        average_checkpoints([whole, tmp_path / f"nothing.{kind}"])
+
+
+def test_contents_that_are_no_tensors_are_refused(tmp_path) -> None:
+    """A training checkpoint says under which key its model may be."""
+    training = {"model": states(1)[0], "epoch": 3}
+    paths = written(tmp_path, [training, [1, 2], {}])
+
+    with pytest.raises(ValueError, match=r"'model' is no tensor but .*key= may be one of model"):
+        average_checkpoints(paths[:1])
+    with pytest.raises(ValueError, match=r"0\.pt has no 'ema' on the way to key='ema'"):
+        average_checkpoints(paths[:1], key="ema")
+    with pytest.raises(ValueError, match="holds no state dict but list"):
+        average_checkpoints(paths[1:2])
+    with pytest.raises(ValueError, match=r"2\.pt holds no tensors"):
+        average_checkpoints(paths[2:])
+
+
+@pytest.mark.parametrize("weights", [[1.0], [0.0, 0.0], [1.0, -1.0], [1.0, float("nan")]], ids=str)
+def test_weights_that_make_no_sense_are_refused(tmp_path, weights) -> None:
+    """There is one finite weight of 0 or more for each file, and not all are 0."""
+    with pytest.raises(ValueError, match="weights"):
+        average_checkpoints(written(tmp_path, states(2)), weights)
+
+
+def test_no_files_are_refused() -> None:
+    """An empty list has no average."""
+    with pytest.raises(ValueError, match="no file to average"):
+        average_checkpoints([])
+
+
+def test_one_checkpoint_is_open_at_a_time(tmp_path, monkeypatch) -> None:
+    """A file is let go of before the next one is opened."""
+    opened: list[weakref.ref] = []
+    most = 0
+
+    class Counted(checkpoints.Checkpoint):
+        def __init__(self, *args) -> None:
+            nonlocal most
+            gc.collect()
+            most = max(most, 1 + sum(ref() is not None for ref in opened))
+            opened.append(weakref.ref(self))
+            super().__init__(*args)
+
+    monkeypatch.setattr(checkpoints, "Checkpoint", Counted)
+    average_checkpoints(written(tmp_path, states(5)))
+
+    assert len(opened) == 10
+    assert most <= 2
