@@ -90,20 +90,15 @@ def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: 
     return self.forward(*args, **kwargs) if kwargs else self.forward(*args)
 
 
-def _call_in_graph(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Do the same in compiled code: dynamo takes time for each check in every module it meets."""
-    if (
-        module._backward_hooks
-        or module._backward_pre_hooks
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or global_backward_hooks
-        or global_backward_pre_hooks
-        or global_forward_hooks
-        or global_forward_pre_hooks
-    ):
-        return _run(module, {"args": args, "kwargs": kwargs, "result": None, "ran": ()})
-    return module.forward(*args, **kwargs)
+def _call_in_graph(m: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Do the same in compiled code: dynamo takes time for each check, and line, in every module."""
+    if m._backward_hooks or m._backward_pre_hooks or m._forward_hooks or m._forward_pre_hooks:
+        return _run(m, {"args": args, "kwargs": kwargs, "result": None, "ran": ()})
+    if global_backward_hooks or global_backward_pre_hooks:
+        return _run(m, {"args": args, "kwargs": kwargs, "result": None, "ran": ()})
+    if global_forward_hooks or global_forward_pre_hooks:
+        return _run(m, {"args": args, "kwargs": kwargs, "result": None, "ran": ()})
+    return m.forward(*args, **kwargs) if kwargs else m.forward(*args)
 
 
 trace_instead(__call__, _call_in_graph)
