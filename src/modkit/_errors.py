@@ -199,6 +199,17 @@ MSG_WRITTEN_INSIDE: Final = (
 )
 
 
+MSG_WRITTEN_IN_VAIN: Final = (
+    "EMA: {name} was written to inside applied(), where it held a cast copy of its average; the change "
+    "is lost, and the raw weights are back"
+)
+
+MSG_CONVERTED_INSIDE: Final = (
+    "EMA: {name} was cast, moved or replaced inside applied(); the change is lost, and the raw weights "
+    "are back"
+)
+
+
 class NameMismatchError(ValueError):
     """The names or shapes of a model's tensors are not those that are averaged.
 

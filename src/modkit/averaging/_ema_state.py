@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from modkit.averaging import converters
-from modkit.averaging._members import check_match
+from modkit.averaging._members import Members, check_match
 from modkit.averaging._schedule import Schedule
+from modkit.averaging._selection import Selection
 from modkit.averaging.schedules import Custom, from_config
 
 
@@ -123,7 +124,31 @@ def _loaded_schedule(config: Mapping[str, Any], own: Schedule) -> Schedule:
     return saved
 
 
-def tensors_for(
+def matched(
+    loaded: LoadedState, members: Members, selection: Selection
+) -> tuple[dict[str, Tensor], set[str], list[dict[str, Tensor]]]:
+    """Find what belongs to which tensor of the model; a lazy model takes all as it is.
+
+    Returns:
+        The tensors that are averaged, the names of the buffers that are copied, and the loaded
+        tensors of each average.
+
+    Raises:
+        NameMismatchError: Names or shapes differ.
+    """
+    averaged: dict[str, Tensor] = dict(loaded.averages[0]["tensors"])
+    copied = set(loaded.buffers)
+    if not members.has_lazy():
+        averaged, others = selection.split(members)
+        copied = {member.name for member in others}
+    rest = members.names() - averaged.keys()
+    found = [
+        _tensors_for(average, averaged, rest, foreign=loaded.foreign) for average in loaded.averages
+    ]
+    return averaged, copied, found
+
+
+def _tensors_for(
     average: Mapping[str, Any],
     bound: Mapping[str, Tensor],
     others: AbstractSet[str],

@@ -1,13 +1,20 @@
 """Putting averages into a model and taking them out again, without copying them."""
 
 import copy
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from modkit._errors import NameMismatchError
+from modkit._errors import (
+    MSG_CONVERTED_INSIDE,
+    MSG_WRITTEN_IN_VAIN,
+    MSG_WRITTEN_INSIDE,
+    NameMismatchError,
+    add_note,
+)
 from modkit.averaging._members import Members
 
 
@@ -64,11 +71,39 @@ def write(tensor: Tensor, value: Tensor) -> None:
         tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
 
 
-class _Swapped(NamedTuple):
-    name: str
-    tensor: Tensor
-    raw: Tensor
-    version: int
+class _Swapped:
+    """One tensor whose data have been exchanged: what it held before, and what it holds meanwhile."""
+
+    __slots__ = ("inside", "name", "raw", "shared", "tensor", "version")
+
+    def __init__(
+        self, name: str, tensor: Tensor, raw: Tensor, inside: Tensor, shared: bool
+    ) -> None:
+        self.name, self.tensor, self.raw, self.inside, self.shared = (
+            name,
+            tensor,
+            raw,
+            inside,
+            shared,
+        )
+        self.version = _version(tensor)
+
+
+# For each tensor whose data are exchanged now, by identity: the exchanges, the first one at the
+# bottom. Those of several averages, and of several models that share tensors, know of one another
+# here, so that the raw data are never lost sight of.
+_stacks: dict[int, list[_Swapped]] = {}
+
+
+def raw_value(tensor: Tensor) -> Tensor | None:
+    """Return what a tensor holds when nothing is exchanged, or None if nothing is."""
+    stack = _stacks.get(id(tensor))
+    return stack[0].raw if stack else None
+
+
+def any_swapped(tensors: Iterable[Tensor]) -> bool:
+    """Tell whether the data of one of the tensors are exchanged at this moment."""
+    return bool(_stacks) and any(id(tensor) in _stacks for tensor in tensors)
 
 
 class Swap:
@@ -98,23 +133,74 @@ class Swap:
         if inside.dtype != raw.dtype or inside.device != raw.device:
             inside = inside.to(raw.device, raw.dtype)
         tensor.data = inside
-        self._swapped.append(_Swapped(name, tensor, raw, _version(tensor)))
+        swapped = _Swapped(name, tensor, raw, inside, shared=inside is value)
+        self._swapped.append(swapped)
+        _stacks.setdefault(id(tensor), []).append(swapped)
 
-    def undo(self) -> list[str]:
-        """Put the raw data back; return the names of the tensors that were written to meanwhile."""
-        written = []
+    def undo(self) -> str | None:
+        """Put the raw data back; return what is wrong if the tensors were changed meanwhile.
+
+        Exchanges need not be undone in order: what one of them took for raw may be what another had
+        put there, and it gets the other's raw data then.
+        """
+        problem = None
         for swapped in reversed(self._swapped):
-            if _version(swapped.tensor) != swapped.version:
-                written.append(swapped.name)
-            swapped.tensor.data = swapped.raw
+            tensor = swapped.tensor
+            stack = _stacks[id(tensor)]
+            position = stack.index(swapped)
+            if position == len(stack) - 1:
+                problem = _problem(swapped) or problem
+                tensor.data = swapped.raw
+            else:
+                stack[position + 1].raw = swapped.raw
+            del stack[position]
+            if not stack:
+                del _stacks[id(tensor)]
         self._swapped = []
-        return written[::-1]
+        return problem
 
-    def raw_values(self) -> dict[str, Tensor]:
-        """Return what the tensors hold when nothing is exchanged, by name."""
-        return {swapped.name: swapped.raw for swapped in self._swapped}
+
+def _problem(swapped: _Swapped) -> str | None:
+    tensor = swapped.tensor
+    if tensor.dtype != swapped.inside.dtype or tensor.data_ptr() != swapped.inside.data_ptr():
+        return MSG_CONVERTED_INSIDE.format(name=swapped.name)
+    if _version(tensor) == swapped.version:
+        return None
+    message = MSG_WRITTEN_INSIDE if swapped.shared else MSG_WRITTEN_IN_VAIN
+    return message.format(name=swapped.name)
 
 
 def _version(tensor: Tensor) -> int:
     """Return how often the tensor has been written to; those made for inference do not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def exchanged(pairs: Iterable[Pair]) -> Generator[None]:
+    """Exchange data for the length of a block.
+
+    Raises:
+        RuntimeError: At the end: the block has changed the tensors. If it has raised an error of its
+            own, that one gets a note.
+    """
+    swap = Swap(pairs)
+    try:
+        yield
+    except BaseException as error:
+        problem = swap.undo()
+        if problem is not None:
+            add_note(error, problem)
+        raise
+    problem = swap.undo()
+    if problem is not None:
+        raise RuntimeError(problem)
+
+
+def raw_values(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return what the tensors of a model hold whose data are exchanged now, when they are not."""
+    if not any_swapped(model.parameters()):
+        return {}
+    members = Members(model)
+    every = {**members.parameters, **members.buffers}
+    found = {name: raw_value(member.current()) for name, member in every.items()}
+    return {name: raw for name, raw in found.items() if raw is not None}

@@ -38,17 +38,20 @@ def average_checkpoints(
             ``.safetensors.index.json`` of a sharded checkpoint.
         weights: How much each file counts, in proportion to their sum; by default all the same.
         key: Where in files of torch the state dict is, as ``"model"`` or ``"state.model"``.
-        dtype: Of the averages; by default each has the dtype that it has in the first file.
+        dtype: Of the averages; by default each has the dtype that it has in the first file. A real dtype
+            is not for complex tensors, nor the other way round.
         device: Where to average.
 
     Returns:
         The averages by name, in the order of the first file. ``load_state_dict`` takes them.
 
     Raises:
+        TypeError: One path is given in place of a list.
         FileNotFoundError: A file is missing.
         NameMismatchError: A file does not have the names and shapes of the first one.
-        ValueError: A file cannot be read or holds something other than tensors, there is none, or the
-            weights are not one for each file, finite, and positive in sum.
+        ValueError: A file cannot be read or holds something other than tensors, there is none, a
+            tensor is of integers in one file and of floats in another, or the weights are not one for
+            each file, finite, and positive in sum.
 
     Example:
         >>> import tempfile, pathlib, torch
@@ -60,6 +63,8 @@ def average_checkpoints(
         ...     average_checkpoints(paths, weights=[3, 1], key="model")
         {'weight': tensor([1.2500])}
     """
+    if isinstance(paths, (str, os.PathLike)):
+        raise TypeError(f"average_checkpoints: paths must be a list of files, got {paths!r}")
     files = [Path(path) for path in paths]
     if not files:
         raise ValueError("average_checkpoints: there is no file to average")
@@ -74,8 +79,9 @@ def average_checkpoints(
     for path, share in zip(files, shares, strict=True):
         total += share
         # A mean that moves is exact for equal values, where a sum of parts is not.
-        _take_in(Checkpoint(path, key), averages, dtypes, share / total if total else 1.0, device)
-    return {name: _finished(value, dtype or dtypes[name]) for name, value in averages.items()}
+        part = share / total if total else 0.0
+        _take_in(Checkpoint(path, key), averages, dtypes, part, device)
+    return {name: _finished(averages[name], dtypes[name], dtype) for name in expected}
 
 
 def _checked_weights(weights: Sequence[float] | None, count: int) -> Sequence[float]:
@@ -97,15 +103,22 @@ def _take_in(
     part: float,
     device: str | torch.device,
 ) -> None:
-    for name in averages or checkpoint.shapes:
+    for name in checkpoint.shapes:
         tensor = checkpoint.tensor(name)
-        dtypes.setdefault(name, tensor.dtype)
-        wide = kept_dtype(tensor.dtype, "fp32")
-        if name not in averages or not is_averaged(tensor):
+        first = dtypes.setdefault(name, tensor.dtype)
+        if is_averaged(tensor) != (first.is_floating_point or first.is_complex):
+            raise ValueError(
+                f"{checkpoint.path}: {name} is {tensor.dtype}, and {first} in the first file"
+            )
+        if not is_averaged(tensor) or part == 1.0:
+            wide = kept_dtype(tensor.dtype, "fp32")
             averages[name] = tensor.to(device, wide, copy=True)
         elif part:
             averages[name].lerp_(tensor.to(device, averages[name].dtype), part)
 
 
-def _finished(average: Tensor, dtype: torch.dtype) -> Tensor:
-    return average.to(dtype) if is_averaged(average) else average
+def _finished(average: Tensor, first: torch.dtype, dtype: torch.dtype | None) -> Tensor:
+    if not is_averaged(average):
+        return average
+    chosen = dtype is not None and dtype.is_complex == average.is_complex()
+    return average.to(dtype if chosen else first)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, TypeVar
 
-from modkit._errors import MSG_WRITTEN_INSIDE
 from modkit._upstream import RemovableHandle
 from modkit.averaging import _ema_state
 from modkit.averaging._average import Average
@@ -24,7 +23,15 @@ from modkit.averaging._options import (
 )
 from modkit.averaging._precision import PRECISIONS, Precision
 from modkit.averaging._selection import Buffers, NameFilter, Names, PolicyOf, Selection
-from modkit.averaging._swap import Pair, Swap, copy_of, pairs_for, write
+from modkit.averaging._swap import (
+    Pair,
+    any_swapped,
+    copy_of,
+    exchanged,
+    pairs_for,
+    raw_values,
+    write,
+)
 
 
 __all__ = ["EMA"]
@@ -118,7 +125,6 @@ class EMA(Generic[ModelT]):
         self._bound: dict[str, Tensor] = {}
         self._averaged_buffers: list[Member] = []
         self._copied: list[Member] = []
-        self._swaps: list[Swap] = []
         self._stored: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         names = Members(model).parameters
@@ -143,7 +149,7 @@ class EMA(Generic[ModelT]):
             RuntimeError: The averages are in the model (:meth:`applied`), or a parameter is still
                 uninitialized, or, with ``on_nonfinite="raise"``, not finite.
         """
-        if self._swaps:
+        if self._is_swapped():
             raise RuntimeError("EMA: update() inside applied() would average the averages")
         # In this order: leaving inference mode turns gradients on.
         with torch.inference_mode(False), torch.no_grad():
@@ -237,7 +243,7 @@ class EMA(Generic[ModelT]):
             self.update()
 
         def refuse(*_: object) -> None:
-            if self._swaps:
+            if self._is_swapped():
                 raise RuntimeError("EMA: a step inside applied() would train the average")
 
         self._handles.append(optimizer.register_step_pre_hook(refuse))
@@ -282,18 +288,11 @@ class EMA(Generic[ModelT]):
             RuntimeError: At the end: the block has written to the weights, so that the average, which
                 was in their place, has changed with them. The raw weights are back.
         """
-        if self._start is None:
+        with exchanged(self._pairs(model, index)):
             yield
-            return
-        swap = Swap(self._pairs(model, index))
-        self._swaps.append(swap)
-        try:
-            yield
-        finally:
-            self._swaps.remove(swap)
-            written = swap.undo()
-        if written:
-            raise RuntimeError(MSG_WRITTEN_INSIDE.format(name=written[0]))
+
+    def _is_swapped(self) -> bool:
+        return any_swapped(self.model.parameters())
 
     def _pairs(self, model: torch.nn.Module | None, index: int) -> list[Pair]:
         members = self._members
@@ -310,8 +309,6 @@ class EMA(Generic[ModelT]):
         Raises:
             NameMismatchError: The averages do not fit ``model``. Nothing has been changed.
         """
-        if self._start is None:
-            return
         pairs = self._pairs(model, index)
         if (model is None or model is self.model) and not self._stored:
             self._stored = {name: tensor.detach().clone() for name, tensor, _ in pairs}
@@ -364,8 +361,9 @@ class EMA(Generic[ModelT]):
             "averages": [average.state_dict() for average in self._averages],
             "buffers": dict(self._copies),
         }
-        if self._swaps:
-            state["raw"] = self._swaps[0].raw_values()
+        raw = raw_values(self.model)
+        if raw:
+            state["raw"] = raw
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -386,7 +384,7 @@ class EMA(Generic[ModelT]):
             NameMismatchError: Its tensors do not fit the model. Nothing has been changed.
             RuntimeError: The averages are in the model (:meth:`applied`).
         """
-        if self._swaps:
+        if self._is_swapped():
             raise RuntimeError("EMA: load_state_dict() inside applied()")
         if not state_dict:
             warnings.warn("EMA: the state is empty, so averaging starts anew", stacklevel=2)
@@ -414,16 +412,7 @@ class EMA(Generic[ModelT]):
         members = Members(self.model)
         raw = [(name, members.tensor(name), value) for name, value in loaded.raw.items()]
         if loaded.start is not None:
-            bound: dict[str, Tensor] = dict(loaded.averages[0]["tensors"])
-            wanted = set(loaded.buffers)
-            if not members.has_lazy():
-                bound, copied = self._selection.split(members)
-                wanted = {member.name for member in copied}
-            others = members.names() - bound.keys()
-            found = [
-                _ema_state.tensors_for(average, bound, others, foreign=loaded.foreign)
-                for average in loaded.averages
-            ]
+            bound, wanted, found = _ema_state.matched(loaded, members, self._selection)
             for average, state, tensors in zip(self._averages, loaded.averages, found, strict=True):
                 average.start(bound)
                 average.load_state_dict({**state, "tensors": tensors})
@@ -447,4 +436,14 @@ class EMA(Generic[ModelT]):
         """Return what is pickled and copied: all but the optimizers that are attached."""
         state = dict(vars(self))
         state.update(_handles=[], _members=None, _bound={}, _copied=[], _averaged_buffers=[])
+        state["_raw"] = raw_values(self.model)
         return state
+
+    @torch.no_grad()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, with the raw weights in its model if it was made inside ``applied``."""
+        raw: dict[str, Tensor] = state.pop("_raw")
+        self.__dict__.update(state)
+        members = Members(self.model)
+        for name, value in raw.items():
+            write(members.tensor(name), value)

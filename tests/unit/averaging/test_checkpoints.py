@@ -148,6 +148,40 @@ def test_weights_that_make_no_sense_are_refused(tmp_path, weights) -> None:
         average_checkpoints(written(tmp_path, states(2)), weights)
 
 
+def test_a_file_of_weight_zero_does_not_count(tmp_path) -> None:
+    """What is not finite there does not reach the average."""
+    saved = states(2)
+    saved[0]["weight"].fill_(float("nan"))
+    found = average_checkpoints(written(tmp_path, saved), [0, 1])
+
+    assert torch.equal(found["weight"], saved[1]["weight"])
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_kinds_that_differ_are_refused(tmp_path, swapped: bool) -> None:
+    """A tensor of integers in one file and of floats in another has no average."""
+    saved = [{"x": torch.ones(2)}, {"x": torch.ones(2, dtype=torch.int64)}]
+    paths = written(tmp_path, saved[::-1] if swapped else saved)
+
+    with pytest.raises(ValueError, match=r"1\.pt: x is torch\.(int64|float32), and torch\."):
+        average_checkpoints(paths)
+
+
+def test_complex_tensors_stay_complex(tmp_path) -> None:
+    """A real dtype is chosen for real tensors only."""
+    saved = [{"z": torch.tensor([1 + 2j]), "x": torch.ones(1)}] * 2
+    found = average_checkpoints(written(tmp_path, saved), dtype=torch.float16)
+
+    assert torch.equal(found["z"], torch.tensor([1 + 2j]))
+    assert found["x"].dtype == torch.float16
+
+
+def test_one_path_is_no_list() -> None:
+    """A string would be taken apart into its characters."""
+    with pytest.raises(TypeError, match=r"paths must be a list of files, got 'a\.pt'"):
+        average_checkpoints("a.pt")
+
+
 def test_no_files_are_refused() -> None:
     """An empty list has no average."""
     with pytest.raises(ValueError, match="no file to average"):

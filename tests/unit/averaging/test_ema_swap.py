@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -229,3 +230,125 @@ def test_several_averages_by_index() -> None:
 
     assert seen == [0.5, 0.75]
     assert ema.averaged_model(index=1).weight.item() == 0.75
+
+
+# --- several averages in one model at the same time ---------------------------------------------
+
+
+def two_averages() -> tuple[nn.Module, "modkit.EMA[nn.Module]", "modkit.EMA[nn.Module]"]:
+    """Return a model that holds 8, an average of it that is 4, and one that is 2."""
+    model = model_of([8.0])
+    first, second = half(model), modkit.EMA(model, decay=0.0)
+    set_to(model, [2.0])
+    second.update()
+    set_to(model, [8.0])
+    return model, first, second
+
+
+def test_states_inside_nested_blocks_hold_the_raw_weights() -> None:
+    """Each of two averages tells the weights of the training, not the average around it."""
+    _, first, second = two_averages()
+    with first.applied(), second.applied():
+        states = [first.state_dict(), second.state_dict()]
+
+    assert [state["raw"]["weight"].item() for state in states] == [8.0, 8.0]
+
+
+def test_another_model_is_not_saved_as_the_raw_one() -> None:
+    """With the average in another model the state has no raw weights: those of this one are in place."""
+    model, other = model_of([8.0]), model_of([-99.0])
+    ema = half(model)
+    with ema.applied(other):
+        state = ema.state_dict()
+        ema.update()
+
+    assert "raw" not in state
+    assert ema.step == 3
+
+
+def test_no_average_of_an_average() -> None:
+    """An average is not updated while another one is in the model."""
+    _, first, second = two_averages()
+    with first.applied(), pytest.raises(RuntimeError, match=r"update\(\) inside applied\(\)"):
+        second.update()
+
+    assert second.step == 1
+
+
+def test_blocks_may_end_in_any_order() -> None:
+    """The raw weights come back when the last of two overlapping blocks ends."""
+    model, first, second = two_averages()
+    outer, inner = first.applied(), second.applied()
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    between = model.weight.item()
+    inner.__exit__(None, None, None)
+
+    assert (between, model.weight.item()) == (2.0, 8.0)
+    assert (averaged(first).item(), averaged(second).item()) == (4.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda ema: pickle.loads(pickle.dumps(ema))],
+    ids=["deepcopy", "pickle"],
+)
+def test_a_copy_made_inside_has_the_raw_weights(copied) -> None:
+    """The copy goes on as if it had been made outside of the block."""
+    model = model_of([8.0])
+    ema = half(model)
+    with ema.applied():
+        other = copied(ema)
+    other.update()
+
+    assert other.model.weight.item() == 8.0
+    assert (averaged(other).item(), averaged(ema).item()) == (6.0, 4.0)
+
+
+def test_an_error_inside_says_that_the_average_has_changed() -> None:
+    """The error of the block comes out, with a note."""
+    model = model_of([8.0])
+    ema = half(model)
+
+    def fail() -> None:
+        with ema.applied():
+            set_to(model, [1.0])
+            raise KeyError("inside")
+
+    with pytest.raises(KeyError, match="inside") as caught:
+        fail()
+
+    assert "was written to inside applied()" in caught.value.__notes__[0]
+    assert model.weight.item() == 8.0
+
+
+def test_writing_to_a_cast_copy_is_in_vain() -> None:
+    """Where the average is kept in more bits it does not change, and the message says so."""
+    model = model_of([8.0], torch.bfloat16)
+    ema = half(model)
+
+    def write() -> None:
+        with ema.applied():
+            set_to(model, [1.0])
+
+    with pytest.raises(RuntimeError, match="the change is lost"):
+        write()
+
+    assert (model.weight.item(), averaged(ema).item()) == (8.0, 4.0)
+
+
+def test_a_cast_inside_is_noticed() -> None:
+    """A model that is converted inside is as before afterwards, which the error says."""
+    model = model_of([8.0])
+    ema = half(model)
+
+    def convert() -> None:
+        with ema.applied():
+            model.double()
+
+    with pytest.raises(RuntimeError, match="was cast, moved or replaced inside"):
+        convert()
+
+    assert model.weight.dtype == torch.float32
+    assert averaged(ema).item() == 4.0
