@@ -1,0 +1,1 @@
+"""Measurements of modkit beside torch and other libraries."""
