@@ -32,6 +32,7 @@ _DEMANDS: dict[str, Demand] = {
     "step_bias": _NOT_NEGATIVE,
     "gamma": _NOT_NEGATIVE,
     "offset": (lambda value: value >= 1, "1 or more"),
+    "window": (lambda value: value >= 1 and value == int(value), "a whole number, 1 or more"),
     "sigma_rel": (lambda value: 0 < value < WIDEST_SIGMA_REL, "above 0 and below 0.2886"),
 }
 
@@ -112,7 +113,9 @@ def _checked(owner: str, name: str, value: object) -> float | int:
     """Return the value as a plain Python number; raise where it is none, or not one that is allowed."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{owner}: {name} must be a number, got {value!r}")
-    number = int(value) if isinstance(value, numbers.Integral) and name == "steps" else float(value)
+    number: int | float = float(value)
+    if isinstance(value, numbers.Integral) and name in {"steps", "window"}:
+        number = int(value)
     allows, wanted = _DEMANDS[name]
     if not (math.isfinite(number) and allows(number)):
         raise ValueError(f"{owner}: {name} must be {wanted}, got {value!r}")

@@ -11,7 +11,6 @@ from typing_extensions import Self, TypeVar
 
 from modkit._upstream import RemovableHandle
 from modkit.averaging import _ema_state
-from modkit.averaging._average import Average
 from modkit.averaging._members import Member, Members, check_match
 from modkit.averaging._nonfinite import OnNonfinite, all_finite, first_nonfinite
 from modkit.averaging._options import (
@@ -32,6 +31,7 @@ from modkit.averaging._swap import (
     raw_values,
     write,
 )
+from modkit.averaging._window import average_for
 
 
 __all__ = ["EMA"]
@@ -116,7 +116,8 @@ class EMA(Generic[ModelT]):
         self.n_averaged = 0
         self._start: int | None = None
         self._device = None if device is None else torch.device(device)
-        self._averages = [Average(precision, self._device, seed) for _ in self.schedules]
+        options = precision, self._device, seed, on_nonfinite
+        self._averages = [average_for(one, *options) for one in self.schedules]
         self._copies: dict[str, Tensor] = {}
         self._selection = Selection(
             NameFilter(include, default=True), NameFilter(exclude, default=False), PolicyOf(buffers)

@@ -46,6 +46,7 @@ __all__ = [
     "LinearRamp",
     "Power",
     "Schedule",
+    "Window",
     "as_schedule",
     "from_config",
     "gamma_of",
@@ -263,6 +264,30 @@ class Equal(Schedule):
 
 
 @dataclass(frozen=True)
+class Window(Schedule):
+    """The plain mean of the latest models that ``EMA`` has seen: LAWA, https://arxiv.org/abs/2209.14981.
+
+    Args:
+        window: How many models, 1 or more; a copy of the weights is kept of each. The decay that
+            this schedule tells is what the others weigh beside the latest of them.
+
+    Example:
+        >>> [Window(3).over(n, 1) for n in (0, 1, 100)]
+        [0.0, 0.5, 0.6666666666666667]
+    """
+
+    window: int
+
+    @override
+    def decay_at(self, n: int) -> float:
+        return self.decay_over(n, 1)
+
+    @override
+    def decay_over(self, n: int, k: int) -> float:
+        return 1 - 1 / min(n // k + 1, self.window)
+
+
+@dataclass(frozen=True)
 class Power(Schedule):
     """An average that always spans the same part of the run, from Karras et al. 2024 (EDM2).
 
@@ -350,6 +375,7 @@ _NAMED: dict[str, type[Schedule]] = {
         InverseGamma,
         LinearRamp,
         Power,
+        Window,
     )
 }
 

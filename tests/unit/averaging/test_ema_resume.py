@@ -24,6 +24,7 @@ SCHEDULES: list[Any] = [
     schedules.InverseGamma(power=0.75),
     schedules.LinearRamp(0.95, steps=6),
     schedules.Power(sigma_rel=0.1),
+    schedules.Window(3),
     [schedules.Constant(0.9), schedules.Equal()],
 ]
 LENGTH = 9

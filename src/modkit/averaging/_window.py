@@ -1,0 +1,103 @@
+"""The mean of the latest models, which needs a copy of each of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from modkit.averaging._average import Average
+from modkit.averaging._nonfinite import OnNonfinite
+from modkit.averaging._precision import Precision
+from modkit.averaging._schedule import Schedule
+from modkit.averaging.schedules import Window
+
+
+def average_for(
+    schedule: Schedule,
+    precision: Precision,
+    device: torch.device | None,
+    seed: int,
+    on_nonfinite: OnNonfinite,
+) -> Average:
+    """Return what keeps the average of a schedule."""
+    if isinstance(schedule, Window):
+        if on_nonfinite == "skip":
+            # Which copies to count would have to be known, and that means to wait for the device.
+            raise ValueError(f"EMA: on_nonfinite='skip' is not for {schedule}; 'raise' is")
+        return WindowAverage(schedule.window, precision, device, seed)
+    return Average(precision, device, seed)
+
+
+class WindowAverage(Average):
+    """The mean of the last few copies of the tensors, which stand in a ring.
+
+    It is computed from the copies each time. A sum that is kept, from which the oldest copy is taken
+    off, would drift away from it.
+    """
+
+    def __init__(
+        self, window: int, precision: Precision, device: torch.device | None, seed: int
+    ) -> None:
+        super().__init__(precision, device, seed)
+        self._window = window
+        self._ring: list[dict[str, Tensor]] = []
+        self._seen = 0
+        self._currents: Mapping[str, Tensor] = {}
+
+    @override
+    def reset(self) -> None:
+        """Forget everything, so that the next step is the first one."""
+        super().reset()
+        self._ring, self._seen, self._currents = [], 0, {}
+
+    @override
+    def start(self, members: Mapping[str, Tensor]) -> None:
+        """Make room for the mean; room for the copies comes with each of them."""
+        super().start(members)
+        self.rests, self._ring, self._seen = {}, [], 0
+
+    @override
+    def bind(self, members: Mapping[str, Tensor]) -> None:
+        """Say which tensors are averaged from now on; the copies go where the mean is."""
+        super().bind(members)
+        self._currents = members
+        for copies in self._ring:
+            for name, average in self.tensors.items():
+                copies[name] = copies[name].to(average.device)
+
+    @override
+    def step(self, weight: float, finite: Tensor | None = None) -> None:
+        """Copy the present values in the place of the oldest ones; the weight is always the same."""
+        slot = self._seen % self._window
+        if slot == len(self._ring):
+            self._ring.append({name: torch.empty_like(mean) for name, mean in self.tensors.items()})
+        for name, current in self._currents.items():
+            self._ring[slot][name].copy_(current)
+        self._seen += 1
+        for name, mean in self.tensors.items():
+            wide = torch.float32 if mean.dtype.itemsize < _SINGLE else mean.dtype
+            copies = torch.stack([copies[name] for copies in self._ring])
+            mean.copy_(copies.mean(0, dtype=wide))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the mean, the copies and how many there have been."""
+        ring = [dict(copies) for copies in self._ring]
+        return {**super().state_dict(), "ring": ring, "seen": self._seen}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a mean; one without copies, of another kind of average, counts as one copy."""
+        super().load_state_dict(state)
+        ring: list[Mapping[str, Tensor]] = state.get("ring", [self.tensors])
+        self._ring = [
+            {name: mean.clone().copy_(copies[name]) for name, mean in self.tensors.items()}
+            for copies in ring
+        ]
+        self._seen = state.get("seen", 1)
+
+
+# Bytes of a float32: sums of less are rounded too much.
+_SINGLE = 4
