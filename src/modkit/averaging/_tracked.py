@@ -111,15 +111,19 @@ class Tracked:
             # This is the one time that a step waits for the device.
             return False
         self.begun = True
-        self.step([1.0] * len(self._averages), may_skip=False)
+        self.step([1.0] * len(self._averages), 0)
         return True
 
-    def step(self, weights: Sequence[float], *, may_skip: bool = True) -> None:
-        """Move each average by its weight of the way to the present values, which are bound."""
-        may_skip = may_skip and self._on_nonfinite == "skip"
+    def step(self, weights: Sequence[float], n: int) -> None:
+        """Move each average by its weight of the way to the present values, which are bound.
+
+        Args:
+            weights: One for each average.
+            n: The number of the step; 0 is the copy.
+        """
         buffers = [(member.name, member.current().detach()) for member in self._copied]
         if self._worker is None or self._staging is None:
-            self._step(weights, self._bound, buffers, may_skip=may_skip)
+            self._step(weights, n, self._bound, buffers)
             return
         self._worker.flush()
         staged = self._staging.copies
@@ -129,24 +133,23 @@ class Tracked:
         def task() -> None:
             for event in events:
                 event.synchronize()
-            self._step(weights, staged, host, may_skip=may_skip)
+            self._step(weights, n, staged, host)
 
         self._worker.submit(task)
 
     def _step(
         self,
         weights: Sequence[float],
+        n: int,
         bound: Mapping[str, Tensor],
         buffers: Sequence[tuple[str, Tensor]],
-        *,
-        may_skip: bool,
     ) -> None:
         finite = None
-        if may_skip:
+        if n and self._on_nonfinite == "skip":
             tensors = list(bound.values())
             finite = all_finite(tensors, tensors[0].device)
         for average, weight in zip(self._averages, weights, strict=True):
-            average.step(weight, finite)
+            average.step(weight, finite, n)
         for name, buffer in buffers:
             self._copy_buffer(name, buffer)
 

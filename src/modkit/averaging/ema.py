@@ -11,6 +11,7 @@ from typing_extensions import Self, TypeVar
 
 from modkit._upstream import RemovableHandle
 from modkit.averaging import _ema_state
+from modkit.averaging._kinds import average_for
 from modkit.averaging._members import Members
 from modkit.averaging._nonfinite import OnNonfinite
 from modkit.averaging._options import (
@@ -24,7 +25,6 @@ from modkit.averaging._precision import PRECISIONS, Precision
 from modkit.averaging._selection import Buffers, NameFilter, Names, PolicyOf, Selection
 from modkit.averaging._swap import any_swapped, copy_of, exchanged, raw_values, write
 from modkit.averaging._tracked import Tracked
-from modkit.averaging._window import average_for
 
 
 __all__ = ["EMA"]
@@ -170,7 +170,7 @@ class EMA(Generic[ModelT]):
             self._start = step
         else:
             n = step - start
-            self._tracked.step([1.0 - s.over(n, self.update_every) for s in self.schedules])
+            self._tracked.step([1.0 - s.over(n, self.update_every) for s in self.schedules], n)
         self.n_averaged += 1
 
     def flush(self) -> None:

@@ -26,6 +26,7 @@ EMA_OPTIONS: list[dict[str, Any]] = [
     *({"buffers": buffers} for buffers in ("copy", "average", "ignore")),
     *({"schedule": schedule} for schedule in (schedules.Equal(), schedules.InverseGamma())),
     {"schedule": schedules.Window(2)},
+    {"schedule": schedules.BEMA()},
     {"decay": [0.9, 0.99, 0.999]},
     {"update_every": 2},
     {"on_nonfinite": "skip"},
@@ -118,9 +119,9 @@ def test_averages_in_host_memory_see_the_weights_of_the_update(
     """However late the thread is, weights that change at once after an update do not race with it."""
     step, dice = Average.step, random.Random(0)
 
-    def late(average: Average, weight: float, finite: Tensor | None = None) -> None:
+    def late(average: Average, weight: float, finite: Tensor | None = None, n: int = 0) -> None:
         time.sleep(dice.random() * 2e-3)
-        step(average, weight, finite)
+        step(average, weight, finite, n)
 
     net = nn.Linear(512, 512).to(device, dtype)
     expected = modkit.EMA(copy.deepcopy(net), decay=0.9, device="cpu")

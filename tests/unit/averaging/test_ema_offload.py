@@ -39,9 +39,9 @@ def _sleepy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each step in the thread take another time."""
     step, dice = Average.step, random.Random(0)
 
-    def slow(self: Average, weight: float, finite: Tensor | None = None) -> None:
+    def slow(self: Average, weight: float, finite: Tensor | None = None, n: int = 0) -> None:
         time.sleep(dice.random() * 2e-3)
-        step(self, weight, finite)
+        step(self, weight, finite, n)
 
     monkeypatch.setattr(Average, "step", slow)
 
@@ -53,9 +53,9 @@ class Gate:
         self.open = threading.Event()
         step = Average.step
 
-        def gated(average: Average, weight: float, finite: Tensor | None = None) -> None:
+        def gated(average: Average, weight: float, *rest: Any) -> None:
             assert self.open.wait(60)
-            step(average, weight, finite)
+            step(average, weight, *rest)
 
         monkeypatch.setattr(Average, "step", gated)
 
@@ -86,6 +86,7 @@ OPTIONS: list[dict[str, Any]] = [
     *({"buffers": buffers, "decay": 0.9} for buffers in ("average", "ignore")),
     {"decay": [0.5, 0.9, 0.99]},
     {"schedule": schedules.Window(3)},
+    {"schedule": schedules.BEMA()},
     {"schedule": schedules.Equal(), "update_after_step": 3, "update_every": 2},
     {"decay": 0.9, "on_nonfinite": "skip"},
     {"decay": 0.9, "on_nonfinite": "raise"},
