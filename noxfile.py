@@ -111,7 +111,7 @@ def ecosystem(session: nox.Session) -> None:
     """Run the tests with transformers, timm, diffusers and others, in an environment of their own."""
     install(session, "test", "ecosystem")
     averages = ("averaging_peers", "averaging_peer_table")
-    names = ("adopt_transformers", "adopt_vision", *averages, "ecosystem")
+    names = ("adopt_transformers", "adopt_vision", *averages, "ecosystem", "lightning")
     files = [f"tests/integration/test_{name}.py" for name in names]
     session.run("pytest", *files, *session.posargs, env=TEST_ENVIRONMENT)
 

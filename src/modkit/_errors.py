@@ -187,6 +187,19 @@ MSG_NOT_INITIALIZED: Final = (
 )
 
 
+MSG_NO_LIGHTNING: Final = (
+    "modkit.integrations.lightning needs Lightning 2.6 or later: pip install 'modkit[lightning]'"
+)
+
+MSG_NO_AVERAGES: Final = (
+    "EMACallback: the checkpoint holds no averages, so averaging starts anew from its weights"
+)
+
+MSG_STEPS_UNKNOWN: Final = (
+    "EMACallback: {kind} is no torch.optim.Optimizer, and does not tell of its steps"
+)
+
+
 def add_note(error: BaseException, note: str) -> None:
     """Add a line below the error's text, where the version of Python can show one."""
     if sys.version_info >= (3, 11):
