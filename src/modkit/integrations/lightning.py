@@ -63,10 +63,12 @@ class EMACallback(Callback):
     Raises:
         TypeError, ValueError: An option makes no sense.
 
-    Example:
-        >>> from modkit.integrations.lightning import EMACallback  # doctest: +SKIP
-        >>> trainer = Trainer(callbacks=[EMACallback(decay=0.999)])  # doctest: +SKIP
-        >>> trainer.fit(model, train_loader, val_loader)  # doctest: +SKIP
+    Example::
+
+        from modkit.integrations.lightning import EMACallback
+
+        trainer = Trainer(callbacks=[EMACallback(decay=0.999)])
+        trainer.fit(model, train_loader, val_loader)
     """
 
     def __init__(
