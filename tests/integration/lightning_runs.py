@@ -68,6 +68,18 @@ class Net(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
+class Watch(pl.Callback):
+    """Notes the raw first weight and its average after each training batch."""
+
+    def __init__(self, ema: EMACallback) -> None:
+        self.ema, self.raw, self.averages = ema, [], []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.raw.append(pl_module.net[0].weight.detach().clone())
+        averages = dict(self.ema.ema.named_averages(self.ema.index))
+        self.averages.append(averages["net.0.weight"].clone())
+
+
 class Saver(pl.Callback):
     """Writes a checkpoint in each of several places of a run.
 
@@ -116,11 +128,11 @@ def trainer_for(folder, *callbacks, **options) -> pl.Trainer:
     return pl.Trainer(callbacks=list(callbacks), **{**quiet, **options})
 
 
-def fit(folder, *callbacks, model=None, resume=None, ema=None, **options):
-    """Train; return the network, the callback and the trainer."""
+def fit(folder, *callbacks, after=(), model=None, resume=None, ema=None, **options):
+    """Train, with callbacks before and after the one of the averages; return what took part."""
     net = Net() if model is None else model
     ema = EMACallback(decay=0.9) if ema is None else ema
-    trainer = trainer_for(folder, *callbacks, ema, **options)
+    trainer = trainer_for(folder, *callbacks, ema, *after, **options)
     trainer.fit(net, Batches(), Batches(2, first_seed=1000), ckpt_path=resume)
     return net, ema, trainer
 
