@@ -68,6 +68,45 @@ class Net(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
+class Adversaries(Net):
+    """Two networks with an optimizer each, which step in turns of the user's choice."""
+
+    def __init__(self, discriminator_steps: int = 1) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Linear(2, 1)
+        self.discriminator_steps = discriminator_steps
+
+    def training_step(self, batch, batch_idx):
+        for _ in range(self.discriminator_steps):
+            self.step_of(1, -self.critic(self.net(batch).detach()).mean())
+        if batch_idx % 2 == 0:
+            self.step_of(0, self.critic(self.net(batch)).mean())
+
+    def step_of(self, index, loss):
+        optimizer = self.optimizers()[index]
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(one.parameters(), lr=0.1) for one in (self.net, self.critic)]
+
+
+class Failing(Net):
+    """Fails once in a validation of the second epoch."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error = error
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        if self.error is not None and self.current_epoch == 1:
+            error, self.error = self.error, None
+            raise error("in the validation")
+
+
 class Watch(pl.Callback):
     """Notes the raw first weight and its average after each training batch."""
 
