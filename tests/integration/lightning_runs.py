@@ -5,6 +5,8 @@ Import it only where Lightning is known to be there.
 
 # ruff: noqa: D102 - hooks of Lightning, which documents them
 
+import os
+
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,8 @@ class Batches:
         self.position %= self.count
         for position in range(self.position, self.count):
             self.position = position + 1
-            seed = self.first_seed + position
+            # Each process has data of its own.
+            seed = self.first_seed + position + 100 * int(os.environ.get("LOCAL_RANK", "0"))
             yield torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
 
     def state_dict(self) -> dict[str, int]:
@@ -150,6 +153,22 @@ class Saver(pl.Callback):
 
 
 PLACES = ["first-step", "mid-epoch", "evaluating", "epoch-end"]
+
+
+class Report(pl.Callback):
+    """Leaves the numbers of each process in a folder when a fit ends."""
+
+    def __init__(self, folder, ema: EMACallback) -> None:
+        self.folder, self.ema = folder, ema
+
+    def on_train_end(self, trainer, pl_module) -> None:
+        found = {
+            "numbers": numbers_of(pl_module, self.ema),
+            "seen": pl_module.seen["validate"][-1],
+            "average": dict(self.ema.ema.named_averages())["net.0.weight"],
+            "step": self.ema.ema.step,
+        }
+        torch.save(found, self.folder / f"{trainer.global_rank}.pt")
 
 
 def trainer_for(folder, *callbacks, **options) -> pl.Trainer:
