@@ -10,8 +10,7 @@ EMACallback = pytest.importorskip("modkit.integrations.lightning").EMACallback
 
 pytestmark = [
     pytest.mark.distributed,
-    # Lightning's own: of torch's trees, and advice about loaders and checkpoints.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    # Advice about loaders and checkpoints.
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
 ]
 

@@ -14,11 +14,10 @@ plugins = pytest.importorskip("lightning.pytorch.plugins")
 runs = pytest.importorskip("tests.integration.lightning_runs")
 EMACallback = pytest.importorskip("modkit.integrations.lightning").EMACallback
 
-pytestmark = [
-    # Lightning's own: of torch's trees, and advice about loaders and checkpoints.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-]
+# Advice about loaders and checkpoints.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
+)
 
 
 def average_of(callback, name: str = "net.0.weight") -> torch.Tensor:
