@@ -1,6 +1,7 @@
 """modkit: a thin, typed facade over PyTorch."""
 
 from modkit import schedules as schedules
+from modkit.averaging.callback import EMACallback as EMACallback
 from modkit.averaging.checkpoints import average_checkpoints as average_checkpoints
 from modkit.averaging.ema import EMA as EMA
 from modkit.averaging.posthoc import PostHocEMA as PostHocEMA
@@ -11,6 +12,7 @@ from modkit.nn._fast_attributes import fast_attributes as fast_attributes
 
 __all__ = [
     "EMA",
+    "EMACallback",
     "PostHocEMA",
     "adopt",
     "average_checkpoints",

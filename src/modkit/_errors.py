@@ -187,6 +187,29 @@ MSG_NOT_INITIALIZED: Final = (
 )
 
 
+MSG_NO_LIGHTNING: Final = (
+    "modkit.integrations.lightning needs Lightning 2.6 or later: pip install 'modkit[lightning]'"
+)
+
+MSG_NO_AVERAGES: Final = (
+    "EMACallback: the checkpoint holds no averages, so averaging starts anew from its weights"
+)
+
+MSG_WEIGHTS_ONLY_RAW: Final = (
+    "EMACallback: a model that is split up among processes is saved with its raw weights where "
+    "save_weights_only=True, since Lightning asks no callback there"
+)
+
+MSG_FSDP1: Final = (
+    "EMACallback: FullyShardedDataParallel merges parameters into others that have no names of the "
+    "model's; take ModelParallelStrategy with torch's fully_shard"
+)
+
+MSG_STEPS_UNKNOWN: Final = (
+    "EMACallback: {kind} is no torch.optim.Optimizer, and does not tell of its steps"
+)
+
+
 def add_note(error: BaseException, note: str) -> None:
     """Add a line below the error's text, where the version of Python can show one."""
     if sys.version_info >= (3, 11):

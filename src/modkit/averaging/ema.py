@@ -24,6 +24,7 @@ from modkit.averaging._options import (
 from modkit.averaging._plots import profile_figure
 from modkit.averaging._precision import PRECISIONS, Precision
 from modkit.averaging._selection import Buffers, NameFilter, Names, PolicyOf, Selection
+from modkit.averaging._sharded import resharded
 from modkit.averaging._swap import any_swapped, copy_of, exchanged, raw_values, write
 from modkit.averaging._tracked import Tracked
 
@@ -242,7 +243,8 @@ class EMA(Generic[ModelT]):
             RuntimeError: At the end: the block has written to the weights, so that the average, which
                 was in their place, has changed with them. The raw weights are back.
         """
-        with exchanged(self._tracked.pairs(model, index)):
+        target = self.model if model is None else model
+        with resharded(target), exchanged(self._tracked.pairs(model, index)):
             yield
 
     def _is_swapped(self) -> bool:
