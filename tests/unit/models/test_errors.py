@@ -59,13 +59,6 @@ def test_too_few_channels(channels):
         network(num_channels=channels)
 
 
-@pytest.mark.parametrize("planes", [0, -1])
-def test_no_planes_of_the_action(planes):
-    """An action of no planes, which LightZero finds out in the call or not at all, is refused."""
-    with pytest.raises(ValueError, match=f"DynamicsNetwork: action_encoding_dim={planes} is less"):
-        network(action_encoding_dim=planes)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
