@@ -32,6 +32,11 @@ from modkit.models import EfficientZeroModel
 
 
 SQUARES = 9
+# The eight ways to turn and mirror the board; each tells which old square comes to a place.
+_ROWS = torch.arange(SQUARES).view(3, 3)
+SYMMETRIES = [
+    torch.rot90(rows, turns).flatten().tolist() for rows in (_ROWS, _ROWS.T) for turns in range(4)
+]
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 UNROLL = 3  # how many steps of the dynamics are trained from each position
 # Values and value prefixes are distributions over these three results.
@@ -43,6 +48,8 @@ GAME: dict[str, Any] = {
     "value_support_size": len(RESULTS),
 }
 SMALL: dict[str, Any] = {
+    # Statistics of batches do not fit what a search sees, unless they are gathered for long.
+    "norm_type": "LN",
     "num_channels": 16,
     "reward_head_channels": 4,
     "value_head_channels": 4,
@@ -247,7 +254,7 @@ def self_play(model: Any, count: int, simulations: int) -> list[Game]:
 
 
 def targets(game: Game, start: int) -> dict[str, Any]:
-    """Return what the model is to predict from one position on."""
+    """Return what the model is to predict from one position on, with the board as it was."""
     length = len(game.moves)
     rows: dict[str, list[Any]] = {
         "planes": [],
@@ -270,10 +277,19 @@ def targets(game: Game, start: int) -> dict[str, Any]:
     return rows
 
 
+def turned(rows: dict[str, Any]) -> dict[str, Any]:
+    """Turn or mirror the board, which changes neither the values nor who wins."""
+    places = random.choice(SYMMETRIES)
+    planes = [[[plane[i] for i in places] for plane in planes] for planes in rows["planes"]]
+    policies = [[policy[i] for i in places] for policy in rows["policy"]]
+    moves = [places.index(move) for move in rows["moves"]]
+    return {**rows, "planes": planes, "policy": policies, "moves": moves}
+
+
 def make_batch(games: deque[Game], size: int) -> dict[str, torch.Tensor]:
     """Draw positions from the games; results become the index of their class."""
     chosen = random.choices(games, k=size)
-    rows = [targets(game, random.randrange(len(game.moves))) for game in chosen]
+    rows = [turned(targets(game, random.randrange(len(game.moves)))) for game in chosen]
     batch = {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
     batch["planes"] = batch["planes"].view(size, UNROLL + 1, 3, 3, 3)
     batch["value"], batch["prefix"] = batch["value"] + 1, batch["prefix"] + 1
@@ -322,7 +338,7 @@ def train(
     model: EfficientZeroModel, ema: Average, options: argparse.Namespace, console: Console
 ) -> None:
     """Play and learn in turns."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.rounds)
     games: deque[Game] = deque(maxlen=1000)
     for _ in track(range(options.rounds), "training", console=console, transient=True):
@@ -481,7 +497,7 @@ def main() -> None:
     random.seed(options.seed)
     console = Console()
     model = EfficientZeroModel(**GAME, **SMALL)
-    ema = modkit.EMA(model, decay=0.99)
+    ema = modkit.EMA(model, decay=0.97)
     ema.update()
 
     players = {}
