@@ -8,13 +8,3 @@ from modkit.models.efficientzero import (
     PredictionNetwork as PredictionNetwork,
     RepresentationNetwork as RepresentationNetwork,
 )
-
-
-__all__ = [
-    "DownSample",
-    "DynamicsNetwork",
-    "EZNetworkOutput",
-    "EfficientZeroModel",
-    "PredictionNetwork",
-    "RepresentationNetwork",
-]
