@@ -1,6 +1,6 @@
 """Teach EfficientZero tic-tac-toe by self-play, then time its search on torch and on modkit.
 
-    python examples/efficientzero_mcts.py            # about two minutes on one core
+    python examples/efficientzero_mcts.py            # two or three minutes on one core
     python examples/efficientzero_mcts.py --quick    # a few seconds: hardly any training
 
 The model is told nothing but the squares, the moves and who won. It searches in its own latent states:
@@ -32,11 +32,6 @@ from modkit.models import EfficientZeroModel
 
 
 SQUARES = 9
-# The eight ways to turn and mirror the board; each tells which old square comes to a place.
-_ROWS = torch.arange(SQUARES).view(3, 3)
-SYMMETRIES = [
-    torch.rot90(rows, turns).flatten().tolist() for rows in (_ROWS, _ROWS.T) for turns in range(4)
-]
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 UNROLL = 3  # how many steps of the dynamics are trained from each position
 # Values and value prefixes are distributions over these three results.
@@ -254,7 +249,7 @@ def self_play(model: Any, count: int, simulations: int) -> list[Game]:
 
 
 def targets(game: Game, start: int) -> dict[str, Any]:
-    """Return what the model is to predict from one position on, with the board as it was."""
+    """Return what the model is to predict from one position on, past its end too."""
     length = len(game.moves)
     rows: dict[str, list[Any]] = {
         "planes": [],
@@ -277,19 +272,10 @@ def targets(game: Game, start: int) -> dict[str, Any]:
     return rows
 
 
-def turned(rows: dict[str, Any]) -> dict[str, Any]:
-    """Turn or mirror the board, which changes neither the values nor who wins."""
-    places = random.choice(SYMMETRIES)
-    planes = [[[plane[i] for i in places] for plane in planes] for planes in rows["planes"]]
-    policies = [[policy[i] for i in places] for policy in rows["policy"]]
-    moves = [places.index(move) for move in rows["moves"]]
-    return {**rows, "planes": planes, "policy": policies, "moves": moves}
-
-
 def make_batch(games: deque[Game], size: int) -> dict[str, torch.Tensor]:
     """Draw positions from the games; results become the index of their class."""
     chosen = random.choices(games, k=size)
-    rows = [turned(targets(game, random.randrange(len(game.moves)))) for game in chosen]
+    rows = [targets(game, random.randrange(len(game.moves))) for game in chosen]
     batch = {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
     batch["planes"] = batch["planes"].view(size, UNROLL + 1, 3, 3, 3)
     batch["value"], batch["prefix"] = batch["value"] + 1, batch["prefix"] + 1
@@ -341,6 +327,9 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.rounds)
     games: deque[Game] = deque(maxlen=1000)
+    with playing(model, ema):
+        # Hardly searched: games that end in all ways teach best what winning is.
+        games.extend(self_play(model, 8 * options.parallel, 2))
     for _ in track(range(options.rounds), "training", console=console, transient=True):
         with playing(model, ema):
             games.extend(self_play(model, options.parallel, options.simulations))
@@ -478,9 +467,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--simulations", type=int, default=24, help="nodes of each search")
     parser.add_argument("--seed", type=int, default=0, help="of weights and moves")
     options = parser.parse_args()
-    options.rounds = options.rounds or (2 if options.quick else 60)
+    options.rounds = options.rounds or (2 if options.quick else 30)
     options.games = options.games or (10 if options.quick else 200)
-    options.parallel, options.steps = (8, 2) if options.quick else (32, 16)
+    options.parallel, options.steps = (8, 2) if options.quick else (32, 32)
     options.timed = 2 if options.quick else 40
     for name in ("rounds", "games", "simulations"):
         if getattr(options, name) < 1:
@@ -497,7 +486,7 @@ def main() -> None:
     random.seed(options.seed)
     console = Console()
     model = EfficientZeroModel(**GAME, **SMALL)
-    ema = modkit.EMA(model, decay=0.97)
+    ema = modkit.EMA(model, decay=0.97, buffers="average")
     ema.update()
 
     players = {}
