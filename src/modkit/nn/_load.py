@@ -302,8 +302,8 @@ class _PlannedClasses(dict[type, bool | None]):
     """Tells how a class is planned for; made for one walk.
 
     True: its entries are checked here. False: its own method is called, which touches no more than
-    the entries that it is given, to migrate old checkpoints. None: it
-    takes part in loading, so nothing can be planned.
+    the entries that it is given, to migrate old checkpoints. None: it takes part in loading, so
+    nothing can be planned.
     """
 
     def __missing__(self, cls: type[torch.nn.Module]) -> bool | None:
