@@ -1,0 +1,86 @@
+"""What a ScriptModule was compiled from, and what is compiled into it later."""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+
+from modkit.jit._class_based import define_later
+from modkit.jit._notice import without_warnings_of_torch
+from modkit.jit._upstream import ENABLED, concrete_type_of, names_of_frame
+
+
+def compiled(module: Any) -> Any:
+    """Return the C++ module, or raise AttributeError while there is none."""
+    cpp = module.__dict__.get("_c")
+    if cpp is None:
+        why = "is not compiled before its constructor has returned"
+        if not ENABLED:
+            why = "is not compiled, as the environment variable PYTORCH_JIT=0 turns TorchScript off"
+        raise AttributeError(f"{type(module).__name__} {why}")
+    return cpp
+
+
+def forward_of(module: Any) -> Any:
+    """Return the compiled method ``forward``."""
+    cpp = compiled(module)
+    if not cpp._has_method("forward"):
+        raise AttributeError(f"{cpp._type().name()} has no compiled method 'forward'")
+    return cpp._get_method("forward")
+
+
+def define(module: Any, src: str, *, frames_up: int) -> None:
+    """Compile a method into ``module``, or keep it until the module itself is compiled."""
+    names = names_of_frame(frames_up=frames_up + 1)
+    cpp = module.__dict__.get("_c")
+    if cpp is None:
+        define_later(module, src, names)
+        return
+    with without_warnings_of_torch():
+        cpp._define(module._concrete_type, src, names)
+    module.__dict__["_concrete_type"] = module._concrete_type or concrete_type_of(cpp._type())
+
+
+def without_type(module: Any, name: str, value: Any) -> Any:
+    """Return the value of a ``torch.jit.Attribute``, whose type is noted on the class."""
+    if not ENABLED or not isinstance(value, torch.jit.Attribute):
+        return value
+    cls = type(module)
+    if "__annotations__" not in cls.__dict__:
+        cls.__annotations__ = dict(getattr(cls, "__annotations__", {}))
+    cls.__annotations__[name] = value.type
+    return value.value
+
+
+def is_class_based(module: Any) -> bool:
+    """Tell whether users have written the class."""
+    return "_disable_script_meta" not in type(module).__dict__
+
+
+def special(module: Any, name: str, *args: Any) -> Any:
+    """Call a compiled special method, or raise as torch does where there is none."""
+    cpp = module.__dict__.get("_c")
+    if cpp is not None and cpp._has_method(name):
+        return cpp._get_method(name)(*args)
+    message = f"'{module._get_name()}' object has no compiled method {name}"
+    if is_class_based(module):
+        raise TypeError(message)
+    raise NotImplementedError(message)
+
+
+_GETTER: Final = "_getter"
+
+
+def names_of(module: Any, names: Iterable[str]) -> list[str]:
+    """Return the sorted ``names`` with those of compiled methods, properties and attributes."""
+    cpp = module.__dict__.get("_c")
+    if cpp is None:
+        return sorted(names)
+    methods = cpp._method_names()
+    properties = [
+        method[2 : -len(_GETTER)]
+        for method in methods
+        if method.startswith("__") and method.endswith(_GETTER)
+    ]
+    attributes = module._concrete_type.get_attributes()
+    return sorted({*names, *methods, *properties, *attributes})
