@@ -8,6 +8,7 @@ where torch does something that modkit does not. ``docs/parity.md`` is rendered 
 from typing import Final
 
 from tests.divergence import ISSUES, NO_ISSUE, PULLS, Divergence
+from tests.divergences_jit import JIT_DIVERGENCES
 from tests.divergences_swa import SWA_DIVERGENCES
 
 
@@ -218,6 +219,7 @@ DIVERGENCES: Final[dict[str, Divergence]] = {
         "leaves the layers of modkit as they are.",
         NO_ISSUE,
     ),
+    **JIT_DIVERGENCES,
     **SWA_DIVERGENCES,
     _AVERAGING + "test_functions_can_be_pickled": Divergence(
         "torch",

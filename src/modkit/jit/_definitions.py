@@ -6,8 +6,9 @@ from typing import Any, Final
 import torch
 
 from modkit.jit._class_based import define_later
+from modkit.jit._members import defined_elsewhere, later_methods, note_method
 from modkit.jit._notice import without_warnings_of_torch
-from modkit.jit._upstream import ENABLED, concrete_type_of, names_of_frame
+from modkit.jit._upstream import ENABLED, names_of_frame, parse_definition
 
 
 def compiled(module: Any) -> Any:
@@ -36,9 +37,18 @@ def define(module: Any, src: str, *, frames_up: int) -> None:
     if cpp is None:
         define_later(module, src, names)
         return
-    with without_warnings_of_torch():
-        cpp._define(module._concrete_type, src, names)
-    module.__dict__["_concrete_type"] = module._concrete_type or concrete_type_of(cpp._type())
+    name = parse_definition(src).name().name
+    known = later_methods(cpp).get(name)
+    if known is not None and known != src and defined_elsewhere(module, name):
+        raise RuntimeError(
+            f"cannot define '{name}': another module that was compiled from "
+            f"{module.original_name} has a method of that name with other code, and the two have "
+            "their compiled type in common"
+        )
+    if known is None or not defined_elsewhere(module, name):
+        with without_warnings_of_torch():
+            cpp._define(module._concrete_type, src, names)
+    note_method(module, name, src)
 
 
 def without_type(module: Any, name: str, value: Any) -> Any:
@@ -76,7 +86,7 @@ def names_of(module: Any, names: Iterable[str]) -> list[str]:
     cpp = module.__dict__.get("_c")
     if cpp is None:
         return sorted(names)
-    methods = cpp._method_names()
+    methods = [name for name in cpp._method_names() if not defined_elsewhere(module, name)]
     properties = [
         method[2 : -len(_GETTER)]
         for method in methods

@@ -60,7 +60,7 @@ def find(module: Any, name: str) -> Any:
         return children[name]
     if cpp.hasattr(name):
         return as_script_class(cpp.getattr(name))
-    if cpp._has_method(name):
+    if cpp._has_method(name) and not defined_elsewhere(module, name):
         method = state[name] = cpp._get_method(name)
         return method
     getter = f"__{name}_getter"
@@ -93,6 +93,37 @@ def assign(module: Any, name: str, value: Any) -> None:
         state["_modules"][name] = value
     else:
         object.__setattr__(module, name, value)
+
+
+# The methods that were compiled into a type after it was made: by the name of the type, the types of
+# that name, each with the source of its methods. All modules of a type have it in common.
+_LATER: Final[dict[str, list[tuple[Any, dict[str, str]]]]] = {}
+# Where the instance's own dict says which of them are its own.
+OWN_METHODS: Final = "__own_methods"
+
+
+def later_methods(cpp: Any) -> dict[str, str]:
+    """Return the methods, by name, that were compiled into the type of ``cpp`` after it was made."""
+    kind = cpp._type()
+    for known, methods in _LATER.get(kind.qualified_name(), ()):
+        if known == kind:
+            return methods
+    return {}
+
+
+def note_method(module: Any, name: str, src: str) -> None:
+    """Note that ``name`` is a later method of the type, and one of this module's own."""
+    kind = module._c._type()
+    methods = later_methods(module._c)
+    if not methods:
+        _LATER.setdefault(kind.qualified_name(), []).append((kind, methods))
+    methods[name] = src
+    module.__dict__.setdefault(OWN_METHODS, set()).add(name)
+
+
+def defined_elsewhere(module: Any, name: str) -> bool:
+    """Tell whether only other modules of the type were given the method ``name``."""
+    return name in later_methods(module._c) and name not in module.__dict__.get(OWN_METHODS, ())
 
 
 _OF_MAPPINGS: Final = frozenset({"keys", "values", "items"})

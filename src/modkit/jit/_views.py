@@ -74,15 +74,15 @@ class Children(dict[str, Any]):
         super().__setitem__(name, child)
 
     def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self and not self._cpp.contains(name):
+            raise RuntimeError(
+                "Can't add a new child after ScriptModule construction. "
+                f"Tried to add '{name}': {value}"
+            )
         if not isinstance(value, torch.jit.ScriptModule):
             raise RuntimeError(  # noqa: TRY004 - torch's type
                 "Cannot re-assign modules in a ScriptModule with non-scripted "
                 f"module, tried to replace existing module '{name}': {value}"
-            )
-        if name not in self and not self._cpp.hasattr(name):
-            raise RuntimeError(
-                "Can't add a new child after ScriptModule construction. "
-                f"Tried to add '{name}': {type(value).__name__}"
             )
         self._cpp.setattr(name, value)
         super().__setitem__(name, value)
