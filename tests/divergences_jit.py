@@ -6,6 +6,7 @@ from tests.divergence import ISSUES, NO_ISSUE, Divergence
 
 
 _DEFECTS: Final = "tests/parity/jit/test_defects.py::"
+_COMPILING: Final = "tests/parity/jit/test_compiling.py::"
 _REFUSED: Final = "tests/parity/jit/test_refused_members.py::"
 _LATER: Final = Divergence(
     "torch",
@@ -109,6 +110,12 @@ JIT_DIVERGENCES: Final[dict[str, Divergence]] = {
         "torch",
         "A ScriptModule of torch cannot be pickled; a pickle of modkit holds the archive.",
         ISSUES + "8077",
+    ),
+    _COMPILING + "test_names_around_a_class_are_found_when_it_is_compiled": Divergence(
+        "torch",
+        "In torch `define` looks names up in its own frames, not in the caller's, where the module "
+        "is class-based.",
+        NO_ISSUE,
     ),
     _DEFECTS + "test_members_can_be_replaced": Divergence(
         "torch",

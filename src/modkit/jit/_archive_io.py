@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 
 import torch
 
-from modkit.jit._members import bind, plain_state
+from modkit.jit._members import bind, compiled, plain_state
 from modkit.jit._upstream import (
     ArchiveReader,
     CompilationUnit,
@@ -60,7 +60,7 @@ def _extra_files(module: Any, given: ExtraFiles | None) -> dict[str, str | bytes
 
 def to_bytes(module: Any, files: ExtraFiles | None) -> bytes:
     """Return the archive."""
-    data: bytes = module._c.save_to_buffer(_extra_files=_extra_files(module, files))
+    data: bytes = compiled(module).save_to_buffer(_extra_files=_extra_files(module, files))
     return data
 
 
@@ -70,7 +70,7 @@ def save(module: Any, target: Any, files: ExtraFiles | None) -> None:
         target.write(to_bytes(module, files))
         return
     extra = _extra_files(module, files)
-    write_whole(target, functools.partial(module._c.save, _extra_files=extra))
+    write_whole(target, functools.partial(compiled(module).save, _extra_files=extra))
 
 
 def write_whole(target: str | os.PathLike[str], write: Callable[[str], Any]) -> None:

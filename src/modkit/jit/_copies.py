@@ -27,6 +27,9 @@ def _empty(module: Any) -> Any:
 def shallow(module: Any) -> Any:
     """Return a module of the same class that shares the tensors and the children."""
     new = _empty(module)
+    if "_c" not in module.__dict__:
+        new.__dict__.update(module.__dict__)
+        return new
     for name, value in plain_state(module).items():
         kept = value.copy() if name in TABLES else value
         new.__dict__[name] = _rebind(kept, module, new)
@@ -37,6 +40,10 @@ def shallow(module: Any) -> Any:
 
 def deep(module: Any, memo: dict[int, Any]) -> Any:
     """Return a copy of the tree, as ``copy.deepcopy`` does for modules that are not compiled."""
+    if "_c" not in module.__dict__:
+        new = memo[id(module)] = _empty(module)
+        new.__dict__.update(copy.deepcopy(module.__dict__, memo))
+        return new
     pairs: list[tuple[Any, Any]] = []
     new = _mirror(module, copy.deepcopy(module._c, {}), memo, pairs)
     for old, copied in pairs:

@@ -6,20 +6,9 @@ from typing import Any, Final
 import torch
 
 from modkit.jit._class_based import define_later
-from modkit.jit._members import defined_elsewhere, later_methods, note_method
+from modkit.jit._members import compiled, defined_elsewhere, later_methods, note_method
 from modkit.jit._notice import without_warnings_of_torch
 from modkit.jit._upstream import ENABLED, names_of_frame, parse_definition
-
-
-def compiled(module: Any) -> Any:
-    """Return the C++ module, or raise AttributeError while there is none."""
-    cpp = module.__dict__.get("_c")
-    if cpp is None:
-        why = "is not compiled before its constructor has returned"
-        if not ENABLED:
-            why = "is not compiled, as the environment variable PYTORCH_JIT=0 turns TorchScript off"
-        raise AttributeError(f"{type(module).__name__} {why}")
-    return cpp
 
 
 def forward_of(module: Any) -> Any:

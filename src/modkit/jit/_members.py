@@ -8,6 +8,7 @@ from torch.nn import Buffer, Parameter
 
 from modkit.jit._script_class import as_script_class
 from modkit.jit._upstream import (
+    ENABLED,
     BufferDict,
     ModuleDict,
     ParameterDict,
@@ -46,6 +47,17 @@ def bind(module: Any, cpp: Any, children: dict[str, Any], concrete_type: Any = N
     state["_parameters"] = Tensors(ParameterDict(cpp), "parameter")
     state["_buffers"] = Tensors(BufferDict(cpp), "buffer")
     state["_modules"] = Children(ModuleDict(cpp), children)
+
+
+def compiled(module: Any) -> Any:
+    """Return the C++ module, or raise AttributeError while there is none."""
+    cpp = getattr(module, "_c", None)
+    if cpp is None:
+        why = "is not compiled before its constructor has returned"
+        if not ENABLED:
+            why = "is not compiled, as the environment variable PYTORCH_JIT=0 turns TorchScript off"
+        raise AttributeError(f"{type(module).__name__} {why}")
+    return cpp
 
 
 def find(module: Any, name: str) -> Any:

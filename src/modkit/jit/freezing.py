@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 
+from modkit.jit._members import compiled
 from modkit.jit._notice import give_notice
 from modkit.jit._upstream import (
     freeze_module,
@@ -18,17 +19,18 @@ from modkit.jit.script_module import ScriptModule
 def _freeze(
     mod: torch.jit.ScriptModule, preserved: Sequence[str], optimize_numerics: bool
 ) -> ScriptModule:
+    cpp = compiled(mod)
     if mod.training:
         raise RuntimeError(
             "Freezing is currently only implemented for modules in eval mode. "
             "Please call .eval() on your module before freezing."
         )
-    cpp: Any = freeze_module(mod._c, list(preserved))
-    methods = ["forward", *(name for name in preserved if mod._c._has_method(name))]
+    frozen: Any = freeze_module(cpp, list(preserved))
+    methods = ["forward", *(name for name in preserved if cpp._has_method(name))]
     for name in methods:
-        if cpp._has_method(name):
-            optimize_frozen_graph(cpp._get_method(name).graph, optimize_numerics)
-    module: ScriptModule = wrap_cpp(ScriptModule, cpp)
+        if frozen._has_method(name):
+            optimize_frozen_graph(frozen._get_method(name).graph, optimize_numerics)
+    module: ScriptModule = wrap_cpp(ScriptModule, frozen)
     return module
 
 

@@ -5,7 +5,7 @@ defined here is that of ``modkit.nn.Module``, which finds the members through vi
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from typing_extensions import Self
@@ -27,6 +27,12 @@ class _Forward:
         if module is None:
             raise AttributeError("forward")
         return module.__getattr__("forward")
+
+
+# Where a property of these names finds nothing, the reason is that nothing is compiled.
+_OF_COMPILED: Final = frozenset(
+    ("code", "code_with_constants", "graph", "inlined_graph", "original_name", "forward")
+)
 
 
 class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
@@ -112,7 +118,7 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
     @property
     def original_name(self) -> str:
         """The name of the class that was compiled."""
-        return str(_definitions.compiled(self)._type().name())
+        return str(_members.compiled(self)._type().name())
 
     def graph_for(self, *args: Any, **kwargs: Any) -> Any:
         """Return the graph that was specialized for such arguments, after a call with them."""
@@ -120,7 +126,7 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
 
     def get_debug_state(self) -> Any:
         """Return the state of the executor of ``forward``, which there is after a call."""
-        return self._c.get_debug_state()
+        return _members.compiled(self).get_debug_state()
 
     def define(self, src: str) -> None:
         """Compile a method from source; names in it are looked up where this is called.
@@ -135,6 +141,8 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
     def __getattr__(self, name: str) -> Any:
         if "_c" in self.__dict__:
             return _members.find(self, name)
+        if name in _OF_COMPILED:
+            _members.compiled(self)
         return torch.nn.Module.__getattr__(cast("torch.nn.Module", self), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -188,7 +196,7 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
         return _archive_io.reduce(self)
 
     def _replicate_for_data_parallel(self) -> Any:
-        cpp = _definitions.compiled(self)._replicate_for_data_parallel()
+        cpp = _members.compiled(self)._replicate_for_data_parallel()
         replica = _wrap.blank(type(self))
         _members.bind(replica, cpp, {}, self._concrete_type)
         return replica

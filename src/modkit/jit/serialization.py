@@ -41,7 +41,7 @@ def save(m: Any, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) 
     Differs from torch: a file is replaced as a whole, and buffers that are not persistent stay so.
     """
     give_notice()
-    if isinstance(m, ScriptModule) and "_c" in m.__dict__:
+    if isinstance(m, ScriptModule):
         m.save(f, _extra_files)
         return
     if not isinstance(m, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):

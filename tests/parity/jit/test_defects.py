@@ -217,7 +217,7 @@ def test_a_compiled_property_is_read_and_set(impl, load):
     assert torch.equal(module(torch.ones(1)), torch.tensor([5.0]))
 
 
-class Bag:
+class Bag:  # noqa: PLW1641 - TorchScript has no hashes
     """A class that TorchScript compiles."""
 
     def __init__(self, size: int):
