@@ -98,8 +98,10 @@ def wrap_children(cls: Any, inner: Any, source: Any, memo: Memo) -> dict[str, An
     """Return the wrappers of the children; those that were one module become one again."""
     children: dict[str, Any] = {}
     for name, child in inner.__dict__["_modules"].items():
-        known_below = source is not None and name in source._modules
-        origin = source._modules[name] if known_below else None
+        # What torch has compiled before has a mapping with little more than item access.
+        origin: Any = None
+        if source is not None and name in source._modules:
+            origin = source._modules[name]
         known = memo.by_source.get(id(origin)) if origin is not None else None
         if known is not None and known._c._type() == child._c._type():
             inner._c.setattr(name, known)
