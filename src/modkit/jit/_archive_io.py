@@ -53,8 +53,8 @@ def _extra_files(module: Any, given: ExtraFiles | None) -> dict[str, str | bytes
             raise TypeError(
                 f"the extra file {name!r} has to be str or bytes, not {type(content).__name__}"
             )
-    if RECORD in files:
-        raise ValueError(f"the extra file {RECORD!r} is written by modkit itself")
+    # It may be among files that were read from another archive.
+    files.pop(RECORD, None)
     return {**files, **_record(module)}
 
 
@@ -115,13 +115,13 @@ def read(
     wanted = dict.fromkeys((*(files or ()), RECORD), "")
     load = import_module_from_buffer if isinstance(source, bytes) else import_module
     cpp = load(CompilationUnit(), source, map_location, wanted, restore_shapes)
-    note = wanted.pop(RECORD)
-    for name, content in wanted.items():
+    note = wanted[RECORD]
+    for name in files or ():
         # What is not there comes back empty, as does what is empty.
-        if not content and not _has_file(source, name):
+        if not wanted[name] and not _has_file(source, name):
             raise KeyError(f"the archive has no extra file {name!r}")
     if files is not None:
-        files.update(wanted)
+        files.update((name, wanted[name]) for name in tuple(files))
     return cpp, json.loads(note) if note else {}
 
 
