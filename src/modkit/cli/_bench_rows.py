@@ -11,6 +11,7 @@ import torch
 
 import modkit
 import modkit.nn
+from modkit.cli import _bench_script
 from modkit.cli._measure import Result, compare, timer
 
 
@@ -206,6 +207,8 @@ TIMES: Final = [
         torch.inference_mode,
         modkit.fast_attributes,
     ),
+    Time("m(x), scripted, empty forward", 1.05, "m(x)", _bench_script.compiled),
+    Time("m(x), class with a script method", 0.80, "m(x)", _bench_script.class_based),
     Time("m.flag = 1", 0.45, "m.flag = 1", empty),
     Time("Module()", 0.75, "Module()", module_class),
     Time("parameters()", 0.55, iterate("parameters"), large_network),
