@@ -1,7 +1,8 @@
 """Classes with script methods: an instance is compiled when its constructor has returned."""
 
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+from modkit._types import FunctionT
 from modkit.jit._members import BOOKKEEPING, DEFINED, bind
 from modkit.jit._notice import give_notice, without_warnings_of_torch
 from modkit.jit._upstream import (
@@ -18,6 +19,9 @@ from modkit.jit._upstream import (
 from modkit.jit._wrap import Memo, wrap_children
 
 
+InstanceT = TypeVar("InstanceT")
+
+
 class ScriptMeta(TorchScriptMeta):
     """Collects the script methods of a class as torch's does, and compiles what it has made.
 
@@ -25,11 +29,11 @@ class ScriptMeta(TorchScriptMeta):
     through which every access and every call goes.
     """
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - a metaclass
-        module: Any = super().__call__(*args, **kwargs)
+    def __call__(cls: type[InstanceT], *args: Any, **kwargs: Any) -> InstanceT:  # noqa: N805 - a metaclass
+        module: Any = type.__call__(cls, *args, **kwargs)
         if ENABLED and isinstance(type(module), ScriptMeta) and "_c" not in module.__dict__:
             _compile(module)
-        return module
+        return cast("InstanceT", module)
 
 
 def _compile(module: Any) -> None:
@@ -61,7 +65,7 @@ def _base_class(cls: Any) -> Any:
     return next(base for base in cls.__mro__ if base.__dict__.get("_disable_script_meta"))
 
 
-def script_method(fn: Any) -> Any:
+def script_method(fn: FunctionT) -> FunctionT:
     """Mark a method of a class that is derived from ``ScriptModule`` as one to be compiled.
 
     Args:
@@ -83,11 +87,9 @@ def script_method(fn: Any) -> Any:
     if not ENABLED:
         return fn
     # From here it is one frame to the body of the class, and another one to what is around it.
-    return MethodStub(
-        names_of_frame(frames_up=2),
-        method_definition(fn, fn.__name__, self_name="ScriptModule"),
-        fn,
-    )
+    names = names_of_frame(frames_up=2)
+    definition = method_definition(fn, fn.__name__, self_name="ScriptModule")
+    return cast("FunctionT", MethodStub(names, definition, fn))
 
 
 def define_later(module: Any, src: str, names: Any) -> None:

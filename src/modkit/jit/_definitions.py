@@ -1,11 +1,12 @@
 """What a ScriptModule was compiled from, and what is compiled into it later."""
 
+import inspect
 from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
 
-from modkit.jit._class_based import define_later
+from modkit.jit._class_based import ScriptMeta, define_later
 from modkit.jit._members import compiled, defined_elsewhere, later_methods, note_method
 from modkit.jit._notice import without_warnings_of_torch
 from modkit.jit._upstream import ENABLED, names_of_frame, parse_definition
@@ -46,14 +47,22 @@ def without_type(module: Any, name: str, value: Any) -> Any:
         return value
     cls = type(module)
     if "__annotations__" not in cls.__dict__:
-        cls.__annotations__ = dict(getattr(cls, "__annotations__", {}))
+        # The compiler reads those of exactly one class, so what users' bases declare comes along.
+        theirs = [base for base in cls.__mro__ if isinstance(base, ScriptMeta)]
+        inherited = [inspect.get_annotations(b) for b in theirs if not is_ours(b)]
+        cls.__annotations__ = {k: v for found in reversed(inherited) for k, v in found.items()}
     cls.__annotations__[name] = value.type
     return value.value
 
 
+def is_ours(cls: type) -> bool:
+    """Tell whether modkit has the class, not users."""
+    return "_disable_script_meta" in cls.__dict__
+
+
 def is_class_based(module: Any) -> bool:
     """Tell whether users have written the class."""
-    return "_disable_script_meta" not in type(module).__dict__
+    return not is_ours(type(module))
 
 
 def special(module: Any, name: str, *args: Any) -> Any:

@@ -1,7 +1,7 @@
 """``script`` and ``trace``: torch's compiler, giving modkit's class back."""
 
 from collections.abc import Callable
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast, overload
 
 import torch
 
@@ -42,6 +42,22 @@ def _finish(result: Any, source: Any) -> Any:
     return module
 
 
+@overload
+def script(
+    obj: torch.nn.Module,
+    optimize: None = None,
+    _frames_up: int = 0,
+    _rcb: Callable[[str], Any] | None = None,
+    example_inputs: Any = None,
+) -> ScriptModule: ...
+@overload
+def script(
+    obj: Any,
+    optimize: None = None,
+    _frames_up: int = 0,
+    _rcb: Callable[[str], Any] | None = None,
+    example_inputs: Any = None,
+) -> Any: ...
 def script(
     obj: Any,
     optimize: None = None,
@@ -152,7 +168,7 @@ def trace(
 
 
 def trace_module(
-    mod: Any,
+    mod: torch.nn.Module,
     inputs: dict[str, Any],
     optimize: None = None,
     check_trace: bool = True,
@@ -164,7 +180,7 @@ def trace_module(
     _compilation_unit: Any = None,
     example_inputs_is_kwarg: bool = False,
     _store_inputs: bool = True,
-) -> Any:
+) -> ScriptModule:
     """Trace several methods of a module.
 
     Args:
@@ -188,7 +204,7 @@ def trace_module(
     """
     give_notice()
     if not ENABLED:
-        return mod
+        return cast("ScriptModule", mod)
     further = {} if _compilation_unit is None else {"_compilation_unit": _compilation_unit}
     with without_warnings_of_torch():
         result = trace_module_anything(
@@ -205,7 +221,7 @@ def trace_module(
             _store_inputs=_store_inputs,
             **further,
         )
-    return _finish(result, mod)
+    return cast("ScriptModule", _finish(result, mod))
 
 
 def interface(obj: ClassT) -> ClassT:

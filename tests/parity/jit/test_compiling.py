@@ -1,4 +1,5 @@
 import copy
+import inspect
 import io
 
 import pytest
@@ -34,6 +35,23 @@ def test_every_public_name_of_torch_jit_is_there(name):
     ours, theirs = getattr(MODKIT.jit, name), getattr(TORCH.jit, name)
 
     assert (ours is theirs) == (name not in MADE_BY_MODKIT)
+
+
+@pytest.mark.parametrize("name", sorted(MADE_BY_MODKIT - {"ScriptModule"}))
+def test_signatures_are_those_of_torch(name):
+    """Arguments have torch's names, order, kinds and defaults."""
+    ours, theirs = (
+        inspect.signature(getattr(impl.jit, name)).parameters for impl in (MODKIT, TORCH)
+    )
+    described = [
+        [
+            (p.name, p.kind, None if p.name == "_compilation_unit" else p.default)
+            for p in one.values()
+        ]
+        for one in (ours, theirs)
+    ]
+
+    assert described[0] == described[1]
 
 
 class Methods:
@@ -221,6 +239,29 @@ def test_a_derived_class_has_the_methods_and_constants_of_its_base(impl):
     assert module.in_python(torch.ones(1)) == (12, 10)
     assert Base(1)(torch.ones(1)) == 2
     assert module.names == {"a": 1}
+
+
+def test_types_of_attributes_add_to_those_that_a_base_declares():
+    """A base's annotation and the type of an Attribute both count, where torch takes one of them."""
+
+    class Base(MODKIT.jit.ScriptModule):
+        sizes: dict[str, int]
+
+    class Derived(Base):
+        def __init__(self):
+            super().__init__()
+            self.sizes = {}
+            self.names = MODKIT.jit.Attribute([], list[str])
+
+        @MODKIT.jit.script_method
+        def forward(self) -> int:
+            return len(self.names) + self.sizes["a"]
+
+    module = Derived()
+    module.sizes = {"a": 2}
+    module.names = ["one"]
+
+    assert module.forward() == 3
 
 
 @pytest.fixture
