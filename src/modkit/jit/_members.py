@@ -144,21 +144,17 @@ _OF_MAPPINGS: Final = frozenset({"keys", "values", "items"})
 def kind(module: Any) -> str | None:
     """Tell which container of modules this was compiled from: a sequence, a mapping, or none.
 
-    Only the compiled methods tell, as an archive does not hold the class. A module that has a
-    method of that name for itself has it with code of its own.
+    Only the compiled methods tell, as an archive does not hold the class: for a container the
+    compiler makes those that count and look for children, and no other.
     """
-    state = module.__dict__
-    cpp = state.get("_c")
+    cpp = module.__dict__.get("_c")
     if cpp is None or not cpp._has_method("__len__"):
         return None
-    children = state["_modules"]
-    if cpp._has_method("__contains__"):
-        return None if cpp._has_method("__getitem__") else "mapping"
-    numbered = all(name == str(position) for position, name in enumerate(children))
-    if numbered and not cpp._has_method("__getitem__"):
-        return "sequence"
-    # A Sequential that was made of a dict has names.
-    return "sequence" if cpp._has_method("forward") and children else None
+    if cpp._has_method("__getitem__") or cpp._has_method("__iter__"):
+        return None
+    if cpp._get_method("__len__")() != len(module.__dict__["_modules"]):
+        return None
+    return "mapping" if cpp._has_method("__contains__") else "sequence"
 
 
 def item(module: Any, index: Any) -> Any:
