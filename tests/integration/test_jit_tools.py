@@ -7,7 +7,9 @@ import warnings
 import pytest
 import torch
 
+import modkit
 from modkit import jit, nn
+from modkit.optim.swa_utils import AveragedModel
 from tests.integration.torchscript import scripted_tests
 
 
@@ -151,6 +153,46 @@ def test_quantization_of_scripted_modules_takes_a_module():
 
     assert "quantized::linear_dynamic" in str(quantized.inlined_graph)
     torch.testing.assert_close(quantized(x), module(x), atol=0.1, rtol=0.1)
+
+
+@pytest.mark.skipif("none" in torch.backends.quantized.supported_engines, reason="no engine")
+def test_quantization_in_place_takes_a_module():
+    """A module that is quantized in place is the same object, around what came of it."""
+    quantize = pytest.importorskip("torch.ao.quantization.quantize_jit")
+    qconfig = {"": torch.ao.quantization.default_qconfig}
+    x = torch.randn(8, 4)
+    module = jit.script(nn.Sequential(nn.Linear(4, 4)).eval())
+    expected = module(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert quantize.prepare_jit(module, qconfig, inplace=True) is module
+        module(x)
+        assert quantize.convert_jit(module, inplace=True) is module
+        result = module(x)
+
+    assert "quantized::linear" in str(module.inlined_graph)
+    torch.testing.assert_close(result, expected, atol=0.2, rtol=0.2)
+
+
+def test_an_average_of_a_compiled_network():
+    """Weight averaging copies and averages a ScriptModule like any module."""
+    module = jit.script(nn.Linear(2, 2))
+    ema, averaged = modkit.EMA(module, decay=0.5), AveragedModel(module)
+    start = module.weight.detach().clone()
+    with torch.no_grad():
+        module.weight.add_(2)
+    averaged.update_parameters(module)
+    ema.update()
+    with torch.no_grad():
+        module.weight.add_(2)
+    averaged.update_parameters(module)
+    ema.update()
+    with ema.applied(module):
+        applied = module.weight.detach().clone()
+
+    torch.testing.assert_close(averaged.module.weight.detach(), start + 3)
+    torch.testing.assert_close(applied, start + 3)
+    assert isinstance(averaged.module, jit.ScriptModule)
 
 
 def test_an_optimizer_trains_a_compiled_network():

@@ -17,6 +17,7 @@ from typing import Any, Final, cast
 
 import torch
 
+from modkit.jit._class_based import ScriptMeta, base_class
 from modkit.jit._members import bind, compiled, plain_state
 from modkit.jit._upstream import (
     ArchiveReader,
@@ -25,7 +26,7 @@ from modkit.jit._upstream import (
     import_module,
     import_module_from_buffer,
 )
-from modkit.jit._wrap import Memo, attach_compiled_hooks, blank, make_parameters, wrap_cpp
+from modkit.jit._wrap import Memo, attach_compiled_hooks, blank, make_parameters
 from modkit.nn._hook_entries import TABLES, reserve_ids
 
 
@@ -135,29 +136,45 @@ def finish(module: Any, note: dict[str, Any]) -> Any:
     return module
 
 
-def reduce(module: Any) -> str | tuple[Any, ...]:
-    """Describe the module to pickle: the archive, and what stands in Python beside it."""
-    if "_c" not in module.__dict__:
-        return object.__reduce_ex__(module, 2)
+def _pickled_state(module: Any) -> dict[str, Any]:
+    """Return what stands in Python beside the archive; compiled hooks are in that."""
     state = plain_state(module)
     for name in TABLES:
-        # Compiled hooks are in the archive.
         hooks = state[name].items()
         state[name] = type(state[name])(
             (key, hook) for key, hook in hooks if not isinstance(hook, torch.jit.ScriptFunction)
         )
-    return rebuild, (type(module), to_bytes(module, None), state)
+    return state
 
 
-def rebuild(cls: Any, data: bytes, state: dict[str, Any]) -> Any:
+def reduce(module: Any) -> str | tuple[Any, ...]:
+    """Describe the module to pickle: the archive, and the class and state of each part."""
+    if "_c" not in module.__dict__:
+        return object.__reduce_ex__(module, 2)
+    parts = {
+        path: (type(part), _pickled_state(part))
+        for path, part in module.named_modules()
+        if isinstance(type(part), ScriptMeta)
+    }
+    return rebuild, (to_bytes(module, None), parts)
+
+
+def rebuild(data: bytes, parts: dict[str, tuple[Any, dict[str, Any]]]) -> Any:
     """Make the module that ``reduce`` has described."""
     cpp, note = read(data, None, None)
-    base = next(base for base in cls.__mro__ if base.__dict__.get("_disable_script_meta"))
-    memo = Memo()
+    return finish(_rebuilt(cpp, "", parts, Memo()), note)
+
+
+def _rebuilt(cpp: Any, path: str, parts: dict[str, tuple[Any, dict[str, Any]]], memo: Memo) -> Any:
+    if cpp in memo.by_cpp:
+        return memo.by_cpp[cpp]
+    # A class-based child of torch has no part of its own.
+    cls, state = parts.get(path) or (base_class(parts[""][0]), {})
     module = memo.by_cpp[cpp] = blank(cls)
     module.__dict__.update(state)
     reserve_ids(state)
-    children = {name: wrap_cpp(base, child, memo) for name, child in ModuleDict(cpp).items()}
-    bind(module, cpp, children)
+    prefix = f"{path}." if path else ""
+    below = ModuleDict(cpp).items()
+    bind(module, cpp, {n: _rebuilt(child, prefix + n, parts, memo) for n, child in below})
     attach_compiled_hooks(module)
-    return finish(module, note)
+    return module

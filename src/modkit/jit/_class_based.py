@@ -49,7 +49,7 @@ def _compile(module: Any) -> None:
         # What one instance defines is no reason for another to have a type in common with it.
         inner = create_script_module(module, stubs_for, share_types=not defined)
     memo = Memo()
-    children = wrap_children(_base_class(type(module)), inner, module, memo)
+    children = wrap_children(base_class(type(module)), inner, module, memo)
     kind = inner._concrete_type
     for name in (*kind.get_attributes(), *(name for name, _ in kind.get_modules())):
         if name not in BOOKKEEPING:
@@ -60,7 +60,7 @@ def _compile(module: Any) -> None:
             module.__dict__[name] = value
 
 
-def _base_class(cls: Any) -> Any:
+def base_class(cls: Any) -> Any:
     """Return our own class that the users' class is derived from; children are of that one."""
     return next(base for base in cls.__mro__ if base.__dict__.get("_disable_script_meta"))
 

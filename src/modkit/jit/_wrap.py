@@ -44,6 +44,15 @@ def wrap_cpp(cls: Any, cpp: Any, memo: Memo | None = None) -> Any:
     return module
 
 
+def rewrap(cls: Any, module: Any, cpp: Any) -> None:
+    """Let ``module`` stand for another C++ module; the children are new."""
+    for name, value in tuple(module.__dict__.items()):
+        if isinstance(value, ScriptMethod):
+            del module.__dict__[name]
+    children = {name: wrap_cpp(cls, child) for name, child in ModuleDict(cpp).items()}
+    bind(module, cpp, children)
+
+
 def attach_compiled_hooks(module: Any) -> None:
     """Enter the hooks that were compiled, so that a call from Python runs them."""
     for hook in module._c._get_forward_pre_hooks():

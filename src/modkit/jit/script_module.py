@@ -195,6 +195,10 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _archive_io.reduce(self)
 
+    def _reconstruct(self, cpp_module: Any) -> None:
+        """Stand for another C++ module from now on; quantization does this in place."""
+        _wrap.rewrap(ScriptModule, self, cpp_module)
+
     def _replicate_for_data_parallel(self) -> Any:
         cpp = _members.compiled(self)._replicate_for_data_parallel()
         replica = _wrap.blank(type(self))

@@ -1,6 +1,5 @@
 import copy
 import io
-import pickle
 from pathlib import Path
 
 import pytest
@@ -399,31 +398,6 @@ def test_new_members_are_refused_by_name(kind, add, message):
     with pytest.raises(RuntimeError, match=message):
         add(module)
     assert not hasattr(module, "more")
-
-
-class Doubles(MODKIT.jit.ScriptModule):
-    """A class-based module that pickle finds by its name."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.full((size,), 2.0))
-
-    @MODKIT.jit.script_method
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply."""
-        return x * self.weight
-
-
-def test_a_pickled_class_based_module_keeps_its_class():
-    """What comes back is of the users' class, and its constructor does not run again."""
-    module = Doubles(3)
-    module.note = "text"
-    loaded = pickle.loads(pickle.dumps(module))
-
-    assert type(loaded) is Doubles
-    assert loaded.note == "text"
-    assert torch.equal(loaded(torch.ones(3)), torch.full((3,), 2.0))
-    assert isinstance(loaded.weight, torch.nn.Parameter)
 
 
 def test_a_different_method_of_the_same_name_is_refused():
