@@ -78,15 +78,25 @@ def write_whole(target: str | os.PathLike[str], write: Callable[[str], Any]) -> 
     """Let ``write`` make a file and put it at the path ``target`` in one step.
 
     It gets its name in a folder of its own beside ``path``, since an archive holds the name of the
-    file that it was written to.
+    file that it was written to. What a link leads to is replaced, not the link.
+
+    Raises:
+        RuntimeError: the folder does not exist.
     """
     path = Path(target).absolute()
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    if not path.parent.is_dir():
+        raise RuntimeError(f"Parent directory {path.parent} does not exist.")
+    if path.exists() and not path.is_file():
+        # A pipe or a device has no other way of being written to.
+        write(str(path))
+        return
+    final = path.resolve()
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=final.parent))
     try:
         write(str(folder / path.name))
         with (folder / path.name).open("rb+") as file:
             os.fsync(file.fileno())
-        (folder / path.name).replace(path)
+        (folder / path.name).replace(final)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -58,6 +58,20 @@ def save(m: Any, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) 
         f.write(compiled.save_to_buffer(_extra_files=files))
 
 
+def _usable(map_location: torch.device | str | None) -> torch.device | None:
+    """Return the device, or raise if tensors cannot be there; nothing has been read by then."""
+    device: torch.device | None = validate_map_location(map_location)
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, ImportError) as error:
+            reason = str(error).partition("\n")[0]
+            raise RuntimeError(
+                f"modkit.jit.load cannot use map_location={str(device)!r} here: {reason}"
+            ) from error
+    return device
+
+
 def load(
     f: Any,
     map_location: torch.device | str | None = None,
@@ -92,7 +106,7 @@ def load(
             raise ValueError(f"The provided filename {f} is a directory")
     else:
         source = f.read()
-    device = validate_map_location(map_location)
+    device = _usable(map_location)
     cpp, note = _archive_io.read(source, device, _extra_files, _restore_shapes)
     module: ScriptModule = _archive_io.finish(wrap_cpp(ScriptModule, cpp), note)
     return module

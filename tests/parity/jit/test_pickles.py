@@ -61,8 +61,8 @@ def test_hooks_and_shared_layers_are_pickled():
     assert "0.cache" not in loaded.state_dict()
 
 
-def test_a_function_that_is_no_module_function_is_refused():
-    """A hook that pickle cannot take is an error, as for any module."""
+def test_a_hook_that_pickle_cannot_take_is_an_error():
+    """As for any module, a function that has no name cannot be pickled."""
     module = MODKIT.jit.script(MODKIT.nn.Linear(2, 2))
     module.register_forward_hook(lambda *_: None)
 
