@@ -8,7 +8,7 @@ import torch
 from torch.utils import cpp_extension
 
 from modkit import jit, nn
-from tests.integration.torchscript import scripted_tests
+from tests.integration.torchscript import SharedLayer, scripted_tests
 
 
 SOURCE = Path(__file__).parent / "cpp" / "round_trip.cpp"
@@ -20,22 +20,6 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler"),
     pytest.mark.skipif(sys.platform != "linux", reason="the flags are those of Linux"),
 ]
-
-
-class Net(nn.Module):
-    """A network with a layer in two places, a buffer beside the state, and a frozen parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.second = self.first
-        self.head = nn.Linear(4, 2)
-        self.head.bias.requires_grad_(False)
-        self.register_buffer("mask", torch.tensor([1.0, 0.0, 1.0, 1.0]), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute."""
-        return self.head(self.second(self.first(x) * self.mask))
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +68,8 @@ def test_a_way_through_cpp_and_back(program, tmp_path, kind):
     """C++ loads and runs an archive, and what it saves loads again with all that was in it."""
     x = torch.arange(8.0).view(2, 4)
     module = {
-        "scripted": lambda: jit.script(Net()),
-        "traced": lambda: jit.trace(Net(), x),
+        "scripted": lambda: jit.script(SharedLayer()),
+        "traced": lambda: jit.trace(SharedLayer(), x),
         "class-based": class_based,
     }[kind]()
     there, back = tmp_path / "there.pt", tmp_path / "back.pt"

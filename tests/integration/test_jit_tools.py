@@ -10,27 +10,10 @@ import torch
 import modkit
 from modkit import jit, nn
 from modkit.optim.swa_utils import AveragedModel
-from tests.integration.torchscript import scripted_tests
+from tests.integration.torchscript import SharedLayer, scripted_tests
 
 
 pytestmark = scripted_tests
-
-
-class Net(nn.Module):
-    """A network with a layer in two places, a buffer beside the state, and a frozen parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.second = self.first
-        self.head = nn.Linear(4, 2)
-        self.head.bias.requires_grad_(False)
-        self.register_buffer("mask", torch.tensor([1.0, 0.0, 1.0, 1.0]), persistent=False)
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute."""
-        return self.head(self.second(self.first(x) * self.mask))
 
 
 def through(namespace, module, files):
@@ -46,7 +29,7 @@ def through(namespace, module, files):
 @pytest.mark.parametrize("start", ["script", "trace"])
 def test_a_way_through_torch_and_back(start):
     """Outputs, flags, extra files, buffers beside the state and shared layers come back."""
-    x, net = torch.randn(3, 4), Net()
+    x, net = torch.randn(3, 4), SharedLayer()
     module = jit.script(net) if start == "script" else jit.trace(net, x)
     there, files = through(jit, module, {"labels.txt": "cat", "raw": b"\x00\xff"})
     in_torch, files = through(torch.jit, there, files)
@@ -66,7 +49,7 @@ def test_a_way_through_torch_and_back(start):
 def test_an_archive_loads_in_another_process_with_torch_alone(tmp_path):
     """Plain torch reads what modkit has written, and computes the same."""
     path, x = tmp_path / "net.pt", torch.arange(8.0).view(2, 4)
-    module = jit.script(Net())
+    module = jit.script(SharedLayer())
     module.save(path)
     code = f"""
 import sys, torch
@@ -92,7 +75,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
             return x
 
     path = tmp_path / "net.pt"
-    module = jit.script(Net())
+    module = jit.script(SharedLayer())
     jit.save(module, path)
     before = path.read_bytes()
     with pytest.raises(RuntimeError, match="ignored"):
@@ -118,7 +101,7 @@ def test_the_name_in_an_archive_is_that_of_the_file(tmp_path):
 
 def test_packages_take_a_module(tmp_path):
     """torch.package stores a ScriptModule of modkit and gives it back."""
-    module, x = jit.script(Net()), torch.randn(2, 4)
+    module, x = jit.script(SharedLayer()), torch.randn(2, 4)
     path = tmp_path / "package.pt"
     with torch.package.PackageExporter(path) as exporter:
         exporter.save_pickle("models", "net.pkl", module)
@@ -209,19 +192,19 @@ def test_an_optimizer_trains_a_compiled_network():
 
 def test_a_compiled_child_moves_with_its_eager_parent():
     """Casts, copies, states and modes of an eager network reach the compiled child in it."""
-    net = nn.Sequential(jit.script(Net()), nn.ReLU())
+    net = nn.Sequential(jit.script(SharedLayer()), nn.ReLU())
     copied = copy.deepcopy(net).double().eval()
 
     assert copied[0].head.weight.dtype == torch.float64
     assert not copied[0].head.training
-    assert set(net.state_dict()) == {f"0.{name}" for name in Net().state_dict()}
+    assert set(net.state_dict()) == {f"0.{name}" for name in SharedLayer().state_dict()}
     assert copied(torch.ones(1, 4, dtype=torch.float64)).dtype == torch.float64
     assert net[0].head.weight.dtype == torch.float32
 
 
 def test_views_refuse_what_a_compiled_type_cannot_do():
     """No way of deleting or adding goes past the compiled type; replacing works in all of them."""
-    module = jit.script(Net())
+    module = jit.script(SharedLayer())
     other = copy.deepcopy(module)
     children, parameters = module._modules, module._parameters
     for change in (

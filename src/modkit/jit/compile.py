@@ -148,21 +148,19 @@ def trace(
     give_notice()
     if not ENABLED:
         return func
-    further = {} if _compilation_unit is None else {"_compilation_unit": _compilation_unit}
+    checks = (optimize, check_trace, check_inputs, check_tolerance, strict)
+    options: dict[str, Any] = {"_store_inputs": _store_inputs}
+    if _compilation_unit is not None:
+        options["_compilation_unit"] = _compilation_unit
     with without_warnings_of_torch():
         result = trace_anything(
             func,
             example_inputs,
-            optimize,
-            check_trace,
-            check_inputs,
-            check_tolerance,
-            strict,
+            *checks,
             _force_outplace,
             _module_class,
             example_kwarg_inputs=example_kwarg_inputs,
-            _store_inputs=_store_inputs,
-            **further,
+            **options,
         )
     return _finish(result, getattr(func, "__self__", func))
 
@@ -205,21 +203,14 @@ def trace_module(
     give_notice()
     if not ENABLED:
         return cast("ScriptModule", mod)
-    further = {} if _compilation_unit is None else {"_compilation_unit": _compilation_unit}
+    checks = (optimize, check_trace, check_inputs, check_tolerance, strict)
+    options: dict[str, Any] = {"example_inputs_is_kwarg": example_inputs_is_kwarg}
+    if _compilation_unit is not None:
+        options["_compilation_unit"] = _compilation_unit
+    options["_store_inputs"] = _store_inputs
     with without_warnings_of_torch():
         result = trace_module_anything(
-            mod,
-            inputs,
-            optimize,
-            check_trace,
-            check_inputs,
-            check_tolerance,
-            strict,
-            _force_outplace,
-            _module_class,
-            example_inputs_is_kwarg=example_inputs_is_kwarg,
-            _store_inputs=_store_inputs,
-            **further,
+            mod, inputs, *checks, _force_outplace, _module_class, **options
         )
     return cast("ScriptModule", _finish(result, mod))
 

@@ -1,7 +1,7 @@
 """``freeze`` and ``optimize_for_inference``: modules whose weights are constants of the code."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -14,6 +14,14 @@ from modkit.jit._upstream import (
 )
 from modkit.jit._wrap import wrap_cpp
 from modkit.jit.script_module import ScriptModule
+
+
+def _require_script(mod: object, what: str) -> None:
+    if not isinstance(mod, torch.jit.ScriptModule):
+        raise RuntimeError(  # noqa: TRY004 - torch's type
+            f"{what} expects a ScriptModule as input. "
+            "Please use torch.jit.script or torch.jit.trace to script your 'nn.Module'."
+        )
 
 
 def _freeze(
@@ -62,11 +70,7 @@ def freeze(
     Same as ``torch.jit.freeze``.
     """
     give_notice()
-    if not isinstance(cast("object", mod), torch.jit.ScriptModule):
-        raise RuntimeError(  # noqa: TRY004 - torch's type
-            "Freezing expects a ScriptModule as input. "
-            "Please use torch.jit.script or torch.jit.trace to script your 'nn.Module'."
-        )
+    _require_script(mod, "Freezing")
     return _freeze(mod, preserved_attrs or [], optimize_numerics)
 
 
@@ -93,11 +97,7 @@ def optimize_for_inference(
     Same as ``torch.jit.optimize_for_inference``.
     """
     give_notice()
-    if not isinstance(cast("object", mod), torch.jit.ScriptModule):
-        raise RuntimeError(  # noqa: TRY004 - torch's type
-            "optimize_for_inference expects a ScriptModule as input. "
-            "Please use torch.jit.script or torch.jit.trace to script your 'nn.Module'."
-        )
+    _require_script(mod, "optimize_for_inference")
     methods = other_methods or []
     if hasattr(mod, "training"):
         module = _freeze(mod.eval(), methods, optimize_numerics=True)

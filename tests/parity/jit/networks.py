@@ -11,20 +11,24 @@ from tests.helpers import Implementation
 KINDS = ("scripted", "traced", "loaded", "frozen", "class-based")
 
 
-def make_net(impl: Implementation, base: Any = None) -> Any:
+def _fill(net: Any, impl: Implementation) -> None:
+    net.lin = impl.nn.Linear(3, 2)
+    net.norm = impl.nn.BatchNorm1d(2)
+    net.gain = torch.nn.Parameter(torch.tensor([2.0, 3.0]))
+    net.register_buffer("shift", torch.tensor([0.5, 1.5]))
+    net.factor = 3
+    net.ratio = 0.25
+
+
+def make_net(impl: Implementation) -> Any:
     """Build an eager network with a parameter, a buffer, a constant, attributes and a child."""
 
-    class Net(base or impl.nn.Module):
+    class Net(impl.nn.Module):
         __constants__ = ["factor"]
 
         def __init__(self):
             super().__init__()
-            self.lin = impl.nn.Linear(3, 2)
-            self.norm = impl.nn.BatchNorm1d(2)
-            self.gain = torch.nn.Parameter(torch.tensor([2.0, 3.0]))
-            self.register_buffer("shift", torch.tensor([0.5, 1.5]))
-            self.factor = 3
-            self.ratio = 0.25
+            _fill(self, impl)
 
         def forward(self, x):
             return self.norm(self.lin(x)) * self.gain * self.factor + self.shift
@@ -41,12 +45,7 @@ def make_class_based(impl: Implementation) -> Any:
 
         def __init__(self):
             super().__init__()
-            self.lin = impl.nn.Linear(3, 2)
-            self.norm = impl.nn.BatchNorm1d(2)
-            self.gain = torch.nn.Parameter(torch.tensor([2.0, 3.0]))
-            self.register_buffer("shift", torch.tensor([0.5, 1.5]))
-            self.factor = 3
-            self.ratio = 0.25
+            _fill(self, impl)
 
         @impl.jit.script_method
         def forward(self, x):
