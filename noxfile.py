@@ -136,11 +136,12 @@ def typing(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Hold the time of modkit relative to torch against the budgets; show how it grows."""
+    """Hold the time of modkit against the budgets, show how it grows; then `peers`."""
     install(session, extras="[cli]")
     # Both files go to build/, which git ignores; a second `--json` replaces the first.
     files = ("--json", "build/bench.json", "--markdown", "build/bench.md")
     session.run("python", "-m", "modkit", "bench", "--check", "--growth", *files, *session.posargs)
+    session.notify("peers", [])
 
 
 @nox.session(default=False, venv_backend="virtualenv")

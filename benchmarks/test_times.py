@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from modkit.cli._bench_rows import TIMES, Time
+from modkit.cli._bench_rows import TIMES
 from modkit.cli._measure import quiet
+from modkit.cli._row_kinds import Time
 from tests.helpers import MODKIT, Implementation
 
 

@@ -4,6 +4,7 @@ from modkit import schedules as schedules
 from modkit.averaging.checkpoints import average_checkpoints as average_checkpoints
 from modkit.averaging.ema import EMA as EMA
 from modkit.averaging.posthoc import PostHocEMA as PostHocEMA
+from modkit.averaging.ranges import average_range as average_range
 from modkit.nn._adopt import adopt as adopt, release as release
 from modkit.nn._fast_attributes import fast_attributes as fast_attributes
 
@@ -13,6 +14,7 @@ __all__ = [
     "PostHocEMA",
     "adopt",
     "average_checkpoints",
+    "average_range",
     "fast_attributes",
     "release",
     "schedules",

@@ -19,6 +19,8 @@ Checked against torch 2.8 to 2.13.
 - ``WrappedHook`` holds its module weakly; spectral_norm and others look for the class.
 - ``foreach_*``: one launch for a list of tensors; torch's averages use the same kernels, and so
   get the same bits.
+- ``tensor_guard`` is what dynamo asks before it runs compiled code: whether tensors are as they were,
+  in a loop in C++. Python would need longer to ask than an update of an average takes.
 - ``BatchNormBase`` is the base of every batch normalization layer, users' own included.
 - ``BackwardHook`` stands for the autograd side of full backward hooks in compiled code: dynamo
   knows the class. ``pass_through_one_node`` is the autograd function that it uses.
@@ -30,7 +32,8 @@ Checked against torch 2.8 to 2.13.
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -95,6 +98,7 @@ __all__ = [
     "set_global_backward_hooks_are_full",
     "skip_frame",
     "storage_identity",
+    "tensor_guard",
     "trace_instead",
 ]
 
@@ -196,3 +200,19 @@ def skip_frame(function: FunctionT) -> FunctionT:
         strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
         frames.set_code_exec_strategy(function.__code__, strategy)
     return function
+
+
+def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
+    """Return what tells whether strided tensors have the type, shape and place that they have now.
+
+    It is None where this torch has none, and false where gradients or autocast are set otherwise.
+    """
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    if not hasattr(guards, "TensorGuards"):
+        return None
+    sizes = [list(tensor.shape) for tensor in tensors]
+    strides = [[None] * tensor.dim() for tensor in tensors]
+    made = cast("Any", guards).TensorGuards(
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+    )
+    return cast("Callable[[], bool]", partial(made.check, *tensors))

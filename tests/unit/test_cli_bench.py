@@ -12,13 +12,16 @@ import torch
 
 import modkit.nn
 from modkit import __main__ as entry
-from modkit.cli import _bench_report, _bench_rows, _growth, _measure
+from modkit.cli import _averaging_rows, _bench_report, _bench_rows, _growth, _measure, _row_kinds
 from modkit.cli._commands import NAMES, commands
+
+
+make_parameters = _averaging_rows.parameters
 
 
 def row(name, budget):
     """Make a row that takes next to no time."""
-    return _bench_rows.Time(name, budget, "m.flag = 1", _bench_rows.empty)
+    return _row_kinds.Time(name, budget, "m.flag = 1", _bench_rows.empty)
 
 
 def result(budget=0.5, ratio=0.4, low=0.3):
@@ -213,14 +216,14 @@ def test_an_object_is_measured_with_what_only_it_refers_to():
             super().__init__()
             self.name = {}
 
-    difference = _bench_rows.own_bytes(Holder) - _bench_rows.own_bytes(Plain)
+    difference = _row_kinds.own_bytes(Holder) - _row_kinds.own_bytes(Plain)
 
     assert difference == sys.getsizeof({})
 
 
 def test_an_empty_module_takes_no_more_bytes_than_torchs():
     """The row of the memory is met."""
-    (memory,) = (each for each in _bench_rows.ROWS if isinstance(each, _bench_rows.Memory))
+    (memory,) = (each for each in _bench_rows.ROWS if isinstance(each, _row_kinds.Memory))
 
     assert memory.measure(0.01).verdict == "met"
 
@@ -234,6 +237,22 @@ def test_the_statement_of_a_row_runs_on_both(each, impl):
         exec(compile(each.statement, each.name, "exec"), names)
 
     assert isinstance(names.get("m", impl.nn.Module()), impl.nn.Module)
+
+
+AVERAGING = _averaging_rows.AVERAGING
+
+
+@pytest.mark.parametrize("each", AVERAGING, ids=[each.name for each in AVERAGING])
+def test_a_row_of_an_average_measures_something(each, monkeypatch):
+    """Each kind of row names its result, and has a ratio between its quartiles and a base."""
+    monkeypatch.setattr(_measure, "SAMPLE_SECONDS", 1e-6)
+    monkeypatch.setattr(_averaging_rows, "parameters", lambda *_: make_parameters(2, 3))
+    found = each.measure(0.001)
+
+    assert found.name == each.name
+    assert found.rounds >= _measure.MIN_ROUNDS
+    assert 0 < found.low <= found.ratio <= found.high
+    assert found.base > 0
 
 
 def test_measuring_leaves_threads_and_collection_as_they_were():

@@ -1,6 +1,5 @@
 """The tensors of a model by name, found once and then only looked at."""
 
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from modkit._errors import NameMismatchError
+from modkit.averaging._watch import Watch
 
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -84,7 +84,8 @@ class Members:
         self.parameters: dict[str, Member] = {}
         self.buffers: dict[str, Member] = {}
         self.aliases: dict[str, str] = {}
-        self._registries: list[tuple[Mapping[str, Any], list[str], list[Any]]] = []
+        self._registries: list[Mapping[str, Any]] = []
+        self._buffer_registries: list[Mapping[str, Any]] = []
         raw: list[tuple[str, Mapping[str, Any], str, Tensor, bool]] = []
         for path, module in model.named_modules(remove_duplicate=False):
             raw += self._look_at(path, module)
@@ -98,7 +99,11 @@ class Members:
             first[id(tensor)] = member.name
             (self.parameters if is_parameter else self.buffers)[member.name] = member
         # Lazy tensors have no shape yet, and nobody asks whether they have changed.
-        self._facts = None if self.has_lazy() else _facts_of(self.parameters)
+        self._watch = None if self.has_lazy() else self._watched()
+
+    def _watched(self) -> Watch:
+        tensors = [member.tensor for member in self.parameters.values()]
+        return Watch(self._registries, self._buffer_registries, tensors)
 
     def _look_at(
         self, path: str, module: torch.nn.Module
@@ -112,32 +117,19 @@ class Members:
             parameters = dict(module.named_parameters(recurse=False))
             buffers = dict(module.named_buffers(recurse=False))
         else:
-            self._remember(module._modules)
+            self._registries.append(module._modules)
+        self._registries.append(parameters)
+        self._buffer_registries.append(buffers)
         for registry, is_parameter in ((parameters, True), (buffers, False)):
-            self._remember(registry, keys_only=not is_parameter)
             for key, tensor in registry.items():
                 if tensor is None:
                     continue
                 found.append((prefix + key, registry, key, tensor, is_parameter))
         return found
 
-    def _remember(self, registry: Mapping[str, Any], *, keys_only: bool = False) -> None:
-        # A buffer may be replaced in each step.
-        values = [] if keys_only else list(registry.values())
-        self._registries.append((registry, list(registry), values))
-
     def changed(self) -> bool:
-        """Tell whether a parameter has been added, removed, replaced, moved, cast or tied since.
-
-        A tensor that was given to ``parameter.data`` is no change: the parameter is the same object.
-        The comparisons are loops in C, as this is done before each update.
-        """
-        for registry, keys, values in self._registries:
-            if list(registry) != keys:
-                return True
-            if values and not all(map(operator.is_, registry.values(), values)):
-                return True
-        return self._facts != _facts_of(self.parameters)
+        """Tell whether a parameter has been added, removed, replaced, moved, cast or tied since."""
+        return self._watch is None or self._watch.changed()
 
     def names(self) -> set[str]:
         """Return all names, further names of tied tensors included."""
@@ -160,9 +152,3 @@ class Members:
         """Tell whether a tensor has no shape yet, since its module has not been called."""
         members = (*self.parameters.values(), *self.buffers.values())
         return any(torch.nn.parameter.is_lazy(member.tensor) for member in members)
-
-
-def _facts_of(members: Mapping[str, Member]) -> tuple[list[Any], list[Any], list[Any]]:
-    tensors = [member.tensor for member in members.values()]
-    shapes = [tensor.shape for tensor in tensors]
-    return shapes, [tensor.dtype for tensor in tensors], [tensor.device for tensor in tensors]

@@ -3,7 +3,6 @@
 Tensors belong together by name. What compilers and wrappers put into a name does not count.
 """
 
-import operator
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from modkit._errors import NameMismatchError
 from modkit.averaging._members import canonical_names
+from modkit.averaging._watch import Watch
 
 
 class _Slot(NamedTuple):
@@ -76,12 +76,9 @@ class Pairs:
         self.copied += copies
         self.targets: list[Tensor] = [target for target, _ in every if target is not None]
         self.sources: list[Tensor] = [source for _, source in every if source is not None]
-        self._sizes = [source.nbytes for source in self.sources]
-        self._watch = _Watch(kept, found, use_buffers=use_buffers)
-        # Only of plain tensors the address tells where they are.
-        every_type = set(map(type, self.targets + self.sources))
-        self._plain = every_type <= {Tensor, torch.nn.Parameter, torch.nn.Buffer}
         self.groups = self._grouped()
+        self._models = kept, found
+        self._use_buffers = use_buffers
 
     def _grouped(self) -> list["Group"]:
         groups: dict[tuple[torch.device, torch.dtype], Group] = {}
@@ -93,55 +90,13 @@ class Pairs:
                 group.uniform = False
         return list(groups.values())
 
-    def still_hold(self) -> bool:
-        """Tell whether both models have the same tensors at the same places as before.
-
-        Memory decides: the tensors that are registered now have to lie where those of the pairs do.
-        """
-        if not self._plain or self._watch.changed():
-            return False
-        # A tensor may have become a view of a part of its memory.
-        return self._sizes == [tensor.nbytes for tensor in self.sources]
-
-
-class _Watch:
-    """Sees whether the tensors of modules have been moved, replaced, removed or added.
-
-    It is asked in every update, so it does little: empty registries are looked at together.
-    """
-
-    def __init__(self, *models: "_Members", use_buffers: bool) -> None:
-        registries = [registry for model in models for registry in model.registries]
-        buffers = [registry for model in models for registry in model.buffer_registries]
-        children = [registry for model in models for registry in model.children]
+    def watch(self) -> Watch:
+        """Return what sees whether both models still have the same tensors at the same places."""
+        registries = [one for model in self._models for one in (*model.registries, *model.children)]
+        buffers = [one for model in self._models for one in model.buffer_registries]
         # Buffers that are copied are looked up each time: only their names matter.
-        self._named = [] if use_buffers else [registry for registry in buffers if registry]
-        self._names = list(map(len, self._named))
-        watched = registries + buffers if use_buffers else registries
-        self._filled = [registry for registry in watched if registry]
-        self._empty = [registry for registry in registries + buffers + children if not registry]
-        self._addresses = self._present_addresses()
-        self._parents = [registry for registry in children if registry]
-        self._children = [child for registry in self._parents for child in registry.values()]
-
-    def _present_addresses(self) -> list[int]:
-        return [
-            0 if tensor is None else tensor.data_ptr()
-            for registry in self._filled
-            for tensor in registry.values()
-        ]
-
-    def changed(self) -> bool:
-        """Tell whether something is not as it was."""
-        if (
-            any(self._empty)
-            or list(map(len, self._named)) != self._names
-            or self._present_addresses() != self._addresses
-        ):
-            return True
-        children = [child for registry in self._parents for child in registry.values()]
-        same = len(children) == len(self._children)
-        return not (same and all(map(operator.is_, children, self._children)))
+        watched, named = (registries + buffers, []) if self._use_buffers else (registries, buffers)
+        return Watch(watched, named, self.targets + self.sources)
 
 
 @dataclass
@@ -161,6 +116,7 @@ class PairCache:
 
     def __init__(self) -> None:
         self._pairs: Pairs | None = None
+        self._watch: Watch | None = None
         self._key: object = None
         self._model: weakref.ref[torch.nn.Module] | None = None
 
@@ -174,18 +130,20 @@ class PairCache:
         """
         if (
             self._pairs is None
+            or self._watch is None
             or self._model is None
             or self._model() is not model
             or self._key != (id(copy), use_buffers)
-            or not self._pairs.still_hold()
+            or self._watch.changed()
         ):
             self._pairs = Pairs(copy, model, owner, use_buffers=use_buffers)
+            self._watch = self._pairs.watch()
             self._key = id(copy), use_buffers
             self._model = weakref.ref(model, self._forget)
         return self._pairs
 
     def _forget(self, _: object) -> None:
-        self._pairs = None
+        self._pairs = self._watch = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PairCache":
         return PairCache()

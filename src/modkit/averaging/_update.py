@@ -186,7 +186,10 @@ def swa_weight(count: Tensor | int) -> Tensor | float:
 
 def _lerp_group_(group: Group, weight: Tensor | float) -> None:
     if group.uniform and not _is_narrow(group.targets[0]):
-        foreach_lerp_(group.targets, group.sources, cast("float", weight))
+        # Nothing is created here that could be left as a tensor of inference, and autograd takes a
+        # tenth of the time of small tensors even where it has nothing to do.
+        with torch.inference_mode():
+            foreach_lerp_(group.targets, group.sources, cast("float", weight))
         return
     for target, source in zip(group.targets, group.sources, strict=True):
         wide = _widened(target)

@@ -19,6 +19,8 @@ import torch
 
 
 SAMPLE_SECONDS: Final = 0.004
+# The longest sample of the slower statement, so that the faster one has long samples too.
+LONG_SAMPLE_SECONDS: Final = 0.05
 MIN_ROUNDS: Final = 5
 MAX_ROUNDS: Final = 201
 
@@ -80,6 +82,8 @@ def compare(
 ) -> Result:
     """Time two statements in turns for about that many seconds, and for five rounds at least."""
     number = repetitions(base)
+    affordable = int(number * LONG_SAMPLE_SECONDS / max(base.timeit(number), 1e-9))
+    number = max(number, min(affordable, repetitions(other)))
     estimate = base.timeit(number) + other.timeit(number)
     rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds / estimate)))
     base_times: list[float] = []
@@ -93,6 +97,14 @@ def compare(
         ratios.append(other_time / base_time)
     low, middle, high = statistics.quantiles(ratios, n=4)
     return Result(name, budget, middle, low, high, statistics.median(base_times), "s", rounds)
+
+
+def repeat(subject: timeit.Timer, seconds: float) -> list[float]:
+    """Time a statement for about that many seconds; return the seconds of one run, five at least."""
+    number = repetitions(subject)
+    rounds = int(seconds / subject.timeit(number))
+    times = range(max(MIN_ROUNDS, min(MAX_ROUNDS, rounds)))
+    return [subject.timeit(number) / number for _ in times]
 
 
 def exponent(sizes: list[int], times: list[float]) -> float:

@@ -14,6 +14,7 @@ from rich.table import Table
 from modkit.cli import _bench_report as reports, _bench_rows
 from modkit.cli._growth import SIZES, Series, measure_growth
 from modkit.cli._measure import Result, Verdict, quiet
+from modkit.cli._row_kinds import Row
 
 
 STYLES: Final[dict[Verdict, str]] = {"met": "green", "within noise": "yellow", "missed": "red"}
@@ -30,7 +31,7 @@ def shown(table: Table, console: Console) -> Generator[None, None, None]:
         console.print(table)
 
 
-def show_rows(rows: Sequence[_bench_rows.Row], seconds: float, console: Console) -> list[Result]:
+def show_rows(rows: Sequence[Row], seconds: float, console: Console) -> list[Result]:
     """Measure the rows, and print each as soon as it is known."""
     table = Table("operation", highlight=False)
     for heading in ("torch", "budget", "ratio", "middle half"):

@@ -1,0 +1,166 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from modkit.averaging._members import Members
+
+
+class Net(nn.Module):
+    """A parameter, a buffer, an empty place, and children that have such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_parameter("empty", None)
+        self.register_buffer("mean", torch.zeros(2))
+        self.body = nn.Linear(2, 2)
+        self.head = nn.Linear(2, 2)
+
+
+class Alike(nn.Identity):
+    """A module that says it equals any other."""
+
+    __hash__ = nn.Identity.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+def add_a_parameter(net: Net) -> None:
+    """Register one more."""
+    net.body.extra = nn.Parameter(torch.ones(1))
+
+
+def add_a_buffer(net: Net) -> None:
+    """Register one where there was none."""
+    net.body.register_buffer("extra", torch.ones(1))
+
+
+def add_a_child(net: Net) -> None:
+    """Register a child below one that had none."""
+    net.body.child = nn.Identity()
+
+
+def fill_the_empty_place(net: Net) -> None:
+    """Register a parameter where None was."""
+    net.empty = nn.Parameter(torch.ones(1))
+
+
+def remove_a_parameter(net: Net) -> None:
+    """Register None in its place."""
+    net.body.bias = None
+
+
+def replace_by_an_equal_parameter(net: Net) -> None:
+    """Register another object with the same value, of one element, which could be compared."""
+    net.scale = nn.Parameter(net.scale.detach().clone())
+
+
+def replace_a_child(net: Net) -> None:
+    """Register another layer of the same kind."""
+    net.head = nn.Linear(2, 2)
+
+
+def tie(net: Net) -> None:
+    """Let two layers share a weight."""
+    net.head.weight = net.body.weight
+
+
+def rename_a_parameter(net: Net) -> None:
+    """Move a parameter to another name."""
+    net.gain = net.scale
+    del net.scale
+
+
+def rename_a_buffer(net: Net) -> None:
+    """Move a buffer to another name."""
+    net.register_buffer("average", net.mean)
+    del net.mean
+
+
+def cast(net: Net) -> None:
+    """Keep the objects and change their dtype."""
+    net.half()
+
+
+def reshape(net: Net) -> None:
+    """Give a parameter a part of its own memory."""
+    net.body.bias.data = net.body.bias.data[:1]
+
+
+CHANGES = [
+    add_a_parameter,
+    add_a_buffer,
+    add_a_child,
+    fill_the_empty_place,
+    remove_a_parameter,
+    replace_by_an_equal_parameter,
+    replace_a_child,
+    tie,
+    rename_a_parameter,
+    rename_a_buffer,
+    cast,
+    reshape,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("guarded", [True, False], ids=["guards", "no guards"])
+def test_a_change_is_seen(
+    change: Callable[[Net], None], guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever changes which tensors a model has is seen, with dynamo's guards and without."""
+    if not guarded:
+        monkeypatch.setattr("modkit.averaging._watch.tensor_guard", lambda tensors: None)
+    net = Net()
+    members = Members(net)
+    before = members.changed()
+    change(net)
+
+    assert not before
+    assert members.changed()
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["guards", "no guards"])
+def test_new_values_are_no_change(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training, loading, data that are set, and buffers that are replaced leave all as it is."""
+    if not guarded:
+        monkeypatch.setattr("modkit.averaging._watch.tensor_guard", lambda tensors: None)
+    net = Net()
+    members = Members(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.body(torch.ones(2)).sum().backward()
+    optimizer.step()
+    net.load_state_dict(Net().state_dict())
+    net.scale.data = torch.full((1,), 3.0)
+    net.mean = torch.ones(3)
+    net.eval()
+
+    assert not members.changed()
+
+
+def test_a_child_that_equals_every_other_is_told_apart() -> None:
+    """The equality that a user's module defines does not count, only identity does."""
+    net = nn.Sequential(nn.Linear(1, 1), Alike())
+    members = Members(net)
+    before = members.changed()
+    net[1] = Alike()
+
+    assert not before
+    assert members.changed()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_looking_runs_no_operation(replaced: bool) -> None:
+    """A check does nothing with tensors, neither when nothing has changed nor when one has."""
+    net = Net()
+    members = Members(net)
+    if replaced:
+        replace_by_an_equal_parameter(net)
+    with torch.autograd.profiler.profile() as profile:
+        changed = members.changed()
+
+    assert changed is replaced
+    assert [event.name for event in profile.function_events] == []
