@@ -9,6 +9,7 @@ defects that modkit's do not have. ``docs/parity.md`` is rendered from this tabl
 from typing import Final
 
 from tests.divergence import ISSUES, NO_ISSUE, PULLS, Divergence
+from tests.divergences_jit import JIT_DIVERGENCES
 from tests.divergences_models import MODELS_DIVERGENCES
 from tests.divergences_swa import SWA_DIVERGENCES
 
@@ -220,6 +221,7 @@ DIVERGENCES: Final[dict[str, Divergence]] = {
         "leaves the layers of modkit as they are.",
         NO_ISSUE,
     ),
+    **JIT_DIVERGENCES,
     **SWA_DIVERGENCES,
     **MODELS_DIVERGENCES,
     _AVERAGING + "test_functions_can_be_pickled": Divergence(
