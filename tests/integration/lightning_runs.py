@@ -129,6 +129,11 @@ class Failing(Net):
             raise error("in the validation")
 
 
+def average_of(callback: EMACallback, name: str = "net.0.weight") -> Tensor:
+    """Return one average of a callback."""
+    return dict(callback.ema.named_averages(callback.index))[name]
+
+
 class Watch(pl.Callback):
     """Notes the raw first weight and its average after each training batch."""
 
@@ -137,8 +142,7 @@ class Watch(pl.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         self.raw.append(pl_module.net[0].weight.detach().clone())
-        averages = dict(self.ema.ema.named_averages(self.ema.index))
-        self.averages.append(averages["net.0.weight"].clone())
+        self.averages.append(average_of(self.ema).clone())
 
 
 class Saver(pl.Callback):
@@ -184,7 +188,7 @@ class Report(pl.Callback):
         found = {
             "numbers": numbers_of(pl_module, self.ema),
             "seen": pl_module.seen["validate"][-1],
-            "average": whole(dict(self.ema.ema.named_averages())["net.0.weight"]),
+            "average": whole(average_of(self.ema)),
             "step": self.ema.ema.step,
         }
         torch.save(found, self.folder / f"{trainer.global_rank}.pt")
