@@ -139,7 +139,8 @@ class EMACallback(TrainerCallback):
         if others:
             raise ValueError("EMACallback: the Trainer has one already; it takes several decays")
         if not isinstance(found, EMATrainer):
-            found.__class__ = _averaging(type(found))
+            kind: Any = type(found)
+            found.__class__ = _averaging(kind)
         if self not in found.callback_handler.callbacks:
             found.add_callback(self)
         return trainer
