@@ -75,7 +75,6 @@ def gpt2() -> Any:
         n_head=2,
         bos_token_id=1,
         eos_token_id=2,
-        loss_type="ForCausalLM",
     )
     return transformers.GPT2LMHeadModel(config)
 
