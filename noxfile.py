@@ -111,9 +111,14 @@ def ecosystem(session: nox.Session) -> None:
     """Run the tests with transformers, timm, diffusers and others, in an environment of their own."""
     install(session, "test", "ecosystem")
     averages = ("averaging_peers", "averaging_peer_table")
-    names = ("adopt_transformers", "adopt_vision", *averages, "ecosystem", "lightning")
+    trainers = ("lightning", "lightning_runs")
+    names = ("adopt_transformers", "adopt_vision", *averages, "ecosystem", *trainers)
     files = [f"tests/integration/test_{name}.py" for name in names]
+    # The page shows what these libraries and modkit have for the same purpose.
+    files += ["docs/callbacks.md"]
     session.run("pytest", *files, *session.posargs, env=TEST_ENVIRONMENT)
+    on_processes = ("-m", "distributed", "tests/integration/test_lightning_processes.py")
+    session.run("pytest", *on_processes, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session

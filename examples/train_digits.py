@@ -1,4 +1,4 @@
-"""Train a small convolutional network on handwritten digits, and average its weights in two ways.
+"""Train a small convolutional network on handwritten digits, and average its weights.
 
     python examples/train_digits.py                          # on modkit
     python examples/train_digits.py --backend torch          # the same file on torch: equal bits
@@ -49,11 +49,13 @@ if not 0 <= options.seed < 2**63:
 
 # This is all that differs between the two backends: where the names are imported from.
 if TYPE_CHECKING or options.backend == "modkit":
-    from modkit import nn
+    from modkit import EMA, nn
     from modkit.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 else:
     from torch import nn
     from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+
+    EMA = None
 
 
 # What loading raises when a file is missing, is none of torch's or holds something else.
@@ -69,6 +71,9 @@ NOT_A_CHECKPOINT = (
 
 # The key of each network's results, how it is called in print, and its colour in the plot.
 NETWORKS = [("raw", "raw", "0.6"), ("swa", "SWA", "tab:orange"), ("ema", "EMA", "tab:blue")]
+if TYPE_CHECKING or EMA is not None:
+    # No second network: the averages change places with the weights for the time of a test.
+    NETWORKS.append(("in_place", "in place", "tab:green"))
 
 
 class DigitNet(nn.Module):
@@ -105,9 +110,9 @@ def digits() -> list[Subset[tuple[torch.Tensor, ...]]]:
 
 
 def build() -> dict[str, Any]:
-    """Return all that has a state to save: the network, its two averages and the optimizer."""
+    """Return all that has a state to save: the network, its averages and the optimizer."""
     model = DigitNet()
-    return {
+    state: dict[str, Any] = {
         "raw": model,
         "swa": AveragedModel(model),
         "ema": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99)),
@@ -115,6 +120,10 @@ def build() -> dict[str, Any]:
             model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4
         ),
     }
+    if TYPE_CHECKING or EMA is not None:
+        ema = EMA(model, decay=0.99, buffers="average")
+        state["in_place"] = ema.attach(state["optimizer"])
+    return state
 
 
 def renew_statistics(loader: DataLoader[Any], model: nn.Module) -> None:
@@ -135,11 +144,20 @@ def evaluate(model: nn.Module, test_set: Subset[Any]) -> dict[str, float]:
     return {"loss": loss, "errors": errors, "accuracy": 1 - errors / len(labels)}
 
 
+def tested(state: dict[str, Any], name: str, test_set: Subset[Any]) -> dict[str, float]:
+    """Return the test results of a network, or of the average that takes the network's place."""
+    if name == "in_place":
+        # A loader draws a seed, and on torch there is no such test.
+        with state[name].applied(), torch.random.fork_rng(devices=[]):
+            return evaluate(state["raw"], test_set)
+    return evaluate(state[name], test_set)
+
+
 def train(state: dict[str, Any], train_set: Subset[Any], test_set: Subset[Any]) -> dict[str, Any]:
     """Train the network and average it, by SWA in the last third and by EMA all along.
 
     Returns:
-        The loss of every step, and the test results of every epoch under "raw", "swa" and "ema".
+        The loss of every step, and the test results of every epoch under the name of each network.
     """
     model, swa_model, ema_model = state["raw"], state["swa"], state["ema"]
     optimizer = state["optimizer"]
@@ -148,7 +166,7 @@ def train(state: dict[str, Any], train_set: Subset[Any], test_set: Subset[Any]) 
     swa_scheduler = SWALR(optimizer, swa_lr=0.05, anneal_epochs=3)
     loss_fn = nn.CrossEntropyLoss()
     loader = DataLoader(train_set, batch_size=32, shuffle=True)
-    history: dict[str, Any] = {"losses": [], "raw": [], "swa": [], "ema": []}
+    history: dict[str, Any] = {"losses": [], **{name: [] for name, *_ in NETWORKS}}
 
     with progress_bar() as progress:
         task = progress.add_task("training", total=options.epochs, loss=float("nan"))
@@ -166,12 +184,12 @@ def train(state: dict[str, Any], train_set: Subset[Any], test_set: Subset[Any]) 
                 swa_model.update_parameters(model)
                 swa_scheduler.step()
                 renew_statistics(loader, swa_model)
-                history["swa"].append(evaluate(swa_model, test_set))
             else:
                 scheduler.step()
             renew_statistics(loader, ema_model)
-            history["ema"].append(evaluate(ema_model, test_set))
-            history["raw"].append(evaluate(model, test_set))
+            for name, *_ in NETWORKS:
+                if name != "swa" or epoch >= swa_start:
+                    history[name].append(tested(state, name, test_set))
             progress.update(task, advance=1, loss=history["losses"][-1])
     return history
 
@@ -192,7 +210,8 @@ def load(path: Path) -> dict[str, Any]:
     try:
         checkpoint = torch.load(path, weights_only=True)
         for name, part in state.items():
-            part.load_state_dict(checkpoint[name])
+            # Where torch wrote it, there is its averaged model, whose state an `EMA` takes too.
+            part.load_state_dict(checkpoint["ema" if name not in checkpoint else name])
     except NOT_A_CHECKPOINT as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
         parser.error(f"cannot load {path}: {type(error).__name__}: {reason}")
@@ -223,7 +242,7 @@ def progress_bar() -> Progress:
 
 
 def results_table(results: dict[str, dict[str, float]]) -> Table:
-    """Return the test results of the three networks as a table."""
+    """Return the test results of the networks as a table."""
     table = Table(title=f"Test set, {options.backend}", title_justify="left")
     table.add_column("weights")
     for heading in "loss", "accuracy", "errors":
@@ -236,7 +255,7 @@ def results_table(results: dict[str, dict[str, float]]) -> Table:
 
 
 def plot(history: dict[str, Any], path: Path) -> None:
-    """Draw the training loss and the three test accuracies over the epochs."""
+    """Draw the training loss and the test accuracies over the epochs."""
     losses = torch.tensor(history["losses"]).view(options.epochs, -1)
     epochs = range(1, options.epochs + 1)
     swa_start = options.epochs - len(history["swa"])
@@ -287,7 +306,7 @@ def main() -> None:
         save(state, options.out / "checkpoint.pt")
         plot(history, options.out / "curves.png")
         report = {"backend": options.backend, "history": history}
-    report["test"] = {name: evaluate(state[name], test_set) for name, *_ in NETWORKS}
+    report["test"] = {name: tested(state, name, test_set) for name, *_ in NETWORKS}
     # JSON keeps all digits of a float: two runs can be compared to the last bit.
     file = options.out / ("evaluation.json" if options.load else "metrics.json")
     file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -298,6 +317,12 @@ def main() -> None:
         if not all(equal(state[name].state_dict(), restored[name].state_dict()) for name in state):
             parser.error("the checkpoint does not hold what was saved")
         console.print("Loaded the checkpoint again: every tensor is equal.")
+        if EMA is not None:
+            weights = dict(state["ema"].module.named_parameters())
+            averages = dict(state["in_place"].named_averages())
+            if not all(torch.equal(averages[name], weights[name]) for name in weights):
+                parser.error("the two exponential averages differ")
+            console.print("EMA and AveragedModel have averaged to the same bits.")
     console.print(f"Results are in {options.out}{os.sep}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.divergences import DIVERGENCES
 from tests.helpers import MODKIT, TORCH, Implementation, seed_everything
@@ -24,9 +25,15 @@ def _seeded() -> None:
 # First, so that the tests which the default marks deselect are still there.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the rows of the differences table; a row that matches no test is an error."""
+    """Mark the rows of the differences table, and skip what needs a device that is not there.
+
+    A row that matches no test is an error.
+    """
     matched = set()
+    no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
     for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(no_gpu)
         key = item.nodeid.split("[", 1)[0]
         row = DIVERGENCES.get(key)
         if row is None:

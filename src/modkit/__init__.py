@@ -5,6 +5,7 @@ from modkit.averaging.callback import EMACallback as EMACallback
 from modkit.averaging.checkpoints import average_checkpoints as average_checkpoints
 from modkit.averaging.ema import EMA as EMA
 from modkit.averaging.posthoc import PostHocEMA as PostHocEMA
+from modkit.averaging.ranges import average_range as average_range
 from modkit.nn._adopt import adopt as adopt, release as release
 from modkit.nn._fast_attributes import fast_attributes as fast_attributes
 
@@ -15,6 +16,7 @@ __all__ = [
     "PostHocEMA",
     "adopt",
     "average_checkpoints",
+    "average_range",
     "fast_attributes",
     "release",
     "schedules",

@@ -195,6 +195,16 @@ MSG_NO_AVERAGES: Final = (
     "EMACallback: the checkpoint holds no averages, so averaging starts anew from its weights"
 )
 
+MSG_WEIGHTS_ONLY_RAW: Final = (
+    "EMACallback: a model that is split up among processes is saved with its raw weights where "
+    "save_weights_only=True, since Lightning asks no callback there"
+)
+
+MSG_FSDP1: Final = (
+    "EMACallback: FullyShardedDataParallel merges parameters into others that have no names of the "
+    "model's; take ModelParallelStrategy with torch's fully_shard"
+)
+
 MSG_STEPS_UNKNOWN: Final = (
     "EMACallback: {kind} is no torch.optim.Optimizer, and does not tell of its steps"
 )

@@ -211,7 +211,7 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
     if not hasattr(guards, "TensorGuards"):
         return None
     sizes = [list(tensor.shape) for tensor in tensors]
-    strides = [list(tensor.stride()) for tensor in tensors]
+    strides = [[None] * tensor.dim() for tensor in tensors]
     made = cast("Any", guards).TensorGuards(
         *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     )

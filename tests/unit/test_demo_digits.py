@@ -68,9 +68,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]
 
 
 def metrics(folder: Path, name: str = "metrics.json") -> dict:
-    """Read what a run has written, without the name of the backend."""
+    """Read what a run has written about what both backends have."""
     content = json.loads((folder / name).read_text(encoding="utf-8"))
     del content["backend"]
+    for results in content["test"], content.get("history", {}):
+        results.pop("in_place", None)
     return content
 
 
@@ -100,12 +102,30 @@ def test_checkpoints_are_equal(runs) -> None:
         for backend in ("torch", "modkit")
     )
 
-    assert list(actual) == ["raw", "swa", "ema", "optimizer"]
+    assert list(expected) == ["raw", "swa", "ema", "optimizer"]
+    assert list(actual) == [*expected, "in_place"]
     for name in "raw", "swa", "ema":
         assert list(actual[name]) == list(expected[name])
         assert all(torch.equal(actual[name][key], expected[name][key]) for key in actual[name])
     assert actual["swa"]["n_averaged"] == 1
     assert actual["ema"]["n_averaged"] == EPOCHS * 28
+
+
+def test_the_average_without_a_network_of_its_own_learns(runs) -> None:
+    """`EMA` is tested in the place of the network: its weights are those of the averaged model."""
+    folder, printed = runs["modkit"]
+    report = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    (average,) = state["in_place"]["averages"]
+
+    assert len(report["history"]["in_place"]) == EPOCHS
+    assert report["test"]["in_place"]["errors"] < 0.8 * 901
+    assert "the same bits" in printed
+    assert all(
+        torch.equal(tensor, state["ema"][f"module.{name}"])
+        for name, tensor in average["tensors"].items()
+        if name in state["raw"] and "running" not in name
+    )
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("torch", "modkit"), ("modkit", "torch")])

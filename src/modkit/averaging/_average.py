@@ -88,13 +88,14 @@ class Average:
                 group.rests.append(self.rests[name])
         self._groups = list(groups.values())
 
-    def step(self, weight: float, finite: Tensor | None = None) -> None:
+    def step(self, weight: float, finite: Tensor | None = None, n: int = 0) -> None:
         """Move by ``weight`` of the way to the current values.
 
         Args:
             weight: From 0 to 1; 1 copies.
             finite: A truth value as a tensor; where it is false, nothing changes. The step is taken
                 back rather than not taken, so that nobody has to wait for the value.
+            n: The number of the step, for averages that need more than the weight.
         """
         for group in self._groups:
             kept = [*group.averages, *group.rests]

@@ -32,6 +32,11 @@ _DEMANDS: dict[str, Demand] = {
     "step_bias": _NOT_NEGATIVE,
     "gamma": _NOT_NEGATIVE,
     "offset": (lambda value: value >= 1, "1 or more"),
+    "ema_power": _NOT_NEGATIVE,
+    "bias_power": _NOT_NEGATIVE,
+    "multiplier": _NOT_NEGATIVE,
+    "lag": _POSITIVE,
+    "min_ema_multiplier": _FRACTION,
     "window": (lambda value: value >= 1 and value == int(value), "a whole number, 1 or more"),
     "sigma_rel": (lambda value: 0 < value < WIDEST_SIGMA_REL, "above 0 and below 0.2886"),
 }

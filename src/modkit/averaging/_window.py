@@ -8,26 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from modkit.averaging._average import Average
-from modkit.averaging._nonfinite import OnNonfinite
 from modkit.averaging._precision import Precision
-from modkit.averaging._schedule import Schedule
-from modkit.averaging.schedules import Window
-
-
-def average_for(
-    schedule: Schedule,
-    precision: Precision,
-    device: torch.device | None,
-    seed: int,
-    on_nonfinite: OnNonfinite,
-) -> Average:
-    """Return what keeps the average of a schedule."""
-    if isinstance(schedule, Window):
-        if on_nonfinite == "skip":
-            # Which copies to count would have to be known, and that means to wait for the device.
-            raise ValueError(f"EMA: on_nonfinite='skip' is not for {schedule}; 'raise' is")
-        return WindowAverage(schedule.window, precision, device, seed)
-    return Average(precision, device, seed)
 
 
 class WindowAverage(Average):
@@ -68,7 +49,7 @@ class WindowAverage(Average):
                 copies[name] = copies[name].to(average.device)
 
     @override
-    def step(self, weight: float, finite: Tensor | None = None) -> None:
+    def step(self, weight: float, finite: Tensor | None = None, n: int = 0) -> None:
         """Copy the present values in the place of the oldest ones; the weight is always the same."""
         slot = self._seen % self._window
         if slot == len(self._ring):

@@ -33,6 +33,7 @@ class EMAOptions(TypedDict, total=False):
     exclude: Names
     on_nonfinite: OnNonfinite
     seed: int
+    asynchronous: bool
 
 
 def checked_index(index: int, ema: EMA[Any]) -> int:
@@ -46,7 +47,9 @@ def checked_index(index: int, ema: EMA[Any]) -> int:
 def averaged_parameters(ema: EMA[Any]) -> list[torch.Tensor]:
     """Return the parameters of the model that are averaged, or will be at the first update."""
     members = Members(ema.model).parameters
-    return [member.tensor for name, member in members.items() if ema._selection.chooses(name)]
+    return [
+        member.tensor for name, member in members.items() if ema._tracked.selection.chooses(name)
+    ]
 
 
 class Evaluation:

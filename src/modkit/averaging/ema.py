@@ -11,8 +11,9 @@ from typing_extensions import Self, TypeVar
 
 from modkit._upstream import RemovableHandle
 from modkit.averaging import _ema_state
-from modkit.averaging._members import Member, Members, check_match
-from modkit.averaging._nonfinite import OnNonfinite, all_finite, first_nonfinite
+from modkit.averaging._kinds import average_for
+from modkit.averaging._members import Members
+from modkit.averaging._nonfinite import OnNonfinite
 from modkit.averaging._options import (
     DEFAULT_DECAY,
     Decay,
@@ -22,16 +23,9 @@ from modkit.averaging._options import (
 )
 from modkit.averaging._precision import PRECISIONS, Precision
 from modkit.averaging._selection import Buffers, NameFilter, Names, PolicyOf, Selection
-from modkit.averaging._swap import (
-    Pair,
-    any_swapped,
-    copy_of,
-    exchanged,
-    pairs_for,
-    raw_values,
-    write,
-)
-from modkit.averaging._window import average_for
+from modkit.averaging._sharded import resharded
+from modkit.averaging._swap import any_swapped, copy_of, exchanged, raw_values, write
+from modkit.averaging._tracked import Tracked
 
 
 __all__ = ["EMA"]
@@ -67,6 +61,10 @@ class EMA(Generic[ModelT]):
         exclude: The same, for parameters not to average.
         on_nonfinite: What to do with a step whose weights are not all finite: ``"ignore"`` that,
             ``"skip"`` the step, or ``"raise"``, which waits for the device in each update.
+        seed: Of the random rounding.
+        asynchronous: With ``device="cpu"``: average in a thread, while training goes on. An update
+            copies the weights into pinned memory, without waiting for the device, and waits for
+            the thread only if that has not finished the update before; the results are the same.
 
     Attributes:
         step: How many updates have been asked for.
@@ -104,6 +102,7 @@ class EMA(Generic[ModelT]):
         exclude: Names = None,
         on_nonfinite: OnNonfinite = "ignore",
         seed: int = 0,
+        asynchronous: bool = False,
     ) -> None:
         checked_choice("precision", precision, PRECISIONS)
         checked_choice("on_nonfinite", on_nonfinite, ("ignore", "skip", "raise"))
@@ -115,21 +114,22 @@ class EMA(Generic[ModelT]):
         self.step = 0
         self.n_averaged = 0
         self._start: int | None = None
-        self._device = None if device is None else torch.device(device)
-        options = precision, self._device, seed, on_nonfinite
-        self._averages = [average_for(one, *options) for one in self.schedules]
-        self._copies: dict[str, Tensor] = {}
-        self._selection = Selection(
-            NameFilter(include, default=True), NameFilter(exclude, default=False), PolicyOf(buffers)
+        place = None if device is None else torch.device(device)
+        if asynchronous and place != torch.device("cpu"):
+            raise ValueError(f"EMA: asynchronous=True needs device='cpu', got device={device!r}")
+        selected = NameFilter(include, default=True), NameFilter(exclude, default=False)
+        self._tracked = Tracked(
+            model,
+            [average_for(one, precision, place, seed, on_nonfinite) for one in self.schedules],
+            Selection(*selected, PolicyOf(buffers)),
+            place,
+            on_nonfinite,
+            asynchronous=asynchronous,
         )
-        self._members: Members | None = None
-        self._bound: dict[str, Tensor] = {}
-        self._averaged_buffers: list[Member] = []
-        self._copied: list[Member] = []
         self._stored: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         names = Members(model).parameters
-        if names and not any(map(self._selection.chooses, names)):
+        if names and not any(map(self._tracked.selection.chooses, names)):
             raise ValueError(f"EMA: include={include!r}, exclude={exclude!r} leave no parameter")
 
     # Averaging.
@@ -164,72 +164,26 @@ class EMA(Generic[ModelT]):
                 return
         elif (step - start) % self.update_every:
             return
-        self._bind()
-        if self.on_nonfinite == "raise":
-            bad = first_nonfinite(list(self._bound.items()))
-            if bad is not None:
-                raise RuntimeError(f"EMA: {bad} is not finite. Nothing has been changed.")
+        self._tracked.bind()
         if start is None:
-            if self.on_nonfinite == "skip" and first_nonfinite(list(self._bound.items())):
-                # An average cannot begin with such a model, and this one wait is the only one.
+            if not self._tracked.begin():
                 return
             self._start = step
-            for average in self._averages:
-                average.step(1.0)
         else:
             n = step - start
-            weights = [1.0 - s.over(n, self.update_every) for s in self.schedules]
-            finite = None
-            if self.on_nonfinite == "skip":
-                bound = list(self._bound.values())
-                finite = all_finite(bound, bound[0].device)
-            for average, weight in zip(self._averages, weights, strict=True):
-                average.step(weight, finite)
-        self._copy_buffers()
+            self._tracked.step([1.0 - s.over(n, self.update_every) for s in self.schedules], n)
         self.n_averaged += 1
 
-    def _bind(self) -> None:
-        """Find the model's tensors, unless they are those of the previous update."""
-        members = self._members
-        if (
-            members is not None
-            and not members.changed()
-            and all(member.current() is member.tensor for member in self._averaged_buffers)
-        ):
-            return
-        members = Members(self.model)
-        if members.has_lazy():
-            raise RuntimeError(
-                "EMA: a parameter is uninitialized; call the model once before update()"
-            )
-        bound, copied = self._selection.split(members)
-        if self._start is not None or self._averages[0].tensors:
-            expected = {name: t.shape for name, t in self._averages[0].tensors.items()}
-            found = {name: tensor.shape for name, tensor in bound.items()}
-            check_match("EMA: the model is not the one that is averaged", expected, found)
-        else:
-            for average in self._averages:
-                average.start(bound)
-        for average in self._averages:
-            average.bind(bound)
-        self._members, self._bound, self._copied = members, bound, copied
-        buffers = members.buffers
-        self._averaged_buffers = [buffers[name] for name in bound if name in buffers]
+    def flush(self) -> None:
+        """Wait for the update that is under way, with ``asynchronous=True``.
 
-    def _copy_buffers(self) -> None:
-        for member in self._copied:
-            current = member.current().detach()
-            mine = self._copies.get(member.name)
-            place = self._device if self._device is not None else current.device
-            if (
-                mine is None
-                or mine.shape != current.shape
-                or mine.dtype != current.dtype
-                or mine.device != place
-            ):
-                self._copies[member.name] = current.to(place, copy=True)
-            else:
-                mine.copy_(current)
+        Whatever reads the averages does so by itself.
+
+        Raises:
+            RuntimeError: It has failed, now or earlier; each later update and reading raises that
+                too, until a state is loaded.
+        """
+        self._tracked.flush()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> Self:
         """Update after each step that ``optimizer`` really takes, until :meth:`detach`.
@@ -264,11 +218,7 @@ class EMA(Generic[ModelT]):
 
         The tensors are those that are kept, not copies, and none before the first update.
         """
-        if self._start is not None:
-            average = self._averages[index]
-            for name in average.names():
-                yield name, average.value(name)
-            yield from self._copies.items()
+        yield from self._tracked.named(index).items()
 
     @contextmanager
     def applied(self, model: torch.nn.Module | None = None, *, index: int = 0) -> Generator[None]:
@@ -289,17 +239,12 @@ class EMA(Generic[ModelT]):
             RuntimeError: At the end: the block has written to the weights, so that the average, which
                 was in their place, has changed with them. The raw weights are back.
         """
-        with exchanged(self._pairs(model, index)):
+        target = self.model if model is None else model
+        with resharded(target), exchanged(self._tracked.pairs(model, index)):
             yield
 
     def _is_swapped(self) -> bool:
         return any_swapped(self.model.parameters())
-
-    def _pairs(self, model: torch.nn.Module | None, index: int) -> list[Pair]:
-        members = self._members
-        if (model is not None and model is not self.model) or members is None or members.changed():
-            members = Members(self.model if model is None else model)
-        return pairs_for(members, dict(self.named_averages(index)))
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module | None = None, *, index: int = 0) -> None:
@@ -310,7 +255,7 @@ class EMA(Generic[ModelT]):
         Raises:
             NameMismatchError: The averages do not fit ``model``. Nothing has been changed.
         """
-        pairs = self._pairs(model, index)
+        pairs = self._tracked.pairs(model, index)
         if (model is None or model is self.model) and not self._stored:
             self._stored = {name: tensor.detach().clone() for name, tensor, _ in pairs}
         for _, tensor, value in pairs:
@@ -339,7 +284,7 @@ class EMA(Generic[ModelT]):
         model = copy_of(self.model)
         if self._start is not None:
             with torch.no_grad():
-                for _, tensor, value in self._pairs(model, index):
+                for _, tensor, value in self._tracked.pairs(model, index):
                     write(tensor, value)
         return model.requires_grad_(False).eval()
 
@@ -359,8 +304,7 @@ class EMA(Generic[ModelT]):
             "update_every": self.update_every,
             "update_after_step": self.update_after_step,
             "schedules": [schedule.to_config() for schedule in self.schedules],
-            "averages": [average.state_dict() for average in self._averages],
-            "buffers": dict(self._copies),
+            **self._tracked.state_dict(),
         }
         raw = raw_values(self.model)
         if raw:
@@ -405,23 +349,14 @@ class EMA(Generic[ModelT]):
         self.update_every, self.update_after_step = loaded.update_every, loaded.update_after_step
 
     def _reset(self) -> None:
-        self.step, self.n_averaged, self._start, self._members = 0, 0, None, None
-        for average in self._averages:
-            average.reset()
+        self.step, self.n_averaged, self._start = 0, 0, None
+        self._tracked.reset()
 
     def _load(self, loaded: _ema_state.LoadedState) -> None:
         members = Members(self.model)
         raw = [(name, members.tensor(name), value) for name, value in loaded.raw.items()]
         if loaded.start is not None:
-            bound, wanted, found = _ema_state.matched(loaded, members, self._selection)
-            for average, state, tensors in zip(self._averages, loaded.averages, found, strict=True):
-                average.start(bound)
-                average.load_state_dict({**state, "tensors": tensors})
-            self._copies = {
-                name: value.to(self._device, copy=True)
-                for name, value in loaded.buffers.items()
-                if name in wanted
-            }
+            self._tracked.load(loaded, members)
         else:
             self._reset()
         if raw:
@@ -431,14 +366,10 @@ class EMA(Generic[ModelT]):
             )
             for _, tensor, value in raw:
                 write(tensor, value)
-        self._members = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied: all but the optimizers that are attached."""
-        state = dict(vars(self))
-        state.update(_handles=[], _members=None, _bound={}, _copied=[], _averaged_buffers=[])
-        state["_raw"] = raw_values(self.model)
-        return state
+        return {**vars(self), "_handles": [], "_raw": raw_values(self.model)}
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -32,9 +32,11 @@ from modkit.averaging._schedule import (
     gamma_of,
     sigma_rel_of,
 )
+from modkit.averaging._schedules_with_models import BEMA, Window
 
 
 __all__ = [
+    "BEMA",
     "Constant",
     "CountWarmup",
     "Custom",
@@ -264,30 +266,6 @@ class Equal(Schedule):
 
 
 @dataclass(frozen=True)
-class Window(Schedule):
-    """The plain mean of the latest models that ``EMA`` has seen: LAWA, https://arxiv.org/abs/2209.14981.
-
-    Args:
-        window: How many models, 1 or more; a copy of the weights is kept of each. The decay that
-            this schedule tells is what the others weigh beside the latest of them.
-
-    Example:
-        >>> [Window(3).over(n, 1) for n in (0, 1, 100)]
-        [0.0, 0.5, 0.6666666666666667]
-    """
-
-    window: int
-
-    @override
-    def decay_at(self, n: int) -> float:
-        return self.decay_over(n, 1)
-
-    @override
-    def decay_over(self, n: int, k: int) -> float:
-        return 1 - 1 / min(n // k + 1, self.window)
-
-
-@dataclass(frozen=True)
 class Power(Schedule):
     """An average that always spans the same part of the run, from Karras et al. 2024 (EDM2).
 
@@ -366,6 +344,7 @@ class Custom(Schedule):
 _NAMED: dict[str, type[Schedule]] = {
     kind.__name__: kind
     for kind in (
+        BEMA,
         Constant,
         CountWarmup,
         Equal,

@@ -12,10 +12,17 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from modkit._errors import MSG_NO_AVERAGES, MSG_NO_LIGHTNING, MSG_STEPS_UNKNOWN
+from modkit._errors import (
+    MSG_FSDP1,
+    MSG_NO_AVERAGES,
+    MSG_NO_LIGHTNING,
+    MSG_STEPS_UNKNOWN,
+    MSG_WEIGHTS_ONLY_RAW,
+)
 from modkit._upstream import RemovableHandle
 from modkit.averaging._members import Members
 from modkit.averaging._options import DEFAULT_DECAY, Decay
+from modkit.averaging._sharded import has_shards, split_up, whole
 from modkit.averaging._swap import exchanged, pairs_for, raw_values
 from modkit.averaging.callback import EMAOptions, Evaluation, averaged_parameters, checked_index
 from modkit.averaging.ema import EMA
@@ -63,10 +70,12 @@ class EMACallback(Callback):
     Raises:
         TypeError, ValueError: An option makes no sense.
 
-    Example:
-        >>> from modkit.integrations.lightning import EMACallback  # doctest: +SKIP
-        >>> trainer = Trainer(callbacks=[EMACallback(decay=0.999)])  # doctest: +SKIP
-        >>> trainer.fit(model, train_loader, val_loader)  # doctest: +SKIP
+    Example::
+
+        from modkit.integrations.lightning import EMACallback
+
+        trainer = Trainer(callbacks=[EMACallback(decay=0.999)])
+        trainer.fit(model, train_loader, val_loader)
     """
 
     def __init__(
@@ -99,9 +108,16 @@ class EMACallback(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Start or go on averaging, now that the model is where it is trained."""
+        if isinstance(trainer.strategy, _pl.strategies.FSDPStrategy):
+            raise TypeError(MSG_FSDP1)
+        if has_shards(pl_module) and any(
+            getattr(one, "save_weights_only", False) for one in trainer.checkpoint_callbacks
+        ):
+            _pl.utilities.rank_zero_warn(MSG_WEIGHTS_ONLY_RAW)
+        self._forget_optimizers()
         ema = self._ema_for(pl_module)
         if self._loaded is not None:
-            ema.load_state_dict(self._loaded)
+            ema.load_state_dict(split_up(self._loaded, _parameters_of(pl_module)))
             self._loaded = None
         self._fitting = True
         for optimizer in trainer.optimizers:
@@ -169,10 +185,13 @@ class EMACallback(Callback):
 
     def _leave(self) -> None:
         self._evaluation.end()
+        self._forget_optimizers()
+        self._fitting = self._stepped = False
+
+    def _forget_optimizers(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._fitting = self._stepped = False
 
     # Evaluation.
 
@@ -203,14 +222,17 @@ class EMACallback(Callback):
         self._update()
         state = self.ema.state_dict()
         state.pop("raw", None)
-        members = Members(pl_module)
-        raw = self._members_of(
-            trainer, checkpoint, exchanged(pairs_for(members, raw_values(pl_module)))
-        )
         average = self.average_of(trainer, checkpoint)
-        differing = {name: raw[name] for name in raw if not _same_memory(raw[name], average[name])}
+        as_raw = exchanged(pairs_for(Members(pl_module), raw_values(pl_module)))
+        if has_shards(pl_module):
+            # All but the state_dict and the optimizers is saved by one process, for all of them.
+            with torch.inference_mode(False), torch.no_grad(), as_raw:
+                raw, state = whole(dict(pl_module.state_dict())), whole(state)
+        else:
+            raw = self._members_of(trainer, checkpoint, as_raw)
+            raw = {name: raw[name] for name in raw if not _same_memory(raw[name], average[name])}
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **average}
-        checkpoint["callbacks"][self.state_key] = {"ema": state, "raw": differing}
+        checkpoint["callbacks"][self.state_key] = {"ema": state, "raw": raw}
 
     def average_of(self, trainer: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is the ``state_dict`` of a checkpoint while the average is in the model."""
@@ -244,10 +266,19 @@ class EMACallback(Callback):
         else:
             _pl.utilities.rank_zero_warn(MSG_NO_AVERAGES)
             raw = {}
-        whole = {**checkpoint, "state_dict": {**checkpoint["state_dict"], **raw}}
-        trainer.strategy.load_model_state_dict(whole, strict=pl_module.strict_loading)
+        if has_shards(pl_module):
+            raw = split_up(raw, _parameters_of(pl_module))
+            pl_module.load_state_dict(raw, strict=False)
+        else:
+            members = {**checkpoint["state_dict"], **raw}
+            loaded = {**checkpoint, "state_dict": members}
+            trainer.strategy.load_model_state_dict(loaded, strict=pl_module.strict_loading)
         if self._fitting:
             self.on_fit_start(trainer, pl_module)
+
+
+def _parameters_of(pl_module: Any) -> dict[str, torch.Tensor]:
+    return {name: member.tensor for name, member in Members(pl_module).parameters.items()}
 
 
 def _same_memory(first: Any, second: Any) -> bool:
@@ -282,7 +313,7 @@ class _CheckpointIO(CheckpointIO):
         """Save the checkpoint, with the average in it."""
         ema = self.callback.ema
         is_whole = "pytorch-lightning_version" in checkpoint
-        if is_whole and "callbacks" not in checkpoint and ema is not None:
+        if is_whole and "callbacks" not in checkpoint and ema and not has_shards(ema.model):
             average = self.callback.average_of(self.trainer, checkpoint)
             checkpoint = {**checkpoint, "state_dict": {**checkpoint["state_dict"], **average}}
         self.inner.save_checkpoint(checkpoint, path, storage_options)

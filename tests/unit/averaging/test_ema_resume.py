@@ -25,6 +25,7 @@ SCHEDULES: list[Any] = [
     schedules.LinearRamp(0.95, steps=6),
     schedules.Power(sigma_rel=0.1),
     schedules.Window(3),
+    schedules.BEMA(lag=2),
     [schedules.Constant(0.9), schedules.Equal()],
 ]
 LENGTH = 9

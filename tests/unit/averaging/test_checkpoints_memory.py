@@ -1,0 +1,56 @@
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import modkit
+from modkit.averaging._checkpoint_files import Checkpoint
+
+
+NAMES = 4
+NUMBERS = 50_000
+FILES = 6
+CHECKPOINT = NAMES * NUMBERS * 4
+
+
+def live_bytes() -> int:
+    """Return how many bytes the tensors of this process hold, each storage counted once."""
+    storages: dict[int, int] = {}
+    for each in gc.get_objects():
+        if type(each) is torch.Tensor and each.device.type == "cpu" and not each.is_sparse:
+            storage = each.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_more_is_held_than_the_sum_and_one_checkpoint(
+    suffix: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many files there are, tensors of two checkpoints at most are held at any moment."""
+    paths = [tmp_path / f"{index}.{suffix}" for index in range(FILES)]
+    for index, path in enumerate(paths):
+        state = {f"{n}": torch.full((NUMBERS,), float(index), dtype=dtype) for n in range(NAMES)}
+        if suffix == "pt":
+            torch.save(state, path)
+        else:
+            save_file(state, path)
+    del state
+    read, found = Checkpoint.tensor, []
+
+    def watched(checkpoint: Checkpoint, name: str) -> Any:
+        tensor = read(checkpoint, name)
+        found.append(live_bytes())
+        return tensor
+
+    monkeypatch.setattr(Checkpoint, "tensor", watched)
+    before = live_bytes()
+    averages = modkit.average_checkpoints(paths)
+
+    assert all(torch.equal(a, torch.full((NUMBERS,), 2.5, dtype=dtype)) for a in averages.values())
+    assert len(found) == FILES * NAMES
+    assert max(found) - before <= 2 * CHECKPOINT

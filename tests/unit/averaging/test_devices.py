@@ -1,0 +1,221 @@
+import copy
+import random
+import statistics
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import modkit
+from modkit import schedules
+from modkit.averaging._average import Average
+from modkit.optim import swa_utils
+from tests.unit.averaging.recipes import PRECISIONS, CountCalls, model_of
+
+
+# The same claims hold on the CPU, where nothing has to be waited for.
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+EMA_OPTIONS: list[dict[str, Any]] = [
+    *({"precision": precision} for precision in PRECISIONS),
+    *({"buffers": buffers} for buffers in ("copy", "average", "ignore")),
+    *({"schedule": schedule} for schedule in (schedules.Equal(), schedules.InverseGamma())),
+    {"schedule": schedules.Window(2)},
+    {"schedule": schedules.BEMA()},
+    {"decay": [0.9, 0.99, 0.999]},
+    {"update_every": 2},
+    {"on_nonfinite": "skip"},
+    {"include": "0.*"},
+]
+MODEL_OPTIONS: dict[str, dict[str, Any]] = {
+    "SWA": {},
+    "EMA, of lists": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},
+    "SWA, of lists": {"multi_avg_fn": swa_utils.get_swa_multi_avg_fn()},
+    "EMA, one by one": {"avg_fn": swa_utils.get_ema_avg_fn(0.9)},
+    "SWA, one by one": {"avg_fn": swa_utils.get_swa_avg_fn()},
+    "buffers": {"use_buffers": True},
+    "precise": {"precision": "fp32"},
+    "finite": {"on_nonfinite": "skip"},
+}
+
+
+@contextmanager
+def no_waiting(device: str) -> Generator[CountCalls]:
+    """Let every wait for the device be an error, and count the values that are asked for."""
+    mode = torch.cuda.get_sync_debug_mode() if device == "cuda" else 0
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        with CountCalls("_local_scalar_dense") as count:
+            yield count
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode(mode)
+
+
+def network(device: str, dtype: torch.dtype) -> nn.Module:
+    """Return a network with buffers."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    return net.to(device, dtype)
+
+
+def move(net: nn.Module, amount: float) -> None:
+    """Change all weights, as an optimizer would."""
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(amount)
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", EMA_OPTIONS, ids=str)
+def test_no_update_of_ema_waits_for_the_device(
+    options: dict[str, Any], dtype: torch.dtype, device: str
+) -> None:
+    """After the first one, `update()` neither asks for a value nor waits, whatever the options."""
+    net = network(device, dtype)
+    ema = modkit.EMA(net, **options)
+    ema.update()
+    with no_waiting(device) as count:
+        for _ in range(4):
+            move(net, 1.0)
+            ema.update()
+
+    assert count.calls == []
+    assert ema.step == 5
+    assert all(tensor.device.type == device for _, tensor in ema.named_averages())
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", MODEL_OPTIONS.values(), ids=MODEL_OPTIONS)
+def test_no_update_of_an_averaged_model_waits_for_the_device(
+    options: dict[str, Any], dtype: torch.dtype, device: str
+) -> None:
+    """After the first one, `update_parameters()` neither asks for a value nor waits."""
+    net = network(device, dtype)
+    average = swa_utils.AveragedModel(net, **options)
+    average.update_parameters(net)
+    with no_waiting(device) as count:
+        for _ in range(4):
+            move(net, 1.0)
+            average.update_parameters(net)
+
+    assert count.calls == []
+    assert average.n_averaged.item() == 5
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_averages_in_host_memory_see_the_weights_of_the_update(
+    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the thread is, weights that change at once after an update do not race with it."""
+    step, dice = Average.step, random.Random(0)
+
+    def late(average: Average, weight: float, finite: Tensor | None = None, n: int = 0) -> None:
+        time.sleep(dice.random() * 2e-3)
+        step(average, weight, finite, n)
+
+    net = nn.Linear(512, 512).to(device, dtype)
+    expected = modkit.EMA(copy.deepcopy(net), decay=0.9, device="cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(Average, "step", late)
+        ema = modkit.EMA(net, decay=0.9, device="cpu", asynchronous=True)
+        ema.update()
+        ema.flush()
+        with no_waiting(device) as count:
+            for amount in range(1, 20):
+                move(net, amount)
+                ema.update()
+                move(net, 0.0)
+        ema.flush()
+    expected.update()
+    for amount in range(1, 20):
+        move(expected.model, amount)
+        expected.update()
+        move(expected.model, 0.0)
+
+    assert count.calls == []
+    averages = dict(ema.named_averages())
+    assert all(torch.equal(averages[name], value) for name, value in expected.named_averages())
+
+
+@pytest.mark.gpu
+def test_an_update_can_be_part_of_a_cuda_graph() -> None:
+    """A step and an update of a constant decay that are replayed give what they give one by one."""
+    decay, steps = 0.9, 5
+    nets = [network("cuda", torch.float32) for _ in range(2)]
+    emas = [modkit.EMA(net, decay=decay) for net in nets]
+    for net, ema in zip(nets, emas, strict=True):
+        for _ in range(3):
+            move(net, 0.5)
+            ema.update()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        move(nets[0], 0.5)
+        emas[0].update()
+    for _ in range(steps):
+        graph.replay()
+        move(nets[1], 0.5)
+        emas[1].update()
+    torch.cuda.synchronize()
+
+    found, expected = (dict(ema.named_averages()) for ema in emas)
+    assert all(
+        torch.equal(found[name], expected[name]) for name in dict(nets[0].named_parameters())
+    )
+
+
+@DEVICES
+def test_swapping_copies_nothing(device: str) -> None:
+    """The average is in the model while the block runs: the same memory, no other."""
+    net = model_of(torch.zeros(1000)).to(device)
+    ema = modkit.EMA(net)
+    ema.update()
+    average, raw = dict(ema.named_averages())["weight"].data_ptr(), net.weight.data_ptr()
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    with ema.applied():
+        inside = net.weight.data_ptr()
+        more = torch.cuda.memory_allocated() - before if device == "cuda" else 0
+
+    assert inside == average
+    assert net.weight.data_ptr() == raw
+    assert more == 0
+
+
+def milliseconds(action: Callable[[], object]) -> float:
+    """Return the median time of an action on the device."""
+    times: list[float] = []
+    for _ in range(20):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        action()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[5:])
+
+
+@pytest.mark.gpu
+def test_the_times_of_both_averaged_models_are_recorded(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """The report of the run has the milliseconds of each library: time decides no test."""
+    found: list[float] = []
+    for name, library in ("torch", torch.optim.swa_utils), ("modkit", swa_utils):
+        for size, count in (4, 256), (500, 64):
+            net = nn.Sequential(*(nn.Linear(size, size) for _ in range(count))).cuda()
+            average = library.AveragedModel(net, multi_avg_fn=library.get_ema_multi_avg_fn(0.99))
+            for _ in range(3):
+                average.update_parameters(net)
+            found.append(milliseconds(partial(average.update_parameters, net)))
+            record_property(f"{name}, {count} layers of {size}", found[-1])
+
+    assert all(value > 0 for value in found)
