@@ -111,16 +111,22 @@ def ecosystem(session: nox.Session) -> None:
     """Run the tests with transformers, timm, diffusers and others, in an environment of their own."""
     install(session, "test", "ecosystem")
     averages = ("averaging_peers", "averaging_peer_table")
-    trainers = ("lightning", "lightning_runs", "accelerate_loop")
-    trainers += ("trainer_attach", "trainer_callback", "trainer_resume")
+    lightning = ("lightning", "lightning_runs")
+    trainers = (
+        *lightning,
+        "accelerate_loop",
+        "trainer_attach",
+        "trainer_callback",
+        "trainer_resume",
+    )
     names = ("adopt_transformers", "adopt_vision", *averages, "ecosystem", *trainers)
     files = [f"tests/integration/test_{name}.py" for name in names]
     # The pages show what these libraries and modkit have for the same purpose.
     files += ["docs/callbacks.md", "docs/callbacks_transformers.md"]
     session.run("pytest", *files, *session.posargs, env=TEST_ENVIRONMENT)
-    names = ("lightning_processes", "trainer_distributed")
-    on_processes = ("-m", "distributed", *(f"tests/integration/test_{name}.py" for name in names))
-    session.run("pytest", *on_processes, *session.posargs, env=TEST_ENVIRONMENT)
+    launched = ("lightning_processes", "trainer_distributed")
+    files = [f"tests/integration/test_{name}.py" for name in launched]
+    session.run("pytest", "-m", "distributed", *files, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session

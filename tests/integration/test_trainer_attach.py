@@ -131,6 +131,40 @@ def test_refused_trainers(tmp_path: Path) -> None:
         run.train()
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_model_that_is_wrapped_afterwards(tmp_path: Path) -> None:
+    """What wraps the model still evaluates its average; another model is evaluated as it is."""
+    callback = EMACallback(0.9)
+    run = trainer(tmp_path, callback)
+    run.train()
+    raw, loss = weights(run.model), run.evaluate()["eval_loss"]
+
+    run.model = run.model_wrapped = torch.compile(run.model, backend="eager")
+    assert run.evaluate()["eval_loss"] == pytest.approx(loss)
+    assert equal(weights(run.model._orig_mod), raw)
+    run.model = run.model_wrapped = gpt2()
+    assert run.evaluate()["eval_loss"] == trainer(tmp_path, model=gpt2()).evaluate()["eval_loss"]
+    run.save_model(tmp_path / "other")
+    assert equal(weights(gpt2().from_pretrained(tmp_path / "other")), weights(gpt2()))
+
+
+# Dynamo looks at the gradients of what stands at a graph break.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_model_that_the_trainer_compiles(tmp_path: Path) -> None:
+    """With `torch_compile` evaluations see the average too, by the losses of a model that holds it."""
+    callback = EMACallback(0.9)
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    run = trainer(tmp_path, callback, eval_strategy="epoch", **compiled)
+    run.train()
+    other = trainer(tmp_path, model=callback.ema.averaged_model())
+
+    loss = run.evaluate()["eval_loss"]
+
+    assert loss == pytest.approx(other.evaluate()["eval_loss"])
+    assert loss != pytest.approx(trainer(tmp_path, model=run.model).evaluate()["eval_loss"])
+
+
 def test_each_training_begins_anew(tmp_path: Path) -> None:
     """A second `train` counts from nothing, as the Trainer does, and updates once for each step."""
     callback = EMACallback(0.9)

@@ -196,6 +196,14 @@ class EMACallback(TrainerCallback):
 
     # What the Trainer asks for.
 
+    def averages_of(self, model: torch.nn.Module) -> EMA[Any] | None:
+        """Return the averages if they are those of this model, or of what it wraps."""
+        ema = self.ema
+        if ema is None or ema.model is model:
+            return ema
+        mine = set(map(id, ema.model.parameters()))
+        return ema if any(id(one) in mine for one in model.parameters()) else None
+
     @contextmanager
     def training(self, resumed: str | os.PathLike[str] | None = None) -> Generator[None]:
         """Remember for the length of a ``train()`` which checkpoint it goes on from.
@@ -216,11 +224,11 @@ class EMACallback(TrainerCallback):
     def evaluating(self, model: torch.nn.Module) -> Generator[None]:
         """Put the average into the model for the length of a ``with`` block.
 
-        A block inside another one changes nothing, nor does one around another model than the
-        averaged one.
+        A block inside another one changes nothing, nor does one around a model that has no
+        parameter in common with the averaged one.
         """
-        ema = self.ema
-        if ema is None or ema.model is not model or any_swapped(model.parameters()):
+        ema = self.averages_of(model)
+        if ema is None or any_swapped(model.parameters()):
             yield
             return
         with ema.applied(index=self.index):
@@ -229,8 +237,8 @@ class EMACallback(TrainerCallback):
     @contextmanager
     def saving(self, model: torch.nn.Module) -> Generator[None]:
         """Put what is to be saved into the model for the length of a ``with`` block."""
-        ema = self.ema
-        if ema is None or ema.model is not model:
+        ema = self.averages_of(model)
+        if ema is None:
             block: Any = nullcontext()
         elif self.save == "average":
             block = ema.applied(index=self.index)
@@ -291,7 +299,7 @@ class EMATrainer(Trainer):
     @contextmanager
     def _evaluating(self) -> Generator[None]:
         callback = self.ema_callback
-        if callback is None or callback.ema is None:
+        if callback is None or callback.averages_of(self.model) is None:
             yield
             return
         if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):
@@ -319,7 +327,7 @@ class EMATrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save what the callback says, and in a checkpoint the state of the averages beside it."""
         callback = self.ema_callback
-        if callback is None or callback.ema is None:
+        if callback is None or callback.averages_of(self.model) is None:
             super().save_model(output_dir, _internal_call)
             return
         with callback.saving(self.model):
