@@ -112,13 +112,8 @@ def ecosystem(session: nox.Session) -> None:
     install(session, "test", "ecosystem")
     averages = ("averaging_peers", "averaging_peer_table")
     lightning = ("lightning", "lightning_runs")
-    trainers = (
-        *lightning,
-        "accelerate_loop",
-        "trainer_attach",
-        "trainer_callback",
-        "trainer_resume",
-    )
+    transformers = ("attach", "callback", "faults", "resume")
+    trainers = (*lightning, *(f"trainer_{what}" for what in transformers), "accelerate_loop")
     names = ("adopt_transformers", "adopt_vision", *averages, "ecosystem", *trainers)
     files = [f"tests/integration/test_{name}.py" for name in names]
     # The pages show what these libraries and modkit have for the same purpose.

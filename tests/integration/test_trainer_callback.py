@@ -62,6 +62,44 @@ def test_one_update_for_each_step(tmp_path: Path, accumulation: int, steps: int)
         torch.testing.assert_close(found[name], value)
 
 
+def test_a_step_that_a_scaler_leaves_out(tmp_path: Path) -> None:
+    """A step with infinite gradients, which a gradient scaler does not take, is no update."""
+
+    def spoil(step: int) -> None:
+        for parameter in run.model.parameters():
+            parameter.grad.fill_(torch.inf)
+
+    callback, seen = EMACallback(0.5), Listener("on_step_end")
+    # Not the fused one, the default, which leaves the step out on the device and tells nobody.
+    options = {"max_grad_norm": 0, "optim": "adamw_torch"}
+    run = trainer(tmp_path, callback, seen, At("on_pre_optimizer_step", spoil, 4), **options)
+    run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    run.train()
+
+    assert run.state.global_step == 12
+    assert callback.ema.n_averaged == 11
+    held = {step: now for _, step, now in seen.heard}
+    assert equal(held[5], held[4])
+    assert not equal(held[6], held[5])
+
+
+def test_the_averages_of_diffusers(tmp_path: Path) -> None:
+    """On the steps of a Trainer the averages are those that diffusers' `EMAModel` computes."""
+    training = pytest.importorskip(
+        "diffusers.training_utils", reason="needs diffusers: nox -s ecosystem installs it"
+    )
+    callback = EMACallback(schedule=schedules.CountWarmup(0.98))
+    run = trainer(tmp_path, callback)
+    theirs = training.EMAModel(run.model.parameters(), decay=0.98)
+    run.add_callback(At("on_step_end", lambda _: theirs.step(run.model.parameters())))
+    run.train()
+
+    ours = list(callback.ema.averaged_model().parameters())
+    assert len(ours) == len(theirs.shadow_params)
+    for mine, yours in zip(ours, theirs.shadow_params, strict=True):
+        torch.testing.assert_close(mine.detach(), yours)
+
+
 def test_evaluations_in_training_see_the_average(tmp_path: Path) -> None:
     """Each evaluation runs on the average of its step, and the next step on the raw weights."""
     callback, wanted = EMACallback(0.9), {}

@@ -157,3 +157,20 @@ def equal(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
     return found.keys() == wanted.keys() and all(
         torch.equal(found[name], wanted[name]) for name in wanted
     )
+
+
+def result(run: Any, callback: EMACallback) -> dict[str, Any]:
+    """Return the raw weights, the averages and the counts at the end of a run."""
+    ema = callback.ema
+    assert ema is not None
+    averages = [dict(ema.named_averages(index)) for index in range(len(ema.schedules))]
+    return {
+        **{f"raw.{name}": value for name, value in weights(run.model).items()},
+        **{f"{i}.{name}": value for i, one in enumerate(averages) for name, value in one.items()},
+        "counts": torch.tensor([ema.step, ema.n_averaged, run.state.global_step]),
+    }
+
+
+def fail(step: int) -> None:
+    """Raise an error of one's own."""
+    raise RuntimeError("out of paper")

@@ -67,7 +67,8 @@ class EMACallback(TrainerCallback):
     """Averages a model that the Trainer of transformers trains; evaluates and saves the average.
 
     Each step that the optimizer really takes updates the averages: gradient accumulation is counted
-    right, and so are steps that a gradient scaler leaves out. ``evaluate()`` and ``predict()`` see the
+    right, and so are steps that a gradient scaler leaves out. (A fused optimizer leaves them out by
+    itself, on the device; they count as steps, here as in the Trainer.) ``evaluate()`` and ``predict()`` see the
     average, called by the Trainer or by you, in training or after it; before the first update they
     see the raw weights. The raw weights are back afterwards, and after any error in them.
 
