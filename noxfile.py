@@ -124,6 +124,22 @@ def ecosystem(session: nox.Session) -> None:
     session.run("pytest", "-m", "distributed", *files, *session.posargs, env=TEST_ENVIRONMENT)
 
 
+@nox.session(default=False, venv_backend="virtualenv", python="3.11")
+def lightzero(session: nox.Session) -> None:
+    """Compare modkit's EfficientZero networks with LightZero's; `-- --record` renews their record."""
+    install(session, "test", "lightzero")
+    if session.venv_backend != "none":
+        # Without what they ask for: NumPy and gym of years ago, and a simulator for every game.
+        session.install("--no-deps", "LightZero==0.1.0", "DI-engine==0.5.3")
+    if "--record" in session.posargs:
+        session.run("python", "tests/data/record_efficientzero.py", env=TEST_ENVIRONMENT)
+        return
+    files = ("tests/integration/test_lightzero.py", "tests/unit/models")
+    session.run("pytest", *files, *session.posargs, env=TEST_ENVIRONMENT)
+    file = "tests/property/test_efficientzero.py"
+    session.run("pytest", "-m", "property", file, *session.posargs, env=TEST_ENVIRONMENT)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check format, style, the import contract and pyproject.toml."""

@@ -5,6 +5,7 @@ Checked against torch 2.8 to 2.13.
 - ``get_tracing_state`` is truthy while ``torch.jit.trace`` runs; the scopes of its graph come from
   ``_slow_forward``. No public function tells so without importing ``torch.jit``. ``is_tracing`` tells
   the same in half the time, but dynamo does not know it.
+- ``is_scripting`` is what TorchScript reads as a constant; the public name is one of ``torch.jit``.
 - ``jit_trace`` holds the map of modules that is set while a module is traced.
 - ``dynamo_is_tracing``: the public functions answer that to traced code, not to what dynamo runs.
 - ``fx_is_tracing``: the public functions log a warning, or leave out the tracer of torch.export.
@@ -41,6 +42,7 @@ import torch.nn.modules.module as module_globals
 from torch._C import _get_tracing_state, _log_api_usage_once as log_api_usage_once
 from torch._C._nn import _parse_to as parse_to
 from torch._guards import TracingContext as _TracingContext
+from torch._jit_internal import is_scripting
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import _symbolic_trace as _fx_trace
 from torch.jit import _trace as jit_trace
@@ -87,6 +89,7 @@ __all__ = [
     "global_parameter_registration_hooks",
     "has_compatible_shallow_copy_type",
     "indent_lines",
+    "is_scripting",
     "is_traceable_wrapper_subclass",
     "is_tracing",
     "jit_trace",

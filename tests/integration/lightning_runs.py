@@ -10,7 +10,9 @@ import os
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
+from modkit.averaging._sharded import has_shards, local_shard, whole
 from modkit.integrations.lightning import EMACallback
 
 
@@ -51,7 +53,8 @@ class Net(pl.LightningModule):
         self.seen: dict[str, list[Tensor]] = {"validate": [], "test": [], "predict": []}
 
     def look(self, stage: str) -> None:
-        self.seen[stage].append(self.net[0].weight.detach().clone())
+        weight = self.net[0].weight.detach()
+        self.seen[stage].append(whole(weight).clone())
 
     def training_step(self, batch, batch_idx):
         return self.net(batch).square().mean()
@@ -96,6 +99,22 @@ class Adversaries(Net):
         return [torch.optim.SGD(one.parameters(), lr=0.1) for one in (self.net, self.critic)]
 
 
+class Sharded(Net):
+    """Its parameters are split up among the processes.
+
+    It has no buffers: each process would have its own, and Lightning saves those of the first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = nn.LayerNorm(6)
+
+    def configure_model(self) -> None:
+        if not has_shards(self):
+            fully_shard(self.net[3], mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
 class Failing(Net):
     """Fails once in a validation of the second epoch."""
 
@@ -110,6 +129,11 @@ class Failing(Net):
             raise error("in the validation")
 
 
+def average_of(callback: EMACallback, name: str = "net.0.weight") -> Tensor:
+    """Return one average of a callback."""
+    return dict(callback.ema.named_averages(callback.index))[name]
+
+
 class Watch(pl.Callback):
     """Notes the raw first weight and its average after each training batch."""
 
@@ -118,8 +142,7 @@ class Watch(pl.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         self.raw.append(pl_module.net[0].weight.detach().clone())
-        averages = dict(self.ema.ema.named_averages(self.ema.index))
-        self.averages.append(averages["net.0.weight"].clone())
+        self.averages.append(average_of(self.ema).clone())
 
 
 class Saver(pl.Callback):
@@ -165,7 +188,7 @@ class Report(pl.Callback):
         found = {
             "numbers": numbers_of(pl_module, self.ema),
             "seen": pl_module.seen["validate"][-1],
-            "average": dict(self.ema.ema.named_averages())["net.0.weight"],
+            "average": whole(average_of(self.ema)),
             "step": self.ema.ema.step,
         }
         torch.save(found, self.folder / f"{trainer.global_rank}.pt")
@@ -200,4 +223,5 @@ def numbers_of(net: nn.Module, callback: EMACallback) -> list[list[float]]:
     ema = callback.ema
     averages = [v for i in range(len(ema.schedules)) for _, v in ema.named_averages(i)]
     assert averages
-    return [value.tolist() for value in (*net.state_dict().values(), *averages)]
+    tensors = [local_shard(value) for value in (*net.state_dict().values(), *averages)]
+    return [value.tolist() for value in tensors]

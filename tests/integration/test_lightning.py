@@ -21,11 +21,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def average_of(callback, name: str = "net.0.weight") -> torch.Tensor:
-    """Return one average of a callback."""
-    return dict(callback.ema.named_averages(callback.index))[name]
-
-
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
     """Train without a stop, with a checkpoint in each place; return all numbers and the folder."""
@@ -91,7 +86,7 @@ def test_the_average_is_that_of_lightning(tmp_path) -> None:
     _, ema, _ = runs.fit(tmp_path)
 
     for name, parameter in averaged.named_parameters():
-        torch.testing.assert_close(parameter.detach(), average_of(ema, name))
+        torch.testing.assert_close(parameter.detach(), runs.average_of(ema, name))
 
 
 def test_it_takes_every_option_of_ema() -> None:
@@ -121,7 +116,7 @@ def test_only_what_is_chosen_is_averaged(tmp_path) -> None:
     # The counter of the batch normalization is an integer, and copied whatever is chosen.
     names = {name for name, _ in ema.ema.named_averages()}
     assert names == {"net.0.weight", "net.0.bias", "net.1.num_batches_tracked"}
-    assert average_of(ema).dtype == torch.float64
+    assert runs.average_of(ema).dtype == torch.float64
     assert (ema.ema.step, ema.ema.n_averaged) == (2 * runs.BATCHES, 2 * runs.BATCHES - 3)
 
 
@@ -164,7 +159,7 @@ def test_test_and_prediction_see_the_average(tmp_path) -> None:
     trainer.predict(net, data)
 
     for seen in net.seen.values():
-        assert torch.equal(seen[-1], average_of(ema))
+        assert torch.equal(seen[-1], runs.average_of(ema))
         assert len(seen) == 1
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
@@ -225,7 +220,7 @@ def test_a_checkpoint_after_the_fit_is_whole(tmp_path) -> None:
     saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
     resumed = runs.fit(tmp_path, max_epochs=3, resume=tmp_path / "end.ckpt")
 
-    assert torch.equal(saved["state_dict"]["net.0.weight"], average_of(ema))
+    assert torch.equal(saved["state_dict"]["net.0.weight"], runs.average_of(ema))
     assert runs.numbers_of(*resumed[:2]) == runs.numbers_of(through, through_ema)
 
 
@@ -267,7 +262,7 @@ def test_going_on_from_lightnings_own_averages(tmp_path) -> None:
     class Start(pl.Callback):
         def on_train_start(self, trainer, pl_module) -> None:
             self.raw = pl_module.net[0].weight.detach().clone()
-            self.average = average_of(ema).clone()
+            self.average = runs.average_of(ema).clone()
 
     theirs = callbacks.EMAWeightAveraging(decay=0.9, use_buffers=False)
     runs.fit(tmp_path, ema=theirs, after=[runs.Saver(tmp_path)])

@@ -20,11 +20,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def average_of(callback, name: str = "net.0.weight") -> torch.Tensor:
-    """Return one average of a callback."""
-    return dict(callback.ema.named_averages(callback.index))[name]
-
-
 # Optimizers.
 
 
@@ -108,7 +103,7 @@ def test_every_precision_of_a_trainer_resumes(precision, place, tmp_path) -> Non
     through = runs.fit(tmp_path, saver, **precision_of(precision))
     resumed = runs.fit(tmp_path, resume=tmp_path / f"{place}.ckpt", **precision_of(precision))
 
-    assert average_of(through[1]).dtype == torch.float32
+    assert runs.average_of(through[1]).dtype == torch.float32
     assert runs.numbers_of(*resumed[:2]) == runs.numbers_of(*through[:2])
 
 
@@ -153,7 +148,7 @@ def test_an_error_in_a_validation_leaves_all_intact(error, seen, tmp_path) -> No
 
     assert torch.equal(net.seen["validate"][-1], watch.averages[-1])
     assert torch.equal(net.net[0].weight, watch.raw[-1])
-    assert torch.equal(average_of(ema), watch.averages[-1])
+    assert torch.equal(runs.average_of(ema), watch.averages[-1])
     assert torch.equal(saved["state_dict"]["net.0.weight"], watch.averages[-1])
     assert runs.numbers_of(*resumed[:2]) == runs.numbers_of(*through[:2])
 
@@ -167,7 +162,7 @@ def test_a_fit_after_an_error_trains_the_raw_weights(tmp_path) -> None:
     before = watch.raw[-1]
     runs.fit(tmp_path, model=net, ema=ema, max_epochs=1)
 
-    assert torch.equal(net.seen["validate"][-1], average_of(ema))
+    assert torch.equal(net.seen["validate"][-1], runs.average_of(ema))
     assert not torch.equal(net.net[0].weight, before)
     assert ema.ema.step == 3 * runs.BATCHES
 
@@ -184,7 +179,7 @@ def test_an_evaluation_that_somebody_stopped_is_ended(tmp_path) -> None:
     inside = net.net[0].weight.clone()
     optimizer.step()
 
-    assert torch.equal(inside, average_of(ema))
+    assert torch.equal(inside, runs.average_of(ema))
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
@@ -201,7 +196,7 @@ def test_the_average_can_be_the_model_at_the_end(tmp_path) -> None:
     at_the_end = net.net[0].weight.clone()
     ema.ema.restore()
 
-    assert torch.equal(at_the_end, average_of(ema))
+    assert torch.equal(at_the_end, runs.average_of(ema))
     assert torch.equal(net.net[0].weight, watch.raw[-1])
     assert torch.equal(saved["callbacks"]["EMACallback"]["raw"]["net.0.weight"], watch.raw[-1])
 
@@ -281,4 +276,4 @@ def test_the_package_of_the_other_name(tmp_path) -> None:
     saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
 
     assert ema.ema.step == runs.BATCHES
-    assert torch.equal(saved["state_dict"]["net.weight"], average_of(ema, "net.weight"))
+    assert torch.equal(saved["state_dict"]["net.weight"], runs.average_of(ema, "net.weight"))

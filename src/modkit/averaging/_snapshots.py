@@ -1,16 +1,15 @@
 """Files that hold one average at one step, written whole or not at all and read piece by piece."""
 
-import importlib
 import json
 import os
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from modkit._files import library, written_whole
 
 
 FORMATS = ("pt", "safetensors")
@@ -113,19 +112,6 @@ def save_safetensors(
     library("safetensors.torch").save_file({**averages, **buffers}, path, metadata=facts)
 
 
-@contextmanager
-def written_whole(path: Path) -> Generator[Path]:
-    """Give the path of a new file beside ``path``, which takes its place when the block ends well."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield unfinished
-        with unfinished.open("rb+") as file:
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
 def find_snapshots(directory: str | os.PathLike[str]) -> list[Snapshot]:
     """Return the snapshots in a directory, by step and then by width.
 
@@ -161,13 +147,3 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor, bool]]:
     for part in ("averages", "buffers"):
         for name, tensor in content[part].items():
             yield name, tensor, part == "averages"
-
-
-def library(name: str) -> Any:
-    """Import a part of safetensors, which modkit does not depend on."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            "snapshots in the format safetensors need the package safetensors"
-        ) from error

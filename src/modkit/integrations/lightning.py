@@ -96,6 +96,7 @@ class EMACallback(Callback):
         self._loaded: Mapping[str, Any] | None = None
         self._handles: list[RemovableHandle] = []
         self._fitting = False
+        self._training = False
         self._stepped = False
 
     # Training.
@@ -144,6 +145,8 @@ class EMACallback(Callback):
             self._evaluation.end()
 
         def after(*_: object) -> None:
+            if not self._training:
+                return
             if not is_averaged():
                 # The model may have got new parameters since.
                 chosen.update(map(id, averaged_parameters(ema)))
@@ -156,6 +159,10 @@ class EMACallback(Callback):
         if self._stepped and self.ema is not None:
             self._stepped = False
             self.ema.update()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Count steps from here on; before, optimizers take some to make room for a loaded state."""
+        self._training = True
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -186,7 +193,7 @@ class EMACallback(Callback):
     def _leave(self) -> None:
         self._evaluation.end()
         self._forget_optimizers()
-        self._fitting = self._stepped = False
+        self._fitting = self._training = self._stepped = False
 
     def _forget_optimizers(self) -> None:
         for handle in self._handles:
@@ -215,11 +222,17 @@ class EMACallback(Callback):
 
     # Checkpoints.
 
+    def state_dict(self) -> dict[str, Any]:
+        """Count the step before a checkpoint; what is saved is added when the weights are there."""
+        self._update()
+        return {}
+
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Make the average the ``state_dict``, and keep the raw weights and the averages beside it."""
         if self.ema is None or self.ema.model is not pl_module:
             return
-        self._update()
+        # To have a state, the optimizer may have taken a step of no length since then.
+        self._stepped = False
         state = self.ema.state_dict()
         state.pop("raw", None)
         average = self.average_of(trainer, checkpoint)
