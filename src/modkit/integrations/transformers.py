@@ -98,10 +98,12 @@ class EMACallback(TrainerCallback):
     Raises:
         TypeError, ValueError: An option makes no sense.
 
-    Example:
-        >>> from modkit.integrations.transformers import EMACallback  # doctest: +SKIP
-        >>> trainer = Trainer(model, args, callbacks=[EMACallback(decay=0.999)])  # doctest: +SKIP
-        >>> trainer.train(resume_from_checkpoint=True)  # doctest: +SKIP
+    Example::
+
+        from modkit.integrations.transformers import EMACallback
+
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[EMACallback(decay=0.999)])
+        trainer.train(resume_from_checkpoint=True)
     """
 
     def __init__(
