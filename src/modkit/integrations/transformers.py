@@ -5,7 +5,6 @@ import importlib
 import inspect
 import os
 import warnings
-import zipfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -30,6 +29,7 @@ from modkit.averaging._options import DEFAULT_DECAY, Decay, checked_choice
 from modkit.averaging._swap import any_swapped, exchanged, pairs_for, raw_values, write
 from modkit.averaging.callback import EMAOptions, checked_index
 from modkit.averaging.ema import EMA
+from modkit.checkpoints import checksums, verify
 
 
 __all__ = ["EMACallback", "EMATrainer"]
@@ -98,10 +98,12 @@ class EMACallback(TrainerCallback):
     Raises:
         TypeError, ValueError: An option makes no sense.
 
-    Example:
-        >>> from modkit.integrations.transformers import EMACallback  # doctest: +SKIP
-        >>> trainer = Trainer(model, args, callbacks=[EMACallback(decay=0.999)])  # doctest: +SKIP
-        >>> trainer.train(resume_from_checkpoint=True)  # doctest: +SKIP
+    Example::
+
+        from modkit.integrations.transformers import EMACallback
+
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[EMACallback(decay=0.999)])
+        trainer.train(resume_from_checkpoint=True)
     """
 
     def __init__(
@@ -265,7 +267,7 @@ class EMACallback(TrainerCallback):
             "ema": state,
             "raw": raw if self.save == "average" else {},
         }
-        with written_whole(Path(folder) / FILE) as unfinished, _checksums():
+        with written_whole(Path(folder) / FILE) as unfinished, checksums():
             torch.save(content, unfinished)
 
 
@@ -377,32 +379,13 @@ def _innermost(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-@contextmanager
-def _checksums() -> Generator[None]:
-    """Have checksums written for the length of a block, whatever is set for other files."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
-def _verify(path: Path) -> None:
-    """Raise if a checksum in a file of torch is wrong; loading it does not look at them."""
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise ValueError(f"the checksum of {damaged} is wrong")
-
-
 def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
     """Return what the ``ema.pt`` of a checkpoint holds, or None if there is none."""
     path = folder / FILE
     if not path.exists():
         return None
     try:
-        _verify(path)
+        verify(path)
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         version, found = content["version"], content["global_step"]
     except Exception as error:
