@@ -56,8 +56,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is damaged, or it is no file that ``torch.load`` reads with
-            ``weights_only=True``.
+        ValueError: It is damaged, it was written without checksums, or it is no file that
+            ``torch.load`` reads with ``weights_only=True``.
     """
     file = Path(path)
     if not file.is_file():
@@ -84,10 +84,13 @@ def verify(path: Path) -> None:
     """Raise if a checksum in a file of torch is wrong; loading it does not look at them.
 
     Raises:
-        ValueError: A member is damaged; the message names it.
+        ValueError: A member is damaged, and the message names it, or no member has a checksum.
         BadZipFile: It is no such file, or its directory is damaged.
     """
     with zipfile.ZipFile(path) as archive:
+        # torch.serialization.set_crc32_options(False) writes zeros in place of all checksums.
+        if not any(member.CRC for member in archive.infolist()):
+            raise ValueError("it was written without checksums; torch.load reads it unverified")
         damaged = archive.testzip()
     if damaged is not None:
         raise ValueError(f"the checksum of {damaged} is wrong")
