@@ -1,0 +1,60 @@
+"""What the tests of networks in several processes look at."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.launcher import run
+from tests.distributed.modules.modes import MODES
+from tests.distributed.modules.tasks import TASKS
+from tests.distributed.modules.training import STEPS, Case, compare
+
+
+# For each process: what torch and modkit have come to.
+Found = list[dict[Case, dict[str, dict[str, Any]]]]
+
+# What torch refuses, or does not know, and a part of its message.
+REFUSED: dict[Case, str] = {
+    **{(task, "ddp unused not found"): "find_unused_parameters=True" for task in TASKS},
+    ("layers", "ddp synchronized norms"): "SyncBatchNorm layers only work with GPU modules",
+    # The statistics of BatchNorm are no parameters, and stay in 32 bits.
+    ("layers", "fsdp bf16"): "expected scalar type BFloat16 but found Float",
+}
+
+
+def train_all(which: list[Case], folder: Path, ranks: int = 2, limit: float = 250.0) -> Found:
+    """Train each case on torch and on modkit, all in the same processes."""
+    return run(ranks, compare, which, folder=folder, limit=limit, timeout=60.0)
+
+
+def assert_same(found: Found, case: Case) -> None:
+    """Assert that torch and modkit came to the same, bit by bit, in each process."""
+    for by_case in found:
+        theirs, ours = by_case[case]["torch"], by_case[case]["modkit"]
+        for result in theirs, ours:
+            trace = result.pop("where", "")
+            assert "raised" not in result or case in REFUSED, trace
+        assert theirs == ours
+        if case in REFUSED:
+            assert REFUSED[case] in theirs["raised"][1]
+        else:
+            assert len(ours["losses"]) == STEPS
+            assert all(map(math.isfinite, ours["losses"]))
+
+
+def assert_is_the_whole(found: Found, case: Case) -> None:
+    """Assert that the mean loss of all processes is that of one with the whole batch."""
+    task, mode = case
+    assert TASKS[task].rows_are_independent
+    alone = found[0][task, "alone"]["modkit"]["losses"]
+    losses = [by_case[case]["modkit"]["losses"] for by_case in found]
+    if MODES[mode].same_data:
+        assert all(one == losses[0] for one in losses)
+    else:
+        assert losses[0] != losses[1]
+    # In 16 bits, and after 20 steps of AdamW, which divides by small numbers.
+    rough = 0.05 if "bf16" in mode else 2e-3
+    means = [sum(column) / len(column) for column in zip(*losses, strict=True)]
+    assert all(
+        math.isclose(mean, one, rel_tol=rough) for mean, one in zip(means, alone, strict=True)
+    )

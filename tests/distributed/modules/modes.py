@@ -1,0 +1,231 @@
+"""The ways in which a network is spread over processes."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.modules.tasks import Task
+
+
+Wrap = Callable[[torch.nn.Module, Task], torch.nn.Module]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to spread a network.
+
+    Attributes:
+        wrap: Does it, and returns what is trained.
+        same_data: Whether each process has the whole batch.
+        parts: Into how many parts, with one step after the last, a batch is divided.
+        ranks: The number of processes that it needs, where it is not any.
+        only: The names of the tasks that it is for, where it is not for all.
+        compiled: Whether something is compiled.
+    """
+
+    wrap: Wrap
+    same_data: bool = False
+    parts: int = 1
+    ranks: int | None = None
+    only: tuple[str, ...] = ()
+    compiled: bool = False
+
+
+def waits_to_synchronize(model: torch.nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """Keep gradients from being exchanged, but for those of the last part of a batch."""
+    if isinstance(model, DistributedDataParallel) and not last:
+        return model.no_sync()
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    return contextlib.nullcontext()
+
+
+def alone(model: torch.nn.Module, task: Task) -> torch.nn.Module:
+    """Leave the network as it is."""
+    return model
+
+
+# One copy of the network in each process.
+
+
+def ddp(model: torch.nn.Module, task: Task, **options: Any) -> torch.nn.Module:
+    """Average the gradients of copies."""
+    return DistributedDataParallel(model, **options)
+
+
+def ddp_with_spare(model: torch.nn.Module, task: Task, **options: Any) -> torch.nn.Module:
+    """Do it with a parameter that no loss depends on."""
+    model.register_parameter("spare", torch.nn.Parameter(torch.ones(5)))
+    return DistributedDataParallel(model, **options)
+
+
+def ddp_of_compiled(model: torch.nn.Module, task: Task, backend: str) -> torch.nn.Module:
+    """Compile the network first."""
+    return DistributedDataParallel(torch.compile(model, backend=backend))
+
+
+def compiled_ddp(model: torch.nn.Module, task: Task, backend: str) -> torch.nn.Module:
+    """Compile the copies with what exchanges the gradients."""
+    compiled: Any = torch.compile(DistributedDataParallel(model), backend=backend)
+    return compiled
+
+
+def synchronized_norms(model: torch.nn.Module, task: Task) -> torch.nn.Module:
+    """Take the statistics of BatchNorm from all processes, for which torch needs accelerators."""
+    return DistributedDataParallel(torch.nn.SyncBatchNorm.convert_sync_batchnorm(model))
+
+
+# Forward passes that are done once more in the backward pass.
+
+
+def recompute(model: torch.nn.Module, task: Task, *, reentrant: bool) -> torch.nn.Module:
+    """Put the function that does it in the place of ``forward``, as accelerate does."""
+    for path in task.blocks:
+        block = model.get_submodule(path)
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
+    return model
+
+
+def recompute_wrapped(model: torch.nn.Module, task: Task, *, reentrant: bool) -> torch.nn.Module:
+    """Wrap each block, as torchtitan does."""
+    blocks = [model.get_submodule(path) for path in task.blocks]
+    kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, checkpoint_impl=kind),
+        check_fn=lambda module: any(module is block for block in blocks),
+    )
+    return model
+
+
+# Parameters that are split up.
+
+
+def shard(model: torch.nn.Module, task: Task, **options: Any) -> torch.nn.Module:
+    """Split up the parameters of each block, and then the rest."""
+    for path in task.blocks:
+        fully_shard(model.get_submodule(path), **options)
+    return fully_shard(model, **options)
+
+
+def shard_in_bf16(model: torch.nn.Module, task: Task) -> torch.nn.Module:
+    """Calculate in 16 bits, and add up gradients in 32."""
+    narrow = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    for path in task.blocks:
+        fully_shard(model.get_submodule(path), mp_policy=MixedPrecisionPolicy(**narrow))
+    whole = MixedPrecisionPolicy(**narrow, output_dtype=torch.float32)
+    return fully_shard(model, mp_policy=whole)
+
+
+def shard_in_host_memory(model: torch.nn.Module, task: Task) -> torch.nn.Module:
+    """Keep the shards where they are calculated with anyway."""
+    return shard(model, task, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def shard_and_copy(model: torch.nn.Module, task: Task) -> torch.nn.Module:
+    """Split up in one direction of the mesh, and copy in the other one."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("copies", "shards"))
+    return shard(model, task, mesh=mesh)
+
+
+def compiled_shards(model: torch.nn.Module, task: Task, backend: str) -> torch.nn.Module:
+    """Compile each block and split it up, as torchtitan does."""
+    for path in task.blocks:
+        model.get_submodule(path).compile(backend=backend)
+    return shard(model, task)
+
+
+def flat_shards(model: torch.nn.Module, task: Task) -> torch.nn.Module:
+    """Split up all parameters as one, in the older way, which is for accelerators."""
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+# Layers that are split up.
+
+
+def _all() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def tensor_parallel(model: torch.nn.Module, task: Task) -> torch.nn.Module:
+    """Split up layers by rows and by columns."""
+    return parallelize_module(model, _all(), task.plan())
+
+
+def tensor_parallel_and_shard(model: torch.nn.Module, task: Task) -> torch.nn.Module:
+    """Split up layers in one direction of the mesh, and what is left of them in the other one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "layers"))
+    parallelize_module(model, mesh["layers"], task.plan())
+    return shard(model, task, mesh=mesh["data"])
+
+
+def then(first: Callable[..., torch.nn.Module], second: Wrap, **options: Any) -> Wrap:
+    """Do one after the other."""
+    return lambda model, task: second(first(model, task, **options), task)
+
+
+def given(wrap: Callable[..., torch.nn.Module], **options: Any) -> Wrap:
+    """Fix the options."""
+    return functools.partial(wrap, **options)
+
+
+MODES: dict[str, Mode] = {
+    "alone": Mode(alone, same_data=True),
+    "ddp": Mode(ddp),
+    "ddp unused": Mode(given(ddp_with_spare, find_unused_parameters=True)),
+    "ddp unused not found": Mode(ddp_with_spare),
+    "ddp static": Mode(given(ddp, static_graph=True)),
+    "ddp static unused": Mode(given(ddp_with_spare, static_graph=True)),
+    "ddp bucket view": Mode(given(ddp, gradient_as_bucket_view=True, bucket_cap_mb=0.0001)),
+    "ddp accumulates": Mode(ddp, parts=2),
+    "ddp synchronized norms": Mode(synchronized_norms, only=("layers",)),
+    "ddp recomputes": Mode(then(recompute, ddp, reentrant=False)),
+    "ddp recomputes reentrant": Mode(
+        then(recompute, given(ddp, static_graph=True), reentrant=True)
+    ),
+    "ddp recomputes wrapped": Mode(then(recompute_wrapped, ddp, reentrant=False)),
+    "ddp recomputes wrapped reentrant": Mode(
+        then(recompute_wrapped, given(ddp, static_graph=True), reentrant=True)
+    ),
+    "ddp of compiled": Mode(given(ddp_of_compiled, backend="aot_eager"), compiled=True),
+    "ddp of compiled eager": Mode(given(ddp_of_compiled, backend="eager"), compiled=True),
+    "ddp compiled": Mode(given(compiled_ddp, backend="aot_eager"), compiled=True),
+    "ddp compiled eager": Mode(given(compiled_ddp, backend="eager"), compiled=True),
+    "ddp compiled inductor": Mode(given(compiled_ddp, backend="inductor"), compiled=True),
+    "fsdp": Mode(shard),
+    "fsdp stays whole": Mode(given(shard, reshard_after_forward=False)),
+    "fsdp bf16": Mode(shard_in_bf16),
+    "fsdp offload": Mode(shard_in_host_memory),
+    "fsdp and copies": Mode(shard_and_copy),
+    "fsdp accumulates": Mode(shard, parts=2),
+    "fsdp recomputes": Mode(then(recompute, shard, reentrant=False)),
+    "fsdp recomputes wrapped": Mode(then(recompute_wrapped, shard, reentrant=False)),
+    "fsdp recomputes reentrant": Mode(then(recompute, shard, reentrant=True)),
+    "fsdp compiled": Mode(given(compiled_shards, backend="aot_eager"), compiled=True),
+    "fsdp1": Mode(flat_shards),
+    "tp": Mode(tensor_parallel, same_data=True),
+    "tp recomputes": Mode(then(recompute, tensor_parallel, reentrant=False), same_data=True),
+    "tp and fsdp": Mode(tensor_parallel_and_shard, same_data=True, ranks=4),
+}

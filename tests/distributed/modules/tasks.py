@@ -1,0 +1,249 @@
+"""Networks that are trained in several processes, once on torch's classes and once on modkit's."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+import modkit
+from tests.helpers import Implementation, seed_everything
+
+
+BATCH = 8
+WORDS = 32
+LENGTH = 6
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and what has to be known of it.
+
+    Attributes:
+        build: Makes the network; the weights depend on the random state alone.
+        sample: Draws inputs and targets for a batch of that size.
+        loss: The loss of the network on them.
+        blocks: The paths of its repeated parts.
+        plan: For each path how ``parallelize_module`` splits it.
+        rows_are_independent: Whether the loss of a batch is the mean of those of its parts.
+    """
+
+    build: Callable[[Implementation], torch.nn.Module]
+    sample: Callable[[int], tuple[Tensor, Tensor]]
+    loss: Callable[[torch.nn.Module, Tensor, Tensor], Tensor]
+    blocks: tuple[str, ...]
+    plan: Callable[[], dict[str, ParallelStyle]]
+    rows_are_independent: bool = True
+    needs: tuple[str, ...] = field(default=())
+
+    def network(self, impl: Implementation) -> torch.nn.Module:
+        """Return the network with the weights that it starts with."""
+        seed_everything()
+        return self.build(impl)
+
+
+# Numbers in, numbers out.
+
+
+def numbers(size: int) -> tuple[Tensor, Tensor]:
+    """Draw inputs and targets of a regression."""
+    inputs = torch.randn(size, 6)
+    return inputs, inputs[:, :3].sin()
+
+
+def squared_error(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of a regression."""
+    return torch.nn.functional.mse_loss(model(inputs), targets)
+
+
+def of_layers(impl: Implementation) -> torch.nn.Module:
+    """Make a network of nothing but layers; 7 rows do not divide by 2 or 3."""
+    nn = impl.nn
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.GELU()),
+        nn.Sequential(nn.Linear(7, 8, bias=False), nn.SiLU(), nn.Linear(8, 7), nn.LayerNorm(7)),
+        nn.Sequential(nn.Linear(7, 8, bias=False), nn.SiLU(), nn.Linear(8, 7), nn.Dropout(0.1)),
+        nn.Linear(7, 3),
+    )
+
+
+def plan_of_layers() -> dict[str, ParallelStyle]:
+    """Split up the two linear layers of each block."""
+    return {f"{block}.{index}": style for block in "12" for index, style in _pair("0", "2").items()}
+
+
+def _pair(first: str, second: str) -> dict[str, ParallelStyle]:
+    return {first: ColwiseParallel(), second: RowwiseParallel()}
+
+
+@functools.cache
+def user_classes(nn: ModuleType) -> type[torch.nn.Module]:
+    """Define classes as users do, on one of the two libraries."""
+
+    class Block(nn.Module):
+        """A residual block, with a parameter and buffers of its own."""
+
+        _version = 3
+
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(width)
+            self.up = nn.Linear(width, 8)
+            self.down = nn.Linear(8, width)
+            self.scale = nn.Parameter(torch.full((width,), 0.5))
+            self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+            self.register_buffer("mask", torch.ones(width), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.down(torch.tanh(self.up(self.norm(x))))
+            if self.training:
+                self.seen += len(x)
+            return x + self.scale * self.mask.to(x.dtype) * hidden
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(6, 7)
+            self.blocks = nn.ModuleList([Block(7) for _ in range(2)])
+            self.heads = nn.ModuleDict({"mean": nn.Linear(7, 3)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for block in self.blocks:
+                x = block(x)
+            head: Tensor = self.heads["mean"](x)
+            return head
+
+    return Net
+
+
+def of_classes(impl: Implementation) -> torch.nn.Module:
+    """Make a network of the classes of a user."""
+    return user_classes(impl.nn)()
+
+
+def of_adopted(impl: Implementation) -> torch.nn.Module:
+    """Make the same of classes that were written for torch, and adopt it in modkit."""
+    model = user_classes(torch.nn)()
+    return model if impl.name == "torch" else modkit.adopt(model)
+
+
+def plan_of_classes() -> dict[str, ParallelStyle]:
+    """Split up the linear layers of each block."""
+    pair = _pair("up", "down")
+    return {f"blocks.{block}.{name}": style for block in "01" for name, style in pair.items()}
+
+
+def plan_of_sequence() -> dict[str, ParallelStyle]:
+    """Split up the rows for the first norm, too."""
+    return {**plan_of_classes(), "blocks.0.norm": SequenceParallel(sequence_dim=0)}
+
+
+# Words in, words out.
+
+
+def words(size: int) -> tuple[Tensor, Tensor]:
+    """Draw sentences, in which each word follows from the one before it."""
+    first = torch.randint(WORDS, (size, 1))
+    sentences = (first + 5 * torch.arange(LENGTH)) % WORDS
+    return sentences, sentences
+
+
+def next_word(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of a language model."""
+    loss: Tensor = model(input_ids=inputs, labels=targets, use_cache=False).loss
+    return loss
+
+
+def of_llama(impl: Implementation) -> torch.nn.Module:
+    """Make a small Llama, and adopt it in modkit."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+    )
+    model = LlamaForCausalLM(config)
+    return model if impl.name == "torch" else modkit.adopt(model)
+
+
+def plan_of_llama() -> dict[str, ParallelStyle]:
+    """Split up attention by heads, and the network after it by features."""
+    plan: dict[str, ParallelStyle] = {}
+    for layer in range(2):
+        path = f"model.layers.{layer}"
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+            plan[f"{path}.{name}"] = ColwiseParallel()
+        plan[f"{path}.self_attn.o_proj"] = RowwiseParallel()
+        plan[f"{path}.mlp.gate_proj"] = ColwiseParallel()
+        plan[f"{path}.mlp.up_proj"] = ColwiseParallel()
+        plan[f"{path}.mlp.down_proj"] = RowwiseParallel()
+    return plan
+
+
+def of_gpt2(impl: Implementation) -> torch.nn.Module:
+    """Make a small GPT-2, whose first and last weights are one, and adopt it in modkit."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=WORDS, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+    model = GPT2LMHeadModel(config)
+    return model if impl.name == "torch" else modkit.adopt(model)
+
+
+def no_plan() -> dict[str, ParallelStyle]:
+    """Split up nothing: the layers of GPT-2 are no ``Linear``."""
+    return {}
+
+
+TASKS: dict[str, Task] = {
+    "layers": Task(
+        of_layers,
+        numbers,
+        squared_error,
+        ("0", "1", "2"),
+        plan_of_layers,
+        rows_are_independent=False,
+    ),
+    "classes": Task(of_classes, numbers, squared_error, ("blocks.0", "blocks.1"), plan_of_classes),
+    "adopted": Task(of_adopted, numbers, squared_error, ("blocks.0", "blocks.1"), plan_of_classes),
+    "llama": Task(
+        of_llama,
+        words,
+        next_word,
+        ("model.layers.0", "model.layers.1"),
+        plan_of_llama,
+        needs=("transformers",),
+    ),
+    "gpt2": Task(
+        of_gpt2,
+        words,
+        next_word,
+        ("transformer.h.0", "transformer.h.1"),
+        no_plan,
+        rows_are_independent=False,  # of its dropout
+        needs=("transformers",),
+    ),
+}
+
+
+def batch_of(task: Task, step: int, rank: int, ranks: int) -> tuple[Any, ...]:
+    """Return the part of the batch of a step that one process has."""
+    generator_state = torch.get_rng_state()
+    torch.manual_seed(1000 + step)
+    sampled = task.sample(BATCH * ranks)
+    torch.set_rng_state(generator_state)
+    return tuple(part[rank * BATCH : (rank + 1) * BATCH] for part in sampled)

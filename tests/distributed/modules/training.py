@@ -1,0 +1,125 @@
+"""Training one network in one way, and what came of it."""
+
+import hashlib
+import importlib.util
+import re
+import traceback
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.modules.modes import MODES, Mode, waits_to_synchronize
+from tests.distributed.modules.talk import Talk
+from tests.distributed.modules.tasks import TASKS, Task, batch_of
+from tests.helpers import MODKIT, TORCH, Implementation, seed_everything
+
+
+STEPS = 20
+
+Case = tuple[str, str]
+
+
+def cases(tasks: tuple[str, ...], modes: tuple[str, ...], ranks: int) -> list[Case]:
+    """Return each task with each mode that is for it."""
+    return [
+        (task, mode)
+        for task in tasks
+        for mode in modes
+        if MODES[mode].ranks in {None, ranks} and task in (MODES[mode].only or tasks)
+    ]
+
+
+def is_there(task: str) -> bool:
+    """Tell whether the packages are installed that a task needs."""
+    return all(importlib.util.find_spec(name) is not None for name in TASKS[task].needs)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all values of a tensor, wherever they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Return a number for the names, kinds and bits of all parameters and buffers."""
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        found.update(name.encode())
+        if isinstance(tensor, DTensor):
+            found.update(f"{tensor.placements}{tuple(tensor.to_local().shape)}".encode())
+        values = whole(tensor.detach()).contiguous().reshape(-1)
+        found.update(values.view(torch.uint8).numpy().tobytes() if values.numel() else b"")
+    return found.hexdigest()
+
+
+def step(model: torch.nn.Module, task: Task, mode: Mode, number: int) -> float:
+    """Add up the gradients of one batch; return its loss."""
+    rank, ranks = (0, 1) if mode.same_data else (dist.get_rank(), dist.get_world_size())
+    batch = batch_of(task, number, rank, ranks)
+    if mode.same_data:
+        parts_of_all = [
+            batch_of(task, number, one, dist.get_world_size())
+            for one in range(dist.get_world_size())
+        ]
+        batch = tuple(torch.cat(column) for column in zip(*parts_of_all, strict=True))
+    total = 0.0
+    parts = list(zip(*(part.chunk(mode.parts) for part in batch), strict=True))
+    for index, (inputs, targets) in enumerate(parts):
+        with waits_to_synchronize(model, last=index == len(parts) - 1):
+            loss = task.loss(model, inputs, targets) / mode.parts
+            loss.backward()
+        total += float(whole(loss.detach()))
+    return total
+
+
+def train(impl: Implementation, task: Task, mode: Mode, *, counted: bool) -> dict[str, Any]:
+    """Train; return the losses, a number for the end, and how often the processes have talked."""
+    model = mode.wrap(task.network(impl), task)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    seed_everything(dist.get_rank() if not mode.same_data else 0)
+    losses = []
+    for number in range(STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(step(model, task, mode, number))
+        optimizer.step()
+    end = digest(model)
+    talk = Talk()
+    # A compiled graph is not the same one under a mode.
+    if counted:
+        with talk:
+            step(model, task, mode, STEPS)
+    return {
+        "losses": losses,
+        "end": end,
+        "talk": dict(talk.counts),
+        "nbytes": dict(talk.nbytes),
+    }
+
+
+def outcome(impl: Implementation, task: Task, mode: Mode) -> dict[str, Any]:
+    """Train; return what came of it, or the error, and what was warned of."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            result = train(impl, task, mode, counted=not mode.compiled)
+        except Exception as error:
+            text = re.sub(r"0x[0-9a-f]+", "0x", str(error))
+            result = {"raised": (type(error).__name__, text), "where": traceback.format_exc()}
+    warned = sorted({f"{one.category.__name__}: {one.message}" for one in caught})
+    return {**result, "warned": warned}
+
+
+def compare(which: list[Case]) -> dict[Case, dict[str, dict[str, Any]]]:
+    """Run in each process: train all of them on torch and on modkit."""
+    found = {}
+    for task, mode in which:
+        if is_there(task):
+            found[task, mode] = {
+                str(impl): outcome(impl, TASKS[task], MODES[mode]) for impl in (TORCH, MODKIT)
+            }
+            dist.barrier()
+    return found
