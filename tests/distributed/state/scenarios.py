@@ -1,0 +1,336 @@
+"""What is done with the state of a network that several processes have in parts."""
+
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from tests.distributed.state.networks import (
+    SPREAD,
+    frozen,
+    network,
+    optimizer_of,
+    shard,
+    steps,
+    wholes,
+)
+from tests.helpers import MODKIT, TORCH, Implementation
+
+
+Scenario = Callable[[Implementation, Path], Any]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(function: Scenario) -> Scenario:
+    """Enter a function into the table."""
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def trained(impl: Implementation, spread: str = "fsdp", **options: Any) -> Any:
+    """Return a network that is spread and has learned for three steps, and its optimizer."""
+    model = SPREAD[spread](network(impl, **options))
+    optimizer = optimizer_of(model)
+    steps(model, optimizer, range(3))
+    return model, optimizer
+
+
+# What a state holds.
+
+
+@scenario
+def dicts_of_modules(impl: Implementation, folder: Path) -> Any:
+    """Ask for the state in all ways, of a network with a tie, too."""
+    found = []
+    for spread in SPREAD:
+        for tied in (False, True):
+            model, _ = trained(impl, spread, tied=tied)
+            for options in (
+                {},
+                {"full_state_dict": True},
+                {"cpu_offload": True},
+                {"full_state_dict": True, "cpu_offload": True},
+            ):
+                state = get_model_state_dict(model, options=StateDictOptions(**options))
+                found.append(frozen(state))
+    return found
+
+
+@scenario
+def plain_dicts(impl: Implementation, folder: Path) -> Any:
+    """Ask the network itself, with what it says of versions."""
+    model, optimizer = trained(impl)
+    state = model.state_dict()
+    metadata = {name: dict(entry) for name, entry in state._metadata.items()}
+    assert metadata["scaled"] == {"version": 2}
+    return frozen(state), metadata, frozen(optimizer.state_dict())
+
+
+@scenario
+def dicts_without_frozen_parameters(impl: Implementation, folder: Path) -> Any:
+    """Leave out what does not learn."""
+    model = network(impl)
+    model.body.requires_grad_(False)
+    options = StateDictOptions(ignore_frozen_params=True)
+    state = get_model_state_dict(shard(model), options=options)
+    assert "body.0.weight" not in state
+    return frozen(state)
+
+
+@scenario
+def dicts_of_optimizers(impl: Implementation, folder: Path) -> Any:
+    """Ask for the state of an optimizer, by names, and go on with it in another one."""
+    found = []
+    for spread in SPREAD:
+        for options in (
+            StateDictOptions(),
+            StateDictOptions(full_state_dict=True),
+            StateDictOptions(flatten_optimizer_state_dict=True),
+        ):
+            model, optimizer = trained(impl, spread)
+            state = get_optimizer_state_dict(model, optimizer, options=options)
+            found.append(frozen(state))
+            other = SPREAD[spread](network(impl))
+            other.load_state_dict(model.state_dict())
+            theirs = optimizer_of(other)
+            # Optimizers load without copying.
+            copy = tree_map_only(torch.Tensor, torch.clone, state)
+            set_optimizer_state_dict(other, theirs, copy, options=options)
+            through = steps(model, optimizer, range(3, 5))
+            assert steps(other, theirs, range(3, 5)) == through
+            found.append(through)
+    return found
+
+
+# How it is put into a network.
+
+
+@scenario
+def whole_state_is_split_up(impl: Implementation, folder: Path) -> Any:
+    """Each process has the whole state, and takes its part of it."""
+    found = []
+    options = StateDictOptions(full_state_dict=True)
+    for spread in SPREAD:
+        model, _ = trained(impl, spread)
+        state = get_model_state_dict(model, options=options)
+        other = SPREAD[spread](network(impl, 1))
+        keys = set_model_state_dict(other, state, options=options)
+        assert frozen(other.state_dict()) == frozen(model.state_dict())
+        found.append((frozen(other.state_dict()), str(keys)))
+    return found
+
+
+@scenario
+def one_process_gives_all_the_state(impl: Implementation, folder: Path) -> Any:
+    """Only the first process has it, and the network of the others may have no memory yet."""
+    found = []
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    giving = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for device in ("cpu", "meta"):
+        model, _ = trained(impl)
+        state = get_model_state_dict(model, options=options)
+        assert bool(state) == (dist.get_rank() == 0)
+        with torch.device(device):
+            other = shard(network(impl, 1))
+        if device == "meta":
+            # These two are not saved, or have no shards to be made of.
+            other.mask = torch.ones(7)
+        set_model_state_dict(other, state, options=giving)
+        found.append(frozen(other.state_dict()))
+        assert found[-1] == frozen(model.state_dict())
+        assert not any(tensor.is_meta for tensor in other.parameters())
+    return found
+
+
+@scenario
+def parts_are_put_in_place(impl: Implementation, folder: Path) -> Any:
+    """A network without memory takes the parts of a whole state as its parameters."""
+    whole = wholes(trained(impl)[0].state_dict())
+    with torch.device("meta"):
+        model = shard(network(impl, 1))
+    members = model.state_dict()
+    state = {
+        key: distribute_tensor(value, members[key].device_mesh, members[key].placements)
+        if isinstance(members[key], DTensor)
+        else value
+        for key, value in whole.items()
+    }
+    keys = model.load_state_dict(state, strict=True, assign=True)
+    model.mask = torch.ones(7)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert all(isinstance(parameter, torch.nn.Parameter) for parameter in model.parameters())
+    result = frozen(model.state_dict())
+    return result, str(keys), steps(model, optimizer_of(model), range(3))
+
+
+@scenario
+def memory_comes_late(impl: Implementation, folder: Path) -> Any:
+    """Build without memory, split up, get memory, initialize, load: as torchtitan does."""
+    saved, _ = trained(impl)
+    dcp.save({"model": get_model_state_dict(saved)}, checkpoint_id=folder / f"late-{impl}")
+    with torch.device("meta"):
+        model = shard(network(impl, 1))
+    assert all(tensor.is_meta for tensor in model.parameters())
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.mask.fill_(1)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    state = {"model": get_model_state_dict(model)}
+    dcp.load(state, checkpoint_id=folder / f"late-{impl}")
+    set_model_state_dict(model, state["model"])
+    result = frozen(model.state_dict())
+    assert result == frozen(saved.state_dict())
+    return result, steps(model, optimizer_of(model), range(3))
+
+
+@scenario
+def casts_keep_parts(impl: Implementation, folder: Path) -> Any:
+    """A cast of the network casts the parts, and a move to where they are does nothing."""
+    model = shard(network(impl))
+    before = [id(parameter) for parameter in model.parameters()]
+    model.to("cpu").float()
+    assert [id(parameter) for parameter in model.parameters()] == before
+    model.double()
+    return frozen(model.state_dict()), steps(model, optimizer_of(model), range(2))
+
+
+# Old versions, and what does not fit.
+
+
+@scenario
+def old_versions_are_migrated(impl: Implementation, folder: Path) -> Any:
+    """A state of old versions of two classes loads into parts of today."""
+    model, _ = trained(impl)
+    state = model.state_dict()
+    assert state._metadata["scaled"]["version"] == 2
+    state._metadata["scaled"]["version"] = state._metadata["norm"]["version"] = 1
+    state["scaled.scale"] = state.pop("scaled.gain")
+    del state["norm.num_batches_tracked"]
+    other = shard(network(impl, 1))
+    keys = other.load_state_dict(state)
+    now, then = other.state_dict(), model.state_dict()
+    assert frozen(now["scaled.gain"]) == frozen(then["scaled.gain"])
+    return frozen(now), str(keys)
+
+
+def refusal(action: Callable[[], Any]) -> tuple[str, str] | None:
+    """Return what an action raises."""
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@scenario
+def what_does_not_fit(impl: Implementation, folder: Path) -> Any:
+    """The errors of loading parts, and of loading what is split up on the way."""
+    texts = []
+    options = StateDictOptions(full_state_dict=True)
+    for change in ({"body.0.weight": None}, {"other": (2,)}, {"body.0.weight": (3, 3)}):
+        model, _ = trained(impl)
+        state = get_model_state_dict(model, options=options)
+        for key, shape in change.items():
+            if shape is None:
+                del state[key]
+            else:
+                state[key] = torch.ones(shape)
+        texts.append(refusal(lambda: model.load_state_dict(state)))
+        texts.append(refusal(lambda: set_model_state_dict(model, dict(state), options=options)))
+    assert any(texts)
+    return texts
+
+
+def outcome(function: Scenario, impl: Implementation, folder: Path) -> dict[str, Any]:
+    """Do it; return what came of it, or the error, and what was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            result: dict[str, Any] = {"returned": function(impl, folder)}
+        except Exception:
+            result = {"raised": traceback.format_exc()}
+    warned = sorted({f"{one.category.__name__}: {one.message}" for one in caught})
+    return {**result, "warned": warned}
+
+
+def compare(names: list[str], folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Run in each process: do each of them with torch's classes and with modkit's."""
+    return {
+        name: {str(impl): outcome(SCENARIOS[name], impl, folder) for impl in (TORCH, MODKIT)}
+        for name in names
+    }
+
+
+# Checkpoints, which another number of processes may load.
+
+
+def save(impl: Implementation, folder: Path, *, later: bool) -> Any:
+    """Save what three steps have come to; return all of it, and the losses of two more."""
+    model, optimizer = trained(impl)
+    modules, moments = get_state_dict(model, optimizer)
+    state = {"model": modules, "optimizer": moments, "step": 3}
+    before = wholes(state)
+    if later:
+        # In a group of its own, or its messages would be taken for those of training.
+        group = dist.new_group()
+        saving = dcp.async_save(state, checkpoint_id=folder, process_group=group)
+        # What is being saved is a copy, which training does not reach.
+        losses = steps(model, optimizer, range(3, 5))
+        saving.result()
+    else:
+        dcp.save(state, checkpoint_id=folder)
+        losses = steps(model, optimizer, range(3, 5))
+    return before, losses
+
+
+def load(impl: Implementation, folder: Path) -> Any:
+    """Load that into a network of this number of processes; return the same."""
+    model = shard(network(impl, 1))
+    optimizer = optimizer_of(model)
+    modules, moments = get_state_dict(model, optimizer)
+    state = {"model": modules, "optimizer": moments, "step": 0}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    modules, moments = get_state_dict(model, optimizer)
+    after = wholes({"model": modules, "optimizer": moments, "step": state["step"]})
+    return after, steps(model, optimizer, range(3, 5))
+
+
+def save_all(folder: Path) -> Any:
+    """Save with both libraries, at once and later."""
+    return {
+        (str(impl), later): save(impl, folder / f"{impl}-{later}", later=later)
+        for impl in (TORCH, MODKIT)
+        for later in (False, True)
+    }
+
+
+def load_all(folder: Path) -> Any:
+    """Load with both libraries what both have saved."""
+    return {
+        (str(impl), str(by), later): load(impl, folder / f"{by}-{later}")
+        for impl in (TORCH, MODKIT)
+        for by in (TORCH, MODKIT)
+        for later in (False, True)
+    }
