@@ -248,7 +248,7 @@ class EMA(Generic[ModelT]):
             yield
 
     def _is_swapped(self) -> bool:
-        return any_swapped(self.model.parameters())
+        return any_swapped(self.model)
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module | None = None, *, index: int = 0) -> None:
