@@ -111,14 +111,17 @@ def ecosystem(session: nox.Session) -> None:
     """Run the tests with transformers, timm, diffusers and others, in an environment of their own."""
     install(session, "test", "ecosystem")
     averages = ("averaging_peers", "averaging_peer_table")
-    trainers = ("lightning", "lightning_runs")
+    lightning = ("lightning", "lightning_runs")
+    transformers = ("attach", "callback", "faults", "resume")
+    trainers = (*lightning, *(f"trainer_{what}" for what in transformers), "accelerate_loop")
     names = ("adopt_transformers", "adopt_vision", *averages, "ecosystem", *trainers)
     files = [f"tests/integration/test_{name}.py" for name in names]
-    # The page shows what these libraries and modkit have for the same purpose.
-    files += ["docs/callbacks.md"]
+    # The pages show what these libraries and modkit have for the same purpose.
+    files += ["docs/callbacks.md", "docs/callbacks_transformers.md"]
     session.run("pytest", *files, *session.posargs, env=TEST_ENVIRONMENT)
-    on_processes = ("-m", "distributed", "tests/integration/test_lightning_processes.py")
-    session.run("pytest", *on_processes, *session.posargs, env=TEST_ENVIRONMENT)
+    launched = ("lightning_processes", "trainer_distributed")
+    files = [f"tests/integration/test_{name}.py" for name in launched]
+    session.run("pytest", "-m", "distributed", *files, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(default=False, venv_backend="virtualenv", python="3.11")

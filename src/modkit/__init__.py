@@ -6,6 +6,10 @@ from modkit.averaging.checkpoints import average_checkpoints as average_checkpoi
 from modkit.averaging.ema import EMA as EMA
 from modkit.averaging.posthoc import PostHocEMA as PostHocEMA
 from modkit.averaging.ranges import average_range as average_range
+from modkit.checkpoints import (
+    load_checkpoint as load_checkpoint,
+    save_checkpoint as save_checkpoint,
+)
 from modkit.nn._adopt import adopt as adopt, release as release
 from modkit.nn._fast_attributes import fast_attributes as fast_attributes
 
@@ -18,6 +22,8 @@ __all__ = [
     "average_checkpoints",
     "average_range",
     "fast_attributes",
+    "load_checkpoint",
     "release",
+    "save_checkpoint",
     "schedules",
 ]

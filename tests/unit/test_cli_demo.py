@@ -1,3 +1,4 @@
+from itertools import pairwise
 from pathlib import Path
 
 import click.testing
@@ -79,12 +80,14 @@ def test_the_plot_of_an_average_shows_its_profiles() -> None:
 
 
 def test_a_long_run_is_drawn_with_a_thousand_points() -> None:
-    """However many steps there are, the line stays short and its mean is 1."""
+    """However many steps there are, the line stays short and the area below it is that of the mean."""
     steps, weights = _plots.points(schedules.Power(sigma_rel=0.1), 1_000_000, 10)
+    widths = [end - start for start, end in pairwise([-10, *steps])]
 
     assert 1000 <= len(steps) <= 2000
     assert steps[-1] == 1_000_000
-    assert sum(weights) / len(weights) == pytest.approx(1)
+    area = sum(weight * width for weight, width in zip(weights, widths, strict=True))
+    assert area == pytest.approx(sum(widths))
 
 
 def test_a_number_of_steps_is_needed() -> None:
@@ -98,3 +101,20 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"modkit\[plot\]"):
         modkit.EMA(torch.nn.Linear(1, 1)).plot()
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize(
+    "schedule", [schedules.Constant(0.999), schedules.Window(50), schedules.BEMA()], ids=repr
+)
+def test_a_long_run_is_drawn_in_fewer_points(schedule: schedules.Schedule, every: int) -> None:
+    """Each of the points is the mean of the updates up to it, and none is lost or drawn twice."""
+    n = 10_002 * every
+    weights = torch.tensor(schedules.profile(schedule, n, every), dtype=torch.float64) * 10_003
+    steps, heights = _plots.points(schedule, n, every)
+
+    ends = [int(step) // every + 1 for step in steps]
+    means = [weights[a:b].mean() for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    assert len(steps) <= 1010
+    assert (steps[0], steps[-1]) == (0, n)
+    torch.testing.assert_close(torch.tensor(heights), torch.stack(means).float())

@@ -51,12 +51,18 @@ def points(schedule: Schedule, n: int, update_every: int) -> tuple[list[float], 
         update_every: The steps between updates.
 
     Returns:
-        Steps, at most about a thousand, and their weights: 1 is that of the plain mean.
+        Steps, at most about a thousand, and their weights: 1 is that of the plain mean. In a long run
+        a point is the mean of the updates up to it.
     """
-    stride = update_every * max(1, n // (_POINTS * update_every))
-    weights = profile(schedule, n, stride)
-    return [float(index * stride) for index in range(len(weights))], [
-        weight * len(weights) for weight in weights
+    weights = profile(schedule, n, update_every)
+    together = max(1, len(weights) // _POINTS)
+    # The copy is a point of its own, so that the others end at steps with round numbers.
+    parts = [weights[:1]] + [
+        weights[first : first + together] for first in range(1, len(weights), together)
+    ]
+    last = [min(index * together, len(weights) - 1) for index in range(len(parts))]
+    return [float(index * update_every) for index in last], [
+        sum(part) / len(part) * len(weights) for part in parts
     ]
 
 
