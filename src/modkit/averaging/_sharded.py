@@ -94,7 +94,17 @@ def whole(state: Any) -> Any:
         return {key: whole(value) for key, value in state.items()}
     if isinstance(state, list):
         return [whole(value) for value in state]
-    return state.full_tensor().cpu() if is_sharded(state) else state
+    return whole_tensor(state).cpu() if is_sharded(state) else state
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return all values of a tensor; all processes have to do this."""
+    if not is_sharded(tensor):
+        return tensor
+    split: Any = tensor
+    # Shards that are kept in host memory go where the processes exchange them.
+    found: Tensor = split.to(split.device_mesh.device_type).full_tensor()
+    return found
 
 
 def split_up(state: Any, members: Mapping[str, Tensor]) -> Any:

@@ -231,7 +231,6 @@ def raw_values(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return what the tensors of a model hold whose data are exchanged now, when they are not."""
     if not _stacks:
         return {}
-    reshard(model)
     members = Members(model)
     every = {**members.parameters, **members.buffers}
     found = {name: raw_value(member.current()) for name, member in every.items()}

@@ -46,7 +46,7 @@ class Tracked:
         self.begun = False
         self._averages = list(averages)
         self._copies: dict[str, Tensor] = {}
-        self._device = device
+        self.device = device
         self._on_nonfinite: OnNonfinite = on_nonfinite
         self._worker = Worker() if asynchronous else None
         self._staging: Staging | None = None
@@ -88,7 +88,6 @@ class Tracked:
 
     def _bind(self) -> None:
         self.flush()
-        reshard(self.model)
         members = Members(self.model)
         if members.has_lazy():
             raise RuntimeError(
@@ -170,7 +169,7 @@ class Tracked:
 
     def _copy_buffer(self, name: str, current: Tensor) -> None:
         mine = self._copies.get(name)
-        place = self._device if self._device is not None else current.device
+        place = self.device if self.device is not None else current.device
         if (
             mine is None
             or mine.shape != current.shape
@@ -194,6 +193,7 @@ class Tracked:
     def pairs(self, model: torch.nn.Module | None, index: int) -> list[Pair]:
         """Pair one of the averages with the tensors of a model, by default of the one it follows."""
         values = self.named(index)
+        # Only then can it be seen whether they are others.
         reshard(self.model if model is None else model)
         members = self._members
         if (model is not None and model is not self.model) or members is None or members.changed():
@@ -215,7 +215,7 @@ class Tracked:
             average.start(bound)
             average.load_state_dict({**state, "tensors": tensors})
         self._copies = {
-            name: value.to(self._device, copy=True)
+            name: value.to(self.device, copy=True)
             for name, value in loaded.buffers.items()
             if name in wanted
         }

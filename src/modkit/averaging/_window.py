@@ -60,8 +60,8 @@ class WindowAverage(Average):
         self._seen += 1
         for name, mean in self.tensors.items():
             wide = torch.float32 if mean.dtype.itemsize < _SINGLE else mean.dtype
-            copies = torch.stack([copies[name] for copies in self._ring])
-            mean.copy_(copies.mean(0, dtype=wide))
+            copies = torch.stack([local_shard(copies[name]) for copies in self._ring])
+            local_shard(mean).copy_(copies.mean(0, dtype=wide))
 
     @override
     def state_dict(self) -> dict[str, Any]:
