@@ -297,3 +297,9 @@ def fully_shard_calls(model: torch.nn.Module) -> list[FullyShardCall]:
     states = [cast("Any", module)._get_fsdp_state() for module in reversed(modules)]
     # A call for several modules comes where its first one is.
     return [FullyShardCall(state) for state in dict.fromkeys(states)]
+
+
+def class_before_fully_shard(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """Return the class that a module had before ``fully_shard`` gave it a derived one."""
+    # The derived class comes first, then what torch has mixed in; torch counts them like that, too.
+    return type(module).__mro__[2]

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from modkit._upstream import FullyShardCall, fully_shard_calls
+from modkit._upstream import FullyShardCall, class_before_fully_shard, fully_shard_calls
 from modkit.averaging._sharded import is_sharded, local_shard, reshard
 
 
@@ -70,9 +70,9 @@ def _unsharded_copy(model: ModelT, calls: list[FullyShardCall], memo: dict[int, 
     modules = [module for call in calls for module in call.modules]
     states: list[dict[str, Any]] = []
     for module in modules:
-        # This class makes objects of the one that it was derived from.
-        make, arguments, state, *_ = cast("tuple[Any, ...]", module.__reduce_ex__(4))
-        memo[id(module)] = make(*arguments)
+        original = class_before_fully_shard(module)
+        _, arguments, state, *_ = cast("tuple[Any, ...]", module.__reduce_ex__(4))
+        memo[id(module)] = original.__new__(original, *arguments[1:])
         states.append(_without(state, added, hooks))
     for module, state in zip(modules, states, strict=True):
         memo[id(module)].__setstate__(copy.deepcopy(state, memo))
