@@ -29,6 +29,8 @@ Checked against torch 2.8 to 2.13.
 - The tables of global hooks are torch's own objects, so a hook that any library registers for all
   modules runs for modkit's too. Torch never rebinds these names; the flag it does rebind is read
   through the module each time.
+- ``FullyShardCall`` and ``class_before_fully_shard`` read how a model was split up, and what that has
+  left in its modules: torch has no public function for it, and refuses to copy such a model.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -237,7 +239,9 @@ class FullyShardCall:
 
     def __init__(self, state: Any) -> None:
         self._state = state
-        self._groups: list[Any] = state._fsdp_param_groups
+        # Before there could be several, there was one or none.
+        one = getattr(state, "_fsdp_param_group", None)
+        self._groups: list[Any] = getattr(state, "_fsdp_param_groups", [one] if one else [])
         self.modules: Sequence[torch.nn.Module] = state._modules
         self.meshes: list[Any] = [group.mesh_info.mesh for group in self._groups]
         self.attributes = {"_is_fsdp_managed_module", "_fsdp_use_orig_params"}
@@ -258,7 +262,8 @@ class FullyShardCall:
         """Tell whether all that it was given is known: one mesh, and only for splitting up."""
         infos = [group.mesh_info for group in self._groups]
         return len(infos) <= 1 and all(
-            hasattr(info, "shard_mesh_size") and not info.is_spmd_mesh for info in infos
+            hasattr(info, "shard_mesh_size") and not getattr(info, "is_spmd_mesh", False)
+            for info in infos
         )
 
     def repeat(self, modules: Sequence[torch.nn.Module], dimensions: Mapping[int, Any]) -> None:
@@ -275,7 +280,7 @@ class FullyShardCall:
         if group is not None:
             options.update(mesh=group.mesh_info.mesh, offload_policy=group.offload_policy)
             after = group.post_forward_mesh_info
-            automatic = self._state._auto_reshard_after_forward
+            automatic = getattr(self._state, "_auto_reshard_after_forward", False)
             if not automatic and after is not group.mesh_info:
                 options["reshard_after_forward"] = after is not None and after.shard_mesh_size
             elif not automatic:

@@ -16,10 +16,12 @@ import modkit
 from modkit.averaging._sharded import whole
 
 
-def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def network(
+    dtype: torch.dtype = torch.float32, norm: Callable[[int], nn.Module] = nn.BatchNorm1d
+) -> nn.Sequential:
     """Return a network with 7 rows and with 1, which neither 2 nor 3 processes share evenly."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 1))
+    net = nn.Sequential(nn.Linear(5, 7), norm(7), nn.Tanh(), nn.Linear(7, 1))
     return net.to(dtype)
 
 
