@@ -83,7 +83,12 @@ def export_average(
     # The others still wait for this process where it has shards that have not been written.
     for _ in gathered:
         pass
-    message = group.message_of_first(None if error is None else f"{type(error).__name__}: {error}")
+    message = None if error is None else f"{type(error).__name__}: {error}"
+    try:
+        message = group.message_of_first(message)
+    except RuntimeError as lost:
+        # The processes have lost one another, which may be what the first error says as well.
+        raise lost from error
     if error is not None:
         raise error
     if message is not None:
