@@ -65,7 +65,7 @@ def average_both() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.distributed)])
 def test_the_copy_is_torchs_average_of_the_whole_model(ranks: int, tmp_path: Path) -> None:
     """Its shards are torch's bits, it can be called, and an update asks no other process."""
     for found in run(ranks, average_both, folder=tmp_path):

@@ -38,34 +38,32 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def save_all(folder: Path) -> dict[str, Any]:
+# Those that a run of all tests looks at; `nox -s distributed` takes each of them.
+SHORT = ["one", "a window"]
+EVERY = [*KINDS]
+
+
+def save_all(kinds: list[str], folder: Path) -> dict[str, Any]:
     """Train a model that is split up, and save an average of each kind; return all of them whole."""
     net = split(network())
-    averages = {kind: modkit.EMA(net, **options) for kind, options in KINDS.items()}
+    averages = {kind: modkit.EMA(net, **KINDS[kind]) for kind in kinds}
     optimizer = sgd(net)
     for ema in averages.values():
-        ema.attach(optimizer)
-    one = averages["one"]
-    for ema in averages.values():
-        ema.detach()
-    train(one, optimizer, 0, 2)
-    for kind, ema in averages.items():
-        if kind != "one":
-            train(ema, optimizer, 2, 4)
+        train(ema, optimizer, 2, 4)
     states = {kind: ema.state_dict() for kind, ema in averages.items()}
     dcp.save({"model": get_model_state_dict(net), "averages": states}, checkpoint_id=folder)
     return {"states": whole(states), "model": state_of(net)}
 
 
-def load_all(folder: Path) -> dict[str, Any]:
+def load_all(kinds: list[str], folder: Path) -> dict[str, Any]:
     """Load them into new averages of a model that is split up among those who are here."""
     net = network() if torch.distributed.get_world_size() == 1 else split(network())
     model = get_model_state_dict(net)
     dcp.load({"model": model}, checkpoint_id=folder)
     set_model_state_dict(net, model)
     found, moved, local = {}, {}, {}
-    for kind, options in KINDS.items():
-        ema = modkit.EMA(net, **options)
+    for kind in kinds:
+        ema = modkit.EMA(net, **KINDS[kind])
         load_averages(ema, folder, key=f"averages.{kind}")
         found[kind] = copy.deepcopy(whole(ema.state_dict()))
         average = dict(ema.named_averages())["0.weight"]
@@ -79,19 +77,28 @@ def load_all(folder: Path) -> dict[str, Any]:
     return {"states": found, "local": local, "moved": moved}
 
 
-@pytest.mark.parametrize(("ranks", "rows"), [(1, [7]), (2, [4, 3]), (3, [3, 3, 1])])
+@pytest.mark.parametrize(
+    ("rows", "kinds"),
+    [
+        pytest.param([7], SHORT, id="1"),
+        pytest.param([3, 3, 1], SHORT, id="3"),
+        pytest.param([7], EVERY, id="1-every kind", marks=pytest.mark.distributed),
+        pytest.param([4, 3], EVERY, id="2-every kind", marks=pytest.mark.distributed),
+        pytest.param([3, 3, 1], EVERY, id="3-every kind", marks=pytest.mark.distributed),
+    ],
+)
 def test_averages_of_two_processes_load_on_others(
-    ranks: int, rows: list[int], tmp_path: Path
+    rows: list[int], kinds: list[str], tmp_path: Path
 ) -> None:
     """Every average has all its bits, in shards of 7 rows for the processes that are there now."""
     folder = tmp_path / "checkpoint"
-    saved = run(2, save_all, folder, folder=tmp_path / "save")
-    loaded = run(ranks, load_all, folder, folder=tmp_path / "load")
+    saved = run(2, save_all, kinds, folder, folder=tmp_path / "save")
+    loaded = run(len(rows), load_all, kinds, folder, folder=tmp_path / "load")
 
     assert differing(saved[0], saved[1]) == []
     for rank, found in enumerate(loaded):
         assert differing(found["states"], saved[0]["states"]) == []
-        assert found["local"] == dict.fromkeys(KINDS, (ranks > 1, rows[rank], 7))
+        assert found["local"] == dict.fromkeys(kinds, (len(rows) > 1, rows[rank], 7))
         assert all(found["moved"].values())
 
 
@@ -186,6 +193,7 @@ def save_while_training(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.distributed
 def test_updates_do_not_reach_what_is_being_saved(tmp_path: Path) -> None:
     """With async_save the checkpoint has the averages of the moment at which it was called."""
     for found in run(2, save_while_training, tmp_path / "checkpoint", folder=tmp_path):

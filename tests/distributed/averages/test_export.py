@@ -181,6 +181,7 @@ def export_on_one(folder: Path) -> None:
         time.sleep(60)
 
 
+@pytest.mark.distributed
 def test_a_process_that_does_not_take_part_is_missed(tmp_path: Path) -> None:
     """Torch's timeout ends the waiting with an error, and no file is left behind."""
     folder = tmp_path / "files"

@@ -69,7 +69,10 @@ def break_on_one(how: str, folder: Path) -> None:
     export_average(ema, folder / "average.pt")
 
 
-@pytest.mark.parametrize(("how", "code"), [("error", 1), ("kill", -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [pytest.param("error", 1, marks=pytest.mark.distributed), ("kill", -signal.SIGKILL)],
+)
 def test_a_process_that_fails_leaves_the_others_whole(how: str, code: int, tmp_path: Path) -> None:
     """Each average of the other one has taken the step, and what needs both ends in an error."""
     folder = tmp_path / "files"
@@ -116,6 +119,7 @@ def hang_on_one(folder: Path) -> None:
     raise RuntimeError(message)
 
 
+@pytest.mark.distributed
 def test_a_process_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
     """An update needs nobody; one that does ends with torch's timeout, and nothing has moved."""
     launch(2, hang_on_one, tmp_path, folder=tmp_path / "run", timeout=2.0, grace=0.1)
