@@ -215,6 +215,7 @@ def load_averages(
         FileNotFoundError: There is no such checkpoint, or it was never finished.
         ValueError: Nothing was saved under that name, or it is no state of averages.
         NameMismatchError: Its tensors do not fit the model. Nothing has been changed.
+        CheckpointException: That of torch: a part cannot be read, or is something other than plain data.
         RuntimeError: The averages are in the model (:meth:`modkit.EMA.applied`).
 
     Example:
