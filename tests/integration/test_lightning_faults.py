@@ -112,8 +112,8 @@ def test_a_full_disk(tmp_path: Path, saved) -> None:
 
 CHILD = """
 import os, signal, sys
-from fsspec.implementations.local import LocalFileOpener
 from tests.integration import lightning_runs as runs
+from fsspec.implementations.local import LocalFileOpener
 
 # The second checkpoint over the first: all has been written, and nothing renamed.
 def die(self):
