@@ -59,6 +59,28 @@ def train(ema: "modkit.EMA[Any]", optimizer: torch.optim.Optimizer, first: int, 
         ema.update()
 
 
+def trained(steps: int, **options: Any) -> "modkit.EMA[Any]":
+    """Return the average of a network that is split up, after some steps."""
+    ema: modkit.EMA[Any] = modkit.EMA(split(network()), **options)
+    train(ema, sgd(ema.model), 0, steps)
+    return ema
+
+
+def average_both(
+    net: nn.Module, plain: nn.Module, steps: int, **options: Any
+) -> "tuple[modkit.EMA[Any], modkit.EMA[Any], torch.optim.Optimizer]":
+    """Average a model that is split up, and beside it one that is given its whole weights."""
+    ema: modkit.EMA[Any] = modkit.EMA(net, **options)
+    reference: modkit.EMA[Any] = modkit.EMA(plain, **options)
+    optimizer = sgd(net)
+    for number in range(steps):
+        take_step(net, optimizer, number)
+        ema.update()
+        plain.load_state_dict(state_of(net))
+        reference.update()
+    return ema, reference, optimizer
+
+
 def averages_of(ema: "modkit.EMA[Any]", index: int = 0) -> dict[str, Tensor]:
     """Return what is averaged, whole and copied, in each process."""
     found: dict[str, Tensor] = whole(dict(ema.named_averages(index)))

@@ -10,15 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from modkit.averaging._sharded import is_sharded, local_shard, whole
 from modkit.optim import swa_utils
-from tests.distributed.averages.networks import (
-    counted,
-    differing,
-    network,
-    sgd,
-    split,
-    state_of,
-    take_step,
-)
+from tests.distributed.averages import networks
 from tests.distributed.launcher import run
 
 
@@ -37,7 +29,7 @@ def average_both() -> dict[str, Any]:
     """Average a model that is split up, and beside it one with torch that is given whole weights."""
     found: dict[str, Any] = {}
     for kind, options in KINDS.items():
-        net, plain = split(network()), network()
+        net, plain = networks.split(networks.network()), networks.network()
         averaged = swa_utils.AveragedModel(net, **options)
         own = {
             key: value for key, value in options.items() if key not in {"on_nonfinite", "precision"}
@@ -45,23 +37,25 @@ def average_both() -> dict[str, Any]:
         reference: Any = torch.optim.swa_utils.AveragedModel(plain, **own)
         if kind == "fp64":
             reference.module.double()
-        optimizer = sgd(net)
+        optimizer = networks.sgd(net)
         for number in range(4):
-            take_step(net, optimizer, number)
+            networks.take_step(net, optimizer, number)
             averaged.update_parameters(net)
-            plain.load_state_dict(state_of(net))
+            plain.load_state_dict(networks.state_of(net))
             reference.update_parameters(plain.double() if kind == "fp64" else plain)
             plain.float()
         state, expected = whole(dict(averaged.state_dict())), dict(reference.state_dict())
         if kind == "buffers":
             # Torch averages this counter as well.
             del state["module.1.num_batches_tracked"], expected["module.1.num_batches_tracked"]
-        found[kind] = differing(state, expected)
+        found[kind] = networks.differing(state, expected)
         batch = torch.ones(6, 5, dtype=torch.float64 if kind == "fp64" else torch.float32)
         averaged.eval()
         reference.eval()
-        found[f"{kind} call"] = differing(averaged(batch).detach(), reference(batch).detach())
-        found[f"{kind} costs"] = counted(lambda: averaged.update_parameters(net))
+        found[f"{kind} call"] = networks.differing(
+            averaged(batch).detach(), reference(batch).detach()
+        )
+        found[f"{kind} costs"] = networks.counted(lambda: averaged.update_parameters(net))
     return found
 
 
@@ -84,11 +78,11 @@ def look_at_copies() -> dict[str, Any]:
         "mixed": {"mp_policy": bf16},
     }.items():
         # In mixed precision, batch normalization would need a policy of its own.
-        net = split(network(norm=nn.LayerNorm), **options)
+        net = networks.split(networks.network(norm=nn.LayerNorm), **options)
         calls: list[str] = []
         net[2].register_forward_hook(lambda *_: calls.append("own hook"))
-        optimizer = sgd(net)
-        take_step(net, optimizer, 0)
+        optimizer = networks.sgd(net)
+        networks.take_step(net, optimizer, 0)
         copied = swa_utils.AveragedModel(net)
         pairs = list(zip(copied.module.parameters(), net.parameters(), strict=True))
         whole_ones = [not is_sharded(parameter) for parameter in copied.module.parameters()]
@@ -103,7 +97,7 @@ def look_at_copies() -> dict[str, Any]:
         net.eval()
         copied.eval()
         found[kind] = {
-            "outputs": differing(copied(batch).detach(), net(batch).detach()),
+            "outputs": networks.differing(copied(batch).detach(), net(batch).detach()),
             "dtype": str(copied(batch).dtype),
             "calls": len(calls),
             "whole": any(whole_ones),
@@ -113,10 +107,10 @@ def look_at_copies() -> dict[str, Any]:
             "class": type(copied.module).__name__,
         }
         # The copy trains, and the model does not move with it.
-        before = state_of(net)
+        before = networks.state_of(net)
         copied.train()
-        take_step(copied.module, sgd(copied.module), 1)
-        found[kind]["still"] = differing(state_of(net), before)
+        networks.take_step(copied.module, networks.sgd(copied.module), 1)
+        found[kind]["still"] = networks.differing(networks.state_of(net), before)
     return found
 
 
@@ -137,7 +131,7 @@ def test_copies_are_split_up_in_the_same_way(tmp_path: Path) -> None:
 def refuse_two_ways() -> str:
     """Copy a model that tensor parallelism has split up before."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    net = network()
+    net = networks.network()
     parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
     fully_shard(net, mesh=mesh["dp"])
     with pytest.raises(ValueError, match="split up by more") as caught:

@@ -22,6 +22,7 @@ from tests.distributed.averages.networks import (
     split,
     state_of,
     train,
+    trained,
 )
 from tests.distributed.launcher import run
 
@@ -143,8 +144,7 @@ def test_torchs_own_functions_save_and_load_averages(tmp_path: Path) -> None:
 
 def save_inside(folder: Path) -> dict[str, Any]:
     """Save while the average is in the model, as an evaluation may."""
-    ema = modkit.EMA(split(network()), decay=0.5)
-    train(ema, sgd(ema.model), 0, 3)
+    ema = trained(3, decay=0.5)
     raw = state_of(ema.model)
     with ema.applied():
         model = get_model_state_dict(ema.model)
@@ -203,8 +203,7 @@ def test_updates_do_not_reach_what_is_being_saved(tmp_path: Path) -> None:
 
 def refusals(folder: Path) -> dict[str, str]:
     """Ask for what is not there, and for what does not fit."""
-    ema = modkit.EMA(split(network()), decay=0.9)
-    train(ema, sgd(ema.model), 0, 2)
+    ema = trained(2, decay=0.9)
     dcp.save({"ema": ema, "other": {"step": 1}}, checkpoint_id=folder)
     before = averages_of(ema)
 

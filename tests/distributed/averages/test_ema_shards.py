@@ -9,6 +9,7 @@ import modkit
 from modkit import schedules
 from modkit.averaging._sharded import is_sharded, local_shard, whole
 from tests.distributed.averages.networks import (
+    average_both,
     averages_of,
     counted,
     differing,
@@ -18,6 +19,7 @@ from tests.distributed.averages.networks import (
     state_of,
     take_step,
     train,
+    trained,
 )
 from tests.distributed.launcher import run
 
@@ -47,19 +49,13 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 SHORT = ["fp32", "bf16 compensated", "several", "thread"]
 
 
-def average_both(kinds: list[str]) -> dict[str, list[str]]:
-    """Average a model that is split up, and beside it one that is given its whole weights."""
+def average_kinds(kinds: list[str]) -> dict[str, list[str]]:
+    """Average a model that is split up, and a whole one beside it."""
     found = {}
     for kind in kinds:
         dtype, options = KINDS[kind]
-        net, plain = split(network(dtype)), network(dtype)
-        ema, reference = modkit.EMA(net, **options), modkit.EMA(plain, **options)
-        optimizer = sgd(net)
-        for number in range(5):
-            take_step(net, optimizer, number)
-            ema.update()
-            plain.load_state_dict(state_of(net))
-            reference.update()
+        net = split(network(dtype))
+        ema, reference, _ = average_both(net, network(dtype), 5, **options)
         found[kind] = differing(whole(ema.state_dict()), reference.state_dict())
         if not differing(averages_of(ema), state_of(net)):
             found[kind].append("the average is no other than the weights")
@@ -77,15 +73,14 @@ def average_both(kinds: list[str]) -> dict[str, list[str]]:
 )
 def test_averages_are_those_of_one_process(ranks: int, kinds: list[str], tmp_path: Path) -> None:
     """Put together, the shards have all bits of the average of the whole model: 7 rows and 1."""
-    results = run(ranks, average_both, kinds, folder=tmp_path)
+    results = run(ranks, average_kinds, kinds, folder=tmp_path)
 
     assert results == [{kind: [] for kind in kinds}] * ranks
 
 
 def look_at_shards() -> dict[str, Any]:
     """Tell what a process keeps."""
-    ema = modkit.EMA(split(network()), decay=0.9)
-    train(ema, sgd(ema.model), 0, 2)
+    ema = trained(2, decay=0.9)
     kept = dict(ema.named_averages())
     return {
         "local": {name: tuple(local_shard(t).shape) for name, t in kept.items() if is_sharded(t)},
@@ -117,8 +112,7 @@ def count_updates() -> dict[str, tuple[int, int]]:
         train(ema, optimizer, 0, 4)
         take_step(ema.model, optimizer, 4)
         found[kind] = counted(ema.update)
-    ema = modkit.EMA(split(network()), decay=0.9, on_nonfinite="raise")
-    train(ema, sgd(ema.model), 0, 2)
+    ema = trained(2, decay=0.9, on_nonfinite="raise")
     found["raise"] = counted(ema.update)
     found["forward"] = counted(lambda: ema.model(torch.ones(2, 5)))
     return found
@@ -141,13 +135,7 @@ def test_an_update_asks_nobody(tmp_path: Path) -> None:
 def apply(options: dict[str, Any]) -> dict[str, Any]:
     """Call a model with its average in it and without, in a run and in one of a whole model."""
     net, plain = split(network(), **options), network()
-    ema, reference = modkit.EMA(net, decay=0.5), modkit.EMA(plain, decay=0.5)
-    optimizer = sgd(net)
-    for number in range(4):
-        take_step(net, optimizer, number)
-        ema.update()
-        plain.load_state_dict(state_of(net))
-        reference.update()
+    ema, reference, optimizer = average_both(net, plain, 4, decay=0.5)
     batch = torch.randn(6, 5, generator=torch.Generator().manual_seed(9))
     seen: list[list[torch.Tensor]] = []
     for model, average in (net, ema), (plain, reference):

@@ -10,15 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import modkit
 from modkit.distributed import export_average
-from tests.distributed.averages.networks import (
-    averages_of,
-    differing,
-    network,
-    sgd,
-    split,
-    state_of,
-    train,
-)
+from tests.distributed.averages import networks
 from tests.distributed.launcher import launch, run
 
 
@@ -34,17 +26,23 @@ def read(path: Path) -> Any:
 
 def export(folder: Path) -> dict[str, Any]:
     """Write the averages of a model that is split up to several files."""
-    ema = modkit.EMA(split(network(torch.bfloat16)), decay=[0.5, 0.9], device="cpu")
+    ema = modkit.EMA(
+        networks.split(networks.network(torch.bfloat16)), decay=[0.5, 0.9], device="cpu"
+    )
     export_average(ema, folder / "raw.pt")
-    raw = state_of(ema.model)
-    train(ema, sgd(ema.model), 0, 4)
+    raw = networks.state_of(ema.model)
+    networks.train(ema, networks.sgd(ema.model), 0, 4)
     with torch.no_grad():
         # The root has whole parameters after it.
         ema.model.eval()(torch.ones(2, 5, dtype=torch.bfloat16))
     for name in FILES:
         export_average(ema, folder / name, index=1, dtype=torch.float32)
         export_average(ema, folder / f"as-it-is-{name}", index=1)
-    return {"average": averages_of(ema, 1), "raw": raw, "order": list(ema.model.state_dict())}
+    return {
+        "average": networks.averages_of(ema, 1),
+        "raw": raw,
+        "order": list(ema.model.state_dict()),
+    }
 
 
 def test_the_file_is_that_of_one_process(tmp_path: Path) -> None:
@@ -58,18 +56,18 @@ def test_the_file_is_that_of_one_process(tmp_path: Path) -> None:
         for name, tensor in average.items()
     }
 
-    assert differing(torch.load(folder / "raw.pt"), expected["raw"]) == []
+    assert networks.differing(torch.load(folder / "raw.pt"), expected["raw"]) == []
     for name in FILES:
         wide, narrowed = read(folder / name), read(folder / f"as-it-is-{name}")
-        assert differing(narrowed, narrow) == []
+        assert networks.differing(narrowed, narrow) == []
         assert (
-            differing(
+            networks.differing(
                 wide, {**average, **{k: v.float() for k, v in average.items() if "running" in k}}
             )
             == []
         )
-        network().load_state_dict(wide)
-        network(torch.bfloat16).load_state_dict(narrowed)
+        networks.network().load_state_dict(wide)
+        networks.network(torch.bfloat16).load_state_dict(narrowed)
     assert list(torch.load(folder / FILES[1])) == expected["order"]
     # Nothing else is left there.
     assert len(list(folder.iterdir())) == 5
@@ -122,26 +120,25 @@ def test_a_file_has_what_a_state_dict_has(name: str, tmp_path: Path) -> None:
 def export_wrapped(folder: Path) -> dict[str, Any]:
     """Write the average of a model that is wrapped."""
     torch.manual_seed(torch.distributed.get_rank())
-    model = DistributedDataParallel(network())
+    model = DistributedDataParallel(networks.network())
     ema = modkit.EMA(model, decay=0.5)
-    train(ema, sgd(model), 0, 3)
+    networks.train(ema, networks.sgd(model), 0, 3)
     export_average(ema, folder / "average.pt")
     # Whoever is back can read it.
-    return {"file": torch.load(folder / "average.pt"), "average": averages_of(ema)}
+    return {"file": torch.load(folder / "average.pt"), "average": networks.averages_of(ema)}
 
 
 def test_the_names_are_those_of_the_model_itself(tmp_path: Path) -> None:
     """What wraps it is not in them, and the file is there for all when the call returns."""
     for found in run(2, export_wrapped, tmp_path, folder=tmp_path):
-        assert differing(found["file"], found["average"]) == []
+        assert networks.differing(found["file"], found["average"]) == []
         assert found["file"]._metadata["1"] == {"version": 2}
-        assert found["file"]._metadata.keys() == network().state_dict()._metadata.keys()  # type: ignore[attr-defined]
+        assert found["file"]._metadata.keys() == networks.network().state_dict()._metadata.keys()  # type: ignore[attr-defined]
 
 
 def export_nowhere(folder: Path) -> dict[str, str]:
     """Write to where there is no folder, and what has no place in the format."""
-    ema = modkit.EMA(split(network()), decay=0.5)
-    train(ema, sgd(ema.model), 0, 2)
+    ema = networks.trained(2, decay=0.5)
     found = {}
     for name in FILES:
         with pytest.raises((OSError, RuntimeError)) as caught:
@@ -173,8 +170,7 @@ def test_all_processes_know_that_a_file_is_not_there(tmp_path: Path) -> None:
 
 def export_on_one(folder: Path) -> None:
     """Write while the other process is elsewhere."""
-    ema = modkit.EMA(split(network()), decay=0.5)
-    train(ema, sgd(ema.model), 0, 2)
+    ema = networks.trained(2, decay=0.5)
     if torch.distributed.get_rank() == 0:
         export_average(ema, folder / FILES[0])
     else:

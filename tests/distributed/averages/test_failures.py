@@ -12,7 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import modkit
 from modkit.averaging._sharded import local_shard
 from modkit.distributed import export_average
-from tests.distributed.averages.networks import differing, network, sgd, split, take_step, train
+from tests.distributed.averages.networks import (
+    differing,
+    network,
+    sgd,
+    split,
+    take_step,
+    train,
+)
 from tests.distributed.launcher import launch
 
 
