@@ -1,5 +1,4 @@
 import copy
-import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,11 @@ import torch
 
 import modkit
 import modkit.nn
-from tests.integration.vision import import_torchvision
 
 
 transformers = pytest.importorskip(
     "transformers", reason="needs transformers: nox -s ecosystem installs it"
 )
-# Transformers imports torchvision for its image models, where it finds one.
-if importlib.util.find_spec("torchvision") is not None:
-    import_torchvision()
 
 TOKENS = torch.arange(3, 17).reshape(2, 7)
 PIXELS = torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16)

@@ -9,10 +9,11 @@ from torch import Tensor
 import modkit
 import modkit.nn
 from tests.helpers import freeze, seed_everything
-from tests.integration.vision import import_torchvision
 
 
-torchvision = import_torchvision()
+torchvision = pytest.importorskip(
+    "torchvision", reason="needs torchvision: nox -s ecosystem installs it"
+)
 timm = pytest.importorskip("timm", reason="needs timm: nox -s ecosystem installs it")
 
 

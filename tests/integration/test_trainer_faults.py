@@ -26,8 +26,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def interrupt(step: int) -> None:
-    """Do what Ctrl-C does."""
-    signal.raise_signal(signal.SIGINT)
+    """Do what Ctrl-C does, also where Python was started in the background and ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(("call", "error"), [(fail, RuntimeError), (interrupt, KeyboardInterrupt)])
@@ -165,8 +169,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 import torch
-from modkit.integrations.transformers import EMACallback
-from tests.integration.trainers import trainer
+from tests.integration.trainers import EMACallback, trainer
 
 whole = torch.save
 
