@@ -6,9 +6,9 @@ from tests.distributed.modules.training import cases
 
 MODES = ("alone", "ddp", "fsdp", "tp")
 CASES = [
-    *cases(("classes",), (*MODES, "ddp unused", "ddp accumulates", "fsdp bf16"), ranks=2),
-    *cases(("layers",), ("ddp", "fsdp"), ranks=2),
-    *cases(("adopted",), ("fsdp", "tp"), ranks=2),
+    *cases(("classes",), (*MODES, "ddp accumulates", "fsdp bf16"), ranks=2),
+    *cases(("layers",), ("ddp unused", "fsdp"), ranks=2),
+    *cases(("adopted",), ("ddp static", "tp"), ranks=2),
 ]
 
 
