@@ -116,6 +116,7 @@ def ecosystem(session: nox.Session) -> None:
     session.run("pytest", *files, *session.posargs, env=TEST_ENVIRONMENT)
     launched = ("lightning_processes", "trainer_distributed")
     files = [f"tests/integration/test_{name}.py" for name in launched]
+    files.append("tests/distributed/modules/test_transformers.py")
     session.run("pytest", "-m", "distributed", *files, *session.posargs, env=TEST_ENVIRONMENT)
 
 
