@@ -3,14 +3,15 @@
 import importlib
 import json
 import os
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from modkit._files import atomic_write
 
 
 FORMATS = ("pt", "safetensors")
@@ -69,7 +70,7 @@ def save_snapshot(
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"ema-{step:010d}-{sigma_rel:.6g}.{file_format}"
-    with written_whole(path) as unfinished:
+    with atomic_write(path) as unfinished:
         if file_format == "pt":
             facts = {"step": step, "sigma_rel": sigma_rel}
             torch.save({**facts, "averages": tensors, "buffers": others}, unfinished)
@@ -111,19 +112,6 @@ def save_safetensors(
     """Write one flat file of tensors under their own names, which any reader of such files takes."""
     facts = {"step": str(step), "sigma_rel": repr(sigma_rel), "buffers": json.dumps([*buffers])}
     library("safetensors.torch").save_file({**averages, **buffers}, path, metadata=facts)
-
-
-@contextmanager
-def written_whole(path: Path) -> Generator[Path]:
-    """Give the path of a new file beside ``path``, which takes its place when the block ends well."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield unfinished
-        with unfinished.open("rb+") as file:
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def find_snapshots(directory: str | os.PathLike[str]) -> list[Snapshot]:

@@ -4,12 +4,12 @@ import datetime as dt
 import json
 import os
 import platform
-import tempfile
 from pathlib import Path
 from typing import Literal, TypedDict
 
 import torch
 
+from modkit._files import atomic_write
 from modkit.cli._growth import Series
 from modkit.cli._measure import Result, Verdict
 
@@ -188,16 +188,5 @@ def to_json(found: Report) -> str:
 def write(path: Path, text: str) -> None:
     """Replace a file at once, so that nobody ever reads half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    draft = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # The draft is private to its owner; the file that it becomes has the usual permissions.
-        mask = os.umask(0)
-        os.umask(mask)
-        draft.chmod(0o666 & ~mask)
-        draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    with atomic_write(path) as draft:
+        draft.write_text(text, encoding="utf-8")

@@ -1,0 +1,1 @@
+"""TorchScript: what is in its archives."""

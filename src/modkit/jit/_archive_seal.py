@@ -1,0 +1,101 @@
+"""A list of the members in the archive itself, and further files that are put into it afterwards.
+
+Checksums tell that a member is what was written, not that it stands under the name it was written
+under: weights of the same size that have changed places, or come from another archive, pass. The list
+tells.
+"""
+
+import io
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from typing import Any, Final
+
+from modkit.jit._archive_errors import ArchiveError
+from modkit.jit._archive_zip import Archive
+
+
+SEAL: Final = "modkit.members.json"
+_VERSION: Final = 1
+# The same time in every archive, so that saving twice gives the same bytes.
+_TIME: Final = (1980, 1, 1, 0, 0, 0)
+
+
+def check_seal(archive: Archive, checksums: Mapping[str, int]) -> None:
+    """Compare the members with those that were saved, if the archive says which those are.
+
+    Members that are not in the list may be there: files can be added to an archive.
+
+    Raises:
+        ArchiveError: A member is another one than was saved under its name, or is missing.
+    """
+    name = f"extra/{SEAL}"
+    if name not in archive.members:
+        return
+    try:
+        found = json.loads(archive.text(name))
+        members: dict[str, Any] = {} if found["version"] != _VERSION else dict(found["members"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ArchiveError(f"{archive.what} is damaged: {name}: {error!r}") from error
+    sizes = archive.sizes
+    for member, (size, checksum) in members.items():
+        if member not in checksums:
+            raise ArchiveError(f"{archive.what} is damaged: {member} is missing")
+        # A checksum of 0 stands for one that torch has not computed.
+        if sizes[member] != size or checksum not in {0, checksums[member]}:
+            raise ArchiveError(
+                f"{archive.what} is damaged: {member} is not what was saved under that name"
+            )
+
+
+def add_files(path: str | os.PathLike[str], files: Mapping[str, str | bytes]) -> None:
+    """Put further files into an archive on disk that nobody else reads yet.
+
+    Raises:
+        ValueError: The archive has a file of that name.
+    """
+    with open(path, "rb+") as file:  # noqa: PTH123 - a path may be text
+        _add(file, repr(os.fspath(path)), files)
+
+
+def with_files(data: bytes, files: Mapping[str, str | bytes]) -> bytes:
+    """Return the content of an archive with further files in it; see :func:`add_files`."""
+    file = io.BytesIO(data)
+    _add(file, "the data", files)
+    return file.getvalue()
+
+
+def _add(file: Any, what: str, files: Mapping[str, str | bytes]) -> None:
+    archive = Archive(file, what)
+    for name in files:
+        if f"extra/{name}" in archive.members:
+            raise ValueError(f"{what} has an extra file {name!r} already")
+    file.seek(0)
+    with zipfile.ZipFile(file, "a") as target:
+        for name, content in files.items():
+            member = zipfile.ZipInfo(f"{archive.folder}extra/{name}", _TIME)
+            target.writestr(member, content)
+
+
+def seal(path: str | os.PathLike[str]) -> None:
+    """Write a list of its members into an archive on disk that nobody else reads yet.
+
+    Their checksums are those that the archive already has, so that this takes no time to speak of.
+
+    Raises:
+        ValueError: The archive has such a list.
+    """
+    with open(path, "rb") as file:  # noqa: PTH123 - a path may be text
+        content = _list_of(Archive(file, repr(os.fspath(path))))
+    add_files(path, {SEAL: content})
+
+
+def sealed(data: bytes) -> bytes:
+    """Return the content of an archive with a list of its members in it; see :func:`seal`."""
+    return with_files(data, {SEAL: _list_of(Archive(io.BytesIO(data), "the data"))})
+
+
+def _list_of(archive: Archive) -> str:
+    members = {name: [info.file_size, info.CRC] for name, info in archive.members.items()}
+    return json.dumps({"version": _VERSION, "members": members})

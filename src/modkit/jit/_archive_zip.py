@@ -1,0 +1,174 @@
+"""The members of an archive: listed, read and verified without torch.
+
+Torch's own reader is built without the check of checksums, so a flipped bit in the weights loads
+without a complaint: https://github.com/pytorch/pytorch/issues/126952.
+"""
+
+import io
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import IO, Any, Final, TypeAlias, cast
+
+from modkit.jit._archive_errors import ArchiveError
+
+
+Source: TypeAlias = str | bytes | os.PathLike[str] | IO[bytes]
+
+_CHUNK: Final = 1 << 20
+# Code and pickles are read whole. A member that claims more than this is not read.
+MOST_TEXT: Final = 128 << 20
+_END: Final = struct.Struct("<4s4H2LH")
+_END_64: Final = 20 + 56  # bytes of the two records that large archives have before the last one
+_UNKNOWN: Final = 0xFFFFFFFF
+
+
+@contextmanager
+def opened(source: Source) -> Generator[tuple[IO[bytes], str]]:
+    """Give a file of the whole source, and what it is called in errors.
+
+    An open file is read from where it stands, as loading does, and stands there again afterwards. One
+    that has just been written stands at its end; then it is read from the start.
+
+    Raises:
+        ValueError: There is no such file, or it is a folder; the texts are those of ``torch.jit.load``.
+        TypeError: ``source`` is no path, no bytes and no file that is open for reading.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        path = os.fspath(source)
+        if not os.path.exists(path):  # noqa: PTH110 - the texts show the path as it was given
+            raise ValueError(f"The provided filename {source} does not exist")
+        if os.path.isdir(path):  # noqa: PTH112
+            raise ValueError(f"The provided filename {source} is a directory")
+        with open(path, "rb") as file:  # noqa: PTH123
+            yield file, repr(path)
+    elif isinstance(source, bytes):
+        yield io.BytesIO(source), "the data"
+    elif hasattr(source, "read") and hasattr(source, "seek"):
+        place = source.tell()
+        data = source.read()
+        if not isinstance(cast("object", data), bytes):
+            raise TypeError("the file is open as text; open it in the mode 'rb'")
+        if not data and place:
+            source.seek(0)
+            data = source.read()
+            place = 0
+        source.seek(place)
+        yield io.BytesIO(data), f"the file {getattr(source, 'name', '')!r}".replace(" ''", "")
+    else:
+        raise TypeError(
+            f"an archive is a path, bytes or a file that is open for reading and can seek, not a "
+            f"{type(source).__name__}"
+        )
+
+
+class Archive:
+    """The members of a zip file as torch reads it: all of them are in one folder.
+
+    Args:
+        file: The file.
+        what: How it is called in errors.
+
+    Raises:
+        ArchiveError: It is no zip file, or readers may disagree about what is in it.
+    """
+
+    def __init__(self, file: IO[bytes], what: str) -> None:
+        self.what, self._file = what, file
+        try:
+            self._zip = zipfile.ZipFile(file)
+        except (
+            zipfile.BadZipFile,
+            OSError,
+            ValueError,
+            NotImplementedError,
+            struct.error,
+        ) as error:
+            raise ArchiveError(f"{what} is a damaged zip file: {error}", "damaged zip") from error
+        listed = self._zip.infolist()
+        self.folder = listed[0].filename.partition("/")[0] + "/" if listed else ""
+        inside = [info for info in listed if info.filename.startswith(self.folder)]
+        self.members: dict[str, zipfile.ZipInfo] = {
+            info.filename.removeprefix(self.folder): info for info in inside
+        }
+        # Torch looks members up without regard to case.
+        if len({info.filename.lower() for info in listed}) < len(listed):
+            raise ArchiveError(f"{what} is damaged: two members have the same name", "damaged zip")
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The sizes of the members in bytes."""
+        return {name: info.file_size for name, info in self.members.items()}
+
+    def check_ends(self) -> None:
+        """Refuse a file with something before or after the zip: readers differ on what it holds."""
+        length = self._file.seek(0, os.SEEK_END)
+        self._file.seek(max(0, length - _END.size))
+        tail = self._file.read()
+        try:
+            magic, *_, size, start, comment = _END.unpack(tail)
+        except struct.error:
+            magic, size, start, comment = b"", 0, 0, 0
+        room = length - _END.size - size - start
+        plain = room in {0, _END_64} or _UNKNOWN in {size, start}
+        if magic != b"PK\x05\x06" or comment or not plain:
+            raise ArchiveError(
+                f"{self.what} is damaged: there is something before or after the zip file in it",
+                "damaged zip",
+            )
+
+    def chunks(self, name: str) -> Generator[bytes]:
+        """Yield the content of a member, unpacked; its checksum is not looked at."""
+        info = self.members[name]
+        info.CRC = cast("Any", None)  # so says zipfile that there is none to check
+        left = info.file_size
+        try:
+            with self._zip.open(info) as member:
+                while chunk := member.read(_CHUNK):
+                    left -= len(chunk)
+                    yield chunk
+        except (
+            *(zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError),
+            *(RuntimeError, ValueError, struct.error),
+        ) as error:
+            raise ArchiveError(f"{self.what} is damaged: {name}: {error}", "damaged zip") from error
+        if left:
+            raise ArchiveError(
+                f"{self.what} is damaged: {name} has another size than it should", "damaged zip"
+            )
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a member of moderate size."""
+        size = self.members[name].file_size
+        if size > MOST_TEXT:
+            raise ArchiveError(f"{self.what}: {name} has {size} bytes, so it is not read")
+        return b"".join(self.chunks(name))
+
+    def text(self, name: str) -> str:
+        """Return the content of a member as text; what is none is replaced."""
+        return self.read(name).decode("utf-8", "replace")
+
+    def verify(self) -> dict[str, int]:
+        """Compare the content of every member with its checksum, and return the checksums.
+
+        A checksum of 0 stands for one that has not been computed.
+
+        Raises:
+            ArchiveError: A member is not what was written.
+        """
+        found: dict[str, int] = {}
+        for name, info in self.members.items():
+            stated, crc = info.CRC, 0
+            for chunk in self.chunks(name):
+                crc = zlib.crc32(chunk, crc)
+            info.CRC = stated
+            if stated not in {0, crc}:
+                raise ArchiveError(
+                    f"{self.what} is damaged: the content of {name} does not match its checksum",
+                    "damaged zip",
+                )
+            found[name] = crc
+        return found
