@@ -25,6 +25,8 @@ Checked against torch 2.8 to 2.13.
 - ``BackwardHook`` stands for the autograd side of full backward hooks in compiled code: dynamo
   knows the class. ``pass_through_one_node`` is the autograd function that it uses.
 - ``trace_instead`` sets the attribute that tells dynamo which function to trace for another one.
+- ``convert_script`` turns TorchScript into a program of torch.export: torch's own error names the
+  class as the way to go, and it has no public name.
 - The tables of global hooks are torch's own objects, so a hook that any library registers for all
   modules runs for modkit's too. Torch never rebinds these names; the flag it does rebind is read
   through the module each time.
@@ -66,6 +68,7 @@ __all__ = [
     "IncompatibleKeys",
     "RemovableHandle",
     "WrappedHook",
+    "convert_script",
     "dynamo_is_tracing",
     "foreach_add_",
     "foreach_addcdiv_",
@@ -216,3 +219,12 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
         *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     )
     return cast("Callable[[], bool]", partial(made.check, *tensors))
+
+
+def convert_script(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    """Turn a ScriptModule into a program of torch.export; the graph of the module is rewritten."""
+    # Imported here: it is large, and it imports TorchScript.
+    from torch._export.converter import TS2EPConverter
+
+    program: torch.export.ExportedProgram = cast("Any", TS2EPConverter)(module, args, {}).convert()
+    return program
