@@ -90,7 +90,8 @@ def inspect(f: Source) -> ArchiveInfo:
 
     Raises:
         ValueError: There is no such file.
-        ArchiveError: The file is damaged, so that not even its contents can be listed.
+        ArchiveError: The file is damaged, so that its contents cannot be listed, or made such that
+            torch may read something else in it.
 
     Example:
         >>> import io
@@ -111,7 +112,9 @@ def inspect(f: Source) -> ArchiveInfo:
         facts: dict[str, Any] = {"kind": kind, "nbytes": nbytes, "sha256": _digest(file)}
         names: tuple[Name, ...] = ()
         if kind == kinds.TORCHSCRIPT:
-            return ArchiveInfo(**facts, **_script_facts(Archive(file, what)))
+            archive = Archive(file, what)
+            archive.check_unambiguous()
+            return ArchiveInfo(**facts, **_script_facts(archive))
         if kind == kinds.SAFETENSORS:
             facts["tensors"] = tuple(tensors_of_safetensors(file, what))
         elif kind in {kinds.LEGACY, kinds.PICKLE}:
@@ -170,7 +173,7 @@ def check_archive(
         if kind != kinds.TORCHSCRIPT:
             raise kinds.wrong_kind(kind, what)
         archive = Archive(file, what)
-        archive.check_ends()
+        archive.check_unambiguous()
         _check_members(archive)
         check_seal(archive, archive.verify())
         _script_tensors(archive, {})

@@ -20,7 +20,8 @@ INDUCTOR: Final = "AOTInductor package"
 PACKAGE: Final = "torch.package archive"
 SAFETENSORS: Final = "safetensors file"
 ZIP: Final = "zip file"
-BROKEN_ZIP: Final = "truncated zip file"
+TRUNCATED_ZIP: Final = "truncated zip file"
+DAMAGED_ZIP: Final = "damaged zip file"
 EMPTY: Final = "empty file"
 LFS: Final = "Git LFS pointer"
 HTML: Final = "HTML page"
@@ -37,7 +38,8 @@ ADVICE: Final[dict[str, str]] = {
     PACKAGE: "read it with torch.package.PackageImporter(...)",
     SAFETENSORS: "read it with safetensors.torch.load_file(...)",
     ZIP: "it has none of the members of an archive of torch",
-    BROKEN_ZIP: "the end of it is missing, so copy or download it again",
+    TRUNCATED_ZIP: "the end of it is missing, so copy or download it again",
+    DAMAGED_ZIP: "its table of members cannot be read, so copy or download it again",
     EMPTY: "the model was not written, or not copied",
     LFS: "it stands for the real file, which `git lfs pull` gets",
     HTML: "a server has sent it in place of the model, so look into it",
@@ -82,12 +84,12 @@ def kind_of(file: IO[bytes]) -> str:
 
 
 def _kind_of_zip(file: IO[bytes]) -> str:
-    if not zipfile.is_zipfile(file):
-        return BROKEN_ZIP
     try:
+        if not zipfile.is_zipfile(file):
+            return TRUNCATED_ZIP
         names = Archive(file, "").members.keys()
-    except ArchiveError:
-        return BROKEN_ZIP
+    except (zipfile.BadZipFile, ArchiveError):
+        return DAMAGED_ZIP
     if "constants.pkl" in names or any(name.startswith("code/") for name in names):
         return TORCHSCRIPT
     if ".data/extern_modules" in names:

@@ -148,6 +148,11 @@ def _check_keys(keys: list[Any]) -> None:
             raise ValueError("a key is nested")
 
 
+def _dict_of(items: list[Any]) -> dict[Any, Any]:
+    _check_keys(items[::2])
+    return dict(zip(items[::2], items[1::2], strict=True))
+
+
 def _frozen(items: list[Any]) -> frozenset[Any]:
     _check_keys(items)
     return frozenset(items)
@@ -196,6 +201,7 @@ _ACTS: Final[dict[str, _Act]] = {
     "EMPTY_SET": lambda machine, _: machine.stack.append(set()),
     "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.since_mark())),
     "LIST": lambda machine, _: machine.stack.append(machine.since_mark()),
+    "DICT": lambda machine, _: machine.stack.append(_dict_of(machine.since_mark())),
     "FROZENSET": lambda machine, _: machine.stack.append(_frozen(machine.since_mark())),
     "TUPLE1": _tuple_of(1),
     "TUPLE2": _tuple_of(2),

@@ -88,24 +88,41 @@ class Archive:
             NotImplementedError,
             struct.error,
         ) as error:
-            raise ArchiveError(f"{what} is a damaged zip file: {error}", "damaged zip") from error
+            raise ArchiveError(
+                f"{what} is a damaged zip file: {error}", "damaged zip file"
+            ) from error
         listed = self._zip.infolist()
         self.folder = listed[0].filename.partition("/")[0] + "/" if listed else ""
         inside = [info for info in listed if info.filename.startswith(self.folder)]
         self.members: dict[str, zipfile.ZipInfo] = {
             info.filename.removeprefix(self.folder): info for info in inside
         }
-        # Torch looks members up without regard to case.
-        if len({info.filename.lower() for info in listed}) < len(listed):
-            raise ArchiveError(f"{what} is damaged: two members have the same name", "damaged zip")
+        self._names = [info.filename for info in listed]
 
     @property
     def sizes(self) -> Mapping[str, int]:
         """The sizes of the members in bytes."""
         return {name: info.file_size for name, info in self.members.items()}
 
-    def check_ends(self) -> None:
-        """Refuse a file with something before or after the zip: readers differ on what it holds."""
+    def check_unambiguous(self) -> None:
+        """Refuse a file that torch may read as another one than this class does.
+
+        Raises:
+            ArchiveError: Two members have the same name, one is in another folder than the others, or
+                there is something before or after the zip.
+        """
+        # Torch looks members up without regard to case.
+        if len({name.lower() for name in self._names}) < len(self._names):
+            raise ArchiveError(
+                f"{self.what} is damaged: two members have the same name", "damaged zip file"
+            )
+        outside = [name for name in self._names if not name.startswith(self.folder)]
+        if outside:
+            raise ArchiveError(
+                f"{self.what} is damaged: {outside[0]!r} is not in the folder {self.folder!r} as the "
+                "other members are",
+                "damaged zip file",
+            )
         length = self._file.seek(0, os.SEEK_END)
         self._file.seek(max(0, length - _END.size))
         tail = self._file.read()
@@ -118,7 +135,7 @@ class Archive:
         if magic != b"PK\x05\x06" or comment or not plain:
             raise ArchiveError(
                 f"{self.what} is damaged: there is something before or after the zip file in it",
-                "damaged zip",
+                "damaged zip file",
             )
 
     def chunks(self, name: str) -> Generator[bytes]:
@@ -135,10 +152,13 @@ class Archive:
             *(zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError),
             *(RuntimeError, ValueError, struct.error),
         ) as error:
-            raise ArchiveError(f"{self.what} is damaged: {name}: {error}", "damaged zip") from error
+            raise ArchiveError(
+                f"{self.what} is damaged: {name}: {error}", "damaged zip file"
+            ) from error
         if left:
             raise ArchiveError(
-                f"{self.what} is damaged: {name} has another size than it should", "damaged zip"
+                f"{self.what} is damaged: {name} has another size than it should",
+                "damaged zip file",
             )
 
     def read(self, name: str) -> bytes:
@@ -168,7 +188,7 @@ class Archive:
             if stated not in {0, crc}:
                 raise ArchiveError(
                     f"{self.what} is damaged: the content of {name} does not match its checksum",
-                    "damaged zip",
+                    "damaged zip file",
                 )
             found[name] = crc
         return found
