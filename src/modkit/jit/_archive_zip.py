@@ -25,6 +25,7 @@ MOST_TEXT: Final = 128 << 20
 _END: Final = struct.Struct("<4s4H2LH")
 _END_64: Final = 20 + 56  # bytes of the two records that large archives have before the last one
 _UNKNOWN: Final = 0xFFFFFFFF
+_MANY: Final = 0xFFFF
 
 
 @contextmanager
@@ -108,8 +109,8 @@ class Archive:
         """Refuse a file that torch may read as another one than this class does.
 
         Raises:
-            ArchiveError: Two members have the same name, one is in another folder than the others, or
-                there is something before or after the zip.
+            ArchiveError: Two members have the same name, one is in another folder than the others,
+                there is something before or after the zip, or its table has lost members.
         """
         # Torch looks members up without regard to case.
         if len({name.lower() for name in self._names}) < len(self._names):
@@ -123,20 +124,30 @@ class Archive:
                 "other members are",
                 "damaged zip file",
             )
-        length = self._file.seek(0, os.SEEK_END)
-        self._file.seek(max(0, length - _END.size))
-        tail = self._file.read()
-        try:
-            magic, *_, size, start, comment = _END.unpack(tail)
-        except struct.error:
-            magic, size, start, comment = b"", 0, 0, 0
-        room = length - _END.size - size - start
-        plain = room in {0, _END_64} or _UNKNOWN in {size, start}
-        if magic != b"PK\x05\x06" or comment or not plain:
+        if not self._is_plain():
             raise ArchiveError(
-                f"{self.what} is damaged: there is something before or after the zip file in it",
+                f"{self.what} is damaged: its table of members does not fill the end of the file, or "
+                "has another length than it should",
                 "damaged zip file",
             )
+
+    def _is_plain(self) -> bool:
+        """Tell whether the file begins and ends with the zip, and its table is as long as it says."""
+        length = self._file.seek(0, os.SEEK_END)
+        self._file.seek(max(0, length - _END.size - _END_64))
+        tail = self._file.read()
+        if len(tail) < _END.size:
+            return False
+        magic, _, _, _, count, size, start, comment = _END.unpack(tail[-_END.size :])
+        room = length - _END.size - size - start
+        if _UNKNOWN in {size, start} or count == _MANY:
+            # The true numbers are in the record for large files.
+            if len(tail) < _END.size + _END_64:
+                return False
+            count, size, start = struct.unpack("<3Q", tail[32:56])
+            room = length - _END.size - size - start
+        fits = room in {0, _END_64} and count == len(self._names)
+        return bool(magic == b"PK\x05\x06" and not comment and fits)
 
     def chunks(self, name: str) -> Generator[bytes]:
         """Yield the content of a member, unpacked; its checksum is not looked at."""
