@@ -1,16 +1,34 @@
 """Make every code block of README, docs and docstrings a test."""
 
+import importlib.util
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE
+from typing import Any
 
 from sybil import Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 from sybil.parsers.rest import DocTestParser
 
 
 OPTIONS = ELLIPSIS | NORMALIZE_WHITESPACE
 
-# The blocks of one page share a namespace and run from top to bottom.
-pages = Sybil(parsers=[PythonCodeBlockParser(doctest_optionflags=OPTIONS)], patterns=["*.md"])
+
+def missing(*packages: str) -> bool:
+    """Tell whether one of the packages is not installed, for blocks that need it."""
+    return any(importlib.util.find_spec(package) is None for package in packages)
+
+
+def set_up(namespace: dict[str, Any]) -> None:
+    """Give a page what its comments about skipping call."""
+    namespace["missing"] = missing
+
+
+# The blocks of one page share a namespace and run from top to bottom. A comment in front of a block
+# skips it: <!--- skip: next if(missing("timm"), reason="needs timm") -->
+pages = Sybil(
+    parsers=[PythonCodeBlockParser(doctest_optionflags=OPTIONS), SkipParser()],
+    patterns=["*.md"],
+    setup=set_up,
+)
 docstrings = Sybil(parsers=[DocTestParser(optionflags=OPTIONS)], path="src", patterns=["*.py"])
 
 pytest_collect_file = (pages + docstrings).pytest()

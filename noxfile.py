@@ -111,9 +111,33 @@ def ecosystem(session: nox.Session) -> None:
     """Run the tests with transformers, timm, diffusers and others, in an environment of their own."""
     install(session, "test", "ecosystem")
     averages = ("averaging_peers", "averaging_peer_table")
-    names = ("adopt_transformers", "adopt_vision", *averages, "ecosystem")
+    lightning = ("lightning", "lightning_runs")
+    transformers = ("attach", "callback", "faults", "resume")
+    trainers = (*lightning, *(f"trainer_{what}" for what in transformers), "accelerate_loop")
+    names = ("adopt_transformers", "adopt_vision", *averages, "ecosystem", *trainers)
     files = [f"tests/integration/test_{name}.py" for name in names]
+    # The pages show what these libraries and modkit have for the same purpose.
+    files += ["docs/callbacks.md", "docs/callbacks_transformers.md"]
     session.run("pytest", *files, *session.posargs, env=TEST_ENVIRONMENT)
+    launched = ("lightning_processes", "trainer_distributed")
+    files = [f"tests/integration/test_{name}.py" for name in launched]
+    session.run("pytest", "-m", "distributed", *files, *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(default=False, venv_backend="virtualenv", python="3.11")
+def lightzero(session: nox.Session) -> None:
+    """Compare modkit's EfficientZero networks with LightZero's; `-- --record` renews their record."""
+    install(session, "test", "lightzero")
+    if session.venv_backend != "none":
+        # Without what they ask for: NumPy and gym of years ago, and a simulator for every game.
+        session.install("--no-deps", "LightZero==0.1.0", "DI-engine==0.5.3")
+    if "--record" in session.posargs:
+        session.run("python", "tests/data/record_efficientzero.py", env=TEST_ENVIRONMENT)
+        return
+    files = ("tests/integration/test_lightzero.py", "tests/unit/models")
+    session.run("pytest", *files, *session.posargs, env=TEST_ENVIRONMENT)
+    file = "tests/property/test_efficientzero.py"
+    session.run("pytest", "-m", "property", file, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session

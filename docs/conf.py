@@ -11,6 +11,8 @@ html_title = "modkit"
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
+# The trainers that modkit has callbacks for are not needed to describe them.
+autodoc_mock_imports = ["accelerate", "lightning", "transformers"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 napoleon_use_ivar = True

@@ -26,6 +26,7 @@ there. What is not listed is meant to be the same, and a difference is a bug.
 SECTIONS = {
     "torch": "## Defects of torch that modkit does not have",
     "modkit": "## What modkit does not do as torch does",
+    "lightzero": "## Defects of LightZero's networks that those of `modkit.models` do not have",
 }
 
 

@@ -6,9 +6,9 @@ from typing import Final, Literal
 
 @dataclass(frozen=True)
 class Divergence:
-    """One observable difference, with the reason and where torch discusses it."""
+    """One observable difference, with the reason and where it is discussed."""
 
-    fails_on: Literal["torch", "modkit"]
+    fails_on: Literal["torch", "modkit", "lightzero"]
     reason: str
     upstream: str
 

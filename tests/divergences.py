@@ -2,12 +2,15 @@
 
 A key is a test id without its parameters' ``[...]``. ``fails_on`` names the implementation for
 which that test is a strict xfail: ``"torch"`` where modkit fixes a defect of torch, ``"modkit"``
-where torch does something that modkit does not. ``docs/parity.md`` is rendered from this table.
+where torch does something that modkit does not, ``"lightzero"`` where networks of LightZero have
+defects that modkit's do not have. ``docs/parity.md`` is rendered from this table.
 """
 
 from typing import Final
 
 from tests.divergence import ISSUES, NO_ISSUE, PULLS, Divergence
+from tests.divergences_jit import JIT_DIVERGENCES
+from tests.divergences_models import MODELS_DIVERGENCES
 from tests.divergences_swa import SWA_DIVERGENCES
 
 
@@ -218,7 +221,9 @@ DIVERGENCES: Final[dict[str, Divergence]] = {
         "leaves the layers of modkit as they are.",
         NO_ISSUE,
     ),
+    **JIT_DIVERGENCES,
     **SWA_DIVERGENCES,
+    **MODELS_DIVERGENCES,
     _AVERAGING + "test_functions_can_be_pickled": Divergence(
         "torch",
         "The averaging functions of torch are closures, which pickle cannot find by name; those "

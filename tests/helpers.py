@@ -38,13 +38,18 @@ class Implementation:
         """The ``optim.swa_utils`` namespace."""
         return importlib.import_module(f"{self.name}.optim.swa_utils")
 
+    @property
+    def jit(self) -> ModuleType:
+        """The ``jit`` namespace."""
+        return importlib.import_module(f"{self.name}.jit")
+
     def submodule(self, dotted: str) -> ModuleType:
         """Import ``<implementation>.<dotted>``, for example ``nn.utils.parametrize``."""
         return importlib.import_module(f"{self.name}.{dotted}")
 
     def __getattr__(self, attribute: str) -> Any:
         # The namespaces come here only if importing them has raised AttributeError.
-        if attribute.startswith("__") or attribute in {"nn", "swa_utils"}:
+        if attribute.startswith("__") or attribute in {"nn", "swa_utils", "jit"}:
             raise AttributeError(attribute)
         if hasattr(self.nn, attribute):
             return getattr(self.nn, attribute)

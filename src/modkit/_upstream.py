@@ -5,6 +5,7 @@ Checked against torch 2.8 to 2.13.
 - ``get_tracing_state`` is truthy while ``torch.jit.trace`` runs; the scopes of its graph come from
   ``_slow_forward``. No public function tells so without importing ``torch.jit``. ``is_tracing`` tells
   the same in half the time, but dynamo does not know it.
+- ``is_scripting`` is what TorchScript reads as a constant; the public name is one of ``torch.jit``.
 - ``jit_trace`` holds the map of modules that is set while a module is traced.
 - ``dynamo_is_tracing``: the public functions answer that to traced code, not to what dynamo runs.
 - ``fx_is_tracing``: the public functions log a warning, or leave out the tracer of torch.export.
@@ -25,8 +26,6 @@ Checked against torch 2.8 to 2.13.
 - ``BackwardHook`` stands for the autograd side of full backward hooks in compiled code: dynamo
   knows the class. ``pass_through_one_node`` is the autograd function that it uses.
 - ``trace_instead`` sets the attribute that tells dynamo which function to trace for another one.
-- ``convert_script`` turns TorchScript into a program of torch.export: torch's own error names the
-  class as the way to go, and it has no public name.
 - The tables of global hooks are torch's own objects, so a hook that any library registers for all
   modules runs for modkit's too. Torch never rebinds these names; the flag it does rebind is read
   through the module each time.
@@ -43,6 +42,7 @@ import torch.nn.modules.module as module_globals
 from torch._C import _get_tracing_state, _log_api_usage_once as log_api_usage_once
 from torch._C._nn import _parse_to as parse_to
 from torch._guards import TracingContext as _TracingContext
+from torch._jit_internal import is_scripting
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import _symbolic_trace as _fx_trace
 from torch.jit import _trace as jit_trace
@@ -68,7 +68,6 @@ __all__ = [
     "IncompatibleKeys",
     "RemovableHandle",
     "WrappedHook",
-    "convert_script",
     "dynamo_is_tracing",
     "foreach_add_",
     "foreach_addcdiv_",
@@ -90,6 +89,7 @@ __all__ = [
     "global_parameter_registration_hooks",
     "has_compatible_shallow_copy_type",
     "indent_lines",
+    "is_scripting",
     "is_traceable_wrapper_subclass",
     "is_tracing",
     "jit_trace",
@@ -219,12 +219,3 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
         *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     )
     return cast("Callable[[], bool]", partial(made.check, *tensors))
-
-
-def convert_script(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.export.ExportedProgram:
-    """Turn a ScriptModule into a program of torch.export; the graph of the module is rewritten."""
-    # Imported here: it is large, and it imports TorchScript.
-    from torch._export.converter import TS2EPConverter
-
-    program: torch.export.ExportedProgram = cast("Any", TS2EPConverter)(module, args, {}).convert()
-    return program

@@ -7,7 +7,7 @@ import torch
 from typing_extensions import assert_type
 
 import modkit
-from modkit import nn
+from modkit import jit, nn
 from modkit.nn import functional as F
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
@@ -90,6 +90,11 @@ assert_type(averaged.export_state_dict(), dict[str, torch.Tensor])
 ema = modkit.EMA(net, schedule=[0.9, modkit.schedules.Equal()])
 assert_type(ema, modkit.EMA[Net])
 assert_type(ema.averaged_model(), Net)
+callback = modkit.EMACallback(net, optimizer, schedule=[0.9], precision="fp64", index=0)
+assert_type(callback, modkit.EMACallback[Net])
+assert_type(callback.ema, modkit.EMA[Net])
+with callback.evaluating() as evaluated:
+    assert_type(evaluated, Net)
 assert_type(ema.attach(optimizer), modkit.EMA[Net])
 assert_type(ema.named_averages(), Iterator[tuple[str, torch.Tensor]])
 assert_type(modkit.average_checkpoints(["a.pt"], [1.0]), dict[str, torch.Tensor])
@@ -98,3 +103,33 @@ assert_type(modkit.schedules.as_schedule(lambda n: n / (n + 1)), modkit.schedule
 wide = modkit.PostHocEMA(net, "snapshots").reconstruct(sigma_rel=0.2)
 assert_type(wide.averages, dict[str, torch.Tensor])
 assert_type(wide.fit.error, float)
+
+# TorchScript.
+compiled = jit.script(net)
+assert_type(compiled, jit.ScriptModule)
+assert_type(compiled.code, str)
+assert_type(compiled.original_name, str)
+assert_type(compiled.save_to_buffer(), bytes)
+assert_type(compiled.eval(), jit.ScriptModule)
+assert_type(jit.trace_module(net, {"forward": torch.ones(1, 4)}), jit.ScriptModule)
+assert_type(jit.load("net.pt"), jit.ScriptModule)
+assert_type(jit.freeze(compiled), jit.ScriptModule)
+assert_type(jit.optimize_for_inference(compiled, ["forward"]), jit.ScriptModule)
+jit.save(compiled, "net.pt", _extra_files={"labels.txt": "cat", "raw": b"0"})
+
+
+class Scale(jit.ScriptModule):
+    """A class with a script method, which keeps its types."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    @jit.script_method
+    def scaled(self, x: torch.Tensor, factor: int) -> torch.Tensor:
+        """Multiply."""
+        return x * self.weight * factor
+
+
+assert_type(Scale(3), Scale)
+assert_type(Scale(3).scaled(torch.ones(3), 2), torch.Tensor)

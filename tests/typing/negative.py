@@ -4,7 +4,7 @@
 
 import torch
 
-from modkit import nn
+from modkit import jit, nn
 from modkit.optim.swa_utils import AveragedModel
 
 
@@ -18,3 +18,6 @@ net.load_state_dict({}, strictly=True)  # type: ignore[call-arg]
 net.to_empty()  # type: ignore[call-arg]
 net.register_forward_hook(3)  # type: ignore[arg-type]
 AveragedModel("net")  # type: ignore[type-var]
+jit.freeze(net)  # type: ignore[arg-type]
+jit.trace_module(5, {})  # type: ignore[arg-type]
+jit.script_method(5)  # type: ignore[type-var]

@@ -34,7 +34,8 @@ _CHUNK: Final = 16_384
 # For each 16-bit type that can be rounded to by cutting off bits of a float32: how many.
 ROUNDED: Final = {torch.bfloat16: 16, torch.float16: 13}
 
-_NARROW: Final = (torch.bfloat16, torch.float16)
+# The types that are calculated with in float32.
+NARROW: Final = (torch.bfloat16, torch.float16)
 
 
 def is_averaged(tensor: Tensor) -> bool:
@@ -129,7 +130,7 @@ def lerp_compensated_(
             rest.zero_()
             continue
         target = current.to(average.device, average.dtype)
-        if average.dtype in _NARROW:
+        if average.dtype in NARROW:
             wide = average.float().add_(rest)
             wide.lerp_(target.float(), weight)
             average.copy_(wide)
@@ -143,6 +144,6 @@ def lerp_compensated_(
 
 def whole_value(average: Tensor, rest: Tensor | None) -> Tensor:
     """Return the value of an average, with the second number where there is one that matters."""
-    if rest is None or average.dtype not in _NARROW:
+    if rest is None or average.dtype not in NARROW:
         return average
     return average.float().add_(rest)

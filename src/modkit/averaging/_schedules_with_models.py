@@ -40,6 +40,8 @@ class BEMA(Schedule):
     the average moves by ``(lag + multiplier * n) ** -ema_power`` of the way to the model, however many
     steps it stands for: the paper has one update in 400 steps. For its results, call
     ``EMA.update()`` once before training, so that the first weights are the initial ones.
+    ``update_after_step=a`` beside it is ``update_after=a`` of trl if the lag is
+    ``lag + multiplier * a``, since trl goes on counting from the beginning of training.
 
     Args:
         ema_power: How fast the average slows down; 0 keeps the latest model.

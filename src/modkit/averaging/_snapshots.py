@@ -1,17 +1,15 @@
 """Files that hold one average at one step, written whole or not at all and read piece by piece."""
 
-import importlib
 import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from modkit._files import atomic_write
+from modkit._files import library, written_whole
 
 
 FORMATS = ("pt", "safetensors")
@@ -70,7 +68,7 @@ def save_snapshot(
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"ema-{step:010d}-{sigma_rel:.6g}.{file_format}"
-    with atomic_write(path) as unfinished:
+    with written_whole(path) as unfinished:
         if file_format == "pt":
             facts = {"step": step, "sigma_rel": sigma_rel}
             torch.save({**facts, "averages": tensors, "buffers": others}, unfinished)
@@ -149,13 +147,3 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor, bool]]:
     for part in ("averages", "buffers"):
         for name, tensor in content[part].items():
             yield name, tensor, part == "averages"
-
-
-def library(name: str) -> Any:
-    """Import a part of safetensors, which modkit does not depend on."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            "snapshots in the format safetensors need the package safetensors"
-        ) from error

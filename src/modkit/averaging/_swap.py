@@ -16,6 +16,7 @@ from modkit._errors import (
     add_note,
 )
 from modkit.averaging._members import Members
+from modkit.averaging._sharded import is_sharded, local_shard, reshard
 
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
@@ -128,15 +129,26 @@ class Swap:
             raise
 
     def _put_in(self, name: str, tensor: Tensor, value: Tensor) -> None:
+        if is_sharded(tensor):
+            # FSDP has a pointer of its own to the shard: the values change places instead.
+            raw, inside, shared = tensor.detach().clone(), local_shard(tensor), False
+            inside.copy_(local_shard(value))
+        else:
+            raw, inside, shared = self._exchange(tensor, value)
+        swapped = _Swapped(name, tensor, raw, inside, shared)
+        self._swapped.append(swapped)
+        _stacks.setdefault(id(tensor), []).append(swapped)
+
+    @staticmethod
+    def _exchange(tensor: Tensor, value: Tensor) -> tuple[Tensor, Tensor, bool]:
         raw = tensor.data
         inside = value
         if inside.dtype != raw.dtype or inside.device != raw.device:
             inside = inside.to(raw.device, raw.dtype)
         tensor.data = inside
-        swapped = _Swapped(name, tensor, raw, inside, shared=inside is value)
-        self._swapped.append(swapped)
-        _stacks.setdefault(id(tensor), []).append(swapped)
+        return raw, inside, inside is value
 
+    @torch.no_grad()
     def undo(self) -> str | None:
         """Put the raw data back; return what is wrong if the tensors were changed meanwhile.
 
@@ -150,7 +162,10 @@ class Swap:
             position = stack.index(swapped)
             if position == len(stack) - 1:
                 problem = _problem(swapped) or problem
-                tensor.data = swapped.raw
+                if is_sharded(tensor):
+                    local_shard(tensor).copy_(local_shard(swapped.raw))
+                else:
+                    tensor.data = swapped.raw
             else:
                 stack[position + 1].raw = swapped.raw
             del stack[position]
@@ -162,6 +177,9 @@ class Swap:
 
 def _problem(swapped: _Swapped) -> str | None:
     tensor = swapped.tensor
+    if is_sharded(tensor):
+        # Its average has not been in the model, but a copy; nothing is lost that matters.
+        return None
     if tensor.dtype != swapped.inside.dtype or tensor.data_ptr() != swapped.inside.data_ptr():
         return MSG_CONVERTED_INSIDE.format(name=swapped.name)
     if _version(tensor) == swapped.version:
@@ -198,8 +216,9 @@ def exchanged(pairs: Iterable[Pair]) -> Generator[None]:
 
 def raw_values(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return what the tensors of a model hold whose data are exchanged now, when they are not."""
-    if not any_swapped(model.parameters()):
+    if not _stacks:
         return {}
+    reshard(model)
     members = Members(model)
     every = {**members.parameters, **members.buffers}
     found = {name: raw_value(member.current()) for name, member in every.items()}

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ def average_checkpoints(
     key: str | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
+    progress: Callable[[float], object] | None = None,
 ) -> dict[str, Tensor]:
     """Return the average of checkpoints: a model soup, or the last checkpoints of one run.
 
@@ -34,13 +35,15 @@ def average_checkpoints(
     Sources: https://arxiv.org/abs/2203.05482 (model soups), https://arxiv.org/abs/2209.14981 (LAWA).
 
     Args:
-        paths: Files of ``torch.save`` (loaded with ``weights_only=True``), ``.safetensors``, or
-            ``.safetensors.index.json`` of a sharded checkpoint.
+        paths: Files of ``torch.save`` (loaded with ``weights_only=True``), ``.safetensors``, the
+            ``.index.json`` of a sharded checkpoint of either kind, or directories that transformers
+            has saved to.
         weights: How much each file counts, in proportion to their sum; by default all the same.
-        key: Where in files of torch the state dict is, as ``"model"`` or ``"state.model"``.
+        key: Where in files of torch the state dict is, as ``"model"`` or ``"ema.averages.0.tensors"``.
         dtype: Of the averages; by default each has the dtype that it has in the first file. A real dtype
             is not for complex tensors, nor the other way round.
         device: Where to average.
+        progress: Called after each tensor with the part of all tensors that has been read.
 
     Returns:
         The averages by name, in the order of the first file. ``load_state_dict`` takes them.
@@ -50,7 +53,7 @@ def average_checkpoints(
         FileNotFoundError: A file is missing.
         NameMismatchError: A file does not have the names and shapes of the first one.
         ValueError: A file cannot be read or holds something other than tensors, there is none, a
-            tensor is of integers in one file and of floats in another, or the weights are not one for
+            tensor does not fit the checksum that a file of torch has of it, a tensor is of integers in one file and of floats in another, or the weights are not one for
             each file, finite, and positive in sum.
 
     Example:
@@ -76,11 +79,15 @@ def average_checkpoints(
     averages: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
     total = 0.0
-    for path, share in zip(files, shares, strict=True):
+    for index, (path, share) in enumerate(zip(files, shares, strict=True)):
         total += share
         # A mean that moves is exact for equal values, where a sum of parts is not.
         part = share / total if total else 0.0
-        _take_in(Checkpoint(path, key), averages, dtypes, part, device)
+        checkpoint = Checkpoint(path, key)
+        for done, name in enumerate(expected, 1):
+            _take_in(checkpoint, name, averages, dtypes, part, device)
+            if progress is not None:
+                progress((index + done / len(expected)) / len(files))
     return {name: _finished(averages[name], dtypes[name], dtype) for name in expected}
 
 
@@ -98,23 +105,23 @@ def _checked_weights(weights: Sequence[float] | None, count: int) -> Sequence[fl
 
 def _take_in(
     checkpoint: Checkpoint,
+    name: str,
     averages: dict[str, Tensor],
     dtypes: dict[str, torch.dtype],
     part: float,
     device: str | torch.device,
 ) -> None:
-    for name in checkpoint.shapes:
-        tensor = checkpoint.tensor(name)
-        first = dtypes.setdefault(name, tensor.dtype)
-        if is_averaged(tensor) != (first.is_floating_point or first.is_complex):
-            raise ValueError(
-                f"{checkpoint.path}: {name} is {tensor.dtype}, and {first} in the first file"
-            )
-        if not is_averaged(tensor) or part == 1.0:
-            wide = kept_dtype(tensor.dtype, "fp32")
-            averages[name] = tensor.to(device, wide, copy=True)
-        elif part:
-            averages[name].lerp_(tensor.to(device, averages[name].dtype), part)
+    tensor = checkpoint.tensor(name)
+    first = dtypes.setdefault(name, tensor.dtype)
+    if is_averaged(tensor) != (first.is_floating_point or first.is_complex):
+        raise ValueError(
+            f"{checkpoint.path}: {name} is {tensor.dtype}, and {first} in the first file"
+        )
+    if not is_averaged(tensor) or part == 1.0:
+        wide = kept_dtype(tensor.dtype, "fp32")
+        averages[name] = tensor.to(device, wide, copy=True)
+    elif part:
+        averages[name].lerp_(tensor.to(device, averages[name].dtype), part)
 
 
 def _finished(average: Tensor, first: torch.dtype, dtype: torch.dtype | None) -> Tensor:

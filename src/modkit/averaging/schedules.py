@@ -406,15 +406,28 @@ def profile(decay: float | Callable[[int], float], n: int, update_every: int = 1
         update_every: The average is updated at every step whose number this divides.
 
     Returns:
-        One number for the copy and one for each update up to step ``n``; their sum is 1.
+        One number for the copy and one for each update up to step ``n``; their sum is 1. The
+        correction of :class:`BEMA` may make that of the copy negative.
 
     Example:
         >>> profile(Equal(), 3)
         [0.25, 0.25, 0.25, 0.25]
         >>> profile(0.5, 4, update_every=2)
         [0.0625, 0.1875, 0.75]
+        >>> profile(Window(2), 3)
+        [0.0, 0.0, 0.5, 0.5]
     """
-    return list(reversed(list(_weights_backwards(as_schedule(decay), n, update_every))))
+    schedule = as_schedule(decay)
+    if isinstance(schedule, Window):
+        count = n // update_every + 1
+        kept = min(count, schedule.window)
+        return [0.0] * (count - kept) + [1 / kept] * kept
+    weights = list(reversed(list(_weights_backwards(schedule, n, update_every))))
+    if isinstance(schedule, BEMA):
+        corrected = schedule.correction(n - n % update_every)
+        weights[0] -= corrected
+        weights[-1] += corrected
+    return weights
 
 
 def _weights_backwards(schedule: Schedule, n: int, update_every: int) -> Iterator[float]:

@@ -9,7 +9,7 @@ from typing import Literal, TypedDict
 
 import torch
 
-from modkit._files import atomic_write
+from modkit._files import written_whole
 from modkit.cli._growth import Series
 from modkit.cli._measure import Result, Verdict
 
@@ -188,5 +188,5 @@ def to_json(found: Report) -> str:
 def write(path: Path, text: str) -> None:
     """Replace a file at once, so that nobody ever reads half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as draft:
+    with written_whole(path) as draft:
         draft.write_text(text, encoding="utf-8")

@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 import modkit
+from modkit.cli import _bench_script
 from modkit.cli._averaging_rows import AVERAGING
 from modkit.cli._row_kinds import Growth, Memory, Names, Row, Time
 
@@ -95,6 +96,8 @@ TIMES: Final = [
         torch.inference_mode,
         modkit.fast_attributes,
     ),
+    Time("m(x), scripted, empty forward", 1.05, "m(x)", _bench_script.compiled),
+    Time("m(x), class with a script method", 0.80, "m(x)", _bench_script.class_based),
     Time("m.flag = 1", 0.45, "m.flag = 1", empty),
     Time("Module()", 0.75, "Module()", module_class),
     Time("parameters()", 0.55, iterate("parameters"), large_network),

@@ -18,12 +18,12 @@ from modkit.jit._archive_formats import (
     tensors_of_zip,
 )
 from modkit.jit._archive_pickle import Call, Name, read_pickle
-from modkit.jit._archive_seal import SEAL, check_seal
+from modkit.jit._archive_seal import EXTRA, SEAL, check_seal
 from modkit.jit._archive_tensors import Kind, Reader, TensorInfo
 from modkit.jit._archive_zip import Archive, Source, opened
 
 
-EXTRA: Final = "extra/"
+_LEGACY: Final = "model.json"  # what torch before 1.4 wrote in place of pickles
 
 
 @dataclass(frozen=True, repr=False)
@@ -178,20 +178,15 @@ def check_archive(
         check_seal(archive, archive.verify())
         _script_tensors(archive, {})
         found = _extra_files(archive)
-        missing = [name for name in extra_files if name not in archive_names(found)]
+        missing = [name for name in extra_files if name not in found]
         if missing:
             there = f"it has {', '.join(map(repr, found))}" if found else "it has none"
             raise KeyError(f"{what} has no extra file {', '.join(map(repr, missing))}; {there}")
         return found
 
 
-def archive_names(found: Mapping[str, int]) -> set[str]:
-    """Return the names of extra files, that which modkit adds for itself included."""
-    return {*found, SEAL}
-
-
 def _check_members(archive: Archive) -> None:
-    needed = ["data.pkl", "constants.pkl"]
+    needed = [] if _LEGACY in archive.members else ["data.pkl", "constants.pkl"]
     missing = [name for name in needed if name not in archive.members]
     if not {"version", ".data/version"} & archive.members.keys():
         missing.append("version")
@@ -217,7 +212,7 @@ def _check_digest(file: IO[bytes], what: str, expected: str) -> None:
 
 
 def _extra_files(archive: Archive) -> dict[str, int]:
-    names = (name for name in archive.members if name.startswith(EXTRA) and name != EXTRA + SEAL)
+    names = (name for name in archive.members if name.startswith(EXTRA))
     return {name.removeprefix(EXTRA): archive.sizes[name] for name in names}
 
 
@@ -225,7 +220,7 @@ def _content_digest(archive: Archive) -> str:
     """Digest the members by name, without those that differ between two saves of one model."""
     digest = hashlib.sha256()
     for name in sorted(archive.members):
-        if name.endswith(".debug_pkl") or name in {".data/serialization_id", EXTRA + SEAL}:
+        if name.endswith(".debug_pkl") or name in {".data/serialization_id", SEAL}:
             continue
         digest.update(f"{len(name.encode())} {archive.sizes[name]}\n{name}".encode())
         for chunk in archive.chunks(name):
@@ -261,11 +256,17 @@ def _script_facts(archive: Archive) -> dict[str, Any]:
         facts["bytecode_version"] = first if type(first) is int else None
     return {
         **facts,
-        "root": str(root.function) if isinstance(root, Call) else type(root).__name__,
+        "root": _name_of(root),
         "classes": tuple(classes),
         "tensors": tuple(tensors),
         "runs_at_load": tuple(dict.fromkeys(at_load)),
     }
+
+
+def _name_of(root: Any) -> str:
+    if isinstance(root, Call):
+        return str(root.function)
+    return "" if root is None else type(root).__name__
 
 
 def _script_tensors(
@@ -277,6 +278,8 @@ def _script_tensors(
             return "parameter"
         return "buffer" if known is not None and key in known.buffers else "attribute"
 
+    if _LEGACY in archive.members:
+        return None, [], ()
     root, names = _pickle(archive, "data.pkl")
     reader = Reader(archive.sizes, "data/", f"{archive.what}: data.pkl")
     tensors = list(reader.walk(root, kind_of))

@@ -3,6 +3,9 @@
 Checksums tell that a member is what was written, not that it stands under the name it was written
 under: weights of the same size that have changed places, or come from another archive, pass. The list
 tells.
+
+It stands beside the other members and not among the extra files, so that nobody takes it along into an
+archive of other members. Torch and C++ pass over it.
 """
 
 import io
@@ -16,6 +19,7 @@ from modkit.jit._archive_errors import ArchiveError
 from modkit.jit._archive_zip import Archive
 
 
+EXTRA: Final = "extra/"
 SEAL: Final = "modkit.members.json"
 _VERSION: Final = 1
 # The same time in every archive, so that saving twice gives the same bytes.
@@ -30,14 +34,13 @@ def check_seal(archive: Archive, checksums: Mapping[str, int]) -> None:
     Raises:
         ArchiveError: A member is another one than was saved under its name, or is missing.
     """
-    name = f"extra/{SEAL}"
-    if name not in archive.members:
+    if SEAL not in archive.members:
         return
     try:
-        found = json.loads(archive.text(name))
+        found = json.loads(archive.text(SEAL))
         members: dict[str, Any] = {} if found["version"] != _VERSION else dict(found["members"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ArchiveError(f"{archive.what} is damaged: {name}: {error!r}") from error
+        raise ArchiveError(f"{archive.what} is damaged: {SEAL}: {error!r}") from error
     sizes = archive.sizes
     for member, (size, checksum) in members.items():
         if member not in checksums:
@@ -50,31 +53,25 @@ def check_seal(archive: Archive, checksums: Mapping[str, int]) -> None:
 
 
 def add_files(path: str | os.PathLike[str], files: Mapping[str, str | bytes]) -> None:
-    """Put further files into an archive on disk that nobody else reads yet.
+    """Put extra files into an archive on disk that nobody else reads yet.
 
     Raises:
         ValueError: The archive has a file of that name.
     """
     with open(path, "rb+") as file:  # noqa: PTH123 - a path may be text
-        _add(file, repr(os.fspath(path)), files)
+        _add(file, repr(os.fspath(path)), {f"{EXTRA}{name}": files[name] for name in files})
 
 
-def with_files(data: bytes, files: Mapping[str, str | bytes]) -> bytes:
-    """Return the content of an archive with further files in it; see :func:`add_files`."""
-    file = io.BytesIO(data)
-    _add(file, "the data", files)
-    return file.getvalue()
-
-
-def _add(file: Any, what: str, files: Mapping[str, str | bytes]) -> None:
+def _add(file: Any, what: str, members: Mapping[str, str | bytes]) -> None:
     archive = Archive(file, what)
-    for name in files:
-        if f"extra/{name}" in archive.members:
-            raise ValueError(f"{what} has an extra file {name!r} already")
+    for name in members:
+        if name in archive.members:
+            kind = "an extra file" if name.startswith(EXTRA) else "a member"
+            raise ValueError(f"{what} has {kind} {name.removeprefix(EXTRA)!r} already")
     file.seek(0)
     with zipfile.ZipFile(file, "a") as target:
-        for name, content in files.items():
-            member = zipfile.ZipInfo(f"{archive.folder}extra/{name}", _TIME)
+        for name, content in members.items():
+            member = zipfile.ZipInfo(f"{archive.folder}{name}", _TIME)
             target.writestr(member, content)
 
 
@@ -86,14 +83,16 @@ def seal(path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: The archive has such a list.
     """
-    with open(path, "rb") as file:  # noqa: PTH123 - a path may be text
-        content = _list_of(Archive(file, repr(os.fspath(path))))
-    add_files(path, {SEAL: content})
+    with open(path, "rb+") as file:  # noqa: PTH123 - a path may be text
+        what = repr(os.fspath(path))
+        _add(file, what, {SEAL: _list_of(Archive(file, what))})
 
 
 def sealed(data: bytes) -> bytes:
     """Return the content of an archive with a list of its members in it; see :func:`seal`."""
-    return with_files(data, {SEAL: _list_of(Archive(io.BytesIO(data), "the data"))})
+    file = io.BytesIO(data)
+    _add(file, "the data", {SEAL: _list_of(Archive(file, "the data"))})
+    return file.getvalue()
 
 
 def _list_of(archive: Archive) -> str:

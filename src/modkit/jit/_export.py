@@ -8,25 +8,33 @@ import io
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.export.passes import move_to_device_pass
+from torch.jit import ScriptFunction
 
-from modkit._files import atomic_write
-from modkit._upstream import convert_script
+from modkit._files import written_whole
 from modkit.jit._archive_errors import ConversionError
-from modkit.jit._archive_seal import add_files
+from modkit.jit._archive_seal import EXTRA, add_files
 from modkit.jit._archive_zip import Archive, Source, opened
+from modkit.jit._upstream import (
+    CompilationUnit,
+    convert_script,
+    import_module_from_buffer,
+    torch_module,
+)
 
 
 EXPORT: Final = "export.pt2"
 
 
 def to_export(
-    module: torch.nn.Module,
+    module: "torch.nn.Module | ScriptFunction[Any, Any]",
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -39,7 +47,7 @@ def to_export(
     other shapes, and for other sides of branches, nobody has looked.
 
     Args:
-        module: A ScriptModule, or a plain module.
+        module: A ScriptModule, a ScriptFunction, or a plain module.
         args: Inputs to run it with; dimensions take their sizes.
         kwargs: Further inputs by name; TorchScript takes none.
         rtol: Relative tolerance of the comparison, with ``atol``; by default that of
@@ -63,7 +71,8 @@ def to_export(
     if not isinstance(cast("object", args), tuple):
         raise TypeError(f"to_export: args has to be a tuple of inputs, not {type(args).__name__}")
     kwargs = dict(kwargs or {})
-    if hasattr(module, "save_to_buffer"):
+    # With PYTORCH_JIT=0 a class with script methods is a plain one.
+    if isinstance(module, ScriptFunction) or hasattr(module, "_c"):
         if kwargs:
             raise TypeError("to_export: a ScriptModule is converted with args only, not kwargs")
         module = _reloaded(module)
@@ -87,8 +96,9 @@ def add_export(path: str | os.PathLike[str], program: ExportedProgram) -> None:
     Raises:
         ValueError: The archive has one.
     """
-    with atomic_write(path) as unfinished:
-        shutil.copyfile(path, unfinished)
+    # What a link leads to is replaced, not the link.
+    with written_whole(Path(path).resolve()) as unfinished:
+        shutil.copy(path, unfinished)
         add_files(unfinished, export_files(program))
 
 
@@ -104,7 +114,7 @@ def read_export(f: Source) -> ExportedProgram:
     """
     with opened(f) as (file, what):
         archive = Archive(file, what)
-        name = f"extra/{EXPORT}"
+        name = f"{EXTRA}{EXPORT}"
         if name not in archive.members:
             raise KeyError(f"{what} has no extra file {EXPORT!r}: it was saved without export_args")
         archive.verify(name)
@@ -112,11 +122,34 @@ def read_export(f: Source) -> ExportedProgram:
     return torch.export.load(io.BytesIO(data))
 
 
+def load_export(
+    f: Source, device: torch.device | None, files: MutableMapping[str, Any] | None
+) -> torch.nn.Module:
+    """Return the module of the program beside the TorchScript, for those who load the archive.
+
+    Args:
+        f: The archive, which has been checked.
+        device: Where the tensors go; None for where they were.
+        files: The extra files that are wanted, and are there; their content is filled in.
+    """
+    program = read_export(f)
+    if device is not None:
+        program = move_to_device_pass(program, device)
+    module = program.module()
+    # Programs of torch.export refuse even the mode that they have; `train` still raises.
+    module.__dict__.pop("eval", None)
+    if files is not None:
+        with opened(f) as (file, what):
+            archive = Archive(file, what)
+            for name in tuple(files):
+                files[name] = b"".join(archive.chunks(f"{EXTRA}{name}"))
+    return module
+
+
 def _reloaded(module: Any) -> Any:
     """Return a second object from the same code: the conversion rewrites the graph it is given."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit.load.*")
-        return torch.jit.load(io.BytesIO(module.save_to_buffer()))
+    data = module.save_to_buffer()
+    return torch_module(import_module_from_buffer(CompilationUnit(), data, None, {}, False))
 
 
 def _converted(module: Any, args: tuple[Any, ...]) -> ExportedProgram:

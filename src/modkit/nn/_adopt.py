@@ -183,7 +183,8 @@ def _plan(
             compiled.append(path)
         kinds = [k for k in (torch.jit.ScriptModule, torch.fx.GraphModule) if isinstance(module, k)]
         if kinds:
-            left.append(f"{_called(path)} ({kinds[0].__name__})")
+            if not isinstance(module, Module):
+                left.append(f"{_called(path)} ({kinds[0].__name__})")
             continue
         cls = type(module)
         try:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from modkit._errors import MSG_LOAD_POST_HOOK_RETURN
+from modkit._types import FunctionT
 from modkit._upstream import (
     EXTRA_STATE_KEY,
     IncompatibleKeys,
@@ -284,12 +285,25 @@ def _plan(module: torch.nn.Module, state_dict: Mapping[str, Any], assign: bool) 
     return loading
 
 
+_MIGRATING: set[object] = set(layer_loaders)
+
+
+def only_migrates(loader: FunctionT) -> FunctionT:
+    """Mark a ``_load_from_state_dict`` that changes the entries it is given, and no tensor.
+
+    A module whose class has such a method leaves the check of all entries before the first write
+    in place. The method has to end in that of ``Module``.
+    """
+    _MIGRATING.add(loader)
+    return loader
+
+
 class _PlannedClasses(dict[type, bool | None]):
     """Tells how a class is planned for; made for one walk.
 
-    True: its entries are checked here. False: its own method is called, which is one of the
-    normalization layers and touches no more than it is given, to migrate old checkpoints. None: it
-    takes part in loading, so nothing can be planned.
+    True: its entries are checked here. False: its own method is called, which touches no more than
+    the entries that it is given, to migrate old checkpoints. None: it takes part in loading, so
+    nothing can be planned.
     """
 
     def __missing__(self, cls: type[torch.nn.Module]) -> bool | None:
@@ -299,7 +313,7 @@ class _PlannedClasses(dict[type, bool | None]):
         if cls.set_extra_state is original_methods["set_extra_state"]:
             if loader in STANDARD:
                 found = True
-            elif loader in layer_loaders and _ends_here(cls):
+            elif loader in _MIGRATING and _ends_here(cls):
                 found = False
         self[cls] = found
         return found

@@ -1,6 +1,6 @@
 // Loads a TorchScript archive, runs it, prints what came out, and saves it again.
 //
-// Usage: roundtrip IN OUT EXTRA ROWS COLUMNS
+// Usage: roundtrip IN OUT ROWS COLUMNS [EXTRA...]
 // The input is arange(ROWS * COLUMNS) / 8, which every float holds exactly.
 
 // Not all operators: that halves the time to compile.
@@ -13,21 +13,26 @@
 #include <string>
 
 int main(int count, char** words) {
-  if (count != 6) {
-    std::fprintf(stderr, "usage: roundtrip IN OUT EXTRA ROWS COLUMNS\n");
+  if (count < 5) {
+    std::fprintf(stderr, "usage: roundtrip IN OUT ROWS COLUMNS [EXTRA...]\n");
     return 2;
   }
   try {
-    torch::jit::ExtraFilesMap extra{{words[3], ""}};
+    torch::jit::ExtraFilesMap extra;
+    for (int index = 5; index < count; ++index) {
+      extra[words[index]] = "";
+    }
     auto module = torch::jit::load(std::string(words[1]), std::nullopt, extra);
-    std::printf("extra %s\n", extra[words[3]].c_str());
+    for (const auto& entry : extra) {
+      std::printf("extra %s %s\n", entry.first.c_str(), entry.second.c_str());
+    }
     for (const auto& entry : module.named_parameters()) {
       std::printf("parameter %s %d\n", entry.name.c_str(), int(entry.value.requires_grad()));
     }
     for (const auto& entry : module.named_buffers()) {
       std::printf("buffer %s\n", entry.name.c_str());
     }
-    const int64_t rows = std::stoll(words[4]), columns = std::stoll(words[5]);
+    const int64_t rows = std::stoll(words[3]), columns = std::stoll(words[4]);
     auto input = at::arange(rows * columns, at::kFloat).div(8).reshape({rows, columns});
     auto output = module.forward({input}).toTensor().contiguous().flatten();
     for (int64_t index = 0; index < output.numel(); ++index) {

@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-import modkit.nn
-from modkit._files import atomic_write
-from modkit.jit._archive import check_archive, inspect
-from modkit.jit._archive_seal import sealed
-from modkit.jit._export import export_files, to_export
-from tests.integration.torchscript import scripted_tests
+import modkit.nn as nn
+from modkit import jit
+from modkit._files import written_whole
+from tests.integration.torchscript import SharedLayer, scripted_tests
 
 
 COMPILER = next(
@@ -28,6 +26,7 @@ COMPILER = next(
 )
 pytestmark = [
     scripted_tests,
+    pytest.mark.slow,
     pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler"),
     pytest.mark.skipif(sys.platform == "win32", reason="the options are those of GCC and Clang"),
 ]
@@ -53,7 +52,7 @@ def program(request):
     folder = request.config.cache.mkdir("cpp")
     built = folder / f"roundtrip-{hashlib.sha256(recipe).hexdigest()[:16]}"
     if not built.exists():
-        with atomic_write(built) as unfinished:
+        with written_whole(built) as unfinished:
             run = subprocess.run(
                 [*command, "-o", str(unfinished)], capture_output=True, text=True, check=False
             )
@@ -61,104 +60,133 @@ def program(request):
     return built
 
 
-def network(layers):
-    """Return a network with parameters, buffers, a frozen layer and a child in two places."""
+class Scale(jit.ScriptModule):
+    """A class with script methods, and a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self.head.bias.requires_grad_(False)
+
+    @jit.script_method
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute."""
+        return self.head(x) * 2
+
+
+INPUTS = torch.arange(8.0).div(8).reshape(2, 4)
+EXTRA = ("labels.txt", "modkit.json")
+
+
+def made(kind):
+    """Return a ScriptModule with parameters, buffers, a frozen parameter and mostly a shared child."""
     torch.manual_seed(0)
-    shared = layers.Linear(4, 4)
-    net = layers.Sequential(
-        layers.Linear(3, 4), layers.BatchNorm1d(4), shared, layers.ReLU(), shared
-    )
-    net[0].bias.requires_grad_(False)
-    return net.eval()
+    return {
+        "scripted": lambda: jit.script(SharedLayer()),
+        "traced": lambda: jit.trace(SharedLayer(), INPUTS),
+        "loaded": lambda: through(jit, jit.script(SharedLayer())),
+        "frozen": lambda: jit.freeze(jit.script(SharedLayer().eval())),
+        "class-based": Scale,
+        "torch": lambda: torch.jit.script(SharedLayer()),
+    }[kind]()
 
 
-def written(tmp_path, data):
-    """Write an archive to a file."""
-    path = tmp_path / "net.pt"
-    path.write_bytes(data)
-    return path
+def through(namespace, module):
+    """Save and load in memory."""
+    buffer = io.BytesIO()
+    namespace.save(module, buffer)
+    buffer.seek(0)
+    return namespace.load(buffer)
 
 
 def run(program, path):
-    """Run the program, and return the lines it prints as lists of words, by their first word."""
+    """Run the program; return what it prints by the first word of each line, and what it saves."""
     out = path.with_name("out.pt")
-    ran = subprocess.run(
-        [program, path, out, "labels.txt", "2", "3"], capture_output=True, text=True, check=False
-    )
+    command = [program, path, out, *map(str, INPUTS.shape), *EXTRA]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     lines = {}
     for line in ran.stdout.splitlines():
-        first, *rest = line.split(" ")
+        first, *rest = line.split(" ", 2)
         lines.setdefault(first, []).append(rest)
     return lines, out
 
 
-INPUTS = torch.arange(6.0).div(8).reshape(2, 3)
+def numbers(lines):
+    """Return what the program has computed, with every bit."""
+    return [float.fromhex(value) for (value,) in lines["output"]]
 
 
-@pytest.mark.parametrize("layers", [torch.nn, modkit.nn], ids=["torch", "modkit"])
-@pytest.mark.parametrize("how", ["script", "trace", "freeze"])
-def test_an_archive_in_cpp_and_back(program, tmp_path, layers, how):
-    """C++ loads an archive, computes the same from it, and what it saves is the same again."""
-    net = network(layers)
-    compiled = torch.jit.trace(net, INPUTS) if how == "trace" else torch.jit.script(net)
-    if how == "freeze":
-        compiled = torch.jit.freeze(compiled)
-    path = written(tmp_path, compiled.save_to_buffer(_extra_files={"labels.txt": "cat,dog"}))
-    expected = compiled(INPUTS)
+def flags(module):
+    """Return which parameters are trained, with every name of a tied one."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: parameter.requires_grad for name, parameter in named}
 
+
+@pytest.mark.parametrize("kind", ["scripted", "traced", "loaded", "frozen", "class-based", "torch"])
+def test_a_way_through_cpp_and_back(program, tmp_path, kind):
+    """C++ loads and runs an archive, and what it saves loads again with all that was in it."""
+    module, path = made(kind), tmp_path / "there.pt"
+    jit.save(module, path, _extra_files={"labels.txt": "cat,dog"})
     lines, out = run(program, path)
-    extra = {"labels.txt": ""}
-    again = torch.jit.load(out, _extra_files=extra)
-    assert [float.fromhex(value) for (value,) in lines["output"]] == expected.flatten().tolist()
-    assert lines["extra"] == [["cat,dog"]]
-    assert [(name, int(grad)) for name, grad in lines.get("parameter", [])] == [
-        (name, tensor.requires_grad)
-        for name, tensor in compiled.named_parameters(remove_duplicate=False)
-    ]
+    files = {"labels.txt": ""}
+    again = jit.load(out, _extra_files=files)
+
+    assert numbers(lines) == module(INPUTS).flatten().tolist()
+    assert dict(lines["extra"])["labels.txt"] == "cat,dog"
+    assert {name: grad == "1" for name, grad in lines.get("parameter", [])} == flags(module)
     assert [name for (name,) in lines.get("buffer", [])] == [
-        name for name, _ in compiled.named_buffers(remove_duplicate=False)
+        name for name, _ in module.named_buffers(remove_duplicate=False)
     ]
-    assert extra == {"labels.txt": b"cat,dog"}
-    assert torch.equal(again(INPUTS), expected)
-    assert {name: tensor.requires_grad for name, tensor in again.named_parameters()} == {
-        name: tensor.requires_grad for name, tensor in compiled.named_parameters()
-    }
+    assert torch.equal(again(INPUTS), module(INPUTS))
+    assert files == {"labels.txt": b"cat,dog"}
+    assert flags(again) == flags(module)
+    assert list(again.state_dict()) == list(module.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["scripted", "loaded"])
+def test_what_only_modkit_knows_comes_through_cpp(program, tmp_path, kind):
+    """A layer in two places stays one, and a buffer beside the state stays there."""
+    path = tmp_path / "there.pt"
+    jit.save(made(kind), path)
+    again = jit.load(run(program, path)[1])
+
+    assert again.first is again.second
+    assert "mask" not in again.state_dict()
+    assert "mask" in dict(again.named_buffers())
 
 
 def test_what_cpp_saves_passes_the_check(program, tmp_path):
     """An archive that C++ has written is whole, and holds the same tensors under the same names."""
-    data = torch.jit.script(network(torch.nn)).save_to_buffer(_extra_files={"labels.txt": ""})
-    _, out = run(program, written(tmp_path, data))
+    path = tmp_path / "there.pt"
+    jit.save(made("scripted"), path)
+    _, out = run(program, path)
 
-    assert check_archive(out) == {"labels.txt": 0}
-    assert inspect(out).tensors == inspect(data).tensors
-    assert inspect(out).classes == inspect(data).classes
+    assert set(jit.check_archive(out)) == set(EXTRA)
+    assert jit.inspect(out).tensors == jit.inspect(path).tensors
+    assert jit.inspect(out).classes == jit.inspect(path).classes
 
 
 def test_what_modkit_adds_is_no_hindrance(program, tmp_path):
     """C++ reads an archive with a list of its members and a program of torch.export beside it."""
-    net = network(torch.nn)
-    scripted = torch.jit.script(net)
-    files = {"labels.txt": "cat", **export_files(to_export(net, (INPUTS,)))}
-    path = written(tmp_path, sealed(scripted.save_to_buffer(_extra_files=files)))
-
+    module, path = made("scripted"), tmp_path / "there.pt"
+    jit.save(module, path, _extra_files={"labels.txt": "cat"}, export_args=(INPUTS,))
     lines, _ = run(program, path)
-    assert check_archive(path) == {name: len(content) for name, content in files.items()}
-    assert [float.fromhex(value) for (value,) in lines["output"]] == net(INPUTS).flatten().tolist()
+
+    assert set(jit.check_archive(path)) == {*EXTRA, "export.pt2"}
+    assert numbers(lines) == module(INPUTS).flatten().tolist()
 
 
-def test_cpp_does_not_notice_what_the_check_refuses(program, tmp_path):
-    """C++ computes from damaged weights without a complaint; the check names what is damaged."""
-    scripted = torch.jit.script(network(torch.nn))
-    data = bytearray(scripted.save_to_buffer(_extra_files={"labels.txt": ""}))
-    weights = scripted.state_dict()["0.weight"].numpy().tobytes()
+def test_cpp_does_not_notice_what_loading_refuses(program, tmp_path):
+    """C++ computes from damaged weights without a complaint; the error names what is damaged."""
+    module, path = made("scripted"), tmp_path / "there.pt"
+    jit.save(module, path)
+    data = bytearray(path.read_bytes())
+    weights = module.state_dict()["first.weight"].numpy().tobytes()
     data[data.index(weights) + 3] ^= 0x40
-    path = written(tmp_path, bytes(data))
-
+    path.write_bytes(data)
     lines, _ = run(program, path)
-    assert [float.fromhex(value) for (value,) in lines["output"]] != scripted(
-        INPUTS
-    ).flatten().tolist()
+
+    assert numbers(lines) != module(INPUTS).flatten().tolist()
     with pytest.raises(RuntimeError, match=r"the content of data/\d+ does not match its checksum"):
-        check_archive(io.BytesIO(bytes(data)))
+        jit.load(path)

@@ -53,6 +53,41 @@ def test_parameters_are_paired_by_name(impl: Implementation) -> None:
     assert (averaged.module.a.item(), averaged.module.b.item()) == (5.0, 10.0)
 
 
+def check_subclass(impl: Implementation, size: int, **arguments) -> None:
+    """Average with a subclass that has a parameter of its own, which has no part in it."""
+
+    class WithHead(impl.AveragedModel):
+        def __init__(self, *args, **kwargs) -> None:
+            super().__init__(*args, **kwargs)
+            self.head = impl.nn.Parameter(torch.full((size,), 7.0))
+
+    model = holder(impl, a=torch.zeros(3), b=torch.ones(3))
+    averaged = WithHead(model, **arguments)
+    for value in 1.0, 2.0:
+        with torch.no_grad():
+            model.a.fill_(value)
+        averaged.update_parameters(model)
+
+    assert averaged.head.tolist() == [7.0] * size
+    assert averaged.module.a.tolist() == [1.5] * 3
+    assert averaged.module.b.tolist() == [1.0] * 3
+
+
+@every_rule
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_subclass_may_have_parameters_of_its_own(
+    impl: Implementation, rule: str, size: int
+) -> None:
+    """What a subclass has registered beside the averaged copy is neither read nor written."""
+    check_subclass(impl, size, **RULES[rule](impl))
+
+
+@every_rule
+def test_a_subclass_that_averages_buffers_may_too(impl: Implementation, rule: str) -> None:
+    """With averaged buffers, the parameters of a subclass are left alone as well."""
+    check_subclass(impl, 3, use_buffers=True, **RULES[rule](impl))
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

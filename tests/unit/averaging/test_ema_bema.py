@@ -63,6 +63,21 @@ def test_without_correction_it_is_the_plain_average() -> None:
     torch.testing.assert_close(averaged(both, index=0), averaged(both, index=1))
 
 
+def test_frozen_parameters_stay_as_they_are() -> None:
+    """A parameter that is not trained is its own average beside one that is."""
+    weights = walk(8)
+    model = model_of(weights[0].clone(), torch.float64)
+    model.frozen = torch.nn.Parameter(weights[1].clone(), requires_grad=False)
+    ema = modkit.EMA(model, schedule=BEMA())
+    for value in weights:
+        with torch.no_grad():
+            model.weight.copy_(value)
+        ema.update()
+
+    assert torch.equal(averaged(ema, "frozen"), weights[1])
+    torch.testing.assert_close(averaged(ema), by_the_paper(weights, {}, 1))
+
+
 def test_a_bad_step_is_skipped() -> None:
     """What is not finite leaves average and correction as they were."""
     model = model_of([1.0, 2.0])

@@ -1,8 +1,11 @@
+import math
+
 import pytest
 import torch
 
 import modkit
 from modkit.averaging._precision import kept_dtype
+from modkit.optim import swa_utils
 from tests.unit.averaging.recipes import PRECISIONS, averaged, model_of, set_to
 
 
@@ -32,9 +35,15 @@ def test_sixteen_bits_stand_still_by_themselves() -> None:
     assert averaged(ema).item() == 1.0
 
 
-@pytest.mark.parametrize(("precision", "arrives"), [("compensated", True), ("fp32", False)])
-def test_a_decay_near_one_needs_two_numbers(precision, arrives: bool) -> None:
-    """In float32 a change of a thousandth is lost at a decay of 1 - 1e-5, and not with a second number."""
+# What 20,000 steps move at a decay of 1 - 1e-5 where a weight goes from 1 to 1.001.
+NEAR_ONE = (float(torch.tensor(1.001)) - 1.0) * -math.expm1(20_000 * math.log1p(-1e-5))
+
+
+@pytest.mark.parametrize(
+    ("precision", "error"), [("compensated", 1e-2), ("fp64", 1e-9), ("fp32", None)]
+)
+def test_a_decay_near_one_needs_more_than_float32(precision, error: float | None) -> None:
+    """In float32 a change of a thousandth is lost at a decay of 1 - 1e-5, and not in more digits."""
     model = model_of([1.0])
     ema = modkit.EMA(model, decay=1 - 1e-5, precision=precision)
     ema.update()
@@ -42,10 +51,26 @@ def test_a_decay_near_one_needs_two_numbers(precision, arrives: bool) -> None:
     for _ in range(20_000):
         ema.update()
     moved = averaged(ema).double().item() - 1.0
-    expected = (float(torch.tensor(1.001)) - 1.0) * (1 - (1 - 1e-5) ** 20_000)
 
-    assert (moved == pytest.approx(expected, rel=0.01)) is arrives
-    assert moved == 0.0 or arrives
+    assert moved == (0.0 if error is None else pytest.approx(NEAR_ONE, rel=error))
+
+
+@pytest.mark.parametrize(("precision", "error"), [("fp64", 1e-9), ("same", None), ("fp32", None)])
+def test_an_averaged_model_keeps_a_decay_near_one_in_float64(
+    precision, error: float | None
+) -> None:
+    """The same holds for `AveragedModel`, whose "same" is what torch has."""
+    model = model_of([1.0])
+    average = swa_utils.AveragedModel(
+        model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(1 - 1e-5), precision=precision
+    )
+    average.update_parameters(model)
+    set_to(model, 1.001)
+    for _ in range(20_000):
+        average.update_parameters(model)
+    moved = average.module.weight.double().item() - 1.0
+
+    assert moved == (0.0 if error is None else pytest.approx(NEAR_ONE, rel=error))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

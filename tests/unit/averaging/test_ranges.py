@@ -83,6 +83,54 @@ def test_the_states_stay_as_they_are() -> None:
         assert all(torch.equal(tensors[name], kept[name]) for name in kept)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "precision", "tolerance"),
+    [
+        (torch.bfloat16, "fp32", 1e-5),
+        (torch.bfloat16, "fp64", 1e-13),
+        (torch.bfloat16, "compensated", 2e-3),
+        (torch.float16, "compensated", 5e-5),
+        (torch.float32, "compensated", 1e-6),
+        (torch.float32, "fp64", 1e-13),
+    ],
+    ids=str,
+)
+def test_what_an_average_keeps_beside_itself_counts(
+    dtype: torch.dtype, precision: str, tolerance: float
+) -> None:
+    """Late in a run, the mean of a short range is as right as the precision of the averages."""
+    generator = torch.Generator().manual_seed(0)
+    model = model_of(torch.zeros(1000), dtype)
+    ema = modkit.EMA(model, schedule=Equal(), precision=precision)
+    seen, states = [], []
+    for step in range(200):
+        set_to(model, torch.randn(1000, generator=generator).add_(1.0))
+        ema.update()
+        seen.append(model.weight.detach().double())
+        if step in {189, 199}:
+            states.append(copy.deepcopy(ema.state_dict()))
+    mean = modkit.average_range(*states)["weight"]
+
+    assert mean.dtype == (torch.float64 if precision == "fp64" else torch.float32)
+    expected = torch.stack(seen[190:]).mean(0)
+    torch.testing.assert_close(mean.double(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("precision", ["same", "stochastic"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_averages_that_are_rounded_to_16_bits_are_refused(
+    dtype: torch.dtype, precision: str
+) -> None:
+    """The error names the tensor and its dtype: most of such a mean would be rounding."""
+    model = model_of([1.0], dtype)
+    ema = modkit.EMA(model, schedule=Equal(), precision=precision)
+    ema.update()
+    earlier = copy.deepcopy(ema.state_dict())
+    ema.update()
+    with pytest.raises(ValueError, match=rf"'weight' is kept in {dtype}"):
+        modkit.average_range(earlier, ema.state_dict())
+
+
 def test_other_averages_are_refused() -> None:
     """An exponential average says nothing about a range."""
     states, _ = run(3, decay=0.9)

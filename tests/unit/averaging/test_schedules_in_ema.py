@@ -6,6 +6,7 @@ from torch import nn
 
 import modkit
 from modkit.schedules import (
+    BEMA,
     Constant,
     CountWarmup,
     Custom,
@@ -16,6 +17,7 @@ from modkit.schedules import (
     InverseGamma,
     LinearRamp,
     Power,
+    Window,
     profile,
 )
 
@@ -31,6 +33,8 @@ SCHEDULES = [
     LinearRamp(0.95, steps=10),
     Power(sigma_rel=0.1),
     Custom(lambda n: n / (n + 2)),
+    Window(3),
+    BEMA(lag=2),
 ]
 
 

@@ -1,0 +1,93 @@
+"""Checkpoints that are whole and sound, or an error: for loops that save by themselves."""
+
+import os
+import zipfile
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modkit._files import written_whole
+
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+
+def save_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint as ``torch.save`` does, so that the file is there whole or not at all.
+
+    It is written to another name in the same folder, brought to the disk, and renamed. A process that
+    is killed, or a disk that is full, leaves the file that was there before. It has checksums,
+    whatever ``torch.serialization.set_crc32_options`` says.
+
+    Args:
+        checkpoint: State dicts, numbers and text under names of your choice.
+        path: Where it goes; the folder must exist.
+
+    Raises:
+        OSError, RuntimeError: It could not be written.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from modkit import EMA, load_checkpoint, nn, save_checkpoint
+        >>> model = nn.Linear(2, 1)
+        >>> ema = EMA(model)
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "last.pt")
+        >>> save_checkpoint({"model": model.state_dict(), "ema": ema.state_dict()}, path)
+        >>> sorted(load_checkpoint(path))
+        ['ema', 'model']
+    """
+    with written_whole(Path(path)) as unfinished, checksums():
+        torch.save(checkpoint, unfinished)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str], map_location: str | torch.device | None = None
+) -> Any:
+    """Read a file of ``torch.save`` after all its checksums have been verified, with nothing run.
+
+    ``torch.load`` looks at no checksum: a bit that has changed becomes another weight in silence.
+
+    Args:
+        path: The file.
+        map_location: Where the tensors go; by default where they were when they were saved.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is damaged, or it is no file that ``torch.load`` reads with
+            ``weights_only=True``.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no checkpoint {file}")
+    try:
+        verify(file)
+        return torch.load(file, map_location=map_location, weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{file} cannot be read as a checkpoint: {error}") from error
+
+
+@contextmanager
+def checksums() -> Generator[None]:
+    """Have checksums written for the length of a block, whatever is set for other files."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def verify(path: Path) -> None:
+    """Raise if a checksum in a file of torch is wrong; loading it does not look at them.
+
+    Raises:
+        ValueError: A member is damaged; the message names it.
+        BadZipFile: It is no such file, or its directory is damaged.
+    """
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"the checksum of {damaged} is wrong")

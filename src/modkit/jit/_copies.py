@@ -1,0 +1,102 @@
+"""Copies of a ScriptModule, shallow and deep, with the class and the leaf parameters it has."""
+
+import copy
+import types
+from typing import Any
+
+import torch
+from torch.jit import ScriptFunction
+from torch.nn import Parameter
+
+from modkit.jit._members import bind, plain_state
+from modkit.jit._upstream import ModuleDict
+from modkit.nn._hook_entries import TABLES
+
+
+def _rebind(value: Any, old: Any, new: Any) -> Any:
+    if isinstance(value, types.MethodType) and value.__self__ is old:
+        return types.MethodType(value.__func__, new)
+    return value
+
+
+def _empty(module: Any) -> Any:
+    cls: Any = type(module)
+    return cls.__new__(cls)
+
+
+def shallow(module: Any) -> Any:
+    """Return a module of the same class that shares the tensors and the children."""
+    new = _empty(module)
+    if "_c" not in module.__dict__:
+        new.__dict__.update(module.__dict__)
+        return new
+    for name, value in plain_state(module).items():
+        kept = value.copy() if name in TABLES else value
+        new.__dict__[name] = _rebind(kept, module, new)
+    new.__dict__["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
+    bind(new, copy.copy(module._c), dict(module._modules), module._concrete_type)
+    return new
+
+
+def deep(module: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of the tree, as ``copy.deepcopy`` does for modules that are not compiled."""
+    if "_c" not in module.__dict__:
+        new = memo[id(module)] = _empty(module)
+        new.__dict__.update(copy.deepcopy(module.__dict__, memo))
+        return new
+    pairs: list[tuple[Any, Any]] = []
+    new = _mirror(module, copy.deepcopy(module._c, {}), memo, pairs)
+    for old, copied in pairs:
+        _copy_tensors(old, copied, memo)
+        for table in TABLES:
+            # A compiled hook belongs to the type, and cannot be copied.
+            hooks = getattr(old, table).values()
+            memo.update((id(hook), hook) for hook in hooks if isinstance(hook, ScriptFunction))
+    for old, copied in pairs:
+        for name, value in plain_state(old).items():
+            kept = (
+                types.MethodType(value.__func__, copied)
+                if isinstance(value, types.MethodType) and value.__self__ is old
+                else copy.deepcopy(value, memo)
+            )
+            copied.__dict__[name] = kept
+    return new
+
+
+def _mirror(module: Any, cpp: Any, memo: dict[int, Any], pairs: list[tuple[Any, Any]]) -> Any:
+    """Put an object in Python before each copied C++ module, of the class that the old one has."""
+    if id(module) in memo:
+        return memo[id(module)]
+    new = memo[id(module)] = _empty(module)
+    pairs.append((module, new))
+    below = dict(ModuleDict(cpp).items())
+    children = {
+        name: _mirror(child, below[name], memo, pairs) for name, child in module._modules.items()
+    }
+    bind(new, cpp, children, module._concrete_type)
+    return new
+
+
+def _copy_tensors(old: Any, new: Any, memo: dict[int, Any]) -> None:
+    """Give ``new`` leaves where ``old`` has them: C++ has copied by a step that autograd records."""
+    names = {*old._parameters, *old._buffers, *old._concrete_type.get_attributes()}
+    for name in names:
+        source = old._c.getattr(name) if old._c.hasattr(name) else None
+        if not isinstance(source, torch.Tensor):
+            continue
+        if id(source) not in memo:
+            copied = new._c.getattr(name)
+            if source.is_leaf:
+                copied = _leaf_like(source, copied.detach(), memo)
+            memo[id(source)] = copied
+        new._c.setattr(name, memo[id(source)])
+
+
+def _leaf_like(source: torch.Tensor, data: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    if isinstance(source, Parameter):
+        leaf: torch.Tensor = Parameter(data, requires_grad=source.requires_grad)
+    else:
+        leaf = data.requires_grad_(source.requires_grad)
+    if source.grad is not None:
+        leaf.grad = copy.deepcopy(source.grad, memo)
+    return leaf

@@ -1,0 +1,128 @@
+"""The private parts of ``torch.jit`` that ``modkit.jit`` stands on, each with its reason.
+
+They are named here and not in ``modkit/_upstream.py``, so that nothing but ``modkit.jit`` depends
+on them: the public functions of ``torch.jit`` warn, and later releases of torch may refuse.
+Checked against torch 2.13; 2.15 has the same names.
+
+- ``ENABLED`` is false where the environment has ``PYTORCH_JIT=0``.
+- ``ScriptMethod`` and ``CppModule``: the C++ objects behind a method and a module. The three views
+  list what a C++ module holds.
+- ``freeze_module``, ``optimize_frozen_graph`` and ``optimize_for_inference`` are what the public
+  functions call after their warning; ``import_module`` and ``import_module_from_buffer`` likewise.
+- ``create_script_module``, ``prepare_scriptable``, ``script_anything`` and ``trace_anything`` are the
+  compiler behind ``torch.jit.script`` and ``torch.jit.trace``. ``methods_to_compile`` is its rule.
+- ``compile_interface``, ``class_definition``, ``method_definition``, ``names_of_frame`` and
+  ``MethodStub``: a decorator has to look at the frame that it is used in, and the public ones look
+  at the frame that called them.
+- ``ConstMap`` gives the constants of compiled code as attributes. ``TorchScriptMeta`` collects the script methods and constants of a class.
+- ``import_module`` is None where this torch reads no TorchScript. ``torch_module`` makes torch's
+  own object for a C++ module.
+- ``concrete_type_of`` describes the type of a C++ module to the compiler.
+- ``convert_script`` turns TorchScript into a program of torch.export: torch's own error names the
+  class behind it as the way to go, and it has no public name.
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+from typing import Any, Final, cast
+
+import torch
+import torch.jit._recursive
+import torch.jit._script
+import torch.jit._state
+import torch.jit._trace
+import torch.jit.frontend
+from torch import _jit_internal
+from torch.jit._script import ConstMap, ScriptMeta as TorchScriptMeta
+
+
+__all__ = [
+    "ENABLED",
+    "BufferDict",
+    "CompilationUnit",
+    "ConstMap",
+    "CppModule",
+    "MethodStub",
+    "ModuleDict",
+    "ParameterDict",
+    "RecursiveScriptClass",
+    "RecursiveScriptModule",
+    "ScriptMethod",
+    "TorchScriptMeta",
+    "TracedModule",
+    "class_definition",
+    "compile_interface",
+    "concrete_type_of",
+    "convert_script",
+    "create_script_module",
+    "freeze_module",
+    "import_module",
+    "import_module_from_buffer",
+    "magic_methods",
+    "method_definition",
+    "methods_to_compile",
+    "names_of_frame",
+    "optimize_for_inference",
+    "optimize_frozen_graph",
+    "parse_definition",
+    "prepare_scriptable",
+    "qualified_name",
+    "script_anything",
+    "torch_module",
+    "trace_anything",
+    "trace_module_anything",
+]
+
+_C: Any = torch._C
+_script: Any = torch.jit._script
+_recursive: Any = torch.jit._recursive
+_trace: Any = torch.jit._trace
+_frontend: Any = torch.jit.frontend
+_internal: Any = _jit_internal
+
+ENABLED: Final = bool(cast("Any", torch.jit._state)._enabled)
+
+CppModule: Final = _C.ScriptModule
+ScriptMethod: Final = _C.ScriptMethod
+ParameterDict: Final = _C.ParameterDict
+BufferDict: Final = _C.BufferDict
+ModuleDict: Final = _C.ModuleDict
+CompilationUnit: Final = _C.CompilationUnit
+
+RecursiveScriptModule: Final[Any] = _script.RecursiveScriptModule
+RecursiveScriptClass: Final[Any] = _script.RecursiveScriptClass
+TracedModule: Final[Any] = _trace.TracedModule
+# Without the compiler there are no such methods either.
+magic_methods: Final[tuple[str, ...]] = tuple(getattr(_script, "_magic_methods", ()))
+
+freeze_module: Final = _C._freeze_module
+optimize_frozen_graph: Final = _C._jit_pass_optimize_frozen_graph
+optimize_for_inference: Final = _C._jit_pass_optimize_for_inference
+import_module: Final[Any] = getattr(_C, "import_ir_module", None)
+import_module_from_buffer: Final[Any] = getattr(_C, "import_ir_module_from_buffer", None)
+torch_module: Final = _recursive.wrap_cpp_module
+
+create_script_module: Final = _recursive.create_script_module
+methods_to_compile: Final = _recursive.infer_methods_to_compile
+prepare_scriptable: Final = _script.call_prepare_scriptable_func
+script_anything: Final = _script._script_impl
+trace_anything: Final = _trace._trace_impl
+trace_module_anything: Final = _trace.trace_module
+concrete_type_of: Final = _C.ConcreteModuleType.from_jit_type
+
+MethodStub: Final[Any] = _recursive.ScriptMethodStub
+compile_interface: Final = _C._jit_script_interface_compile
+parse_definition: Final = _C._parse_source_def
+class_definition: Final = _frontend.get_jit_class_def
+method_definition: Final = _frontend.get_jit_def
+qualified_name: Final = _internal._qualified_name
+names_of_frame: Final = _internal.createResolutionCallbackFromFrame
+
+
+def convert_script(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    """Turn a ScriptModule into a program of torch.export; the graph of the module is rewritten."""
+    # Imported here, since it is large.
+    from torch._export.converter import TS2EPConverter
+
+    program: torch.export.ExportedProgram = cast("Any", TS2EPConverter)(module, args, {}).convert()
+    return program

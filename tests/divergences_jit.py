@@ -1,0 +1,129 @@
+"""The rows of the table of differences that concern ``torch.jit``."""
+
+from typing import Final
+
+from tests.divergence import ISSUES, NO_ISSUE, Divergence
+
+
+_DEFECTS: Final = "tests/parity/jit/test_defects.py::"
+_COMPILING: Final = "tests/parity/jit/test_compiling.py::"
+_REFUSED: Final = "tests/parity/jit/test_refused_members.py::"
+_LATER: Final = Divergence(
+    "torch",
+    "Torch compiles what `define` is given into a type that all modules of a class have in common: "
+    "each of them gets the method, and none can define it again. In modkit one module gets it.",
+    NO_ISSUE,
+)
+_CONSTRUCTOR: Final = Divergence(
+    "torch",
+    "From the third instance on, a class whose constructor calls `define` runs in torch what the "
+    "second one defined; in modkit each runs its own.",
+    NO_ISSUE,
+)
+_REFUSALS: Final = Divergence(
+    "torch",
+    "Torch refuses on compiled modules much of what the page of ScriptModule documents: casts such "
+    "as `bfloat16`, `requires_grad_`, `to_empty`, hooks, and members by path. In modkit they work.",
+    ISSUES + "29037",
+)
+
+JIT_DIVERGENCES: Final[dict[str, Divergence]] = {
+    _DEFECTS + "test_save_takes_an_open_file": Divergence(
+        "torch",
+        "In torch `module.save(file)` writes to a path that is the text of the file object; modkit "
+        "writes to the file, and replaces a file at a path as a whole.",
+        ISSUES + "90466",
+    ),
+    _DEFECTS + "test_a_deep_copy_can_be_trained": Divergence(
+        "torch",
+        "A deep copy of a ScriptModule of torch has results of autograd in place of parameters; in "
+        "modkit they are leaves, of type `Parameter`, with gradients of their own.",
+        ISSUES + "44951",
+    ),
+    _DEFECTS + "test_a_deep_copy_keeps_ties": Divergence(
+        "torch",
+        "In a deep copy by torch, children that were one have become several objects.",
+        NO_ISSUE,
+    ),
+    _DEFECTS + "test_a_deep_copy_keeps_the_class_and_what_is_in_python": Divergence(
+        "torch",
+        "A deep copy by torch is no instance of the users' class, and has neither hooks nor plain "
+        "attributes.",
+        NO_ISSUE,
+    ),
+    _DEFECTS + "test_loaded_parameters_are_parameters": Divergence(
+        "torch",
+        "The parameters of a module that torch has loaded are of type `Tensor`, so conversions that "
+        "make a new one fail.",
+        NO_ISSUE,
+    ),
+    _DEFECTS + "test_buffers_that_are_not_persistent_stay_out_of_the_state": Divergence(
+        "torch",
+        "Compiling makes all buffers persistent in torch, so states do not fit those of the eager "
+        "module. Modkit keeps the flag, in archives as the extra file `modkit.json`.",
+        ISSUES + "69250",
+    ),
+    _DEFECTS + "test_containers_hold_the_compiled_children": Divergence(
+        "torch",
+        "A compiled container of torch iterates over the modules before compilation, and after "
+        "loading not at all.",
+        NO_ISSUE,
+    ),
+    _DEFECTS + "test_a_child_in_several_places_is_one": Divergence(
+        "torch",
+        "Torch compiles a module that stands in several places as several, which have their "
+        "parameters in common; in modkit it stays one, also after loading.",
+        NO_ISSUE,
+    ),
+    _DEFECTS + "test_a_compiled_property_is_read_and_set": Divergence(
+        "torch",
+        "A compiled property reads in torch as an object of type `property`, and after loading is "
+        "not there.",
+        NO_ISSUE,
+    ),
+    _DEFECTS + "test_special_methods_of_scripted_objects_run": Divergence(
+        "torch",
+        "Every special method of an object of a scripted class runs `__exit__` in torch.",
+        NO_ISSUE,
+    ),
+    _DEFECTS + "test_scripted_objects_without_special_methods_are_objects": Divergence(
+        "torch",
+        "Objects of a scripted class without special methods cannot be printed, compared or asked "
+        "for their truth in torch.",
+        NO_ISSUE,
+    ),
+    _DEFECTS + "test_backward_hooks_run": Divergence(
+        "torch",
+        "In torch a full backward hook of a traced module never runs, and a class-based module "
+        "refuses it.",
+        NO_ISSUE,
+    ),
+    _DEFECTS + "test_a_missing_extra_file_is_an_error": Divergence(
+        "torch",
+        "An extra file that is not in the archive reads as an empty one in torch; in modkit it is a "
+        "KeyError.",
+        NO_ISSUE,
+    ),
+    _DEFECTS + "test_define_gives_the_method_to_one_module": _LATER,
+    _DEFECTS + "test_each_instance_compiles_what_its_constructor_defines": _CONSTRUCTOR,
+    _DEFECTS + "test_a_module_can_be_pickled": Divergence(
+        "torch",
+        "A ScriptModule of torch cannot be pickled; a pickle of modkit holds the archive.",
+        ISSUES + "8077",
+    ),
+    _COMPILING + "test_names_around_a_class_are_found_when_it_is_compiled": Divergence(
+        "torch",
+        "In torch `define` looks names up in its own frames, not in the caller's, where the module "
+        "is class-based.",
+        NO_ISSUE,
+    ),
+    _DEFECTS + "test_members_can_be_replaced": Divergence(
+        "torch",
+        "On traced and class-based modules torch refuses to register a parameter or buffer anew, as "
+        "if the constructor had not run.",
+        NO_ISSUE,
+    ),
+    _REFUSED + "test_members_that_torch_refuses_do_what_they_do_on_any_module": _REFUSALS,
+    _REFUSED + "test_set_submodule_takes_what_was_compiled_from_the_same": _REFUSALS,
+    _REFUSED + "test_compile_leaves_the_results": _REFUSALS,
+}

@@ -1,0 +1,72 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import freeze
+from tests.integration.pages import run_section
+
+
+pytest.importorskip("accelerate", reason="needs accelerate: nox -s ecosystem installs it")
+
+
+@pytest.fixture(scope="module")
+def train() -> Callable[..., Any]:
+    """Return the loop that the page shows, which has run once."""
+    found: Callable[..., Any] = run_section("callbacks_transformers.md", "A loop with Accelerate")[
+        "train_with_accelerate"
+    ]
+    return found
+
+
+def ends(result: Any) -> Any:
+    """Return what a run ends with: weights, averages, counts and the loss of the average."""
+    model, ema, loss = result
+    return freeze([dict(model.state_dict()), ema.state_dict(), loss])
+
+
+def test_one_update_for_each_step(train: Any, tmp_path: Path) -> None:
+    """Gradients of two batches are one step and one update, and the saved model is the average."""
+    from safetensors.torch import load_file
+
+    model, ema, _ = train(tmp_path, epochs=2)
+
+    assert ema.n_averaged == ema.step == 8
+    saved = load_file(tmp_path / "average" / "model.safetensors")
+    averages = dict(ema.named_averages())
+    assert freeze(saved) == freeze({name: averages[name] for name in saved})
+    raw = dict(model.state_dict())
+    assert not torch.equal(raw["0.weight"], averages["0.weight"])
+
+
+@pytest.mark.parametrize("batches", [2, 6, 8, 10, 14])
+def test_resume(train: Any, tmp_path: Path, batches: int) -> None:
+    """A run from a checkpoint at the first step, in an epoch or at its end has the bits of a whole one."""
+    whole = ends(train(tmp_path / "whole", save_every=2))
+
+    resumed = train(tmp_path, resume_from=str(tmp_path / "whole" / f"batch-{batches}"))
+
+    assert ends(resumed) == whole
+
+
+def test_a_state_inside_a_block(train: Any, tmp_path: Path) -> None:
+    """A state that is saved while the average is in the model brings both back."""
+    from accelerate import Accelerator
+
+    _, ema, _ = train(tmp_path, epochs=1)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(ema.model)
+    accelerator.register_for_checkpointing(ema)
+    raw, state = freeze(dict(model.state_dict())), freeze(ema.state_dict())
+    with ema.applied():
+        accelerator.save_state(tmp_path / "state")
+    torch.nn.init.zeros_(model[0].weight)
+    ema.update()
+
+    with pytest.warns(UserWarning, match="its raw weights are put into the model"):
+        accelerator.load_state(tmp_path / "state")
+
+    assert freeze(dict(model.state_dict())) == raw
+    assert freeze(ema.state_dict()) == state

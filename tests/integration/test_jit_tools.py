@@ -1,0 +1,232 @@
+import copy
+import io
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import modkit
+from modkit import jit, nn
+from modkit.optim.swa_utils import AveragedModel
+from tests.integration.torchscript import SharedLayer, scripted_tests
+
+
+pytestmark = scripted_tests
+
+
+def through(namespace, module, files):
+    """Save with extra files and load again, in one of the two libraries."""
+    buffer = io.BytesIO()
+    namespace.save(module, buffer, _extra_files=files)
+    buffer.seek(0)
+    found = dict.fromkeys([*files, "modkit.json"], "")
+    loaded = namespace.load(buffer, _extra_files=found)
+    return loaded, found
+
+
+@pytest.mark.parametrize("start", ["script", "trace"])
+def test_a_way_through_torch_and_back(start):
+    """Outputs, flags, extra files, buffers beside the state and shared layers come back."""
+    x, net = torch.randn(3, 4), SharedLayer()
+    module = jit.script(net) if start == "script" else jit.trace(net, x)
+    there, files = through(jit, module, {"labels.txt": "cat", "raw": b"\x00\xff"})
+    in_torch, files = through(torch.jit, there, files)
+    back, files = through(jit, in_torch, files)
+
+    assert torch.equal(back(x), net(x))
+    assert {n: p.requires_grad for n, p in back.named_parameters()} == {
+        n: p.requires_grad for n, p in module.named_parameters()
+    }
+    assert (files["labels.txt"], files["raw"]) == (b"cat", b"\x00\xff")
+    assert set(back.state_dict()) == set(net.state_dict())
+    assert back.first.weight is back.second.weight
+    assert (back.first is back.second) == (start == "script")
+    assert all(isinstance(p, torch.nn.Parameter) for p in back.parameters())
+
+
+def test_an_archive_loads_in_another_process_with_torch_alone(tmp_path):
+    """Plain torch reads what modkit has written, and computes the same."""
+    path, x = tmp_path / "net.pt", torch.arange(8.0).view(2, 4)
+    module = jit.script(SharedLayer())
+    module.save(path)
+    code = f"""
+import sys, torch
+module = torch.jit.load({str(path)!r})
+print(module(torch.arange(8.0).view(2, 4)).tolist(), "modkit" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-Wignore", "-c", code], check=True, capture_output=True, text=True
+    )
+
+    assert done.stdout == f"{module(x).tolist()} False\n"
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path):
+    """A file holds the old archive or the new one, and nothing else is left in the folder."""
+
+    class Impure(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.ignored(x)
+
+        @jit.ignore
+        def ignored(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    path = tmp_path / "net.pt"
+    module = jit.script(SharedLayer())
+    jit.save(module, path)
+    before = path.read_bytes()
+    with pytest.raises(RuntimeError, match="ignored"):
+        jit.save(jit.script(Impure()), path)
+
+    assert path.read_bytes() == before
+    assert [item.name for item in tmp_path.iterdir()] == ["net.pt"]
+
+
+def test_the_name_in_an_archive_is_that_of_the_file(tmp_path):
+    """Two libraries write the same records under the same names; modkit adds a list of them."""
+    module = jit.script(nn.Linear(2, 2))
+    for name, namespace in (("ours", jit), ("theirs", torch.jit)):
+        (tmp_path / name).mkdir()
+        namespace.save(module, str(tmp_path / name / "net.pt"))
+    readers = [
+        torch._C.PyTorchFileReader(str(tmp_path / name / "net.pt")) for name in ("ours", "theirs")
+    ]
+
+    assert readers[0].get_all_records() == [*readers[1].get_all_records(), "modkit.members.json"]
+    assert (tmp_path / "ours" / "net.pt").read_bytes()[:60].count(b"net/") == 1
+
+
+def test_packages_take_a_module(tmp_path):
+    """torch.package stores a ScriptModule of modkit and gives it back."""
+    module, x = jit.script(SharedLayer()), torch.randn(2, 4)
+    path = tmp_path / "package.pt"
+    with torch.package.PackageExporter(path) as exporter:
+        exporter.save_pickle("models", "net.pkl", module)
+    loaded = torch.package.PackageImporter(path).load_pickle("models", "net.pkl")
+
+    assert torch.equal(loaded(x), module(x))
+    assert torch.equal(jit.ScriptModule.from_torch(loaded)(x), module(x))
+
+
+def test_the_converter_to_export_takes_a_module():
+    """The converter of torch.export turns a ScriptModule of modkit into an exported program."""
+    converter = pytest.importorskip("torch._export.converter")
+    x = torch.randn(2, 4)
+    module = jit.trace(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = converter.TS2EPConverter(module, (x,)).convert()
+
+    torch.testing.assert_close(program.module()(x), module(x))
+
+
+@pytest.mark.skipif("none" in torch.backends.quantized.supported_engines, reason="no engine")
+def test_quantization_of_scripted_modules_takes_a_module():
+    """The graph mode of dynamic quantization takes a ScriptModule of modkit."""
+    quantize = pytest.importorskip("torch.ao.quantization")
+    x = torch.randn(8, 4)
+    module = jit.script(nn.Sequential(nn.Linear(4, 4)).eval())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        qconfig = {"": quantize.per_channel_dynamic_qconfig}
+        quantized = quantize.quantize_dynamic_jit(module, qconfig)
+
+    assert "quantized::linear_dynamic" in str(quantized.inlined_graph)
+    torch.testing.assert_close(quantized(x), module(x), atol=0.1, rtol=0.1)
+
+
+@pytest.mark.skipif("none" in torch.backends.quantized.supported_engines, reason="no engine")
+def test_quantization_in_place_takes_a_module():
+    """A module that is quantized in place is the same object, around what came of it."""
+    quantize = pytest.importorskip("torch.ao.quantization.quantize_jit")
+    qconfig = {"": torch.ao.quantization.default_qconfig}
+    x = torch.randn(8, 4)
+    module = jit.script(nn.Sequential(nn.Linear(4, 4)).eval())
+    expected = module(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert quantize.prepare_jit(module, qconfig, inplace=True) is module
+        module(x)
+        assert quantize.convert_jit(module, inplace=True) is module
+        result = module(x)
+
+    assert "quantized::linear" in str(module.inlined_graph)
+    torch.testing.assert_close(result, expected, atol=0.2, rtol=0.2)
+
+
+def test_an_average_of_a_compiled_network():
+    """Weight averaging copies and averages a ScriptModule like any module."""
+    module = jit.script(nn.Linear(2, 2))
+    ema, averaged = modkit.EMA(module, decay=0.5), AveragedModel(module)
+    start = module.weight.detach().clone()
+    with torch.no_grad():
+        module.weight.add_(2)
+    averaged.update_parameters(module)
+    ema.update()
+    with torch.no_grad():
+        module.weight.add_(2)
+    averaged.update_parameters(module)
+    ema.update()
+    with ema.applied(module):
+        applied = module.weight.detach().clone()
+
+    torch.testing.assert_close(averaged.module.weight.detach(), start + 3)
+    torch.testing.assert_close(applied, start + 3)
+    assert isinstance(averaged.module, jit.ScriptModule)
+
+
+def test_an_optimizer_trains_a_compiled_network():
+    """Training the compiled network trains the eager one, as they have their parameters in common."""
+    net = nn.Linear(4, 1)
+    module = jit.script(net)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    before = net.weight.detach().clone()
+    module(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+    torch.testing.assert_close(net.weight.detach(), before - 0.2)
+
+
+def test_a_compiled_child_moves_with_its_eager_parent():
+    """Casts, copies, states and modes of an eager network reach the compiled child in it."""
+    net = nn.Sequential(jit.script(SharedLayer()), nn.ReLU())
+    copied = copy.deepcopy(net).double().eval()
+
+    assert copied[0].head.weight.dtype == torch.float64
+    assert not copied[0].head.training
+    assert set(net.state_dict()) == {f"0.{name}" for name in SharedLayer().state_dict()}
+    assert copied(torch.ones(1, 4, dtype=torch.float64)).dtype == torch.float64
+    assert net[0].head.weight.dtype == torch.float32
+
+
+def test_views_refuse_what_a_compiled_type_cannot_do():
+    """No way of deleting or adding goes past the compiled type; replacing works in all of them."""
+    module = jit.script(SharedLayer())
+    other = copy.deepcopy(module)
+    children, parameters = module._modules, module._parameters
+    for change in (
+        lambda: children.pop("head"),
+        children.popitem,
+        children.clear,
+        lambda: children.__delitem__("head"),
+        lambda: children.setdefault("more", other.head),
+        lambda: children.update(more=other.head),
+        lambda: module.head._parameters.pop("weight"),
+        lambda: delattr(module, "head"),
+        lambda: delattr(module.head, "weight"),
+        lambda: module._buffers.__delitem__("mask"),
+    ):
+        with pytest.raises(RuntimeError, match=r"cannot delete|Can't add"):
+            change()
+    children |= {"head": other.head}
+
+    assert module.head is other.head
+    assert children.setdefault("head") is other.head
+    assert list(parameters) == []
+    assert list(module._buffers) == ["mask", "count"]
+    assert module.head._parameters.get("missing") is None
+    with pytest.raises(KeyError, match="missing"):
+        module._buffers["missing"]

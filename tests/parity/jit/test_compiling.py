@@ -1,0 +1,405 @@
+import copy
+import inspect
+import io
+
+import pytest
+import torch
+
+from tests.helpers import MODKIT, TORCH, same
+from tests.parity.jit.networks import build, inputs, make_net, reloaded
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+]
+
+PUBLIC = sorted({*torch.jit.__all__, "script_method", "is_scripting", "is_tracing", "Final"})
+MADE_BY_MODKIT = {
+    "ScriptModule",
+    "freeze",
+    "interface",
+    "load",
+    "optimize_for_inference",
+    "save",
+    "script",
+    "script_method",
+    "trace",
+    "trace_module",
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_of_torch_jit_is_there(name):
+    """What compiled code may name is torch's own object, what makes modules is modkit's."""
+    ours, theirs = getattr(MODKIT.jit, name), getattr(TORCH.jit, name)
+
+    assert (ours is theirs) == (name not in MADE_BY_MODKIT)
+
+
+@pytest.mark.parametrize("name", sorted(MADE_BY_MODKIT - {"ScriptModule"}))
+def test_signatures_are_those_of_torch(name):
+    """Arguments have torch's names, order, kinds and defaults."""
+    ours, theirs = (
+        inspect.signature(getattr(impl.jit, name)).parameters for impl in (MODKIT, TORCH)
+    )
+    described = [
+        [
+            (p.name, p.kind, None if p.name == "_compilation_unit" else p.default)
+            for p in one.values()
+        ]
+        for one in (ours, theirs)
+    ]
+
+    assert described[0] == described[1]
+
+
+class Methods:
+    """Makes a network with methods of every kind of annotation."""
+
+    @staticmethod
+    def make(impl):
+        """Build it."""
+
+        class Net(impl.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.calls = 0
+
+            def forward(self, x):
+                return self.helper(x)
+
+            def helper(self, x):
+                return x + 1
+
+            @impl.jit.export
+            def exported(self, x):
+                return x * 2
+
+            @impl.jit.ignore
+            def ignored(self, x: torch.Tensor) -> torch.Tensor:
+                return self.exported(x) + len(type(self).__name__)
+
+            @impl.jit.unused
+            def unused(self, x):
+                return [x, "text"]
+
+        return Net()
+
+
+def test_methods_of_every_annotation_run(impl):
+    """Exported methods are compiled, ignored ones run in Python on the compiled module."""
+    module = impl.jit.script(Methods.make(impl))
+    x = torch.ones(1)
+
+    assert module(x) == 2
+    assert module.exported(x) == 2
+    assert type(module.exported).__name__ == "ScriptMethod"
+    assert module.ignored(x) == 2 + len(type(module).__name__)
+    assert module.ignored.__self__ is module
+    assert module.unused(x) == [x, "text"]
+    assert module.helper(x) == 2
+
+
+@pytest.mark.parametrize("outer", [TORCH, MODKIT], ids=str)
+@pytest.mark.parametrize("inner", [TORCH, MODKIT], ids=str)
+@pytest.mark.parametrize("kind", ["eager", "scripted", "traced", "loaded", "class-based"])
+@pytest.mark.parametrize("compiler", [TORCH, MODKIT], ids=str)
+def test_networks_of_both_mix_in_one_tree(outer, inner, kind, compiler):
+    """A network of either compiles with children of either, compiled before or not."""
+
+    class Net(outer.nn.Module):
+        def __init__(self, child):
+            super().__init__()
+            self.child = child
+            self.last = inner.nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.last(self.child(x))
+
+    child = make_net(inner) if kind == "eager" else build(inner, kind)
+    net = Net(child.eval())
+    module = compiler.jit.script(net)
+
+    assert torch.equal(module(inputs()), net.last(child(inputs())))
+    assert module.child.gain is child.gain
+    if compiler is MODKIT:
+        assert isinstance(module.child, MODKIT.jit.ScriptModule) or kind == "class-based"
+        assert torch.equal(reloaded(MODKIT, module)(inputs()), module(inputs()))
+
+
+def test_what_is_compiled_is_returned_as_it_is():
+    """Compiling twice is compiling once; what torch has compiled becomes modkit's, around the same."""
+    module = build(MODKIT, "scripted")
+    plain = build(TORCH, "scripted")
+    ours = MODKIT.jit.script(plain)
+
+    assert MODKIT.jit.script(module) is module
+    assert TORCH.jit.script(module) is module
+    assert isinstance(ours, MODKIT.jit.ScriptModule)
+    assert ours._c is plain._c
+    assert MODKIT.jit.ScriptModule.from_torch(ours) is ours
+    with pytest.warns(UserWarning, match="already a ScriptModule"):
+        assert MODKIT.jit.trace(module, inputs()) is module
+    with pytest.raises(TypeError, match=r"takes a torch.jit.ScriptModule, not a .*Linear"):
+        MODKIT.jit.ScriptModule.from_torch(torch.nn.Linear(1, 1))
+
+
+def test_a_modkit_module_of_a_torch_one_sees_what_it_does():
+    """Both wrappers stand for one module: a change through one is seen through the other."""
+    plain = build(TORCH, "scripted")
+    ours = MODKIT.jit.ScriptModule.from_torch(plain)
+    ours.ratio = 2.0
+    ours.eval()
+    with torch.no_grad():
+        plain.gain.zero_()
+
+    assert plain.ratio == 2.0
+    assert not plain.training
+    assert torch.equal(ours.gain, torch.zeros(2))
+
+
+def test_functions_classes_lists_and_dicts_compile_as_in_torch():
+    """What is no module gives what torch gives."""
+
+    def scenario(impl):
+        @impl.jit.script
+        def double(x: torch.Tensor, times: int = 2):
+            return x * times
+
+        traced = impl.jit.trace(lambda x: x + 1, torch.ones(1))
+        listed = impl.jit.script([1, 2])
+        listed.append(3)
+        mapped = impl.jit.script({"a": 1})
+        return (
+            double(torch.ones(2)),
+            traced(torch.ones(2)),
+            list(listed),
+            mapped["a"],
+            type(double).__name__,
+            type(listed).__name__,
+        )
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_names_around_a_class_are_found_when_it_is_compiled(impl):
+    """Script methods and definitions see local names of the function that they stand in."""
+    offset = 3
+
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        return x + offset_function()
+
+    def offset_function() -> int:
+        return 3
+
+    class Net(impl.jit.ScriptModule):
+        @impl.jit.script_method
+        def forward(self, x):
+            return shifted(x)
+
+    module = Net()
+    module.define("def twice(self, x: Tensor) -> Tensor:\n    return shifted(shifted(x))\n")
+
+    assert module(torch.zeros(1)) == offset
+    assert module.twice(torch.zeros(1)) == 2 * offset
+
+
+def test_a_derived_class_has_the_methods_and_constants_of_its_base(impl):
+    """Script methods and constants are inherited, and overridden, as in torch."""
+
+    class Base(impl.jit.ScriptModule):
+        __constants__ = ["step"]
+
+        def __init__(self, step: int):
+            super().__init__()
+            self.step = step
+            self.names = impl.jit.Attribute({}, dict[str, int])
+
+        @impl.jit.script_method
+        def forward(self, x):
+            return self.change(x) + self.step
+
+        @impl.jit.script_method
+        def change(self, x):
+            return x
+
+    class Derived(Base):
+        @impl.jit.script_method
+        def change(self, x):
+            return x * 10
+
+        def in_python(self, x):
+            return self(x), self.change(x)
+
+    module = Derived(2)
+    module.names = {"a": 1}
+
+    assert module(torch.ones(1)) == 12
+    assert module.in_python(torch.ones(1)) == (12, 10)
+    assert Base(1)(torch.ones(1)) == 2
+    assert module.names == {"a": 1}
+
+
+def test_types_of_attributes_add_to_those_that_a_base_declares():
+    """A base's annotation and the type of an Attribute both count, where torch takes one of them."""
+
+    class Base(MODKIT.jit.ScriptModule):
+        sizes: dict[str, int]
+
+    class Derived(Base):
+        def __init__(self):
+            super().__init__()
+            self.sizes = {}
+            self.names = MODKIT.jit.Attribute([], list[str])
+
+        @MODKIT.jit.script_method
+        def forward(self) -> int:
+            return len(self.names) + self.sizes["a"]
+
+    module = Derived()
+    module.sizes = {"a": 2}
+    module.names = ["one"]
+
+    assert module.forward() == 3
+
+
+@pytest.fixture
+def scorer(impl):
+    """Return the implementation with an interface and a network that has a child of that type."""
+
+    @impl.jit.interface
+    class Scores(impl.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pass
+
+    class Doubles(impl.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    class Squares(impl.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * x
+
+    class Net(impl.nn.Module):
+        child: Scores
+
+        def __init__(self):
+            super().__init__()
+            self.child = Doubles()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.child.forward(x)
+
+    return impl, Net(), Squares()
+
+
+def test_a_child_of_an_interface_can_be_swapped(scorer):
+    """Any module that implements the interface can take the child's place."""
+    impl, net, squares = scorer
+    module = impl.jit.script(net)
+    before = module(torch.tensor([3.0]))
+    module.child = impl.jit.script(squares)
+    with pytest.raises(RuntimeError, match="non-scripted"):
+        module.child = squares
+
+    assert (before, module(torch.tensor([3.0]))) == (6, 9)
+
+
+@pytest.mark.parametrize("obj", [5, type("Sub", (dict,), {})], ids=["number", "derived"])
+def test_an_interface_is_refused_as_in_torch(obj):
+    """What can be no interface raises torch's error."""
+    assert same(lambda impl: impl.jit.interface(obj))[0] == "raised"
+
+
+def test_typed_hooks_are_compiled(impl):
+    """Hooks with types run in compiled code, from Python, and after loading."""
+
+    def before(self, input: tuple[torch.Tensor]) -> tuple[torch.Tensor]:  # noqa: A002
+        return (input[0] * 2,)
+
+    def after(self, input: tuple[torch.Tensor], result: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return result + 1
+
+    class Inner(impl.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    class Outer(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    net = Outer()
+    for part in (net, net.inner):
+        part.register_forward_pre_hook(before)
+        part.register_forward_hook(after)
+    module = impl.jit.script(net)
+    loaded = reloaded(impl, module)
+    expected = net(torch.ones(1))
+
+    assert module(torch.ones(1)) == expected == 6
+    assert loaded(torch.ones(1)) == expected
+    assert module.inner(torch.ones(1)) == 3
+    assert copy.deepcopy(module)(torch.ones(1)) == expected
+
+
+@pytest.mark.parametrize("kind", ["scripted", "traced", "class-based"])
+def test_torch_takes_a_module_of_modkit(kind):
+    """The functions of torch.jit take what modkit has compiled."""
+    module = build(MODKIT, kind).eval()
+    if kind == "traced":
+        module = MODKIT.jit.trace(make_net(MODKIT).eval(), inputs())
+    buffer = io.BytesIO()
+    TORCH.jit.save(module, buffer)
+    buffer.seek(0)
+    expected = module(inputs())
+
+    assert torch.equal(TORCH.jit.load(buffer)(inputs()), expected)
+    torch.testing.assert_close(TORCH.jit.freeze(module)(inputs()), expected)
+    torch.testing.assert_close(
+        TORCH.jit.optimize_for_inference(copy.deepcopy(module))(inputs()), expected
+    )
+
+
+def test_freezing_keeps_what_is_asked_for(impl):
+    """Preserved attributes stay attributes, and the module that was frozen stays what it is."""
+    module = build(impl, "scripted").eval()
+    frozen = impl.jit.freeze(module, preserved_attrs=["ratio"])
+    frozen.ratio = 4.0
+
+    assert frozen.ratio == 4.0
+    assert module.ratio == 0.25
+    assert list(frozen.parameters()) == []
+    assert len(list(module.parameters())) == 5
+    with pytest.raises(RuntimeError, match="eval mode"):
+        impl.jit.freeze(module.train())
+    with pytest.raises(RuntimeError, match="expects a ScriptModule"):
+        impl.jit.freeze(torch.nn.Linear(1, 1))
+
+
+def test_several_methods_can_be_traced(impl):
+    """Each traced method runs, and the children of a traced module cannot be called."""
+
+    class Net(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = impl.nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.lin(x)
+
+        def scaled(self, x, factor):
+            return x * factor
+
+    module = impl.jit.trace_module(
+        Net(), {"forward": inputs(), "scaled": (inputs(), torch.tensor(2.0))}
+    )
+
+    assert torch.equal(module.scaled(torch.ones(1), torch.tensor(3.0)), torch.tensor([3.0]))
+    assert module(inputs()).shape == (4, 3)
+    with pytest.raises(RuntimeError, match="Trace submodules cannot be called"):
+        module.lin(inputs())

@@ -1,0 +1,411 @@
+import copy
+import io
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import MODKIT, TORCH
+from tests.parity.jit.networks import build, inputs, make_net, reloaded
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+]
+
+COMPILED = ("scripted", "loaded", "traced", "class-based")
+
+
+def with_a_transient_buffer(impl):
+    """Build a network with a buffer that is not part of its state."""
+
+    class Net(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = impl.nn.Linear(3, 3)
+            self.lin.register_buffer("cache", torch.ones(3), persistent=False)
+            self.register_buffer("mask", torch.ones(3), persistent=False)
+
+        def forward(self, x):
+            return self.lin(x) * self.mask
+
+    return Net()
+
+
+def with_a_shared_child(impl):
+    """Build a network that has one layer in three places, one of them deeper."""
+
+    class Net(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = impl.nn.Linear(3, 3)
+            self.second = self.first
+            self.deep = impl.nn.Sequential(self.first, impl.nn.ReLU())
+
+        def forward(self, x):
+            return self.deep(self.second(self.first(x)))
+
+    return Net()
+
+
+def with_containers(impl):
+    """Build a network of a list, a dict and a sequence of layers."""
+
+    class Net(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.items = impl.nn.ModuleList([impl.nn.Linear(3, 3), impl.nn.ReLU()])
+            self.named = impl.nn.ModuleDict({"a": impl.nn.Linear(3, 3), "b": impl.nn.Tanh()})
+            self.steps = impl.nn.Sequential(impl.nn.Linear(3, 3), impl.nn.Sigmoid())
+
+        def forward(self, x):
+            for item in self.items:
+                x = item(x)
+            for part in self.named.values():
+                x = part(x)
+            return self.steps(x)
+
+    return Net()
+
+
+@pytest.mark.parametrize("kind", COMPILED)
+def test_save_takes_an_open_file(impl, kind, tmp_path, monkeypatch):
+    """The method writes to a file that is open, and makes none of its own."""
+    monkeypatch.chdir(tmp_path)
+    buffer = io.BytesIO()
+    module = build(impl, kind)
+    module.save(buffer)
+
+    assert list(Path.cwd().iterdir()) == []
+    assert torch.equal(
+        TORCH.jit.load(io.BytesIO(buffer.getvalue())).eval()(inputs()), module.eval()(inputs())
+    )
+
+
+@pytest.mark.parametrize("kind", COMPILED)
+def test_a_deep_copy_can_be_trained(impl, kind):
+    """The parameters of a copy are leaves, Parameters, with gradients of their own."""
+    module = build(impl, kind)
+    module(inputs()).square().sum().backward()
+    copied = copy.deepcopy(module)
+    before = copied.gain.grad.clone()
+    optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
+    optimizer.step()
+
+    assert all(type(p) is torch.nn.Parameter and p.is_leaf for p in copied.parameters())
+    assert torch.equal(before, module.gain.grad)
+    assert copied.gain.grad is not module.gain.grad
+    assert not torch.equal(copied.gain, module.gain)
+
+
+def test_a_deep_copy_keeps_ties(impl):
+    """Parameters, and children, that are one in a module are one in its copy, and no others."""
+    module = impl.jit.script(with_a_shared_child(impl))
+    copied = copy.deepcopy(module)
+
+    assert copied.first is copied.second is copied.deep[0]
+    assert copied.first.weight is copied.deep[0].weight
+    assert copied.first.weight is not module.first.weight
+
+
+def test_a_deep_copy_keeps_the_class_and_what_is_in_python(impl):
+    """A copy of a class-based module is one, with its hooks and its plain attributes."""
+    module = build(impl, "class-based")
+    module.note = ["text"]
+    calls = []
+    module.register_forward_hook(lambda *_: calls.append(1))
+    copied = copy.deepcopy(module)
+    copied(inputs())
+
+    assert type(copied) is type(module)
+    assert copied.note == ["text"]
+    assert copied.note is not module.note
+    assert calls == [1]
+
+
+def test_loaded_parameters_are_parameters(impl):
+    """What was a Parameter is one after loading, and stays tied and unlike buffers."""
+    net = make_net(impl)
+    net.lin.bias.requires_grad_(False)
+    loaded = reloaded(impl, impl.jit.script(net))
+
+    assert {type(p) for p in loaded.parameters()} == {torch.nn.Parameter}
+    assert [p.requires_grad for p in loaded.parameters()] == [
+        p.requires_grad for p in net.parameters()
+    ]
+    assert loaded.to("meta").gain.is_meta
+
+
+@pytest.mark.parametrize("load", [False, True], ids=["scripted", "loaded"])
+def test_buffers_that_are_not_persistent_stay_out_of_the_state(impl, load):
+    """The states of the eager and of the compiled network have the same keys, and fit."""
+    net = with_a_transient_buffer(impl)
+    module = impl.jit.script(net)
+    if load:
+        module = reloaded(impl, module)
+    found = module.load_state_dict(net.state_dict())
+
+    assert list(module.state_dict()) == list(net.state_dict())
+    assert found.missing_keys == []
+    assert [name for name, _ in module.named_buffers()] == [n for n, _ in net.named_buffers()]
+
+
+@pytest.mark.parametrize("load", [False, True], ids=["scripted", "loaded"])
+def test_containers_hold_the_compiled_children(impl, load):
+    """A compiled list, dict or sequence of modules gives its compiled children, in order."""
+    module = impl.jit.script(with_containers(impl))
+    if load:
+        module = reloaded(impl, module)
+    items, named, steps = module._modules["items"], module.named, module.steps
+
+    assert [len(items), len(named), len(steps)] == [2, 2, 2]
+    assert [isinstance(part, torch.jit.ScriptModule) for part in (*items, *steps)] == [True] * 4
+    assert list(items) == [items[0], items[-1]]
+    assert list(items[1:]) == [items[1]]
+    assert list(named) == ["a", "b"]
+    assert "a" in named
+    assert "c" not in named
+    assert named["a"].original_name == "Linear"
+    assert [name for name, _ in named.items()] == list(named.keys()) == ["a", "b"]
+    assert list(named.values()) == [named["a"], named["b"]]
+    assert torch.equal(steps[:1](inputs()), steps[0](inputs()))
+
+
+@pytest.mark.parametrize("load", [False, True], ids=["scripted", "loaded"])
+def test_a_child_in_several_places_is_one(impl, load):
+    """A module that stands in three places is one compiled module, also after loading."""
+    net = with_a_shared_child(impl)
+    module = impl.jit.script(net)
+    if load:
+        module = reloaded(impl, module)
+
+    assert module.first is module.second is module.deep[0]
+    assert len(list(module.modules())) == len(list(net.modules()))
+    assert module._c.getattr("first") == module._c.getattr("second")
+
+
+@pytest.mark.parametrize("load", [False, True], ids=["scripted", "loaded"])
+def test_a_compiled_property_is_read_and_set(impl, load):
+    """A property gives its value, and goes through its setter."""
+
+    class Net(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = 1.5
+
+        @property
+        def whole(self) -> float:
+            return self.part * 2
+
+        @whole.setter
+        def whole(self, value: float):
+            self.part = value / 2
+
+        def forward(self, x):
+            return x * self.whole
+
+    module = impl.jit.script(Net())
+    if load:
+        module = reloaded(impl, module)
+    before = module.whole
+    module.whole = 5.0
+
+    assert before == 3.0
+    assert (module.part, module.whole) == (2.5, 5.0)
+    assert torch.equal(module(torch.ones(1)), torch.tensor([5.0]))
+
+
+class Bag:  # noqa: PLW1641 - TorchScript has no hashes
+    """A class that TorchScript compiles."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return self.size * index
+
+    def __contains__(self, item: int) -> bool:
+        return item < self.size
+
+    def __add__(self, other: int) -> int:
+        return self.size + other
+
+    def __lt__(self, other: int) -> bool:
+        return self.size < other
+
+    def __eq__(self, other: int) -> bool:
+        return self.size == other
+
+    def __bool__(self) -> bool:
+        return self.size > 1
+
+
+def test_special_methods_of_scripted_objects_run(impl):
+    """Each special method of an object of a scripted class runs the method of its own name."""
+    bag = impl.jit.script(Bag(3))
+
+    assert len(bag) == 3
+    assert bag[2] == 6
+    assert [2 in bag, 3 in bag] == [True, False]
+    assert bag + 4 == 7
+    assert [bag < 4, bag < 3] == [True, False]
+    assert [bag == 3, bag == 4] == [True, False]
+    assert bool(bag)
+
+
+class Plain:
+    """A class without special methods."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+
+def test_scripted_objects_without_special_methods_are_objects(impl):
+    """What no method defines is what it is for any object of Python."""
+    first, second = impl.jit.script(Plain(1)), impl.jit.script(Plain(1))
+
+    assert bool(first)
+    assert first == first
+    assert first != second
+    assert "object" in str(first)
+    assert len({first, second}) == 2
+
+
+@pytest.mark.parametrize("kind", ["traced", "class-based"])
+def test_backward_hooks_run(impl, kind):
+    """A full backward hook runs on a traced and on a class-based module."""
+    module = build(impl, kind)
+    seen = []
+    handle = module.register_full_backward_hook(
+        lambda m, grad_input, grad_output: seen.append((grad_input[0].shape, grad_output[0].shape))
+    )
+    module(inputs().requires_grad_()).sum().backward()
+    handle.remove()
+    module(inputs()).sum().backward()
+
+    assert seen == [((4, 3), (4, 2))]
+
+
+def test_a_missing_extra_file_is_an_error(impl, tmp_path):
+    """An extra file that is not there raises its name; an empty one is empty."""
+    path = str(tmp_path / "net.pt")
+    impl.jit.save(build(impl, "scripted"), path, _extra_files={"empty": "", "bytes": b"\x00"})
+    wanted = {"empty": None, "bytes": ""}
+    impl.jit.load(path, _extra_files=wanted)
+
+    assert wanted == {"empty": b"", "bytes": b"\x00"}
+    with pytest.raises(KeyError, match=r"'labels\.txt'"):
+        impl.jit.load(path, _extra_files={"labels.txt": ""})
+    with pytest.raises(KeyError, match=r"'labels\.txt'"):
+        impl.jit.load(
+            io.BytesIO(Path(path).read_bytes()), _extra_files={"labels.txt": "", "empty": ""}
+        )
+
+
+def test_define_gives_the_method_to_one_module(impl):
+    """Another module of the same class does not get the method, and can define the same."""
+    net = make_net(impl)
+    first, second = impl.jit.script(net), impl.jit.script(net)
+    source = "def twice(self, x: Tensor) -> Tensor:\n    return self.forward(x) * 2\n"
+    first.define(source)
+    had = hasattr(second, "twice")
+    listed = "twice" in dir(second)
+    second.define(source)
+
+    assert torch.equal(first.twice(inputs()), first(inputs()) * 2)
+    assert not had
+    assert not listed
+    assert torch.equal(second.twice(inputs()), second(inputs()) * 2)
+
+
+def test_each_instance_compiles_what_its_constructor_defines(impl):
+    """Methods that are defined in a constructor are those of that instance."""
+
+    class Adds(impl.jit.ScriptModule):
+        def __init__(self, number: int):
+            super().__init__()
+            self.define(f"def forward(self, x: Tensor) -> Tensor:\n    return x + {number}\n")
+
+    results = [Adds(number)(torch.zeros(1)).item() for number in (1, 2, 3)]
+
+    assert results == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["scripted", "loaded", "traced"])
+def test_a_module_can_be_pickled(impl, kind):
+    """A pickle holds the archive, so what comes back computes the same and can be trained."""
+    module = build(impl, kind).eval()
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+
+    assert torch.equal(loaded(inputs()), module(inputs()))
+    assert {type(p) for p in loaded.parameters()} == {torch.nn.Parameter}
+
+
+@pytest.mark.parametrize("kind", ["traced", "class-based"])
+def test_members_can_be_replaced(impl, kind):
+    """A parameter or a buffer that is there can be registered anew."""
+    module = build(impl, kind)
+    gain = torch.nn.Parameter(torch.ones(2))
+    module.register_parameter("gain", gain)
+    module.register_buffer("shift", torch.zeros(2))
+    eager = make_net(TORCH)
+    eager.gain, eager.shift = gain, torch.zeros(2)
+
+    assert module.gain is gain
+    assert torch.equal(module.shift, torch.zeros(2))
+    assert torch.equal(module(inputs()), eager(inputs()))
+
+
+@pytest.mark.parametrize("kind", ["scripted", "loaded", "traced", "class-based", "frozen"])
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (lambda m: m.register_buffer("more", torch.ones(1)), "new buffer .* add 'more'$"),
+        (
+            lambda m: m.register_parameter("more", torch.nn.Parameter(torch.ones(1))),
+            "new parameter .* add 'more'$",
+        ),
+        (lambda m: setattr(m, "more", torch.nn.Parameter(torch.ones(1))), "parameter .* 'more'$"),
+        (lambda m: setattr(m, "more", torch.nn.Buffer(torch.ones(1))), "new buffer .* 'more'$"),
+        (
+            lambda m: m.add_module("more", copy.deepcopy(m)),
+            "new child .* add 'more': ScriptModule|Net",
+        ),
+        (lambda m: m.add_module("more", torch.nn.ReLU()), "new child .* 'more': ReLU"),
+        (lambda m: setattr(m, "more", torch.nn.ReLU()), "new child .* 'more': ReLU"),
+    ],
+    ids=[
+        "buffer",
+        "parameter",
+        "set parameter",
+        "set buffer",
+        "child",
+        "child of Python",
+        "set child",
+    ],
+)
+def test_new_members_are_refused_by_name(kind, add, message):
+    """The compiled type has no room for another tensor or child, and the error names it."""
+    module = build(MODKIT, kind)
+
+    with pytest.raises(RuntimeError, match=message):
+        add(module)
+    assert not hasattr(module, "more")
+
+
+def test_a_different_method_of_the_same_name_is_refused():
+    """Two modules of one compiled type cannot each have their own code for one name."""
+    net = make_net(MODKIT)
+    first, second = MODKIT.jit.script(net), MODKIT.jit.script(net)
+    first.define("def one(self) -> int:\n    return 1\n")
+
+    with pytest.raises(RuntimeError, match=r"cannot define 'one': another module .* from Net"):
+        second.define("def one(self) -> int:\n    return 2\n")
+    assert first.one() == 1

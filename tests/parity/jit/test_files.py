@@ -1,0 +1,125 @@
+import copy
+import io
+import re
+
+import pytest
+import torch
+
+import modkit
+import modkit.nn
+from tests.helpers import MODKIT, TORCH, same
+from tests.parity.jit.networks import build, inputs
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+def archive():
+    """Return an archive as an open file."""
+    return io.BytesIO(build(MODKIT, "scripted").save_to_buffer())
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "meta", None], ids=repr)
+def test_tensors_go_where_map_location_says(device):
+    """Parameters and buffers of all parts are on that device, and stay Parameters."""
+    module = MODKIT.jit.load(archive(), map_location=device)
+    expected = TORCH.jit.load(archive(), map_location=device)
+
+    assert [t.device for t in (*module.parameters(), *module.buffers())] == [
+        t.device for t in (*expected.parameters(), *expected.buffers())
+    ]
+    assert {type(p) for p in module.parameters()} == {torch.nn.Parameter}
+
+
+@pytest.mark.parametrize("device", [3, {"cuda": "cpu"}, "nonsense"], ids=str)
+def test_what_is_no_device_is_refused_as_in_torch(device):
+    """A map_location that is no device raises torch's error."""
+    assert same(lambda impl: impl.jit.load(archive(), map_location=device))[0] == "raised"
+
+
+@pytest.mark.parametrize("device", ["hpu", "mtia", "vulkan"])
+def test_a_device_that_is_not_there_is_named_before_anything_is_read(device):
+    """The error names the argument, and comes before the file is touched."""
+    text = re.escape(f"map_location='{device}': no such device here. Available: cpu, ")
+
+    with pytest.raises(RuntimeError, match=text):
+        MODKIT.jit.load(archive(), map_location=device)
+
+
+@pytest.mark.parametrize("where", ["missing.pt", "."], ids=["missing", "folder"])
+def test_a_path_that_is_no_file_is_refused_as_in_torch(where, tmp_path, monkeypatch):
+    """Torch's errors name the path."""
+    monkeypatch.chdir(tmp_path)
+
+    assert same(lambda impl: impl.jit.load(where))[0] == "raised"
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    """Saving below a folder that does not exist raises, and makes none."""
+    module = build(MODKIT, "scripted")
+
+    with pytest.raises(RuntimeError, match=r"Parent directory .*missing does not exist"):
+        module.save(tmp_path / "missing" / "net.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_leads_to_the_new_archive(tmp_path):
+    """Saving to a link writes what it leads to, and the link stays."""
+    (tmp_path / "real.pt").write_bytes(b"old")
+    link = tmp_path / "link.pt"
+    link.symlink_to(tmp_path / "real.pt")
+    module = build(MODKIT, "scripted").eval()
+    MODKIT.jit.save(module, link)
+
+    assert link.is_symlink()
+    assert torch.equal(MODKIT.jit.load(tmp_path / "real.pt")(inputs()), module(inputs()))
+
+
+def test_what_is_not_compiled_is_not_saved(tmp_path):
+    """Saving an eager module, or an extra file that is no text, raises and writes nothing."""
+    path = tmp_path / "net.pt"
+    module = build(MODKIT, "scripted")
+
+    with pytest.raises(TypeError, match=r"not a .*Linear; modkit.jit.script and trace compile one"):
+        MODKIT.jit.save(torch.nn.Linear(1, 1), path)
+    with pytest.raises(TypeError, match="extra file 'a' has to be str or bytes, not int"):
+        MODKIT.jit.save(module, path, _extra_files={"a": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_functions_are_saved_and_loaded(impl, tmp_path):
+    """An archive of a function loads as a module with that function as its forward."""
+
+    @impl.jit.script
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    path = str(tmp_path / "double.pt")
+    impl.jit.save(double, path)
+    buffer = io.BytesIO()
+    impl.jit.save(double, buffer, _extra_files={"note": b"text"})
+    files = {"note": ""}
+    loaded = impl.jit.load(io.BytesIO(buffer.getvalue()), _extra_files=files)
+
+    assert torch.equal(impl.jit.load(path)(torch.ones(2)), torch.full((2,), 2.0))
+    assert torch.equal(loaded(torch.ones(2)), torch.full((2,), 2.0))
+    assert files == {"note": b"text"}
+
+
+def test_ties_with_an_eager_module_survive_a_copy():
+    """A parameter that an eager and a compiled module have in common is one in the copy of both."""
+    layer = MODKIT.nn.Linear(2, 2)
+    for parts in ((layer, MODKIT.jit.script(layer)), (MODKIT.jit.script(layer), layer)):
+        copied = copy.deepcopy(MODKIT.nn.Sequential(*parts))
+
+        assert copied[0].weight is copied[1].weight
+        assert copied[0].weight is not layer.weight
+
+
+def test_adopting_a_model_passes_over_what_modkit_has_compiled():
+    """A ScriptModule of modkit in a model of others is no reason for a warning."""
+    module = MODKIT.jit.script(MODKIT.nn.Linear(2, 2))
+    model = modkit.adopt(torch.nn.Sequential(module))
+
+    assert model[0] is module
+    assert isinstance(model, modkit.nn.Sequential)

@@ -1,0 +1,264 @@
+import copy
+import io
+import re
+
+import pytest
+import torch
+
+from tests.helpers import MODKIT, TORCH, outcome
+from tests.parity.jit.networks import KINDS, build, inputs, make_net, reloaded
+
+
+# Torch itself says at every step that TorchScript is deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    # Batch normalization looks at sizes.
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+]
+
+
+def normal(value):
+    """Leave out of all texts what differs by design: the library, and numbers of the compiler."""
+    if isinstance(value, str):
+        value = re.sub(r"(RecursiveScriptModule|TopLevelTracedModule)", "ScriptModule", value)
+        value = re.sub(r"__torch__\.modkit\.", "__torch__.torch.", value)
+        return re.sub(r"___torch_mangle_\d+\.| at: 0x\w+", "", value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(normal(item) for item in value)
+    return value
+
+
+def tensors(pairs):
+    """Name each tensor with its values; torch's loaded parameters are no Parameters."""
+    return [(name, tensor.detach(), tensor.requires_grad) for name, tensor in pairs]
+
+
+def state(module):
+    """Describe all that a module holds."""
+    return tensors(module.named_parameters()), tensors(module.named_buffers())
+
+
+def names(modules):
+    """Name the classes that modules were compiled from."""
+    return [module.original_name for module in modules]
+
+
+def returns_itself(module, result):
+    """Describe the module after a method that is to return it."""
+    return result is module, state(module)
+
+
+def trained(module, **options):
+    """Take gradients and drop them again."""
+    module(inputs()).sum().backward()
+    filled = [parameter.grad is not None for parameter in module.parameters()]
+    module.zero_grad(**options)
+    return filled, [p.grad for p in module.parameters()]
+
+
+def applied(module):
+    """Apply a function that fills weights."""
+    seen = []
+
+    @torch.no_grad()
+    def fill(part):
+        seen.append(part.original_name)
+        for parameter in part._parameters.values():
+            parameter.fill_(0.5)
+
+    return module.apply(fill) is module, seen, module(inputs())
+
+
+def replaced_parameter(module):
+    """Put another parameter in the place of one."""
+    new = torch.nn.Parameter(torch.ones(2))
+    module.register_parameter("gain", new)
+    return module.gain is new, module(inputs())
+
+
+def replaced_buffer(module):
+    """Put another buffer in the place of one."""
+    module.register_buffer("shift", torch.zeros(2))
+    return module.shift, module(inputs())
+
+
+def replaced_child(impl, module, kind):
+    """Put a child in the place of another one of the same compiled type."""
+    child = copy.deepcopy(module).lin
+    module.add_module("lin", child)
+    return module.lin is child, module(inputs())
+
+
+def through_file(impl, module, folder, **files):
+    """Save to a path and load."""
+    path = folder / "net.pt"
+    module.save(str(path), _extra_files=dict(files))
+    found = dict.fromkeys(files, "")
+    loaded = impl.jit.load(str(path), _extra_files=found)
+    return state(loaded), loaded(inputs()), found
+
+
+def through_buffer(impl, module):
+    """Save to bytes and load."""
+    loaded = impl.jit.load(io.BytesIO(module.save_to_buffer()))
+    return state(loaded), loaded(inputs())
+
+
+def loaded_state(impl, module, kind, **options):
+    """Load the state of another one."""
+    with torch.no_grad():
+        other = build(impl, kind)
+        for tensor in (*other.parameters(), *other.buffers()):
+            tensor.add_(1)
+    found = module.load_state_dict(other.state_dict(), **options)
+    return found.missing_keys, found.unexpected_keys, state(module), module(inputs())
+
+
+def attribute_set(module, name, value):
+    """Set an attribute and read it."""
+    setattr(module, name, value)
+    return getattr(module, name), module(inputs())
+
+
+CASES = {
+    "call": lambda i, m, k: m(inputs()),
+    "forward": lambda i, m, k: m.forward(inputs()),
+    "attribute": lambda i, m, k: m.ratio,
+    "set attribute": lambda i, m, k: attribute_set(m, "ratio", 0.5),
+    "attribute of another type": lambda i, m, k: attribute_set(m, "ratio", [1]),
+    "constant": lambda i, m, k: m.factor,
+    "parameter": lambda i, m, k: m.gain.detach(),
+    "buffer": lambda i, m, k: m.shift,
+    "child": lambda i, m, k: m.lin.original_name,
+    "missing attribute": lambda i, m, k: hasattr(m, "missing"),
+    "training": lambda i, m, k: m.training,
+    "add_module": replaced_child,
+    "apply": lambda i, m, k: applied(m),
+    "buffers": lambda i, m, k: (list(m.buffers()), list(m.buffers(recurse=False))),
+    "children": lambda i, m, k: names(m.children()),
+    "code": lambda i, m, k: m.code,
+    "code_with_constants": lambda i, m, k: (
+        m.code_with_constants[0],
+        sorted(m.code_with_constants[1].const_mapping),
+        [getattr(m.code_with_constants[1], c) for c in m.code_with_constants[1].const_mapping],
+    ),
+    "cpu": lambda i, m, k: returns_itself(m, m.cpu()),
+    "cuda": lambda i, m, k: returns_itself(m, m.cuda()),
+    "double": lambda i, m, k: returns_itself(m, m.double()),
+    "eval": lambda i, m, k: (m.eval() is m, m.training, [c.training for c in m.children()]),
+    "extra_repr": lambda i, m, k: m.extra_repr(),
+    "float": lambda i, m, k: returns_itself(m, m.float()),
+    "graph": lambda i, m, k: len(str(m.graph).splitlines()),
+    "half": lambda i, m, k: returns_itself(m, m.half()),
+    "inlined_graph": lambda i, m, k: [node.kind() for node in m.inlined_graph.nodes()],
+    "load_state_dict": loaded_state,
+    "load_state_dict not strict": lambda i, m, k: loaded_state(i, m, k, strict=False),
+    "load_state_dict of wrong keys": lambda i, m, k: m.load_state_dict({"stray": torch.ones(1)}),
+    "modules": lambda i, m, k: names(m.modules()),
+    "named_buffers": lambda i, m, k: (
+        tensors(m.named_buffers("p")),
+        tensors(m.named_buffers(recurse=False)),
+    ),
+    "named_children": lambda i, m, k: [(n, c.original_name) for n, c in m.named_children()],
+    "named_modules": lambda i, m, k: [(n, c.original_name) for n, c in m.named_modules(prefix="p")],
+    "named_parameters": lambda i, m, k: (
+        tensors(m.named_parameters("p")),
+        tensors(m.named_parameters(recurse=False)),
+    ),
+    "original_name": lambda i, m, k: m.original_name,
+    "parameters": lambda i, m, k: [
+        p.detach() for p in (*m.parameters(), *m.parameters(recurse=False))
+    ],
+    "register_buffer": lambda i, m, k: replaced_buffer(m),
+    "register_parameter": lambda i, m, k: replaced_parameter(m),
+    "save_to_buffer": lambda i, m, k: through_buffer(i, m),
+    "share_memory": lambda i, m, k: (
+        m.share_memory() is m,
+        [p.is_shared() for p in m.parameters()],
+    ),
+    "state_dict": lambda i, m, k: [(n, t) for n, t in m.state_dict(prefix="p.").items()],
+    "state_dict keep_vars": lambda i, m, k: [
+        m.state_dict(keep_vars=True)[n] is p for n, p in m.named_parameters()
+    ],
+    "to dtype": lambda i, m, k: returns_itself(m, m.to(torch.float64)),
+    "to device": lambda i, m, k: returns_itself(m, m.to("cpu")),
+    "to tensor": lambda i, m, k: returns_itself(m, m.to(torch.ones(1, dtype=torch.float64))),
+    "to an integer dtype": lambda i, m, k: m.to(torch.int64),
+    "train": lambda i, m, k: (m.train(False) is m, m.training, m.train().training),
+    "train with a wrong mode": lambda i, m, k: m.train("yes"),
+    "type": lambda i, m, k: returns_itself(m, m.type(torch.float64)),
+    "zero_grad": lambda i, m, k: trained(m),
+    "zero_grad set_to_none": lambda i, m, k: trained(m, set_to_none=False),
+}
+
+
+# Torch has other errors here, which have tests of their own.
+DIFFERENT = {
+    ("register_buffer", "frozen"),
+    ("register_buffer", "class-based"),
+    ("register_parameter", "frozen"),
+    ("register_parameter", "class-based"),
+    ("register_buffer", "traced"),
+    ("register_parameter", "traced"),
+}
+
+
+@pytest.mark.parametrize(
+    ("member", "kind"),
+    [(member, kind) for member in CASES for kind in KINDS if (member, kind) not in DIFFERENT],
+)
+def test_a_member_gives_what_it_gives_in_torch(member, kind):
+    """Each member of the documentation gives, or raises, what torch does, for each kind of module."""
+    modules = {impl: build(impl, kind) for impl in (TORCH, MODKIT)}
+
+    expected, actual = (
+        normal(outcome(lambda impl: CASES[member](impl, modules[impl], kind), impl))
+        for impl in modules
+    )
+
+    assert actual == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_holds_code_tensors_and_extra_files(kind, tmp_path):
+    """What is saved to a path and loaded computes the same, and its extra files are there."""
+    results = [
+        outcome(
+            lambda impl: through_file(impl, build(impl, kind), tmp_path, note="text"),
+            implementation,
+        )
+        for implementation in (TORCH, MODKIT)
+    ]
+
+    assert results[0][0] == "returned"
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saving_in_one_and_loading_in_the_other_changes_nothing(kind):
+    """Outputs, flags and values are the same after modkit, torch, modkit and torch, modkit, torch."""
+    there = build(MODKIT, kind)
+    back = reloaded(MODKIT, reloaded(TORCH, there))
+    from_torch = reloaded(TORCH, reloaded(MODKIT, build(TORCH, kind)))
+
+    expected = build(TORCH, kind)
+    want = expected(inputs())
+    for module in (back, from_torch):
+        assert torch.equal(module(inputs()), want)
+    assert [n for n, _ in back.named_parameters()] == [n for n, _ in expected.named_parameters()]
+    assert [p.requires_grad for p in back.parameters()] == [
+        p.requires_grad for p in expected.parameters()
+    ]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "frozen"])
+def test_a_compiled_network_is_the_network(kind):
+    """Parameters, buffers and outputs are those of the eager network that was compiled."""
+    net = make_net(TORCH)
+    module = build(MODKIT, kind)
+
+    assert isinstance(module, MODKIT.jit.ScriptModule)
+    assert isinstance(module, MODKIT.nn.Module)
+    assert isinstance(module, torch.jit.ScriptModule)
+    assert state(module)[0][0][0] == state(net)[0][0][0]
+    assert torch.equal(module(inputs()), net(inputs()))

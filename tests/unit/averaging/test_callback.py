@@ -1,0 +1,438 @@
+import copy
+import gc
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import modkit
+from modkit.averaging.callback import EMAOptions
+from tests.unit.averaging.recipes import PRECISIONS, averaged, model_of, network, set_to
+
+
+def loop(steps: int = 3, **options):
+    """Return a network that has taken some steps, its optimizer and its callback."""
+    net = network()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    ema = modkit.EMACallback(net, optimizer, decay=0.9, **options)
+    for step in range(steps):
+        batch_of(net, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, optimizer, ema
+
+
+def batch_of(net: nn.Module, step: int) -> None:
+    """Add the gradient of the batch that belongs to a step."""
+    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+    net(batch).square().mean().backward()
+
+
+def snapshot(net: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of the state of a network."""
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def is_at(net: nn.Module, state: dict[str, torch.Tensor]) -> bool:
+    """Tell whether a network is in that state, bit for bit."""
+    return all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
+
+
+def averages(ema) -> list[torch.Tensor]:
+    """Return copies of all averages of a callback."""
+    count = range(len(ema.ema.schedules))
+    return [value.clone() for i in count for _, value in ema.ema.named_averages(i)]
+
+
+def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    """Tell whether two lists of tensors are the same, bit for bit."""
+    return all(map(torch.equal, first, second)) and len(first) == len(second) > 0
+
+
+def test_it_takes_every_option_of_ema() -> None:
+    """The options are those of EMA, and one that EMA refuses is refused."""
+    names = set(inspect.signature(modkit.EMA).parameters) - {"model", "decay"}
+
+    assert EMAOptions.__annotations__.keys() == names
+    with pytest.raises(TypeError, match="warmup"):
+        modkit.EMACallback(network(), warmup=True)
+    with pytest.raises(ValueError, match="precision must be one of"):
+        modkit.EMACallback(network(), precision="fp8")
+
+
+@pytest.mark.parametrize(("index", "error"), [(2, ValueError), (-1, ValueError), ("0", TypeError)])
+def test_the_index_must_be_that_of_an_average(index, error) -> None:
+    """An index that no average has is told at once."""
+    with pytest.raises(error, match="EMA: index"):
+        modkit.EMACallback(network(), decay=[0.5, 0.9], index=index)
+
+
+def test_an_optimizer_counts_each_step_once() -> None:
+    """The calls of the hooks add nothing to what the optimizer has told."""
+    net, optimizer, ema = loop(0)
+    for step in range(3):
+        ema.on_train_batch_start(step)
+        batch_of(net, step)
+        optimizer.step()
+        ema.step()
+        ema.on_train_batch_end("outputs", batch_idx=step)
+
+    assert ema.ema.step == ema.ema.n_averaged == 3
+
+
+@pytest.mark.parametrize("name", ["step", "on_train_batch_end"])
+def test_without_an_optimizer_the_loop_says_when(name) -> None:
+    """Each call of the hook is one update, with the weights that EMA would have."""
+    model, reference = model_of([8.0]), model_of([8.0])
+    ema, plain = modkit.EMACallback(model, decay=0.5), modkit.EMA(reference, decay=0.5)
+    for value in 4.0, 2.0:
+        set_to(model, value)
+        set_to(reference, value)
+        getattr(ema, name)()
+        plain.update()
+
+    assert ema.ema.n_averaged == 2
+    assert averaged(ema.ema).item() == averaged(plain).item() == 3.0
+
+
+def test_accumulated_batches_are_one_step() -> None:
+    """Only the batch after which the optimizer steps updates the average."""
+    net, optimizer, ema = loop(0)
+    for batch in range(6):
+        batch_of(net, batch)
+        if batch % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        ema.on_train_batch_end(batch)
+
+    assert ema.ema.step == 2
+
+
+def test_a_step_that_the_scaler_leaves_out_is_none() -> None:
+    """Gradients that are not finite make no step, and so no update."""
+    net, optimizer, ema = loop(1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for factor in 1.0, float("inf"), 1.0:
+        optimizer.zero_grad()
+        scaler.scale(net(torch.randn(8, 4)).mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        ema.on_train_batch_end()
+
+    assert ema.ema.step == 3
+
+
+def test_the_block_evaluates_the_average() -> None:
+    """Inside are the average and evaluation mode; after it the weights and the modes are as before."""
+    net, _, ema = loop()
+    net[1].eval()
+    before = snapshot(net)
+    with ema.evaluating() as model:
+        inside = averaged(ema.ema, "0.weight").equal(net[0].weight)
+        modes = {module.training for module in model.modules()}
+
+    assert model is net
+    assert inside
+    assert modes == {False}
+    assert is_at(net, before)
+    assert [module.training for module in net] == [True, False, True, True]
+
+
+def test_blocks_nest() -> None:
+    """A block inside a block, with another average, comes out in order."""
+    model = model_of([8.0])
+    first = modkit.EMACallback(model, decay=0.5)
+    second = modkit.EMACallback(model, decay=[0.5, 0.0], index=1)
+    for value in 8.0, 0.0:
+        set_to(model, value)
+        first.step()
+        second.step()
+    seen = []
+    with first.evaluating():
+        seen.append(model.weight.item())
+        with second.evaluating(), first.evaluating():
+            seen.append(model.weight.item())
+        seen.append(model.weight.item())
+    with second.evaluating():
+        seen.append(model.weight.item())
+
+    assert seen == [4.0, 4.0, 4.0, 0.0]
+    assert model.weight.item() == 0.0
+
+
+def test_before_the_first_update_the_raw_weights_are_evaluated() -> None:
+    """There is no average yet, and the untrained copy is not taken for one."""
+    net, _, ema = loop(2, update_after_step=10)
+    before = snapshot(net)
+    with ema.evaluating():
+        in_block = is_at(net, before)
+    ema.on_validation_start()
+    in_hooks = is_at(net, before)
+    ema.on_validation_end()
+
+    assert in_block
+    assert in_hooks
+    assert is_at(net, before)
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_an_error_in_the_block_puts_the_weights_back(error) -> None:
+    """Weights, modes and averages are as before, and training goes on from there."""
+    net, optimizer, ema = loop()
+    before, kept = snapshot(net), averages(ema)
+    with pytest.raises(error), ema.evaluating():
+        raise error
+    unharmed = is_at(net, before) and equal(averages(ema), kept)
+    batch_of(net, 3)
+    optimizer.step()
+
+    assert unharmed
+    assert net.training
+    assert averages_and_weights(net, ema) == averages_and_weights(*loop(4)[::2])
+
+
+def averages_and_weights(net: nn.Module, ema) -> list[list[float]]:
+    """Return all numbers of a run, to compare them with those of another one."""
+    return [value.tolist() for value in (*snapshot(net).values(), *averages(ema))]
+
+
+@pytest.mark.parametrize("kind", ["validation", "test", "predict"])
+def test_hooks_put_the_average_in_and_out(kind) -> None:
+    """Twice is as once, for each kind of evaluation, and an end without a start is nothing."""
+    net, _, ema = loop()
+    before = snapshot(net)
+    ema.on_validation_end()
+    at_first = is_at(net, before)
+    for _ in range(2):
+        getattr(ema, f"on_{kind}_start")("trainer", "module")
+    inside = averaged(ema.ema, "0.weight").equal(net[0].weight)
+    getattr(ema, f"on_{kind}_end")("trainer", "module")
+    after = is_at(net, before)
+    ema.on_validation_end()
+
+    assert at_first
+    assert inside
+    assert after
+    assert is_at(net, before)
+
+
+def test_hooks_and_blocks_in_any_order() -> None:
+    """A block that outlives the hooks, and hooks that outlive a block, leave the raw weights."""
+    net, _, ema = loop()
+    before = snapshot(net)
+    ema.on_validation_start()
+    with ema.evaluating():
+        ema.on_validation_end()
+        still = averaged(ema.ema, "0.weight").equal(net[0].weight)
+    after_hooks_first = is_at(net, before)
+    with ema.evaluating():
+        ema.on_validation_start()
+    beyond = averaged(ema.ema, "0.weight").equal(net[0].weight)
+    ema.on_validation_end()
+
+    assert still
+    assert after_hooks_first
+    assert beyond
+    assert is_at(net, before)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_evaluating_changes_nothing_about_training(mode, precision) -> None:
+    """A run with validations ends in the bits of the run without, in whatever mode they start."""
+    net, optimizer, ema = loop(2, precision=precision)
+    for step in range(2, 5):
+        with mode():
+            ema.on_validation_start()
+            net.eval()
+            net(torch.randn(8, 4))
+            net.train()
+        ema.on_validation_end()
+        batch_of(net, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert averages_and_weights(net, ema) == averages_and_weights(
+        *loop(5, precision=precision)[::2]
+    )
+
+
+@pytest.mark.parametrize("hook", ["on_exception", "on_train_batch_start", "on_train_end"])
+def test_an_evaluation_that_was_left_is_ended(hook) -> None:
+    """What comes after an error in the validation puts the raw weights back."""
+    net, _, ema = loop()
+    before = snapshot(net)
+    ema.on_validation_start()
+    getattr(ema, hook)()
+
+    assert is_at(net, before)
+
+
+def test_a_step_in_an_evaluation_is_refused() -> None:
+    """Neither the optimizer nor the loop may train or average the average."""
+    net, optimizer, ema = loop()
+    own = modkit.EMACallback(net)
+    own.step()
+    before = snapshot(net)
+    ema.on_validation_start()
+    with pytest.raises(RuntimeError, match=r"a step inside applied\(\)"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"update\(\) inside applied\(\)"):
+        own.step()
+    ema.on_validation_end()
+
+    assert is_at(net, before)
+
+
+def test_writing_to_the_weights_in_an_evaluation_is_told() -> None:
+    """The raw weights are back all the same, and the next end finds nothing to do."""
+    net, _, ema = loop()
+    before = snapshot(net)
+    ema.on_validation_start()
+    set_to(net, 0.0)
+    with pytest.raises(RuntimeError, match=r"0\.weight was written to"):
+        ema.on_validation_end()
+    ema.on_validation_end()
+
+    assert is_at(net, before)
+
+
+def test_the_weights_come_back_with_a_lost_callback() -> None:
+    """A callback that is dropped in the middle of an evaluation takes nothing with it."""
+    net, _, ema = loop()
+    before = snapshot(net)
+    ema.ema.detach()
+    ema.on_validation_start()
+    inside = is_at(net, before)
+    del ema
+    gc.collect()
+
+    assert not inside
+    assert is_at(net, before)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_in_an_evaluation_has_the_raw_weights(duplicate) -> None:
+    """The copy is not evaluating, and has no optimizer, so that its loop says when to update."""
+    net, _, ema = loop()
+    before, kept = snapshot(net), averages(ema)
+    ema.on_validation_start()
+    other = duplicate(ema)
+    ema.on_validation_end()
+    unharmed = is_at(other.model, before) and equal(averages(other), kept)
+    other.step()
+
+    assert unharmed
+    assert is_at(net, before)
+    assert (other.ema.step, ema.ema.step) == (4, 3)
+
+
+def test_the_average_can_be_the_model_at_the_end() -> None:
+    """It is copied if it is wanted, and only then."""
+    kept, _, without = loop()
+    changed, _, ema = loop(swap_to_average_at_end=True)
+    before = snapshot(kept)
+    without.on_train_end()
+    ema.on_train_end("trainer")
+    copied = averaged(ema.ema, "0.weight").equal(changed[0].weight)
+    ema.ema.restore()
+
+    assert is_at(kept, before)
+    assert copied
+    assert is_at(changed, before)
+
+
+PLACES = ["between steps", "in the block", "between the hooks"]
+
+
+def trained(*, precision, accumulate, save_at=None, place=None, resume=None):
+    """Train for twelve batches; save after one of them, or go on from what was saved then."""
+    net = network()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    schedule = [0.9, modkit.schedules.CountWarmup(0.99)]
+    options = {"schedule": schedule, "precision": precision, "update_every": 2, "index": 1}
+    ema = modkit.EMACallback(net, optimizer, **options)
+    first, saved = 0, io.BytesIO()
+    if resume is not None:
+        resume.seek(0)
+        checkpoint = torch.load(resume, weights_only=True)
+        net.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        ema.load_state_dict(checkpoint["ema"])
+        first = checkpoint["batches"]
+    for batch in range(first, 12):
+        batch_of(net, batch)
+        if batch % accumulate == accumulate - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        ema.on_train_batch_end()
+        if batch + 1 == save_at:
+            states = {"model": net, "optimizer": optimizer, "ema": ema}
+            save(saved, states, batch + 1, place)
+    return averages_and_weights(net, ema), saved
+
+
+def save(file, states, batches, place) -> None:
+    """Write a checkpoint in one of the places of a loop."""
+
+    def write() -> None:
+        found = {name: one.state_dict() for name, one in states.items()}
+        torch.save({**found, "batches": batches}, file)
+
+    ema = states["ema"]
+    if place == "in the block":
+        with torch.inference_mode(), ema.evaluating():
+            write()
+    elif place == "between the hooks":
+        ema.on_validation_start()
+        write()
+        ema.on_validation_end()
+    else:
+        write()
+
+
+@pytest.mark.filterwarnings("ignore:EMA. the state was saved inside applied:UserWarning")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("place", PLACES)
+def test_resuming_is_as_not_stopping(place, accumulate, precision) -> None:
+    """Wherever it was saved, the resumed run ends in the bits of the one that went through."""
+    options = {"precision": precision, "accumulate": accumulate}
+    through, _ = trained(**options)
+    for steps in 1, 3, 5:
+        saving, file = trained(save_at=steps * accumulate, place=place, **options)
+        resumed, _ = trained(resume=file, **options)
+
+        assert saving == through
+        assert resumed == through
+
+
+def test_a_checkpoint_of_an_evaluation_says_so() -> None:
+    """The raw weights are put into the model with a warning, whatever was loaded into it."""
+    net, _, ema = loop()
+    ema.on_validation_start()
+    state, shown = copy.deepcopy(ema.state_dict()), snapshot(net)
+    ema.on_validation_end()
+    before, kept = snapshot(net), averages(ema)
+    net.load_state_dict(shown)
+    other = modkit.EMACallback(net, decay=0.9)
+    with pytest.warns(UserWarning, match="its raw weights are put into the model"):
+        other.load_state_dict(state)
+
+    assert is_at(net, before)
+    assert equal(averages(other), kept)
+
+
+def test_a_checkpoint_without_averages_is_told() -> None:
+    """Averaging starts anew, with a warning."""
+    net, optimizer, ema = loop()
+    with pytest.warns(UserWarning, match="averaging starts anew"):
+        ema.load_state_dict({})
+    batch_of(net, 0)
+    optimizer.step()
+
+    assert ema.ema.n_averaged == 1
+    assert averaged(ema.ema, "0.weight").equal(net[0].weight)

@@ -1,0 +1,90 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import modkit
+from modkit.averaging._sharded import has_shards, is_sharded, split_up, whole
+from tests.unit.averaging.recipes import averaged, network, train
+
+
+@pytest.fixture
+def mesh():
+    """Return the mesh of one process, which is a group of its own."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def trained(net: nn.Module, **options) -> "modkit.EMA":
+    """Return the average of a network that has taken three steps."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ema = modkit.EMA(net, decay=0.5, **options).attach(optimizer)
+    train(net, optimizer, 0, 3)
+    ema.detach()
+    return ema
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "compensated"])
+def test_the_average_of_shards_is_applied(mesh, precision) -> None:
+    """A forward inside sees the average, one after it the raw weights, whole ones left or not."""
+    net, reference = network(), network()
+    fully_shard(net, mesh=mesh)
+    ema, plain = trained(net, precision=precision), trained(reference, precision=precision)
+    batch = torch.randn(8, 4)
+    seen = []
+    for model, average in (net, ema), (reference, plain):
+        model.eval()
+        with torch.no_grad():
+            before = model(batch)
+            with average.applied():
+                with average.applied():
+                    inner = model(batch)
+                inside = model(batch)
+            seen.append([before, inner, inside, model(batch)])
+
+    assert all(map(torch.equal, *seen))
+    assert not torch.equal(seen[0][0], seen[0][1])
+    assert torch.equal(seen[0][0], seen[0][3])
+
+
+def test_a_state_from_inside_has_the_raw_shards(mesh) -> None:
+    """Even if the parameters are whole at that moment, as they are after a forward."""
+    net = network()
+    fully_shard(net, mesh=mesh)
+    ema = trained(net)
+    raw = whole(dict(net.state_dict()))
+    with torch.no_grad(), ema.applied():
+        net.eval()(torch.randn(8, 4))
+        state = whole(ema.state_dict())
+
+    assert state["raw"].keys() == raw.keys()
+    assert all(torch.equal(value, raw[name]) for name, value in state["raw"].items())
+    assert not torch.equal(raw["0.weight"], state["averages"][0]["tensors"]["0.weight"])
+
+
+def test_states_become_whole_and_split_up_again(mesh) -> None:
+    """The state of a plain model's average loads into the average of shards, and back."""
+    net, reference = network(), network()
+    fully_shard(net, mesh=mesh)
+    plain, ema = (
+        trained(reference, precision="compensated"),
+        modkit.EMA(net, precision="compensated"),
+    )
+    state = copy.deepcopy(plain.state_dict())
+    divided = split_up(state, dict(net.named_parameters()))
+    with pytest.warns(UserWarning, match="the schedule is"):
+        ema.load_state_dict(divided)
+    again = whole(ema.state_dict())
+
+    assert has_shards(net)
+    assert not has_shards(reference)
+    assert is_sharded(averaged(ema, "0.weight"))
+    for kind in "tensors", "rests":
+        found, expected = again["averages"][0][kind], state["averages"][0][kind]
+        assert found.keys() == expected.keys() != set()
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())

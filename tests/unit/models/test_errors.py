@@ -1,0 +1,303 @@
+import inspect
+import re
+
+import pytest
+import torch
+
+from modkit import models, nn
+from tests.efficientzero import CASES, small
+
+
+def plainly(value):
+    """Write a value without its address in memory, which differs from process to process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def network(**options):
+    """A DynamicsNetwork for planes of 3x3: 8 channels, of which 2 hold the action."""
+    given = {
+        "observation_shape": (4, 3, 3),
+        "num_channels": 8,
+        "reward_head_channels": 2,
+        "flatten_output_size_for_reward_head": 18,
+        "lstm_hidden_size": 12,
+    }
+    return models.DynamicsNetwork(**{**given, **options})
+
+
+def state(*shape):
+    """A hidden state of zeros."""
+    return torch.zeros(shape), torch.zeros(shape)
+
+
+@pytest.mark.parametrize("norm_type", ["GN", "IN", "bn", None, "", 0])
+@pytest.mark.parametrize(
+    "kind", ["DynamicsNetwork", "RepresentationNetwork", "PredictionNetwork", "DownSample"]
+)
+def test_norm_type(kind, norm_type):
+    """A normalization other than the two is LightZero's error, with the value in a note."""
+    case = {
+        "DynamicsNetwork": "BN",
+        "RepresentationNetwork": "RepresentationNetwork, BN",
+        "PredictionNetwork": "PredictionNetwork, BN",
+        "DownSample": "DownSample96, BN",
+    }[kind]
+    options = {**CASES[case].options, "norm_type": norm_type}
+
+    with pytest.raises(AssertionError, match="norm_type must in") as caught:
+        getattr(models, kind)(**options)
+
+    assert str(caught.value) == "norm_type must in ['BN', 'LN']"
+    notes = getattr(caught.value, "__notes__", [])
+    assert notes in ([], [f"{kind} was given norm_type={norm_type!r}"])
+
+
+def test_norm_type_of_a_model():
+    """The model refuses what its networks refuse."""
+    with pytest.raises(AssertionError, match="norm_type must in"):
+        models.EfficientZeroModel((4, 3, 3), norm_type="GN")
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+def test_too_few_channels(channels):
+    """An input that has no more channels than the action has none left for the latent state."""
+    with pytest.raises(AssertionError, match=f"^num_channels:{channels} <= action_encoding_dim:2$"):
+        network(num_channels=channels)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"fc_reward_layers": []}, IndexError, r"DynamicsNetwork: fc_reward_layers=\[\] needs"),
+        ({"fc_reward_layers": 32}, TypeError, "int"),
+        ({"flatten_output_size_for_reward_head": 0}, ValueError, "input_size must be greater than"),
+        ({"lstm_hidden_size": 0}, ValueError, "hidden_size must be greater than zero"),
+        ({"lstm_hidden_size": 1.5}, TypeError, "hidden_size should be of type int"),
+        ({"num_res_blocks": 1.5}, TypeError, "float"),
+        ({"activation": torch.relu}, TypeError, "is not a Module subclass"),
+        ({"activation": nn.ReLU}, TypeError, "is not a Module subclass"),
+        ({"observation_shape": 4, "norm_type": "LN"}, TypeError, "not subscriptable"),
+        ({"observation_shape": (4,), "norm_type": "LN"}, IndexError, "out of range"),
+        ({"width": 3}, TypeError, "unexpected keyword argument 'width'"),
+    ],
+    ids=plainly,
+)
+def test_constructor(options, error, text):
+    """Other bad arguments raise the type of error that they raise in LightZero."""
+    with pytest.raises(error, match=text):
+        network(**options)
+
+
+def test_shape_is_not_read_with_batch_normalization():
+    """BatchNorm needs no size of the planes, so any observation shape will do."""
+    assert network(observation_shape=None)(torch.randn(2, 8, 3, 3), None)[2].shape == (2, 601)
+
+
+def test_missing_shape():
+    """The observation shape has no default."""
+    with pytest.raises(TypeError, match="observation_shape"):
+        models.DynamicsNetwork()
+
+
+@pytest.mark.parametrize(
+    ("x", "hidden", "error", "text"),
+    [
+        ((4, 7, 3, 3), state(1, 4, 12), RuntimeError, "to have 8 channels, but got 7 channels"),
+        ((4, 9, 3, 3), state(1, 4, 12), RuntimeError, "to have 8 channels, but got 9 channels"),
+        ((4, 8, 3, 3), state(1, 3, 12), RuntimeError, r"Expected hidden\[0\] size \(1, 4, 12\)"),
+        ((4, 8, 3, 3), state(1, 4, 11), RuntimeError, r"Expected hidden\[0\] size \(1, 4, 12\)"),
+        ((4, 8, 3, 3), state(2, 4, 12), RuntimeError, r"Expected hidden\[0\] size \(1, 4, 12\)"),
+        (
+            (4, 8, 3, 3),
+            (torch.zeros(1, 4, 12), torch.zeros(1, 4, 11)),
+            RuntimeError,
+            r"Expected hidden\[1\] size \(1, 4, 12\)",
+        ),
+        ((4, 8, 3, 3), state(4, 12), RuntimeError, "hx and cx should also be 3-D"),
+        ((4, 8, 3, 3), torch.zeros(1, 4, 12), IndexError, "out of"),
+        ((4, 8, 3, 3), torch.zeros(2, 1, 4, 12), TypeError, "lstm"),
+        ((8, 3, 3), state(1, 4, 12), IndexError, "too many indices"),
+    ],
+    ids=str,
+)
+def test_call(x, hidden, error, text):
+    """Inputs and hidden states of wrong shapes raise what they raise in LightZero."""
+    with pytest.raises(error, match=text):
+        network().eval()(torch.randn(x), hidden)
+
+
+def test_precision():
+    """Inputs and hidden states of another precision than the weights are refused."""
+    net, x = network().eval(), torch.randn(4, 8, 3, 3)
+    double = tuple(part.double() for part in state(1, 4, 12))
+
+    with pytest.raises(RuntimeError, match="type"):
+        net(x.double(), state(1, 4, 12))
+    with pytest.raises(RuntimeError, match="dtype"):
+        net(x, double)
+
+
+def test_hidden_state_left_out():
+    """The hidden state has to be given, if only as None."""
+    with pytest.raises(TypeError, match="reward_hidden_state"):
+        network()(torch.randn(4, 8, 3, 3))
+
+
+def test_no_activation():
+    """None for the activation is an error in the call, as it is in LightZero."""
+    net = network(activation=None)
+
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        net(torch.randn(4, 8, 3, 3), None)
+
+
+@pytest.mark.parametrize("norm_type", ["BN", "LN"])
+def test_single_sample_in_training(norm_type):
+    """One sample has no variance to train on; evaluated, it is fine."""
+    net, x = network(norm_type=norm_type), torch.randn(1, 8, 3, 3)
+
+    with pytest.raises(ValueError, match=r"more than 1 value per channel.*\[1, 12\]"):
+        net(x, None)
+
+    assert net.eval()(x, None)[2].shape == (1, 601)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_no_samples(training):
+    """An empty batch comes out empty."""
+    latent, (h, c), prefix = network().train(training)(torch.randn(0, 8, 3, 3), None)
+
+    assert latent.shape == (0, 6, 3, 3)
+    assert h.shape == c.shape == (1, 0, 12)
+    assert prefix.shape == (0, 601)
+
+
+@pytest.mark.parametrize(
+    ("size", "samples"), [(4, 4), (6, 16)], ids=["does not divide", "divides into more samples"]
+)
+def test_planes_of_another_size(size, samples):
+    """Planes of another size name the argument; LightZero mixes samples where the numbers divide."""
+    features = f"2x{size}x{size} = {2 * size * size} features a sample"
+    text = f"DynamicsNetwork: the head gets {features}, but flatten_output_size_for_reward_head=18"
+
+    with pytest.raises(RuntimeError, match=text):
+        network().eval()(torch.randn(4, 8, size, size), state(1, samples, 12))
+
+
+def test_planes_of_another_size_in_prediction():
+    """The heads of policy and value refuse it too."""
+    options = dict(CASES["PredictionNetwork, BN"].options)
+    x = torch.randn(2, 8, 12, 7)
+
+    with pytest.raises(RuntimeError, match="flatten_output_size_for_value_head=84"):
+        models.PredictionNetwork(**options)(x)
+    options["flatten_output_size_for_value_head"] = 2 * 12 * 7
+    with pytest.raises(RuntimeError, match="flatten_output_size_for_policy_head=126"):
+        models.PredictionNetwork(**options)(x)
+
+
+def test_planes_of_another_size_with_layer_norm():
+    """LayerNorm has a size of its own, and says so."""
+    with pytest.raises(RuntimeError, match=r"Given normalized_shape=\[6, 3, 3\]"):
+        network(norm_type="LN")(torch.randn(4, 8, 6, 6), None)
+
+
+@pytest.mark.parametrize("kind", ["DownSample", "RepresentationNetwork", "EfficientZeroModel"])
+def test_height_without_downsampling(kind):
+    """A height that cannot be downsampled is refused when the network is built."""
+    shape = (4, 100, 96)
+    options = {
+        "DownSample": {"out_channels": 8},
+        "RepresentationNetwork": {},
+        "EfficientZeroModel": {"downsample": True},
+    }[kind]
+
+    with pytest.raises(NotImplementedError, match=r"\(4, 100, 96\).*one of \[64, 84, 96\]"):
+        getattr(models, kind)(observation_shape=shape, **options)
+
+
+def test_actions():
+    """An action that does not exist, and an unknown encoding of actions, are refused."""
+    case = CASES["model, BN, one_hot"]
+    model = case.build(models).eval()
+    latent, hidden, _ = case.inputs("recurrent_inference", torch.float32)
+
+    with pytest.raises(RuntimeError, match="index 5 is out of bounds"):
+        model.recurrent_inference(latent, hidden, torch.tensor([0, 1, 5]))
+    with pytest.raises(AssertionError, match="two_hot"):
+        models.EfficientZeroModel((4, 3, 3), discrete_action_encoding_type="two_hot")
+
+
+def test_projection_left_out():
+    """Without the self-supervised loss there is no projection."""
+    options = {**CASES["model, BN, one_hot"].options, "self_supervised_learning_loss": False}
+    model = models.EfficientZeroModel(**options)
+
+    with pytest.raises(AttributeError, match="projection"):
+        model.project(torch.randn(2, 8, 6, 7))
+
+
+def test_both_names_of_an_argument():
+    """The older and the newer name of an argument exclude one another."""
+    with pytest.raises(TypeError, match=r"reward_head_hidden_channels.*fc_reward_layers.*give one"):
+        network(fc_reward_layers=[8], reward_head_hidden_channels=[8])
+    with pytest.raises(TypeError, match="flatten_input_size_for_reward_head=18"):
+        network(flatten_input_size_for_reward_head=18)
+    with pytest.raises(TypeError, match="value_head_hidden_channels"):
+        models.EfficientZeroModel((4, 3, 3), fc_value_layers=[8], value_head_hidden_channels=[8])
+
+
+def test_newer_names():
+    """The arguments that LightZero 0.2 has renamed build the same network."""
+    old = small()
+    options = dict(old.options)
+    new = small(
+        reward_head_hidden_channels=options.pop("fc_reward_layers"),
+        flatten_input_size_for_reward_head=options.pop("flatten_output_size_for_reward_head"),
+    )
+    new_options = {key: value for key, value in new.options.items() if key not in old.options}
+
+    torch.manual_seed(0)
+    actual = models.DynamicsNetwork(**options, **new_options)
+
+    expected = old.build(models)
+    assert repr(actual) == repr(expected)
+    assert all(map(torch.equal, actual.parameters(), expected.parameters()))
+    assert actual.flatten_output_size_for_reward_head == 72
+
+
+def test_newer_names_in_the_model():
+    """So do those of the model, which ignores what it does not know."""
+    layers = {f"{head}_head_hidden_channels": [8, 8] for head in ("reward", "value", "policy")}
+    model = models.EfficientZeroModel((4, 3, 3), num_channels=8, frame_stack_num=4, **layers)
+    old = {f"fc_{head}_layers": [8, 8] for head in ("reward", "value", "policy")}
+
+    expected = models.EfficientZeroModel((4, 3, 3), num_channels=8, **old)
+
+    assert repr(model) == repr(expected)
+    assert len(model.dynamics_network.fc_reward_head) == 7
+
+
+def test_signature():
+    """Names, order and defaults of the arguments are those that LightZero documents."""
+    parameters = inspect.signature(models.DynamicsNetwork).parameters.values()
+    documented = {
+        "observation_shape": inspect.Parameter.empty,
+        "action_encoding_dim": 2,
+        "num_res_blocks": 1,
+        "num_channels": 64,
+        "reward_head_channels": 64,
+        "fc_reward_layers": [32],
+        "output_support_size": 601,
+        "flatten_output_size_for_reward_head": 64,
+        "downsample": False,
+        "lstm_hidden_size": 512,
+        "last_linear_layer_init_zero": True,
+        "norm_type": "BN",
+    }
+
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    defaults = {p.name: p.default for p in positional}
+    assert repr(defaults.pop("activation")) == "ReLU(inplace=True)"
+    assert defaults == documented
+    assert list(defaults) == list(documented)

@@ -1,0 +1,260 @@
+import copy
+import pickle
+
+import pytest
+import torch
+
+import modkit
+from modkit import models, nn
+from tests.efficientzero import CASES, scramble, small, tensors_in
+from tests.integration.torchscript import scripted_tests
+
+
+@pytest.fixture
+def network():
+    """A small DynamicsNetwork in which no weight is zero."""
+    net = CASES["BN"].build(models)
+    scramble(net)
+    return net.eval()
+
+
+def inputs(batch=3):
+    """Planes and hidden states for it."""
+    x = torch.randn(batch, 11, 6, 6)
+    return x, (torch.randn(1, batch, 12), torch.randn(1, batch, 12))
+
+
+def equal(first, second):
+    """Tell whether two results consist of equal tensors."""
+    pairs = zip(tensors_in(first), tensors_in(second), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+def old_checkpoint(net, prefix=""):
+    """A state dict as LightZero 0.0.4 writes it: with twelve keys for each block that is not used."""
+    state = net.state_dict()
+    unused = copy.deepcopy(net.resblocks).state_dict()
+    entries = {f"reward_resblocks.{key}": tensor for key, tensor in unused.items()}
+    return {prefix + key: tensor for key, tensor in {**state, **entries}.items()}
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_checkpoint_of_early_versions(network):
+    """The blocks that early versions saved and never used are left out."""
+    checkpoint = old_checkpoint(network)
+    other = CASES["BN"].build(models).eval()
+
+    keys = other.load_state_dict(checkpoint)
+
+    assert keys == ([], [])
+    assert len(checkpoint) == len(network.state_dict()) + 12
+    given = inputs()
+    assert equal(other(*given), network(*given))
+
+
+@pytest.mark.parametrize("root", [nn.ModuleDict, torch.nn.ModuleDict], ids=["modkit", "torch"])
+def test_checkpoint_of_early_versions_within_a_model(network, root):
+    """They are left out of a network inside a model of either library, too."""
+    checkpoint = old_checkpoint(network, "dynamics.")
+    other = root({"dynamics": CASES["BN"].build(models)})
+
+    other.load_state_dict(checkpoint)
+
+    assert equal(list(other.parameters()), list(network.parameters()))
+
+
+def test_unexpected_key_is_still_reported(network):
+    """Keys of other names are unexpected, and nothing is written then."""
+    checkpoint = {**old_checkpoint(network), "reward_blocks.0.weight": torch.zeros(1)}
+    other = CASES["BN"].build(models)
+    before = copy.deepcopy(other.state_dict())
+
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\).*"reward_blocks.0.weight"\.'):
+        other.load_state_dict(checkpoint)
+
+    assert equal(list(other.state_dict().values()), list(before.values()))
+
+
+def test_checkpoint_stays_as_it_was(network):
+    """Loading leaves the caller's checkpoint alone."""
+    checkpoint = old_checkpoint(network)
+    keys = list(checkpoint)
+
+    network.load_state_dict(checkpoint)
+
+    assert list(checkpoint) == keys
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+
+def test_default_activation_is_shared_within_a_model():
+    """The networks of one model share its activation, as they do in LightZero."""
+    model = CASES["model, BN, one_hot"].build(models)
+
+    parts = model.representation_network, model.dynamics_network, model.prediction_network
+    assert all(part.activation is model.activation for part in parts)
+
+
+def test_given_activation_is_used_as_it_is():
+    """An activation that was given is in all the places, itself."""
+    activation = nn.GELU()
+
+    net = models.DynamicsNetwork((4, 6, 6), activation=activation)
+
+    assert net.activation is activation
+    assert sum(module is activation for _, module in net.named_modules(remove_duplicate=False)) == 4
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+def test_mean_of_the_dynamics(network):
+    """It is that of the first convolution and all parameters of the blocks."""
+    tensors = [network.conv.weight, *network.resblocks.parameters()]
+    expected = torch.cat([tensor.detach().abs().flatten() for tensor in tensors]).double().mean()
+
+    assert network.get_dynamic_mean() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_mean_of_the_dynamics_without_blocks():
+    """Without blocks it is that of the first convolution."""
+    net = small(num_res_blocks=0).build(models)
+
+    assert net.get_dynamic_mean() == pytest.approx(net.conv.weight.abs().mean().item(), rel=1e-6)
+
+
+def test_first_value_prefix_is_zero():
+    """The last layer starts at zero unless told otherwise, and gets a gradient nevertheless."""
+    net = small(last_linear_layer_init_zero=True).build(models)
+    _, _, prefix = net(*inputs())
+    prefix.sum().backward()
+
+    assert not prefix.any()
+    assert net.fc_reward_head[3].weight.grad.any()
+    assert not net.conv1x1_reward.weight.grad.any()
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def test_first_inference():
+    """It gives zeros for the value prefix and the hidden states, one for each observation."""
+    model = CASES["model, BN, one_hot"].build(models).eval()
+
+    output = model.initial_inference(torch.randn(2, 4, 6, 7))
+
+    assert output.value_prefix == [0.0, 0.0]
+    assert [part.shape for part in output.reward_hidden_state] == [(1, 2, 12), (1, 2, 12)]
+    assert not any(part.any() for part in output.reward_hidden_state)
+    assert output.value.shape == (2, 7)
+    assert output.policy_logits.shape == (2, 5)
+
+
+def test_shapes_of_actions():
+    """Actions come as (batch,) or as (batch, 1)."""
+    case = CASES["model, BN, not_one_hot"]
+    model = case.build(models).eval()
+    latent, hidden, action = case.inputs("recurrent_inference", torch.float32)
+
+    flat = model.recurrent_inference(latent, hidden, action)
+    column = model.recurrent_inference(latent, hidden, action[:, None])
+
+    assert equal(flat, column)
+
+
+def test_vector_observations():
+    """One number, or a tuple of one, is a column of that height."""
+    options = dict(CASES["model, BN, one_hot"].options)
+    for shape in (5, (5,)):
+        options["observation_shape"] = shape
+        root = models.EfficientZeroModel(**options).initial_inference(torch.randn(2, 1, 5, 1))
+
+        assert root.latent_state.shape == (2, 8, 5, 1)
+
+
+# --- tools ----------------------------------------------------------------------------------------
+
+
+@scripted_tests
+def test_scripted_network_takes_no_hidden_state(network):
+    """Scripted, too, None stands for hidden states of zero."""
+    x, _ = inputs()
+
+    expected = network(x, (torch.zeros(1, 3, 12), torch.zeros(1, 3, 12)))
+    torch.testing.assert_close(
+        list(tensors_in(torch.jit.script(network)(x, None))), list(tensors_in(expected))
+    )
+
+
+def test_symbolic_trace(network):
+    """A tracer of fx records the network; the traced one computes the same."""
+    given = inputs()
+
+    traced = torch.fx.symbolic_trace(network)
+
+    assert equal(traced(*given), network(*given))
+
+
+def test_compile(network):
+    """The network compiles as one graph, where torch's compiler is told to look into LSTMs."""
+    given = inputs()
+    with torch._dynamo.config.patch(allow_rnn=True):
+        compiled = torch.compile(network, backend="eager", fullgraph=True)
+
+        assert equal(compiled(*given), network(*given))
+
+
+def test_copies(network):
+    """Copies and pickles compute the same, and have an activation of their own."""
+    given = inputs()
+
+    for other in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        assert equal(other(*given), network(*given))
+        assert other.activation is other.resblocks[0].act
+        assert other.activation is not network.activation
+
+
+def test_functional_call(network):
+    """The network runs with weights from outside."""
+    given = inputs()
+    weights = {name: torch.zeros_like(p) for name, p in network.named_parameters()}
+
+    latent, _, prefix = torch.func.functional_call(network, weights, given)
+
+    assert torch.equal(latent, given[0][:, :8].relu())
+    assert not prefix.any()
+
+
+def test_fast_attributes():
+    """A search inside ``fast_attributes`` computes the same."""
+    case = CASES["model, BN, one_hot"]
+    model = case.build(models).eval()
+    scramble(model)
+    given = case.inputs("recurrent_inference", torch.float32)
+    with torch.inference_mode():
+        expected = model.recurrent_inference(*given)
+
+    with torch.inference_mode(), modkit.fast_attributes(model):
+        actual = model.recurrent_inference(*given)
+
+    assert equal(actual, expected)
+
+
+def test_average_of_a_model():
+    """``EMA`` averages a model by name, and swaps the average in."""
+    model = CASES["model, BN, one_hot"].build(models)
+    ema = modkit.EMA(model, decay=0.5)
+    first = copy.deepcopy(dict(model.named_parameters()))
+    ema.update()
+    scramble(model)
+    ema.update()
+
+    with ema.applied():
+        actual = dict(model.named_parameters())["dynamics_network.conv.weight"].clone()
+
+    raw = model.dynamics_network.conv.weight
+    expected = (first["dynamics_network.conv.weight"] + raw) / 2
+    torch.testing.assert_close(actual, expected)

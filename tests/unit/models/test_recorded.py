@@ -1,0 +1,90 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modkit import models
+from tests.efficientzero import CASES, kernels, layout, runs, summary, versions
+
+
+RECORD = Path(__file__).resolve().parents[2] / "data" / "efficientzero.pt"
+
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    """What LightZero 0.1.0 computed; ``same_kernels`` tells whether this machine sums up alike."""
+    content = torch.load(RECORD, weights_only=True)
+    same = content["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    return {**content, "same_kernels": same and content["kernels"] == kernels()}
+
+
+def assert_as_recorded(actual: dict[str, Any], expected: dict[str, Any], *, exact: bool) -> None:
+    """Compare a summary with the one on record: all bits, or where they may differ some elements."""
+    assert actual.keys() == expected.keys()
+    if exact:
+        assert {k: v for k, v in actual.items() if k != "sample"} == {
+            k: v for k, v in expected.items() if k != "sample"
+        }
+    tolerance = 1e-3 if expected["sample"].dtype == torch.float32 else 1e-9
+    torch.testing.assert_close(
+        actual["sample"], expected["sample"], rtol=tolerance, atol=tolerance, equal_nan=True
+    )
+
+
+def test_every_case_is_on_record(record):
+    """The record has the cases that there are, and stays small."""
+    assert list(record["cases"]) == list(CASES)
+    assert RECORD.stat().st_size <= 1_000_000
+
+
+@every_case
+def test_layout(name, record):
+    """Keys, shapes and dtypes of the state dict, its versions and the parameters are LightZero's."""
+    network = CASES[name].build(models)
+
+    expected = record["cases"][name]
+    assert layout(network) == expected["layout"]
+    assert versions(network) == expected["versions"]
+    assert "\n".join(key for key, _ in network.named_parameters()) == expected["parameters"]
+    assert sum(parameter.numel() for parameter in network.parameters()) == expected["count"]
+
+
+@every_case
+def test_weights_of_a_seed(name, record):
+    """The same seed gives the weights that it gives in LightZero."""
+    network = CASES[name].build(models)
+
+    state = summary({"state": list(network.state_dict().values())})
+    assert_as_recorded(state, record["cases"][name]["initial"], exact=record["same_kernels"])
+
+
+@every_case
+def test_numbers(name, record):
+    """Outputs, gradients and statistics are LightZero's: bits on its kernels, close on others."""
+    case = CASES[name]
+    expected = record["cases"][name]["runs"]
+
+    actual = {run: summary(results) for run, results in runs(case, lambda: case.build(models))}
+
+    assert actual.keys() == expected.keys()
+    for run, results in actual.items():
+        assert_as_recorded(results, expected[run], exact=record["same_kernels"])
+
+
+def test_checkpoint(record):
+    """A state dict of a trained network of LightZero loads strictly, and gives its outputs."""
+    trained = record["trained"]
+    network = CASES["BN"].build(models).eval()
+
+    keys = network.load_state_dict(trained["state"])
+
+    assert keys == ([], [])
+    with torch.no_grad():
+        latent, hidden, prefix = network(*trained["inputs"])
+    for actual, expected in zip((latent, *hidden, prefix), trained["outputs"], strict=True):
+        if record["same_kernels"]:
+            assert torch.equal(actual, expected)
+        torch.testing.assert_close(actual, expected)

@@ -1,0 +1,166 @@
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import modkit
+from modkit import nn
+
+
+def training() -> tuple[nn.Module, torch.optim.Optimizer, "modkit.EMA[Any]"]:
+    """Return a model with an average that have taken a few steps."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    ema = modkit.EMA(model, precision="compensated").attach(optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer, ema
+
+
+def checkpoint() -> dict[str, Any]:
+    """Return what such a loop saves."""
+    names = ("model", "optimizer", "ema")
+    parts = {name: part.state_dict() for name, part in zip(names, training(), strict=True)}
+    return {**parts, "epoch": 3}
+
+
+def equal(first: Any, second: Any) -> bool:
+    """Compare nested states, tensors by each value."""
+    if isinstance(first, torch.Tensor):
+        return isinstance(second, torch.Tensor) and torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(equal(first[k], second[k]) for k in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(equal, first, second))
+    return bool(first == second)
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    """All that a loop needs to go on comes back, and plain torch reads the file too."""
+    expected = checkpoint()
+    modkit.save_checkpoint(expected, tmp_path / "last.pt")
+
+    assert equal(modkit.load_checkpoint(tmp_path / "last.pt"), expected)
+    assert equal(torch.load(tmp_path / "last.pt", weights_only=True), expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_a_flipped_bit_is_an_error_or_means_nothing(tmp_path: Path) -> None:
+    """No flip of a bit becomes another weight; torch itself loads many of those files."""
+    path, expected = tmp_path / "last.pt", checkpoint()
+    modkit.save_checkpoint(expected, path)
+    content, dice = path.read_bytes(), random.Random(0)
+    refused = wrong_in_torch = 0
+    for _ in range(300):
+        damaged = bytearray(content)
+        damaged[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            found = modkit.load_checkpoint(path)
+        except ValueError:
+            refused += 1
+            wrong_in_torch += loads_wrongly(path, expected)
+            continue
+
+        assert equal(found, expected)
+    assert refused > wrong_in_torch > 0
+
+
+def loads_wrongly(path: Path, expected: Any) -> bool:
+    """Tell whether torch loads something else without an error."""
+    try:
+        return not equal(torch.load(path, weights_only=True), expected)
+    except Exception:
+        return False
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, -1])
+def test_a_truncated_file_is_an_error(tmp_path: Path, length: int) -> None:
+    """The error names the file."""
+    path = tmp_path / "last.pt"
+    modkit.save_checkpoint(checkpoint(), path)
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(ValueError, match=r"last\.pt cannot be read as a checkpoint"):
+        modkit.load_checkpoint(path)
+
+
+def test_checksums_are_there_whatever_is_set(tmp_path: Path) -> None:
+    """Where torch is told to write none, these files have them, and the setting stays."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        modkit.save_checkpoint(checkpoint(), tmp_path / "last.pt")
+        meanwhile = torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+    assert meanwhile is False
+    assert equal(modkit.load_checkpoint(tmp_path / "last.pt"), checkpoint())
+
+
+def child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run code that saves a checkpoint over another, in a process of its own."""
+    program = f"import sys, torch, modkit\n{code}\nmodkit.save_checkpoint({{'new': torch.ones(10**5)}}, sys.argv[1])"
+    line = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, encoding="utf-8", check=False)
+
+
+def test_a_process_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
+    """After kill -9 in the middle of writing, the last checkpoint is whole."""
+    path = tmp_path / "last.pt"
+    modkit.save_checkpoint(checkpoint(), path)
+    code = """
+import os, signal
+def save(_, path):
+    path.write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+torch.save = save
+"""
+    done = child(code, path)
+
+    assert done.returncode == -signal.SIGKILL
+    assert equal(modkit.load_checkpoint(path), checkpoint())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits the size of files as POSIX does")
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    """Where no more can be written there is an error, and the last checkpoint is whole."""
+    path = tmp_path / "last.pt"
+    modkit.save_checkpoint(checkpoint(), path)
+    code = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
+    done = child(code, path)
+
+    assert done.returncode == 1
+    assert "Error" in done.stderr
+    assert equal(modkit.load_checkpoint(path), checkpoint())
+    assert [each.name for each in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_code_is_not_run(tmp_path: Path) -> None:
+    """A file that would run something when it is loaded is refused."""
+    trace = tmp_path / "trace"
+
+    class Harmful:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(trace),)
+
+    torch.save({"model": Harmful()}, tmp_path / "bad.pt")
+    with pytest.raises(ValueError, match=r"bad\.pt cannot be read"):
+        modkit.load_checkpoint(tmp_path / "bad.pt")
+
+    assert not trace.exists()
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    """There is nothing to load."""
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint .*none\.pt"):
+        modkit.load_checkpoint(tmp_path / "none.pt")

@@ -1,0 +1,163 @@
+import os
+import subprocess
+import sys
+import textwrap
+
+
+def run(folder, code, *flags, **environment):
+    """Run code in a Python of its own, from a file as TorchScript reads it, and return the output."""
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(code), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, *flags, str(script)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n")[:-1]
+
+
+def test_importing_modkit_leaves_torchscript_alone(tmp_path):
+    """Neither the package nor its layers import modkit.jit, and nothing warns."""
+    lines = run(
+        tmp_path,
+        """
+        import sys
+        import torch
+        before = set(sys.modules)
+        import modkit, modkit.nn, modkit.optim.swa_utils, modkit.schedules
+        print([name for name in sorted(set(sys.modules) - before) if "jit" in name])
+        """,
+        "-Werror",
+    )
+
+    assert lines == ["[]"]
+
+
+def test_one_notice_takes_the_place_of_all_warnings(tmp_path):
+    """A program that compiles, saves, loads and freezes is warned once, where it calls first."""
+    lines = run(
+        tmp_path,
+        """
+        import io, warnings
+        import torch
+        import modkit.nn as nn
+        from modkit import jit
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+
+            class Scale(jit.ScriptModule):
+                @jit.script_method
+                def forward(self, x):
+                    return x * 2
+
+            Scale()(torch.ones(1))
+            module = jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval())
+            jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+            buffer = io.BytesIO()
+            jit.save(module, buffer)
+            buffer.seek(0)
+            jit.freeze(jit.load(buffer))
+            jit.optimize_for_inference(jit.script(nn.Linear(2, 2)))
+        for one in caught:
+            print(one.category.__name__, one.filename, str(one.message).split(":")[0])
+        """,
+    )
+
+    notice = "TorchScript gets no new features and a later release of torch may drop it"
+    assert lines == [f"DeprecationWarning {tmp_path / 'script.py'} {notice}"]
+
+
+def test_the_notice_can_be_an_error(tmp_path):
+    """Where warnings are errors the first call raises, and the next one works."""
+    lines = run(
+        tmp_path,
+        """
+        import warnings
+        import torch
+        import modkit.nn as nn
+        from modkit import jit
+
+        warnings.simplefilter("error")
+        try:
+            jit.script(nn.Linear(2, 2))
+        except DeprecationWarning as warning:
+            print(type(warning).__name__)
+        print(type(jit.script(nn.Linear(2, 2))).__name__)
+        """,
+    )
+
+    assert lines == ["DeprecationWarning", "ScriptModule"]
+
+
+def test_with_the_compiler_turned_off_modules_run_as_python(tmp_path):
+    """With PYTORCH_JIT=0 compiling returns what it is given, and what needs C++ says why it fails."""
+    lines = run(
+        tmp_path,
+        """
+        import copy, io
+        import torch
+        import modkit.nn as nn
+        from modkit import jit
+
+        class Scale(jit.ScriptModule):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(2))
+                self.factor = jit.Attribute(3, int)
+
+            @jit.script_method
+            def forward(self, x):
+                return x * self.weight * self.factor
+
+        linear = nn.Linear(2, 2)
+        print(jit.script(linear) is linear, jit.trace(linear, torch.ones(1, 2)) is linear)
+        scale = Scale()
+        print(scale(torch.ones(2)).tolist(), copy.deepcopy(scale)(torch.ones(2)).tolist())
+        print(list(scale.state_dict()), scale.factor)
+        for fail in (lambda: scale.code, lambda: jit.save(scale, io.BytesIO())):
+            try:
+                fail()
+            except AttributeError as error:
+                print(error)
+        """,
+        PYTORCH_JIT="0",
+    )
+
+    why = "Scale is not compiled, as the environment variable PYTORCH_JIT=0 turns TorchScript off"
+    assert lines == [
+        "True True",
+        "[3.0, 3.0] [3.0, 3.0]",
+        "['weight'] 3",
+        why,
+        why,
+    ]
+
+
+def test_an_archive_loads_with_the_compiler_turned_off(tmp_path):
+    """Archives need no compiler: they load and run with PYTORCH_JIT=0."""
+    path = tmp_path / "net.pt"
+    run(
+        tmp_path,
+        f"""
+        import modkit.nn as nn
+        from modkit import jit
+        jit.script(nn.Sequential(nn.Linear(2, 2, bias=False))).save({str(path)!r})
+        """,
+    )
+    lines = run(
+        tmp_path,
+        f"""
+        import torch
+        from modkit import jit
+        module = jit.load({str(path)!r})
+        x = torch.ones(1, 2)
+        print(torch.equal(module(x), x @ module[0].weight.T), len(module))
+        """,
+        PYTORCH_JIT="0",
+    )
+
+    assert lines == ["True 1"]
