@@ -7,6 +7,7 @@ can still be read when it is gone; until then torch, C++ and modkit read the arc
 import io
 import os
 import shutil
+import types
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
@@ -136,13 +137,18 @@ def load_export(
     if device is not None:
         program = move_to_device_pass(program, device)
     module = program.module()
-    # Programs of torch.export refuse even the mode that they have; `train` still raises.
-    module.__dict__.pop("eval", None)
+    # The mode is part of a program; torch refuses to set even that which it has.
+    module.eval = types.MethodType(_as_it_is, module)  # type: ignore[method-assign]
     if files is not None:
         with opened(f) as (file, what):
             archive = Archive(file, what)
             for name in tuple(files):
                 files[name] = b"".join(archive.chunks(f"{EXTRA}{name}"))
+    return module
+
+
+def _as_it_is(module: Any) -> Any:
+    """Return the module."""
     return module
 
 

@@ -106,8 +106,8 @@ def load(
     is in the archive, so load only what you trust; ``sha256`` makes sure that it is that.
 
     Where torch cannot load TorchScript any more and the archive has a program of ``torch.export``, that
-    is what is returned, with a warning: a plain module, which computes what the saved one did in the
-    mode that it had.
+    is what is returned, with a warning: a plain module for inference, which computes what the saved one
+    did in the mode that it had.
 
     Args:
         f: A path, or a file that is open for reading.
