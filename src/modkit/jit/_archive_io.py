@@ -5,6 +5,7 @@ C++ read the same archive, and pass over that file.
 """
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from modkit.jit._archive_seal import seal, sealed
 from modkit.jit._class_based import ScriptMeta, base_class
 from modkit.jit._members import bind, compiled, plain_state
 from modkit.jit._upstream import (
+    ArchiveReader,
     CompilationUnit,
     ModuleDict,
     import_module,
@@ -110,6 +112,15 @@ def write_whole(target: Path, write: Callable[[str], Any]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def is_readable(source: str | bytes) -> bool:
+    """Tell whether torch finds the members of an archive, whatever it makes of them."""
+    try:
+        ArchiveReader(io.BytesIO(source) if isinstance(source, bytes) else source)
+    except (RuntimeError, UnicodeDecodeError):
+        return False
+    return True
+
+
 def read(
     source: str | bytes,
     map_location: torch.device | None,
@@ -131,7 +142,12 @@ def read(
         raise RuntimeError("this release of torch reads no TorchScript")
     wanted = dict.fromkeys((*(files or ()), RECORD), "")
     load = import_module_from_buffer if isinstance(source, bytes) else import_module
-    cpp = load(CompilationUnit(), source, map_location, wanted, restore_shapes)
+    try:
+        cpp = load(CompilationUnit(), source, map_location, wanted, restore_shapes)
+    except UnicodeDecodeError as error:
+        # The message of C++ has bytes of the file in it.
+        text = bytes(error.object).decode("utf-8", "replace")
+        raise RuntimeError(f"torch cannot load the archive: {text}") from error
     note = wanted[RECORD]
     if files is not None:
         files.update((name, wanted[name]) for name in tuple(files))

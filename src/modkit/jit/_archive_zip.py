@@ -26,6 +26,7 @@ _END: Final = struct.Struct("<4s4H2LH")
 _END_64: Final = 20 + 56  # bytes of the two records that large archives have before the last one
 _UNKNOWN: Final = 0xFFFFFFFF
 _MANY: Final = 0xFFFF
+_FOLDER: Final = 0x10  # the attribute that MS-DOS has for it
 
 
 @contextmanager
@@ -99,6 +100,8 @@ class Archive:
             info.filename.removeprefix(self.folder): info for info in inside
         }
         self._names = [info.filename for info in listed]
+        # Torch reads nothing of what is marked as a folder, and leaves memory as it was.
+        self._folders = [i.filename for i in listed if i.is_dir() or i.external_attr & _FOLDER]
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -109,8 +112,8 @@ class Archive:
         """Refuse a file that torch may read as another one than this class does.
 
         Raises:
-            ArchiveError: Two members have the same name, one is in another folder than the others,
-                there is something before or after the zip, or its table has lost members.
+            ArchiveError: Two members have the same name, one is in another folder than the others or
+                marked as a folder itself, there is something before or after the zip, or its table has lost members.
         """
         # Torch looks members up without regard to case.
         if len({name.lower() for name in self._names}) < len(self._names):
@@ -122,6 +125,11 @@ class Archive:
             raise ArchiveError(
                 f"{self.what} is damaged: {outside[0]!r} is not in the folder {self.folder!r} as the "
                 "other members are",
+                "damaged zip file",
+            )
+        if self._folders:
+            raise ArchiveError(
+                f"{self.what} is damaged: {self._folders[0]!r} is marked as a folder",
                 "damaged zip file",
             )
         if not self._is_plain():

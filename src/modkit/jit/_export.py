@@ -23,12 +23,9 @@ from modkit._files import written_whole
 from modkit.jit._archive_errors import ConversionError
 from modkit.jit._archive_seal import EXTRA, add_files
 from modkit.jit._archive_zip import Archive, Source, opened
-from modkit.jit._upstream import (
-    CompilationUnit,
-    convert_script,
-    import_module_from_buffer,
-    torch_module,
-)
+from modkit.jit._upstream import CompilationUnit, convert_script, import_module_from_buffer
+from modkit.jit._wrap import make_parameters, wrap_cpp
+from modkit.jit.script_module import ScriptModule
 
 
 EXPORT: Final = "export.pt2"
@@ -72,8 +69,12 @@ def to_export(
     if not isinstance(cast("object", args), tuple):
         raise TypeError(f"to_export: args has to be a tuple of inputs, not {type(args).__name__}")
     kwargs = dict(kwargs or {})
-    # With PYTORCH_JIT=0 a class with script methods is a plain one.
-    if isinstance(module, ScriptFunction) or hasattr(module, "_c"):
+    if isinstance(module, (ScriptFunction, torch.jit.ScriptModule)):
+        if isinstance(module, torch.jit.ScriptModule) and not hasattr(module, "_c"):
+            raise ConversionError(
+                f"to_export: {type(module).__name__} is not compiled, as PYTORCH_JIT=0 turns TorchScript "
+                "off, and torch.export takes no class that is derived from ScriptModule"
+            )
         if kwargs:
             raise TypeError("to_export: a ScriptModule is converted with args only, not kwargs")
         module = _reloaded(module)
@@ -154,8 +155,10 @@ def _as_it_is(module: Any) -> Any:
 
 def _reloaded(module: Any) -> Any:
     """Return a second object from the same code: the conversion rewrites the graph it is given."""
-    data = module.save_to_buffer()
-    return torch_module(import_module_from_buffer(CompilationUnit(), data, None, {}, False))
+    cpp = import_module_from_buffer(CompilationUnit(), module.save_to_buffer(), None, {}, False)
+    reloaded = wrap_cpp(ScriptModule, cpp)
+    make_parameters(reloaded)
+    return reloaded
 
 
 def _converted(module: Any, args: tuple[Any, ...]) -> ExportedProgram:

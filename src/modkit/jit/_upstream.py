@@ -15,8 +15,8 @@ Checked against torch 2.13; 2.15 has the same names.
   ``MethodStub``: a decorator has to look at the frame that it is used in, and the public ones look
   at the frame that called them.
 - ``ConstMap`` gives the constants of compiled code as attributes. ``TorchScriptMeta`` collects the script methods and constants of a class.
-- ``import_module`` is None where this torch reads no TorchScript. ``torch_module`` makes torch's
-  own object for a C++ module.
+- ``import_module`` is None where this torch reads no TorchScript. ``ArchiveReader`` opens
+  an archive as torch does.
 - ``concrete_type_of`` describes the type of a C++ module to the compiler.
 - ``convert_script`` turns TorchScript into a program of torch.export: torch's own error names the
   class behind it as the way to go, and it has no public name.
@@ -38,6 +38,7 @@ from torch.jit._script import ConstMap, ScriptMeta as TorchScriptMeta
 
 __all__ = [
     "ENABLED",
+    "ArchiveReader",
     "BufferDict",
     "CompilationUnit",
     "ConstMap",
@@ -68,7 +69,6 @@ __all__ = [
     "prepare_scriptable",
     "qualified_name",
     "script_anything",
-    "torch_module",
     "trace_anything",
     "trace_module_anything",
 ]
@@ -100,7 +100,7 @@ optimize_frozen_graph: Final = _C._jit_pass_optimize_frozen_graph
 optimize_for_inference: Final = _C._jit_pass_optimize_for_inference
 import_module: Final[Any] = getattr(_C, "import_ir_module", None)
 import_module_from_buffer: Final[Any] = getattr(_C, "import_ir_module_from_buffer", None)
-torch_module: Final = _recursive.wrap_cpp_module
+ArchiveReader: Final = _C.PyTorchFileReader
 
 create_script_module: Final = _recursive.create_script_module
 methods_to_compile: Final = _recursive.infer_methods_to_compile

@@ -144,7 +144,7 @@ def load(
     try:
         cpp, note = _archive_io.read(source, device, _extra_files, _restore_shapes)
     except Exception as error:
-        if EXPORT not in found:
+        if EXPORT not in found or not _archive_io.is_readable(source):
             raise
         module = load_export(source, device, _extra_files)
         reason = str(error).strip().partition("\n")[0]

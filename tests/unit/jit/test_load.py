@@ -242,6 +242,27 @@ def test_a_torch_without_torchscript_says_so(monkeypatch):
         jit.load(io.BytesIO(archive()))
 
 
+def test_an_error_that_is_no_text_is_one_all_the_same(monkeypatch):
+    """Where the message of torch has bytes of a damaged file in it, it is shown without them."""
+
+    def refuse(*args):
+        return b"bad name \xc0".decode()
+
+    monkeypatch.setattr(_archive_io, "import_module_from_buffer", refuse)
+
+    with pytest.raises(RuntimeError, match="torch cannot load the archive: bad name \ufffd"):
+        jit.load(io.BytesIO(archive()))
+
+
+def test_a_file_that_torch_cannot_read_is_not_replaced_by_the_program():
+    """What is damaged where no checksum covers it is refused, though the program may be whole."""
+    data = bytearray(saved()[0])
+    data[-18] ^= 0x01  # the number of this disk
+
+    with pytest.raises(RuntimeError):
+        jit.load(io.BytesIO(bytes(data)))
+
+
 def test_damage_is_no_reason_to_take_the_program():
     """A damaged archive is refused, though the program in it may be whole."""
     code = next(name for name in _names(saved()[0]) if name.endswith(".py"))
