@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import IO, Any, Final
+from typing import IO, Any
 
 from modkit.jit import _archive_kinds as kinds
 from modkit.jit._archive_code import ClassInfo, classes_in, runs_at_load
@@ -21,9 +21,6 @@ from modkit.jit._archive_pickle import Call, Name, read_pickle
 from modkit.jit._archive_seal import EXTRA, SEAL, check_seal
 from modkit.jit._archive_tensors import Kind, Reader, TensorInfo
 from modkit.jit._archive_zip import Archive, Source, opened
-
-
-_LEGACY: Final = "model.json"  # what torch before 1.4 wrote in place of pickles
 
 
 @dataclass(frozen=True, repr=False)
@@ -186,7 +183,7 @@ def check_archive(
 
 
 def _check_members(archive: Archive) -> None:
-    needed = [] if _LEGACY in archive.members else ["data.pkl", "constants.pkl"]
+    needed = ["data.pkl", "constants.pkl"]
     missing = [name for name in needed if name not in archive.members]
     if not {"version", ".data/version"} & archive.members.keys():
         missing.append("version")
@@ -256,17 +253,11 @@ def _script_facts(archive: Archive) -> dict[str, Any]:
         facts["bytecode_version"] = first if type(first) is int else None
     return {
         **facts,
-        "root": _name_of(root),
+        "root": str(root.function) if isinstance(root, Call) else type(root).__name__,
         "classes": tuple(classes),
         "tensors": tuple(tensors),
         "runs_at_load": tuple(dict.fromkeys(at_load)),
     }
-
-
-def _name_of(root: Any) -> str:
-    if isinstance(root, Call):
-        return str(root.function)
-    return "" if root is None else type(root).__name__
 
 
 def _script_tensors(
@@ -278,8 +269,6 @@ def _script_tensors(
             return "parameter"
         return "buffer" if known is not None and key in known.buffers else "attribute"
 
-    if _LEGACY in archive.members:
-        return None, [], ()
     root, names = _pickle(archive, "data.pkl")
     reader = Reader(archive.sizes, "data/", f"{archive.what}: data.pkl")
     tensors = list(reader.walk(root, kind_of))

@@ -12,6 +12,7 @@ from modkit.jit._archive_zip import Archive
 
 
 TORCHSCRIPT: Final = "TorchScript archive"
+OLD: Final = "TorchScript archive of the format with a model.json"
 STATE_DICT: Final = "torch.save file"
 LEGACY: Final = "torch.save file of the format before torch 1.6"
 PICKLE: Final = "pickle"
@@ -30,6 +31,7 @@ UNKNOWN: Final = "file of an unknown format"
 
 # What to do with a file of a kind; the kinds that are missing here are told in other words.
 ADVICE: Final[dict[str, str]] = {
+    OLD: "load it with an older release of torch, which reads it, and save it again with that",
     STATE_DICT: "its state_dict or checkpoint is read with torch.load(..., weights_only=True)",
     LEGACY: "its state_dict or checkpoint is read with torch.load(..., weights_only=True)",
     PICKLE: "if it comes from torch.save, read it with torch.load(..., weights_only=True)",
@@ -90,6 +92,8 @@ def _kind_of_zip(file: IO[bytes]) -> str:
         names = Archive(file, "").members.keys()
     except (zipfile.BadZipFile, ArchiveError):
         return DAMAGED_ZIP
+    if "model.json" in names and "data.pkl" not in names:
+        return OLD
     if "constants.pkl" in names or any(name.startswith("code/") for name in names):
         return TORCHSCRIPT
     if ".data/extern_modules" in names:
@@ -162,5 +166,6 @@ def wrong_kind(kind: str, what: str) -> ArchiveError:
     """Return the error for a file that is no TorchScript archive."""
     article = "an" if kind[0] in "AEHOe" else "a"
     advice = ADVICE.get(kind)
-    text = f"{what} is {article} {kind}, not a TorchScript archive"
+    other = "one that torch still reads" if kind == OLD else "a TorchScript archive"
+    text = f"{what} is {article} {kind}, not {other}"
     return ArchiveError(f"{text}: {advice}" if advice else text, kind)

@@ -247,7 +247,8 @@ def answer(data):
 
 
 @pytest.mark.slow
-def test_every_bit_that_no_checksum_covers(tmp_path):
+@pytest.mark.parametrize("bit", range(8))
+def test_every_bit_that_no_checksum_covers(bit, tmp_path):
     """Whichever bit of the headers and the table flips, no wrong weight is loaded."""
     whole = sealed(archive())
     covered = set()
@@ -257,7 +258,7 @@ def test_every_bit_that_no_checksum_covers(tmp_path):
     left = [place for place in range(len(whole)) if place not in covered]
 
     assert len(left) > 2000
-    counts = assert_harmless(tmp_path, [flip(whole, p, bit) for p in left for bit in range(8)])
+    counts = assert_harmless(tmp_path, [flip(whole, place, bit) for place in left])
     sys.stdout.write(f"{sorted(counts.items())}\n")
 
 

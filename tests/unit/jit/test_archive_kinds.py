@@ -66,6 +66,11 @@ KINDS = {
     ),
     "zip": (lambda: packed({"a.txt": b"a"}), "zip file", "none of the members"),
     "empty zip": (lambda: packed({}), "zip file", "none of the members"),
+    "old": (
+        lambda: packed({"a/model.json": b"{}", "a/version": b"1", "a/code/a.py": b""}),
+        "of the format with a model.json, not one that torch still reads",
+        "older release of torch",
+    ),
     "half": (lambda: archive()[: len(archive()) // 2], "truncated zip file", "again"),
     "text": (lambda: "zwölf\n".encode() * 2000, "text file", "not a TorchScript archive"),
     "page": (lambda: b"\n<!DOCTYPE HTML><html>", "HTML page", "server"),
