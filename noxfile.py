@@ -111,7 +111,7 @@ def ecosystem(session: nox.Session) -> None:
     """Run the tests with transformers, timm, diffusers and others, in an environment of their own."""
     install(session, "test", "ecosystem")
     averages = ("averaging_peers", "averaging_peer_table")
-    lightning = ("lightning", "lightning_runs")
+    lightning = ("lightning", "lightning_faults", "lightning_runs")
     transformers = ("attach", "callback", "faults", "resume")
     trainers = (*lightning, *(f"trainer_{what}" for what in transformers), "accelerate_loop")
     names = ("adopt_transformers", "adopt_vision", *averages, "ecosystem", *trainers)

@@ -258,6 +258,10 @@ MSG_CONVERTED_INSIDE: Final = (
     "are back"
 )
 
+MSG_DAMAGED_CHECKPOINT: Final = (
+    "{path} is damaged, and nothing has been loaded: {error}. Resume from an earlier checkpoint."
+)
+
 
 class NameMismatchError(ValueError):
     """The names or shapes of a model's tensors are not those that are averaged.

@@ -56,8 +56,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is damaged, or it is no file that ``torch.load`` reads with
-            ``weights_only=True``.
+        ValueError: It is damaged, it was written without checksums, or it is no file that
+            ``torch.load`` reads with ``weights_only=True``.
     """
     file = Path(path)
     if not file.is_file():
@@ -80,14 +80,30 @@ def checksums() -> Generator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def verify(path: Path) -> None:
+def verify(path: Path, *, required: bool = True) -> None:
     """Raise if a checksum in a file of torch is wrong; loading it does not look at them.
 
+    Args:
+        path: The file.
+        required: Whether to refuse files without checksums, those of torch before 1.6 among them.
+
     Raises:
-        ValueError: A member is damaged; the message names it.
-        BadZipFile: It is no such file, or its directory is damaged.
+        Exception: It is damaged; ``zipfile`` has many errors for what may be wrong. Where it is the
+            content of a member, the message names it.
     """
+    if not required and _is_older(path):
+        return
     with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
+        # torch.serialization.set_crc32_options(False) writes zeros in place of all checksums.
+        known = any(member.CRC for member in archive.infolist())
+        if required and not known:
+            raise ValueError("it was written without checksums; torch.load reads it unverified")
+        damaged = archive.testzip() if known else None
     if damaged is not None:
         raise ValueError(f"the checksum of {damaged} is wrong")
+
+
+def _is_older(path: Path) -> bool:
+    """Tell whether a file begins as a pickle does, and not as an archive."""
+    with path.open("rb") as file:
+        return file.read(1) == b"\x80"

@@ -107,6 +107,19 @@ def test_checksums_are_there_whatever_is_set(tmp_path: Path) -> None:
     assert equal(modkit.load_checkpoint(tmp_path / "last.pt"), checkpoint())
 
 
+def test_a_file_without_checksums_is_refused(tmp_path: Path) -> None:
+    """What cannot be verified is not loaded, and the error says what would."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(checkpoint(), tmp_path / "last.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+    with pytest.raises(ValueError, match=r"written without checksums; torch\.load"):
+        modkit.load_checkpoint(tmp_path / "last.pt")
+
+
 def child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run code that saves a checkpoint over another, in a process of its own."""
     program = f"import sys, torch, modkit\n{code}\nmodkit.save_checkpoint({{'new': torch.ones(10**5)}}, sys.argv[1])"

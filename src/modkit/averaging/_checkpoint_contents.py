@@ -10,7 +10,8 @@ from torch import Tensor
 
 from modkit._files import library
 from modkit.averaging import converters
-from modkit.averaging._checkpoint_files import Checkpoint, file_in, is_safetensors, load_plain
+from modkit.averaging._checkpoint_files import Checkpoint, file_in, is_safetensors
+from modkit.averaging._torch_files import load_plain
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,16 @@
 """The tensors in a checkpoint, one at a time and with nothing run."""
 
-import ctypes
 import json
-import zipfile
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
 from modkit._files import library
+from modkit.averaging._torch_files import load_checked
 
 
 _INDEX = ".index.json"
@@ -21,6 +20,20 @@ _IN_DIRECTORIES = (
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
 )
+# What the format safetensors calls the dtypes of torch.
+DTYPES: Final[dict[str, str]] = {
+    "BOOL": "bool",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    "C64": "complex64",
+}
 
 
 class Checkpoint:
@@ -44,7 +57,7 @@ class Checkpoint:
         file = file_in(path)
         if file.name.endswith(_INDEX):
             for shard, names in _shards_of(file).items():
-                opened = _opened(shard, key)
+                opened = _shard_of(file, shard, names[0], key)
                 absent = [name for name in names if name not in opened.shapes]
                 if absent:
                     raise ValueError(f"{shard} has no {absent[0]}, which {file} says is there")
@@ -55,6 +68,10 @@ class Checkpoint:
         if not self._shards:
             raise ValueError(f"{path} holds no tensors")
         self.shapes = {name: shard.shapes[name] for name, shard in self._shards.items()}
+        self.dtypes = {name: shard.dtypes[name] for name, shard in self._shards.items()}
+        self.versions: Mapping[str, Any] = {}
+        for opened in set(self._shards.values()):
+            self.versions = {**self.versions, **opened.versions}
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor.
@@ -63,6 +80,10 @@ class Checkpoint:
             ValueError: Its bytes are not those that were written.
         """
         return self._shards[name].tensor(name)
+
+    def memory(self, name: str) -> Hashable:
+        """Return the same for tensors that are tied, and None for one that cannot be."""
+        return self._shards[name].memory(name)
 
 
 class NoTensorsError(ValueError):
@@ -84,48 +105,39 @@ def is_safetensors(path: Path) -> bool:
     return path.suffix == ".safetensors"
 
 
-def load_plain(path: Path) -> Any:
-    """Return what a file of torch holds, mapped into memory, with nothing run.
-
-    Raises:
-        ValueError: It cannot be read, or what it says about its tensors is damaged.
-    """
-    try:
-        _check_small_records(path)
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
-
-
 class _Shard:
-    """One file: the shapes in it, and its tensors."""
+    """One file: the shapes and dtypes in it, and its tensors."""
 
     shapes: dict[str, torch.Size]
+    dtypes: dict[str, str]
+    # What `state_dict()` says of the versions of modules, which some of them need to load.
+    versions: Mapping[str, Any] = MappingProxyType({})
 
     def tensor(self, name: str) -> Tensor:
         raise NotImplementedError
 
+    def memory(self, name: str) -> Hashable:
+        """Return the same for tensors that are tied, and None where that cannot be."""
+        return None
+
 
 class _TorchFile(_Shard):
     def __init__(self, path: Path, key: str | None) -> None:
-        self._path = path
-        self._tensors = state_dict_at(load_plain(path), path, key)
-        self._checksums = _storage_checksums(path)
-        self._sound: set[int] = set()
+        content, self._checksums = load_checked(path)
+        self.versions, self._tensors = state_dict_at(content, path, key)
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self.dtypes = {name: dtype_name(tensor) for name, tensor in self._tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
         tensor = self._tensors[name]
-        storage = tensor.untyped_storage()
-        size, address = storage.nbytes(), storage.data_ptr()
-        if size and address not in self._sound:
-            content = (ctypes.c_char * size).from_address(address)
-            if (size, zlib.crc32(content)) not in self._checksums:
-                raise ValueError(f"{self._path}: {name} is damaged: it does not fit its checksum")
-            self._sound.add(address)
+        self._checksums.check(name, tensor)
         return tensor
+
+    def memory(self, name: str) -> Hashable:
+        tensor = self._tensors[name]
+        if not tensor.numel():
+            return None
+        return id(self), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class _SafetensorsFile(_Shard):
@@ -135,19 +147,53 @@ class _SafetensorsFile(_Shard):
         safe_open = library("safetensors").safe_open
         try:
             self._file = safe_open(path, framework="pt")
-            self.shapes = {
-                name: torch.Size(self._file.get_slice(name).get_shape())
-                for name in self._file.keys()  # noqa: SIM118 - it is no mapping
-            }
+            slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 - it is no mapping
         except Exception as error:
-            raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
+            raise ValueError(
+                f"{path} cannot be read as a checkpoint: {error}{_cut_off(path)}"
+            ) from error
+        self.shapes = {name: torch.Size(found.get_shape()) for name, found in slices.items()}
+        self.dtypes = {
+            name: DTYPES.get(found.get_dtype(), str(found.get_dtype()))
+            for name, found in slices.items()
+        }
 
     def tensor(self, name: str) -> Tensor:
         return cast("Tensor", self._file.get_tensor(name))
 
 
+def _cut_off(path: Path) -> str:
+    """Name the first tensor whose bytes are not all there, if what the file says of itself is."""
+    try:
+        with path.open("rb") as file:
+            start = int.from_bytes(file.read(8), "little") + 8
+            header = json.loads(file.read(min(start - 8, path.stat().st_size)))
+        ends = {
+            name: entry["data_offsets"][1]
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return ""
+    present = path.stat().st_size - start
+    cut = [name for name in sorted(ends, key=ends.__getitem__) if ends[name] > present]
+    return f"; the first tensor that is cut off is {cut[0]}" if cut else ""
+
+
 def _opened(path: Path, key: str | None) -> _Shard:
     return _SafetensorsFile(path) if is_safetensors(path) else _TorchFile(path, key)
+
+
+def _shard_of(index: Path, path: Path, name: str, key: str | None) -> _Shard:
+    try:
+        return _opened(path, key)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is not there, which has {name} as {index} says") from None
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return what the dtype is called, without the name of torch before it."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _shards_of(index: Path) -> dict[Path, list[str]]:
@@ -164,27 +210,13 @@ def _shards_of(index: Path) -> dict[Path, list[str]]:
     return shards
 
 
-def _check_small_records(path: Path) -> None:
-    """Read all that is no tensor against its checksum, as torch does not."""
-    if not zipfile.is_zipfile(path):
-        return
-    with zipfile.ZipFile(path) as archive:
-        for record in archive.infolist():
-            if "/data/" not in record.filename:
-                archive.read(record)
-
-
-def _storage_checksums(path: Path) -> set[tuple[int, int]]:
-    """Return the size and the checksum of each storage; a tensor must have one of these."""
-    with zipfile.ZipFile(path) as archive:
-        return {(record.file_size, record.CRC) for record in archive.infolist()}
-
-
-def state_dict_at(found: Any, path: Path, key: str | None) -> dict[str, Tensor]:
-    """Return the tensors at a key.
+def state_dict_at(
+    found: Any, path: Path, key: str | None
+) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+    """Return the tensors at a key, and before them what is said of the versions of modules.
 
     Raises:
-        ValueError: There is no such key, or something there is not a tensor.
+        ValueError: There is no such key, or something there is not a tensor that can be averaged.
     """
     part = ""
     try:
@@ -196,11 +228,24 @@ def state_dict_at(found: Any, path: Path, key: str | None) -> dict[str, Tensor]:
         raise NoTensorsError(f"{path} holds no state dict but {type(found).__name__}")
     entries = cast("Mapping[str, Any]", found)
     for name, value in entries.items():
-        if not isinstance(value, Tensor):
-            inside = [part for part, value in entries.items() if isinstance(value, Mapping)]
+        if problem := _problem_of(name, value):
+            inside = [str(part) for part, value in entries.items() if isinstance(value, Mapping)]
             help_ = f"; key= may be one of {', '.join(inside)}" if inside else ""
-            raise NoTensorsError(f"{path}: {name!r} is no tensor but {type(value).__name__}{help_}")
-    return dict(entries)
+            raise NoTensorsError(f"{path}: {name!r} is {problem}{help_}")
+    return getattr(entries, "_metadata", {}), dict(entries)
+
+
+def _problem_of(name: object, value: object) -> str | None:
+    """Say why an entry cannot be averaged, if that is so."""
+    if not isinstance(value, Tensor):
+        return f"no tensor but {type(value).__name__}"
+    if not isinstance(name, str):
+        return "no name of a tensor"
+    if value.layout != torch.strided or value.is_quantized or value.is_nested:
+        return "a tensor without plain memory (sparse, quantized or nested)"
+    if value.is_meta:
+        return "a tensor without values, on the device meta"
+    return None
 
 
 def _entry(found: object, part: str) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from modkit._files import library, written_whole
+from modkit.averaging._torch_files import load_checked, load_plain
 
 
 FORMATS = ("pt", "safetensors")
@@ -129,21 +130,26 @@ def read_facts(path: Path) -> Snapshot:
             with library("safetensors").safe_open(path, framework="pt") as file:
                 facts = file.metadata() or {}
         else:
-            facts = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+            facts = load_plain(path)
         return Snapshot(int(facts["step"]), float(facts["sigma_rel"]), path)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a snapshot of an average") from error
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield the name, the tensor and whether it was averaged, one tensor in memory at a time."""
+    """Yield the name, the tensor and whether it was averaged, one tensor in memory at a time.
+
+    Raises:
+        ValueError: A tensor in a file of torch does not fit its checksum.
+    """
     if path.suffix == ".safetensors":
         with library("safetensors").safe_open(path, framework="pt") as file:
             buffers = set(json.loads(file.metadata()["buffers"]))
             for name in file.keys():  # noqa: SIM118 - it is no mapping
                 yield name, file.get_tensor(name), name not in buffers
         return
-    content = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    content, checksums = load_checked(path)
     for part in ("averages", "buffers"):
         for name, tensor in content[part].items():
+            checksums.check(name, tensor)
             yield name, tensor, part == "averages"

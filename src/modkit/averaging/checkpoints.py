@@ -2,8 +2,11 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,15 +49,17 @@ def average_checkpoints(
         progress: Called after each tensor with the part of all tensors that has been read.
 
     Returns:
-        The averages by name, in the order of the first file. ``load_state_dict`` takes them.
+        The averages by name, in the order of the first file. ``load_state_dict`` takes them. Names that
+        are tied in all files have one tensor.
 
     Raises:
         TypeError: One path is given in place of a list.
         FileNotFoundError: A file is missing.
         NameMismatchError: A file does not have the names and shapes of the first one.
         ValueError: A file cannot be read or holds something other than tensors, there is none, a
-            tensor does not fit the checksum that a file of torch has of it, a tensor is of integers in one file and of floats in another, or the weights are not one for
-            each file, finite, and positive in sum.
+            tensor does not fit the checksum that a file of torch has of it, a tensor is of integers in
+            one file and of floats in another, a value is too large for the dtype, or the weights are
+            not one for each file, finite, and positive in sum.
 
     Example:
         >>> import tempfile, pathlib, torch
@@ -72,23 +77,87 @@ def average_checkpoints(
     if not files:
         raise ValueError("average_checkpoints: there is no file to average")
     shares = _checked_weights(weights, len(files))
-    expected = Checkpoint(files[0], key).shapes
-    for path in files[1:]:
-        found = Checkpoint(path, key).shapes
-        check_match(f"{path} does not fit {files[0]}", expected, found)
+    first = _Facts.of(Checkpoint(files[0], key))
+    ties = first.ties.intersection(
+        *(_ties(_fitting(path, key, first), first.shapes) for path in files[1:])
+    )
+    second_names = dict(ties)
+    names = [name for name in first.shapes if name not in second_names]
     averages: dict[str, Tensor] = {}
-    dtypes: dict[str, torch.dtype] = {}
     total = 0.0
     for index, (path, share) in enumerate(zip(files, shares, strict=True)):
         total += share
         # A mean that moves is exact for equal values, where a sum of parts is not.
         part = share / total if total else 0.0
-        checkpoint = Checkpoint(path, key)
-        for done, name in enumerate(expected, 1):
-            _take_in(checkpoint, name, averages, dtypes, part, device)
+        # Compared again: somebody may have put another file in its place since.
+        checkpoint = _fitting(path, key, first)
+        for done, name in enumerate(names, 1):
+            _take_in(checkpoint.tensor(name), name, averages, part, device)
             if progress is not None:
-                progress((index + done / len(expected)) / len(files))
-    return {name: _finished(averages[name], dtypes[name], dtype) for name in expected}
+                progress((index + done / len(names)) / len(files))
+        # Before the next one is opened.
+        del checkpoint
+    for name in names:
+        # One after the other: not all of them need to be there in two dtypes.
+        averages[name] = _finished(name, averages[name], first.dtypes[name], dtype)
+    found = {name: averages[second_names.get(name, name)] for name in first.shapes}
+    return _with_versions(found, first.versions)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What of a file is looked at again when it is no longer open."""
+
+    path: Path
+    shapes: Mapping[str, torch.Size]
+    dtypes: Mapping[str, str]
+    versions: Mapping[str, Any]
+    ties: frozenset[tuple[str, str]]
+
+    @classmethod
+    def of(cls, found: Checkpoint) -> "_Facts":
+        return cls(
+            found.path, found.shapes, found.dtypes, found.versions, _ties(found, found.shapes)
+        )
+
+
+def _fitting(path: Path, key: str | None, first: _Facts) -> Checkpoint:
+    """Open a file, and raise if it does not have the names, shapes and kinds of the first one."""
+    found = Checkpoint(path, key)
+    check_match(f"{path} does not fit {first.path}", first.shapes, found.shapes)
+    for name, own in first.dtypes.items():
+        if _is_averaged(own) != _is_averaged(found.dtypes[name]):
+            raise ValueError(
+                f"{path}: {name} is torch.{found.dtypes[name]}, and torch.{own} in the first file"
+            )
+    return found
+
+
+def _is_averaged(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat", "complex"))
+
+
+def _ties(checkpoint: Checkpoint, names: Iterable[str]) -> frozenset[tuple[str, str]]:
+    """Return each name whose tensor has been met under another name before, with that name."""
+    met: dict[Hashable, str] = {}
+    ties: set[tuple[str, str]] = set()
+    for name in names:
+        memory = checkpoint.memory(name)
+        if memory is not None and met.setdefault(memory, name) != name:
+            ties.add((name, met[memory]))
+    return frozenset(ties)
+
+
+def _with_versions(found: dict[str, Tensor], versions: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors as ``state_dict()`` does, if the first file had been made by that.
+
+    Some modules, MNASNet of torchvision for instance, load nothing that does not tell its version.
+    """
+    if not versions:
+        return found
+    state = OrderedDict(found)
+    state._metadata = dict(versions)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    return state
 
 
 def _checked_weights(weights: Sequence[float] | None, count: int) -> Sequence[float]:
@@ -104,19 +173,12 @@ def _checked_weights(weights: Sequence[float] | None, count: int) -> Sequence[fl
 
 
 def _take_in(
-    checkpoint: Checkpoint,
+    tensor: Tensor,
     name: str,
     averages: dict[str, Tensor],
-    dtypes: dict[str, torch.dtype],
     part: float,
     device: str | torch.device,
 ) -> None:
-    tensor = checkpoint.tensor(name)
-    first = dtypes.setdefault(name, tensor.dtype)
-    if is_averaged(tensor) != (first.is_floating_point or first.is_complex):
-        raise ValueError(
-            f"{checkpoint.path}: {name} is {tensor.dtype}, and {first} in the first file"
-        )
     if not is_averaged(tensor) or part == 1.0:
         wide = kept_dtype(tensor.dtype, "fp32")
         averages[name] = tensor.to(device, wide, copy=True)
@@ -124,8 +186,24 @@ def _take_in(
         averages[name].lerp_(tensor.to(device, averages[name].dtype), part)
 
 
-def _finished(average: Tensor, first: torch.dtype, dtype: torch.dtype | None) -> Tensor:
+def _finished(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> Tensor:
     if not is_averaged(average):
         return average
-    chosen = dtype is not None and dtype.is_complex == average.is_complex()
-    return average.to(dtype if chosen else first)
+    if dtype is None or dtype.is_complex != average.is_complex():
+        dtype = getattr(torch, first)
+        assert isinstance(dtype, torch.dtype)
+    return cast_finite(name, average, dtype)
+
+
+def cast_finite(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a tensor, and raise if a number in it is too large for that.
+
+    Raises:
+        ValueError: A finite number would become infinite.
+    """
+    found = tensor.to(dtype)
+    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
+        lost = tensor.isfinite() & ~found.to(tensor.dtype).isfinite()
+        if lost.any():
+            raise ValueError(f"{name} has the value {tensor[lost][0]}, too large for {dtype}")
+    return found

@@ -7,12 +7,14 @@ import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from typing_extensions import Unpack
 
 from modkit._errors import (
+    MSG_DAMAGED_CHECKPOINT,
     MSG_FSDP1,
     MSG_NO_AVERAGES,
     MSG_NO_LIGHTNING,
@@ -26,6 +28,7 @@ from modkit.averaging._sharded import has_shards, split_up, whole
 from modkit.averaging._swap import exchanged, pairs_for, raw_values
 from modkit.averaging.callback import EMAOptions, Evaluation, averaged_parameters, checked_index
 from modkit.averaging.ema import EMA
+from modkit.checkpoints import verify
 
 
 __all__ = ["EMACallback"]
@@ -303,7 +306,7 @@ def _same_memory(first: Any, second: Any) -> bool:
 
 
 class _CheckpointIO(CheckpointIO):
-    """Makes the average the ``state_dict`` of checkpoints without states as well.
+    """Makes the average the ``state_dict`` of checkpoints without states as well, and verifies files.
 
     Lightning calls no callback for those (``save_weights_only=True``), and they would hold the raw
     weights. All else is left to the plugin that the strategy had before.
@@ -331,9 +334,15 @@ class _CheckpointIO(CheckpointIO):
             checkpoint = {**checkpoint, "state_dict": {**checkpoint["state_dict"], **average}}
         self.inner.save_checkpoint(checkpoint, path, storage_options)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what the other plugin does."""
-        return self.inner.load_checkpoint(*args, **kwargs)
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do what the other plugin does, if the checksums of a file on this machine are right."""
+        # Checkpoints may also be folders, and what only the other plugin can open.
+        if Path(path).is_file():
+            try:
+                verify(Path(path), required=False)
+            except Exception as error:
+                raise ValueError(MSG_DAMAGED_CHECKPOINT.format(path=path, error=error)) from error
+        return self.inner.load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Do what the other plugin does."""

@@ -1,0 +1,214 @@
+import argparse
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import modkit
+from modkit import average_checkpoints
+from modkit.averaging import checkpoints, posthoc
+
+
+def saved(directory: Path, contents: list) -> list[Path]:
+    """Write each content to a file of torch."""
+    paths = [directory / f"{index}.pt" for index in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        torch.save(content, path)
+    return paths
+
+
+def tied(value: float) -> dict[str, torch.Tensor]:
+    """Return a state in which two names are one tensor, and a third is a part of it."""
+    weight = torch.full((4, 2), value)
+    return {"embed": weight, "part": weight[1:3], "head": weight}
+
+
+def test_files_without_checksums_are_read(tmp_path) -> None:
+    """A file that torch has written without checksums is averaged as it is."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        paths = saved(tmp_path, [{"w": torch.ones(3)}, {"w": torch.full((3,), 3.0)}])
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+    assert average_checkpoints(paths)["w"].tolist() == [2.0] * 3
+
+
+def test_a_damaged_snapshot_is_never_put_to_use(tmp_path) -> None:
+    """A bit that has flipped in a snapshot is refused with the name of the tensor, or changes nothing."""
+    net = nn.Linear(20, 20, bias=False)
+    averages = modkit.PostHocEMA(net, tmp_path, snapshot_every=20)
+    for _ in range(200):
+        averages.update()
+    expected = averages.reconstruct(0.15).averages["weight"]
+    victim = max(tmp_path.iterdir())
+    content = victim.read_bytes()
+    dice = random.Random(0)
+    refusals: list[str] = []
+    for _ in range(40):
+        damaged = bytearray(content)
+        damaged[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        victim.write_bytes(damaged)
+        try:
+            found = posthoc.reconstruct(tmp_path, 0.15).averages["weight"]
+        except ValueError as error:
+            refusals.append(str(error))
+            continue
+
+        assert torch.equal(found, expected)
+    assert all(str(victim) in refusal for refusal in refusals)
+    assert any("weight is damaged: it does not fit its checksum" in each for each in refusals)
+
+
+def test_options_of_a_training_script_do_no_harm(tmp_path) -> None:
+    """A namespace of arguments beside the model, as timm saves it, is no code that would run."""
+    content = {"state_dict": {"w": torch.ones(1)}, "args": argparse.Namespace(lr=0.1)}
+    paths = saved(tmp_path, [content])
+    allowed = torch.serialization.get_safe_globals()
+    found = average_checkpoints(paths, key="state_dict")
+
+    assert found["w"].item() == 1.0
+    assert torch.serialization.get_safe_globals() == allowed
+
+
+def test_what_the_user_allows_stays_allowed(tmp_path) -> None:
+    """Reading a file does not take back the permission that the user has given."""
+    paths = saved(tmp_path, [{"w": torch.ones(1)}])
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        average_checkpoints(paths)
+        still = argparse.Namespace in torch.serialization.get_safe_globals()
+
+    assert still
+
+
+def test_a_class_that_would_run_is_named(tmp_path) -> None:
+    """The error says which class is in the file, and does not advise to run it."""
+    paths = saved(tmp_path, [{"model": {"w": torch.ones(1)}, "options": Path("x")}])
+
+    with pytest.raises(
+        ValueError, match=r"0\.pt cannot be read as a checkpoint: it needs pathlib\."
+    ):
+        average_checkpoints(paths, key="model")
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        (torch.eye(2).to_sparse(), "a tensor without plain memory"),
+        (torch.ones(2, device="meta"), "a tensor without values, on the device meta"),
+        (3, "no tensor but int"),
+    ],
+    ids=["sparse", "meta", "number"],
+)
+def test_an_entry_that_cannot_be_averaged_is_named(tmp_path, entry, problem: str) -> None:
+    """The file, the name and the reason are told."""
+    paths = saved(tmp_path, [{"fine": torch.ones(1), "odd": entry}])
+
+    with pytest.raises(ValueError, match=rf"0\.pt: 'odd' is {problem}"):
+        average_checkpoints(paths)
+
+
+def test_names_that_are_numbers_are_refused(tmp_path) -> None:
+    """The state of an optimizer counts its tensors, and is no state of a model."""
+    with pytest.raises(ValueError, match="0 is no name of a tensor"):
+        average_checkpoints(saved(tmp_path, [{0: torch.ones(1)}]))
+
+
+def test_tied_tensors_stay_tied(tmp_path) -> None:
+    """Names that are one tensor in all files are one in the result, a part is its own."""
+    found = average_checkpoints(saved(tmp_path, [tied(1.0), tied(3.0)]))
+
+    assert found["head"] is found["embed"]
+    assert found["embed"].tolist() == [[2.0, 2.0]] * 4
+    assert found["part"].tolist() == [[2.0, 2.0]] * 2
+    assert found["part"].untyped_storage().data_ptr() != found["embed"].untyped_storage().data_ptr()
+    assert list(found) == ["embed", "part", "head"]
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_tensors_that_are_tied_in_one_file_only_are_averaged_apart(tmp_path, free: int) -> None:
+    """Where a file has two values for two names, so has the average."""
+    states = [tied(1.0), tied(3.0)]
+    states[free]["head"] = torch.full((4, 2), 10.0)
+    found = average_checkpoints(saved(tmp_path, states))
+
+    assert found["embed"].tolist() == [[2.0, 2.0]] * 4
+    assert found["head"].tolist() == [[(10 + states[1 - free]["embed"][0, 0].item()) / 2] * 2] * 4
+
+
+def test_versions_of_modules_are_kept(tmp_path) -> None:
+    """What `state_dict()` says of versions, which some modules need to load, is that of the first file."""
+    net = nn.Sequential(nn.BatchNorm1d(2))
+    found = average_checkpoints(saved(tmp_path, [net.state_dict(), net.state_dict()]))
+
+    assert found._metadata == net.state_dict()._metadata
+    assert found._metadata["0"] == {"version": 2}
+
+
+def test_a_value_that_the_dtype_cannot_hold_is_refused(tmp_path) -> None:
+    """A finite number does not become infinite; one that is infinite already may stay so."""
+    large = saved(tmp_path, [{"fine": torch.ones(1), "large": torch.tensor([1.0, 7e4])}])
+
+    with pytest.raises(
+        ValueError, match=r"large has the value 70000\.0, too large for torch\.float16"
+    ):
+        average_checkpoints(large, dtype=torch.float16)
+    infinite = saved(tmp_path, [{"mask": torch.tensor([1.0, -torch.inf])}])
+    assert average_checkpoints(infinite, dtype=torch.float16)["mask"].tolist() == [1.0, -torch.inf]
+
+
+@pytest.mark.parametrize("missing", [1, 30])
+def test_the_first_tensor_that_is_cut_off_is_named(tmp_path, missing: int) -> None:
+    """A file of safetensors whose end is missing says which tensor is the first that is not whole."""
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4)}, path)
+    path.write_bytes(path.read_bytes()[:-missing])
+    name = "c" if missing == 1 else "b"
+
+    with pytest.raises(ValueError, match=rf"the first tensor that is cut off is {name}$"):
+        average_checkpoints([path])
+
+
+@pytest.mark.parametrize("length", [0, 5, 8, 20])
+def test_a_file_without_a_whole_header_is_refused(tmp_path, length: int) -> None:
+    """Where not even the names are there, the file alone is named."""
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(4)}, path)
+    path.write_bytes(path.read_bytes()[:length])
+
+    with pytest.raises(
+        ValueError, match=r"x\.safetensors cannot be read as a checkpoint"
+    ) as caught:
+        average_checkpoints([path])
+    assert "cut off is" not in str(caught.value)
+
+
+def test_a_missing_shard_is_told_with_a_tensor_that_it_has(tmp_path) -> None:
+    """The index says which tensors are lost."""
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text('{"weight_map": {"layer.weight": "1.bin"}}')
+
+    with pytest.raises(FileNotFoundError, match=r"1\.bin is not there, which has layer\.weight"):
+        average_checkpoints([index])
+
+
+def test_a_file_that_is_replaced_meanwhile_is_compared_again(tmp_path, monkeypatch) -> None:
+    """A run that goes on may write another checkpoint to the same name."""
+    paths = saved(tmp_path, [{"w": torch.ones(1)}, {"w": torch.ones(1)}])
+    opened = 0
+
+    class Replaced(checkpoints.Checkpoint):
+        def __init__(self, path, key) -> None:
+            nonlocal opened
+            opened += 1
+            if opened == 3:
+                torch.save({"other": torch.ones(1)}, paths[1])
+            super().__init__(path, key)
+
+    monkeypatch.setattr(checkpoints, "Checkpoint", Replaced)
+
+    with pytest.raises(ValueError, match=r"1\.pt does not fit .*1 missing: w"):
+        average_checkpoints(paths)
