@@ -26,7 +26,6 @@ COMPILER = next(
 )
 pytestmark = [
     scripted_tests,
-    pytest.mark.slow,
     pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler"),
     pytest.mark.skipif(sys.platform == "win32", reason="the options are those of GCC and Clang"),
 ]
