@@ -42,6 +42,35 @@ def test_importing_modkit_leaves_torchscript_alone(tmp_path):
     assert lines == ["[]"]
 
 
+def test_subpackages_are_attributes(tmp_path):
+    """As with torch, one import is enough; each subpackage is imported when it is asked for."""
+    lines = run(
+        tmp_path,
+        """
+        import sys
+        import modkit
+        later = ["modkit.jit", "modkit.models", "modkit.optim.swa_utils"]
+        print([name for name in later if name in sys.modules])
+        print(modkit.jit.ScriptModule.__name__, modkit.models.DynamicsNetwork.__name__)
+        print(modkit.optim.swa_utils.AveragedModel.__name__)
+        print({"jit", "models", "nn", "optim", "EMA"} <= set(dir(modkit)))
+        try:
+            modkit.jitt
+        except AttributeError as error:
+            print(error)
+        """,
+        "-Werror",
+    )
+
+    assert lines == [
+        "[]",
+        "ScriptModule DynamicsNetwork",
+        "AveragedModel",
+        "True",
+        "module 'modkit' has no attribute 'jitt'",
+    ]
+
+
 def test_one_notice_takes_the_place_of_all_warnings(tmp_path):
     """A program that compiles, saves, loads and freezes is warned once, where it calls first."""
     lines = run(
