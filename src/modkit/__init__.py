@@ -18,7 +18,7 @@ from modkit.nn._fast_attributes import fast_attributes as fast_attributes
 
 
 if TYPE_CHECKING:
-    from modkit import jit as jit, models as models, optim as optim
+    from modkit import distributed as distributed, jit as jit, models as models, optim as optim
 
 __all__ = [
     "EMA",
@@ -27,6 +27,7 @@ __all__ = [
     "adopt",
     "average_checkpoints",
     "average_range",
+    "distributed",
     "fast_attributes",
     "jit",
     "load_checkpoint",
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 # Imported when they are asked for: most programs need none of them.
-_LATER = frozenset({"jit", "models", "optim"})
+_LATER = frozenset({"distributed", "jit", "models", "optim"})
 
 
 def __getattr__(name: str) -> Any:

@@ -49,10 +49,11 @@ def test_subpackages_are_attributes(tmp_path):
         """
         import sys
         import modkit
-        later = ["modkit.jit", "modkit.models", "modkit.optim.swa_utils"]
+        later = ["modkit.distributed", "modkit.jit", "modkit.models", "modkit.optim.swa_utils"]
         print([name for name in later if name in sys.modules])
         print(modkit.jit.ScriptModule.__name__, modkit.models.DynamicsNetwork.__name__)
         print(modkit.optim.swa_utils.AveragedModel.__name__)
+        print(modkit.distributed.export_average.__name__)
         print({"jit", "models", "nn", "optim", "EMA"} <= set(dir(modkit)))
         try:
             modkit.jitt
@@ -66,6 +67,7 @@ def test_subpackages_are_attributes(tmp_path):
         "[]",
         "ScriptModule DynamicsNetwork",
         "AveragedModel",
+        "export_average",
         "True",
         "module 'modkit' has no attribute 'jitt'",
     ]

@@ -16,11 +16,12 @@ from modkit.averaging._precision import (
     lerp_stochastic_,
     whole_value,
 )
+from modkit.averaging._sharded import local_shard, shards_of
 
 
 @dataclass
 class _Group:
-    """Averages and current values that one kernel takes together."""
+    """Averages and current values that one kernel takes together; of shards, those that are here."""
 
     averages: list[Tensor] = field(default_factory=list)
     rests: list[Tensor] = field(default_factory=list)
@@ -82,10 +83,10 @@ class Average:
                     self.rests[name] = self.rests[name].to(current.device)
             key = (average.device, average.dtype, current.device, current.dtype, name in self.rests)
             group = groups.setdefault(key, _Group())
-            group.averages.append(average)
-            group.currents.append(current)
+            group.averages.append(local_shard(average))
+            group.currents.append(local_shard(current))
             if name in self.rests:
-                group.rests.append(self.rests[name])
+                group.rests.append(local_shard(self.rests[name]))
         self._groups = list(groups.values())
 
     def step(self, weight: float, finite: Tensor | None = None, n: int = 0) -> None:
@@ -144,12 +145,12 @@ class Average:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over averages whose names and shapes have been checked already."""
         for name, tensor in self.tensors.items():
-            tensor.copy_(state["tensors"][name])
-        for name, rest in self.rests.items():
-            if name in state["rests"]:
-                rest.copy_(state["rests"][name])
-            else:
-                rest.copy_(_rest_of(state["tensors"][name], self.tensors[name]))
+            value = shards_of(state["tensors"][name], tensor)
+            tensor.copy_(value)
+            if name in self.rests:
+                rest = self.rests[name]
+                saved = state["rests"].get(name)
+                rest.copy_(_rest_of(value, tensor) if saved is None else shards_of(saved, rest))
         self._generators = {}
         for device, random_state in state["generators"].items():
             self.generator(torch.device(device)).set_state(random_state.cpu())

@@ -10,6 +10,7 @@ from typing_extensions import override
 from modkit.averaging._average import Average
 from modkit.averaging._precision import Precision
 from modkit.averaging._schedules_with_models import BEMA
+from modkit.averaging._sharded import local_shard, shards_of
 
 
 class CorrectedAverage(Average):
@@ -47,7 +48,7 @@ class CorrectedAverage(Average):
         """Say which tensors are averaged from now on."""
         super().bind(members)
         self._plain.bind(members)
-        self._currents = members
+        self._currents = {name: local_shard(tensor) for name, tensor in members.items()}
         for name, value in self.tensors.items():
             self._first[name] = self._first[name].to(value.device)
 
@@ -56,11 +57,12 @@ class CorrectedAverage(Average):
         """Move the average, and correct it by the way that step ``n`` is away from the first."""
         self._plain.step(weight, finite)
         correction = self._schedule.correction(n)
-        for name, value in self.tensors.items():
-            current, first = self._currents[name].to(value.device), self._first[name]
+        for name, tensor in self.tensors.items():
+            value, first = local_shard(tensor), local_shard(self._first[name])
+            current = self._currents[name].to(value.device)
             if n == 0:
                 first.copy_(current)
-            plain = self._plain.value(name)
+            plain = local_shard(self._plain.value(name))
             way = current.to(plain.dtype) - first
             corrected = way.mul_(correction).add_(plain).to(value.dtype)
             if finite is not None:
@@ -80,4 +82,4 @@ class CorrectedAverage(Average):
         self._plain.load_state_dict(state.get("plain", state))
         first: Mapping[str, Tensor] = state.get("first", state["tensors"])
         for name, value in self._first.items():
-            value.copy_(first[name])
+            value.copy_(shards_of(first[name], value))

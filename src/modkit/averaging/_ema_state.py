@@ -78,6 +78,21 @@ def read(
     )
 
 
+def with_empty_parts(state: dict[str, Any]) -> dict[str, Any]:
+    """Put the empty dicts back into a state, which checkpoints that are flat leave out."""
+    if not {"version", "step", "schedules"} <= state.keys():
+        return state
+    given = state.get("averages", [])
+    count = len(state["schedules"])
+    averages = given if len(given) == count else [{} for _ in range(count)]
+    empty: dict[str, Any] = {"tensors": {}, "rests": {}, "generators": {}}
+    whole = [{**empty, **average} for average in averages]
+    for average in whole:
+        if "plain" in average:
+            average["plain"] = {**empty, **average["plain"]}
+    return {"buffers": {}, **state, "averages": whole}
+
+
 def _read_foreign(
     state: Mapping[str, Any],
     model: torch.nn.Module,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from modkit._errors import NameMismatchError
+from modkit.averaging._sharded import reshard
 from modkit.averaging._watch import Watch
 
 
@@ -74,6 +75,8 @@ class Member:
 class Members:
     """All parameters and buffers of a model at one moment, those that are tied once.
 
+    Of a model that is split up they are the shards.
+
     Attributes:
         parameters: The parameters by canonical name.
         buffers: The buffers by canonical name, those that are not persistent included.
@@ -81,6 +84,8 @@ class Members:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        # Whole parameters, which a forward may have left, are not those that are trained.
+        reshard(model)
         self.parameters: dict[str, Member] = {}
         self.buffers: dict[str, Member] = {}
         self.aliases: dict[str, str] = {}

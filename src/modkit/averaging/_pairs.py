@@ -13,6 +13,7 @@ from torch import Tensor
 
 from modkit._errors import NameMismatchError
 from modkit.averaging._members import canonical_names
+from modkit.averaging._sharded import local_shard, meshes_of, reshard
 from modkit.averaging._watch import Watch
 
 
@@ -43,11 +44,14 @@ class Pairs:
         targets: The tensors of the copy that are averaged, each once.
         sources: Those of the model, in the same order.
         copied: The buffers that are copied: where they are in the copy and in the model.
+        meshes: What processes the model is split up among.
     """
 
     def __init__(
         self, copy: torch.nn.Module, model: torch.nn.Module, owner: Any, *, use_buffers: bool
     ) -> None:
+        reshard(copy)
+        reshard(model)
         kept, found = _members(copy, None), _members(model, owner)
         parameters = _pair("parameters", kept.parameters, found.parameters)
         _check_shapes(parameters)
@@ -77,6 +81,7 @@ class Pairs:
         self.targets: list[Tensor] = [target for target, _ in every if target is not None]
         self.sources: list[Tensor] = [source for _, source in every if source is not None]
         self.groups = self._grouped()
+        self.meshes = meshes_of(self.sources)
         self._models = kept, found
         self._use_buffers = use_buffers
 
@@ -84,8 +89,8 @@ class Pairs:
         groups: dict[tuple[torch.device, torch.dtype], Group] = {}
         for target, source in zip(self.targets, self.sources, strict=True):
             group = groups.setdefault((target.device, target.dtype), Group([], []))
-            group.targets.append(target)
-            group.sources.append(source)
+            group.targets.append(local_shard(target))
+            group.sources.append(local_shard(source))
             if (source.device, source.dtype) != (target.device, target.dtype):
                 group.uniform = False
         return list(groups.values())

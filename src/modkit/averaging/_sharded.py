@@ -1,7 +1,7 @@
 """Models that are split up among processes, as by ``fully_shard``: their tensors are ``DTensor``."""
 
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -32,13 +32,44 @@ def has_shards(model: torch.nn.Module) -> bool:
     return any(map(is_sharded, model.parameters()))
 
 
+def sharded_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules that ``fully_shard`` was called for, or that were called with others."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def is_fully_sharded(model: torch.nn.Module) -> bool:
+    """Tell whether ``fully_shard`` was called for a part of a model."""
+    return bool(sharded_modules(model))
+
+
 def reshard(model: torch.nn.Module) -> None:
     """Have the parameters be the shards again; after a forward they may be whole for a while."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None:
-        for module in model.modules():
-            if isinstance(module, fsdp.FSDPModule):
-                cast("Any", module).reshard()
+    for module in sharded_modules(model):
+        cast("Any", module).reshard()
+
+
+def meshes_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return the meshes of processes that tensors are split up among, in the order of the tensors."""
+    return list({cast("Any", t).device_mesh: None for t in tensors if is_sharded(t)})
+
+
+def true_everywhere(flag: Tensor, meshes: Iterable[Any]) -> Tensor:
+    """Return whether a truth value is true in all processes of the meshes.
+
+    Without meshes nobody is asked. Otherwise one number is exchanged, on the device.
+    """
+    number = flag
+    # Every process goes through them in the same order.
+    for mesh in meshes:
+        number = number.to(torch.int32)
+        number = number.to(mesh.device_type)
+        for dimension in range(mesh.ndim):
+            group = mesh.get_group(dimension)
+            torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MIN, group=group)
+    return number.to(flag.device, torch.bool)
 
 
 @contextmanager
@@ -63,7 +94,17 @@ def whole(state: Any) -> Any:
         return {key: whole(value) for key, value in state.items()}
     if isinstance(state, list):
         return [whole(value) for value in state]
-    return state.full_tensor().cpu() if is_sharded(state) else state
+    return whole_tensor(state).cpu() if is_sharded(state) else state
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return all values of a tensor; all processes have to do this."""
+    if not is_sharded(tensor):
+        return tensor
+    split: Any = tensor
+    # Shards that are kept in host memory go where the processes exchange them.
+    found: Tensor = split.to(split.device_mesh.device_type).full_tensor()
+    return found
 
 
 def split_up(state: Any, members: Mapping[str, Tensor]) -> Any:
@@ -73,14 +114,15 @@ def split_up(state: Any, members: Mapping[str, Tensor]) -> Any:
     if not isinstance(state, Mapping):
         return state
     return {
-        key: _shards_of(value, members.get(key))
+        key: shards_of(value, members.get(key))
         if isinstance(value, Tensor)
         else split_up(value, members)
         for key, value in state.items()
     }
 
 
-def _shards_of(value: Tensor, like: Any) -> Tensor:
+def shards_of(value: Tensor, like: Any) -> Tensor:
+    """Replace a whole tensor by the shards that another one has, or return it as it is."""
     if not is_sharded(like) or is_sharded(value):
         return value
     from torch.distributed.tensor import distribute_tensor

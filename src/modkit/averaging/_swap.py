@@ -16,7 +16,8 @@ from modkit._errors import (
     add_note,
 )
 from modkit.averaging._members import Members
-from modkit.averaging._sharded import is_sharded, local_shard, reshard
+from modkit.averaging._sharded import is_fully_sharded, is_sharded, local_shard, reshard
+from modkit.averaging._sharded_copy import copy_fully_sharded
 
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
@@ -61,6 +62,8 @@ def copy_of(model: ModelT) -> ModelT:
             # Old weight normalization keeps a computed tensor, which ``deepcopy`` refuses.
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
+    if is_fully_sharded(model):
+        return copy_fully_sharded(model, memo)
     return copy.deepcopy(model, memo)
 
 
@@ -87,7 +90,7 @@ class _Swapped:
             inside,
             shared,
         )
-        self.version = _version(tensor)
+        self.version = _version(local_shard(tensor))
 
 
 # For each tensor whose data are exchanged now, by identity: the exchanges, the first one at the
@@ -102,9 +105,12 @@ def raw_value(tensor: Tensor) -> Tensor | None:
     return stack[0].raw if stack else None
 
 
-def any_swapped(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether the data of one of the tensors are exchanged at this moment."""
-    return bool(_stacks) and any(id(tensor) in _stacks for tensor in tensors)
+def any_swapped(model: torch.nn.Module) -> bool:
+    """Tell whether the data of one of a model's parameters are exchanged at this moment."""
+    if not _stacks:
+        return False
+    reshard(model)
+    return any(id(parameter) in _stacks for parameter in model.parameters())
 
 
 class Swap:
@@ -132,7 +138,7 @@ class Swap:
         if is_sharded(tensor):
             # FSDP has a pointer of its own to the shard: the values change places instead.
             raw, inside, shared = tensor.detach().clone(), local_shard(tensor), False
-            inside.copy_(local_shard(value))
+            _write_shard(tensor, value)
         else:
             raw, inside, shared = self._exchange(tensor, value)
         swapped = _Swapped(name, tensor, raw, inside, shared)
@@ -163,7 +169,7 @@ class Swap:
             if position == len(stack) - 1:
                 problem = _problem(swapped) or problem
                 if is_sharded(tensor):
-                    local_shard(tensor).copy_(local_shard(swapped.raw))
+                    _write_shard(tensor, swapped.raw)
                 else:
                     tensor.data = swapped.raw
             else:
@@ -175,14 +181,21 @@ class Swap:
         return problem
 
 
+def _write_shard(tensor: Tensor, value: Tensor) -> None:
+    """Give a shard other values, which no exchange is to take for a write of the block's."""
+    held = local_shard(tensor)
+    before = _version(held)
+    held.copy_(local_shard(value))
+    for swapped in _stacks.get(id(tensor), ()):
+        swapped.version += _version(held) - before
+
+
 def _problem(swapped: _Swapped) -> str | None:
     tensor = swapped.tensor
-    if is_sharded(tensor):
-        # Its average has not been in the model, but a copy; nothing is lost that matters.
-        return None
-    if tensor.dtype != swapped.inside.dtype or tensor.data_ptr() != swapped.inside.data_ptr():
+    held = local_shard(tensor)
+    if held.dtype != swapped.inside.dtype or held.data_ptr() != swapped.inside.data_ptr():
         return MSG_CONVERTED_INSIDE.format(name=swapped.name)
-    if _version(tensor) == swapped.version:
+    if _version(held) == swapped.version:
         return None
     message = MSG_WRITTEN_INSIDE if swapped.shared else MSG_WRITTEN_IN_VAIN
     return message.format(name=swapped.name)
@@ -218,7 +231,6 @@ def raw_values(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return what the tensors of a model hold whose data are exchanged now, when they are not."""
     if not _stacks:
         return {}
-    reshard(model)
     members = Members(model)
     every = {**members.parameters, **members.buffers}
     found = {name: raw_value(member.current()) for name, member in every.items()}

@@ -12,6 +12,7 @@ from modkit.averaging._members import Member, Members, check_match
 from modkit.averaging._nonfinite import OnNonfinite, all_finite, first_nonfinite
 from modkit.averaging._offload import Staging, Worker, events_on
 from modkit.averaging._selection import Selection
+from modkit.averaging._sharded import is_sharded, local_shard, meshes_of, reshard, true_everywhere
 from modkit.averaging._swap import Pair, pairs_for
 
 
@@ -45,12 +46,14 @@ class Tracked:
         self.begun = False
         self._averages = list(averages)
         self._copies: dict[str, Tensor] = {}
-        self._device = device
+        self.device = device
         self._on_nonfinite: OnNonfinite = on_nonfinite
         self._worker = Worker() if asynchronous else None
         self._staging: Staging | None = None
         self._members: Members | None = None
         self._bound: Mapping[str, Tensor] = {}
+        self._shards: Mapping[str, Tensor] = {}
+        self._meshes: list[Any] = []
         self._averaged_buffers: list[Member] = []
         self._copied: list[Member] = []
 
@@ -71,7 +74,7 @@ class Tracked:
         if not self._is_bound():
             self._bind()
         if self._on_nonfinite == "raise":
-            bad = first_nonfinite(list(self._bound.items()))
+            bad = self._first_nonfinite()
             if bad is not None:
                 raise RuntimeError(f"EMA: {bad} is not finite. Nothing has been changed.")
 
@@ -91,6 +94,9 @@ class Tracked:
                 "EMA: a parameter is uninitialized; call the model once before update()"
             )
         bound, copied = self.selection.split(members)
+        shards = {name: local_shard(tensor) for name, tensor in bound.items()}
+        if self._worker is not None and self._on_nonfinite == "skip":
+            _check_whole(bound)
         if self.begun or self._averages[0].tensors:
             expected = {name: t.shape for name, t in self._averages[0].tensors.items()}
             found = {name: tensor.shape for name, tensor in bound.items()}
@@ -98,21 +104,28 @@ class Tracked:
         else:
             for average in self._averages:
                 average.start(bound)
-        self._staging = None if self._worker is None else Staging(bound)
+        self._staging = None if self._worker is None else Staging(shards)
         for average in self._averages:
-            average.bind(bound if self._staging is None else self._staging.copies)
+            average.bind(shards if self._staging is None else self._staging.copies)
         self._members, self._bound, self._copied = members, bound, copied
+        self._shards, self._meshes = shards, meshes_of(bound.values())
         buffers = members.buffers
         self._averaged_buffers = [buffers[name] for name in bound if name in buffers]
 
     def begin(self) -> bool:
         """Copy the values; return whether that was done, as an average cannot begin with bad ones."""
-        if self._on_nonfinite == "skip" and first_nonfinite(list(self._bound.items())):
+        if self._on_nonfinite == "skip" and self._first_nonfinite() is not None:
             # This is the one time that a step waits for the device.
             return False
         self.begun = True
         self.step([1.0] * len(self._averages), 0)
         return True
+
+    def _first_nonfinite(self) -> str | None:
+        """Return the first name with values that are not finite; all processes see that together."""
+        bad = first_nonfinite(list(self._shards.items()))
+        fine = true_everywhere(torch.tensor(bad is None), self._meshes)
+        return None if fine else bad or "a parameter of another process"
 
     def step(self, weights: Sequence[float], n: int) -> None:
         """Move each average by its weight of the way to the present values, which are bound.
@@ -123,7 +136,7 @@ class Tracked:
         """
         buffers = [(member.name, member.current().detach()) for member in self._copied]
         if self._worker is None or self._staging is None:
-            self._step(weights, n, self._bound, buffers)
+            self._step(weights, n, self._shards, buffers)
             return
         self._worker.flush()
         staged = self._staging.copies
@@ -148,6 +161,7 @@ class Tracked:
         if n and self._on_nonfinite == "skip":
             tensors = list(bound.values())
             finite = all_finite(tensors, tensors[0].device)
+            finite = true_everywhere(finite, self._meshes)
         for average, weight in zip(self._averages, weights, strict=True):
             average.step(weight, finite, n)
         for name, buffer in buffers:
@@ -155,7 +169,7 @@ class Tracked:
 
     def _copy_buffer(self, name: str, current: Tensor) -> None:
         mine = self._copies.get(name)
-        place = self._device if self._device is not None else current.device
+        place = self.device if self.device is not None else current.device
         if (
             mine is None
             or mine.shape != current.shape
@@ -179,6 +193,8 @@ class Tracked:
     def pairs(self, model: torch.nn.Module | None, index: int) -> list[Pair]:
         """Pair one of the averages with the tensors of a model, by default of the one it follows."""
         values = self.named(index)
+        # Only then can it be seen whether they are others.
+        reshard(self.model if model is None else model)
         members = self._members
         if (model is not None and model is not self.model) or members is None or members.changed():
             members = Members(self.model if model is None else model)
@@ -199,7 +215,7 @@ class Tracked:
             average.start(bound)
             average.load_state_dict({**state, "tensors": tensors})
         self._copies = {
-            name: value.to(self._device, copy=True)
+            name: value.to(self.device, copy=True)
             for name, value in loaded.buffers.items()
             if name in wanted
         }
@@ -219,9 +235,20 @@ class Tracked:
         unbound: dict[str, Any] = {
             "_members": None,
             "_bound": {},
+            "_shards": {},
+            "_meshes": [],
             "_copied": [],
             "_averaged_buffers": [],
             "_staging": None,
             "_worker": None if self._worker is None else Worker(),
         }
         return {**vars(self), **unbound}
+
+
+def _check_whole(bound: Mapping[str, Tensor]) -> None:
+    sharded = next((name for name, tensor in bound.items() if is_sharded(tensor)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"EMA: {sharded} is split up, so on_nonfinite='skip' asks the other processes; that "
+            "cannot be done in a thread, with asynchronous=True"
+        )

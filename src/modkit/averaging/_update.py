@@ -7,12 +7,13 @@ Results are torch's to the last bit, so each function computes in the form that 
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias, cast
+from typing import Any, Final, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from modkit._upstream import foreach_add_, foreach_addcdiv_, foreach_lerp_, foreach_sub
+from modkit.averaging._sharded import true_everywhere
 
 
 TensorList: TypeAlias = tuple[Tensor, ...] | list[Tensor]
@@ -134,10 +135,11 @@ class _Masked:
     uniform: bool
 
 
-def masked_sources(groups: Sequence[Group]) -> list[Group]:
+def masked_sources(groups: Sequence[Group], meshes: Sequence[Any]) -> list[Group]:
     """Return the groups with the averages themselves as sources if any source is not finite.
 
-    It is decided on the device. A step towards itself leaves an average as it is.
+    It is decided on the device. A step towards itself leaves an average as it is. The processes of
+    the meshes, which have shards of one model, decide together.
     """
     checks = [
         torch.isfinite(_widened(source)).all() for group in groups for source in group.sources
@@ -145,6 +147,7 @@ def masked_sources(groups: Sequence[Group]) -> list[Group]:
     if not checks:
         return list(groups)
     finite = torch.stack([check.to(checks[0].device) for check in checks]).all()
+    finite = true_everywhere(finite, meshes)
     masked: list[Group] = []
     for group in groups:
         device = group.targets[0].device

@@ -3,9 +3,10 @@
 This is asked before each update, so it is made of loops in C.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from modkit._upstream import tensor_guard
+from modkit.averaging._sharded import is_sharded, local_shard
 
 
 Registry = Mapping[str, Any]
@@ -80,12 +82,29 @@ class _NoEquality(TorchFunctionMode):
 
 def _alike(tensors: list[Tensor]) -> Callable[[], bool]:
     """Return what tells whether tensors have the shape, dtype and device that they have now."""
+    sharded = [tensor for tensor in tensors if is_sharded(tensor)]
+    if sharded:
+        return _alike_with_shards(tensors, sharded)
     if all(type(tensor) in _PLAIN and tensor.layout is torch.strided for tensor in tensors):
         guard = tensor_guard(tensors)
         if guard is not None:
             return guard
     facts = _facts_of(tensors)
     return lambda: _facts_of(tensors) == facts
+
+
+def _alike_with_shards(tensors: list[Tensor], sharded: list[Tensor]) -> Callable[[], bool]:
+    """Return what tells, too, whether the shards are the same objects: FSDP may make others."""
+    shards = [local_shard(tensor) for tensor in tensors]
+    alike = _alike(shards)
+    here = [local_shard(tensor) for tensor in sharded]
+
+    def same() -> bool:
+        with torch.no_grad():
+            now = [cast("Any", tensor).to_local() for tensor in sharded]
+        return all(map(operator.is_, now, here)) and alike()
+
+    return same
 
 
 def _facts_of(tensors: list[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from modkit.averaging._average import Average
 from modkit.averaging._precision import Precision
+from modkit.averaging._sharded import local_shard, shards_of
 
 
 class WindowAverage(Average):
@@ -43,7 +44,7 @@ class WindowAverage(Average):
     def bind(self, members: Mapping[str, Tensor]) -> None:
         """Say which tensors are averaged from now on; the copies go where the mean is."""
         super().bind(members)
-        self._currents = members
+        self._currents = {name: local_shard(tensor) for name, tensor in members.items()}
         for copies in self._ring:
             for name, average in self.tensors.items():
                 copies[name] = copies[name].to(average.device)
@@ -55,12 +56,12 @@ class WindowAverage(Average):
         if slot == len(self._ring):
             self._ring.append({name: torch.empty_like(mean) for name, mean in self.tensors.items()})
         for name, current in self._currents.items():
-            self._ring[slot][name].copy_(current)
+            local_shard(self._ring[slot][name]).copy_(current)
         self._seen += 1
         for name, mean in self.tensors.items():
             wide = torch.float32 if mean.dtype.itemsize < _SINGLE else mean.dtype
-            copies = torch.stack([copies[name] for copies in self._ring])
-            mean.copy_(copies.mean(0, dtype=wide))
+            copies = torch.stack([local_shard(copies[name]) for copies in self._ring])
+            local_shard(mean).copy_(copies.mean(0, dtype=wide))
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -74,7 +75,10 @@ class WindowAverage(Average):
         super().load_state_dict(state)
         ring: list[Mapping[str, Tensor]] = state.get("ring", [self.tensors])
         self._ring = [
-            {name: mean.clone().copy_(copies[name]) for name, mean in self.tensors.items()}
+            {
+                name: mean.clone().copy_(shards_of(copies[name], mean))
+                for name, mean in self.tensors.items()
+            }
             for copies in ring
         ]
         self._seen = state.get("seen", 1)

@@ -24,7 +24,7 @@ from modkit.averaging._options import (
 from modkit.averaging._plots import profile_figure
 from modkit.averaging._precision import PRECISIONS, Precision
 from modkit.averaging._selection import Buffers, NameFilter, Names, PolicyOf, Selection
-from modkit.averaging._sharded import resharded
+from modkit.averaging._sharded import resharded, shards_of
 from modkit.averaging._swap import any_swapped, copy_of, exchanged, raw_values, write
 from modkit.averaging._tracked import Tracked
 
@@ -135,6 +135,11 @@ class EMA(Generic[ModelT]):
         names = Members(model).parameters
         if names and not any(map(self._tracked.selection.chooses, names)):
             raise ValueError(f"EMA: include={include!r}, exclude={exclude!r} leave no parameter")
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the averages are kept; None if that is where the parameters are."""
+        return self._tracked.device
 
     # Averaging.
 
@@ -248,7 +253,7 @@ class EMA(Generic[ModelT]):
             yield
 
     def _is_swapped(self) -> bool:
-        return any_swapped(self.model.parameters())
+        return any_swapped(self.model)
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module | None = None, *, index: int = 0) -> None:
@@ -387,7 +392,7 @@ class EMA(Generic[ModelT]):
                 stacklevel=3,
             )
             for _, tensor, value in raw:
-                write(tensor, value)
+                write(tensor, shards_of(value, tensor))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied: all but the optimizers that are attached."""

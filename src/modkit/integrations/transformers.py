@@ -231,7 +231,7 @@ class EMACallback(TrainerCallback):
         parameter in common with the averaged one.
         """
         ema = self.averages_of(model)
-        if ema is None or any_swapped(model.parameters()):
+        if ema is None or any_swapped(model):
             yield
             return
         with ema.applied(index=self.index):

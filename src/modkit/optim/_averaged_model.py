@@ -13,6 +13,8 @@ from typing_extensions import TypeVar, override
 
 from modkit.averaging._members import canonical_names
 from modkit.averaging._pairs import PairCache, Pairs, copy_slots
+from modkit.averaging._sharded import is_fully_sharded
+from modkit.averaging._sharded_copy import copy_fully_sharded
 from modkit.averaging._update import (
     AvgFn,
     Group,
@@ -83,7 +85,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         (1.25, 2)
 
     Differs from torch: it is typed by the class of the model, pairs tensors by name, never waits
-    for the device, and takes models that cannot be deep-copied because they hold results of autograd.
+    for the device, and takes models that cannot be deep-copied because they hold results of autograd
+    or are split up by ``fully_shard``: the copy is split up in the same way.
     """
 
     __module__ = "modkit.optim.swa_utils"
@@ -127,7 +130,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         """Return a copy of the model, where and in which dtype the average is kept."""
         device, precision, _ = self._average_options
         with _DetachedCopies():
-            copy = deepcopy(model)
+            sharded = is_fully_sharded(model)
+            copy = copy_fully_sharded(model, {}) if sharded else deepcopy(model)
         if device is not None:
             copy = copy.to(device)
         if precision != "same":
@@ -171,7 +175,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         pairs = self._pair_cache.pairs(self.module, model, self, use_buffers=self.use_buffers)
         groups: Sequence[Group] = pairs.groups
         if self._average_options[2] == "skip":
-            groups = masked_sources(groups)
+            groups = masked_sources(groups, pairs.meshes)
         if count == 0:
             for group in groups:
                 copy_each(group.targets, group.sources)

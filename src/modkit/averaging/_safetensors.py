@@ -1,0 +1,74 @@
+"""Files of safetensors, written tensor by tensor: the library wants all of them in memory at once."""
+
+import ctypes
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from modkit.averaging._checkpoint_files import DTYPES
+
+
+# By what torch calls it, if this version of torch has it.
+_NAMES: Final[dict[Any, str]] = {getattr(torch, own, None): name for name, own in DTYPES.items()}
+_ALIGNMENT: Final = 8
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a file says of a tensor before the first one is written."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def in_file_order(described: Mapping[str, Described]) -> dict[str, Described]:
+    """Return the same, wide numbers first: so each begins where its numbers may begin.
+
+    Raises:
+        ValueError: The format has no such dtype.
+    """
+    for name, one in described.items():
+        if one.dtype not in _NAMES:
+            raise ValueError(f"{name} is {one.dtype}, for which safetensors has no name")
+    return dict(sorted(described.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+def write_safetensors(
+    path: Path, described: Mapping[str, Described], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Write tensors as they come, one in memory at a time.
+
+    Args:
+        path: The file.
+        described: What is going to come, in this order.
+        tensors: The tensors by name, in host memory.
+    """
+    # transformers refuses a file that does not say for which library it is.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, one in described.items():
+        begin, end = end, end + one.nbytes
+        header[name] = {
+            "dtype": _NAMES[one.dtype],
+            "shape": list(one.shape),
+            "data_offsets": [begin, end],
+        }
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for _, tensor in tensors:
+            plain = tensor.contiguous()
+            if plain.nbytes:
+                file.write((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))

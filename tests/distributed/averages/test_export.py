@@ -1,0 +1,190 @@
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import modkit
+from modkit.distributed import export_average
+from tests.distributed.averages import networks
+from tests.distributed.launcher import launch, run
+
+
+FILES = ["average.safetensors", "average.pt"]
+
+
+def read(path: Path) -> Any:
+    """Read a file as anybody would."""
+    if path.suffix == ".safetensors":
+        return safetensors.torch.load_file(path)
+    return torch.load(path)
+
+
+def export(folder: Path) -> dict[str, Any]:
+    """Write the averages of a model that is split up to several files."""
+    ema = modkit.EMA(
+        networks.split(networks.network(torch.bfloat16)), decay=[0.5, 0.9], device="cpu"
+    )
+    export_average(ema, folder / "raw.pt")
+    raw = networks.state_of(ema.model)
+    networks.train(ema, networks.sgd(ema.model), 0, 4)
+    with torch.no_grad():
+        # The root has whole parameters after it.
+        ema.model.eval()(torch.ones(2, 5, dtype=torch.bfloat16))
+    for name in FILES:
+        export_average(ema, folder / name, index=1, dtype=torch.float32)
+        export_average(ema, folder / f"as-it-is-{name}", index=1)
+    return {
+        "average": networks.averages_of(ema, 1),
+        "raw": raw,
+        "order": list(ema.model.state_dict()),
+    }
+
+
+def test_the_file_is_that_of_one_process(tmp_path: Path) -> None:
+    """It loads into a plain model, and has all bits of the average, or those of the model's dtype."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    expected = run(3, export, folder, folder=tmp_path)[0]
+    average = expected["average"]
+    narrow = {
+        name: tensor.bfloat16() if tensor.is_floating_point() else tensor
+        for name, tensor in average.items()
+    }
+
+    assert networks.differing(torch.load(folder / "raw.pt"), expected["raw"]) == []
+    for name in FILES:
+        wide, narrowed = read(folder / name), read(folder / f"as-it-is-{name}")
+        assert networks.differing(narrowed, narrow) == []
+        assert (
+            networks.differing(
+                wide, {**average, **{k: v.float() for k, v in average.items() if "running" in k}}
+            )
+            == []
+        )
+        networks.network().load_state_dict(wide)
+        networks.network(torch.bfloat16).load_state_dict(narrowed)
+    assert list(torch.load(folder / FILES[1])) == expected["order"]
+    # Nothing else is left there.
+    assert len(list(folder.iterdir())) == 5
+
+
+class Mixed(nn.Module):
+    """A model with a tied tensor, one of a byte, one that is not saved, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(1))
+        self.frozen = nn.Parameter(torch.arange(3.0), requires_grad=False)
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+        self.register_buffer("count", torch.tensor(5))
+
+
+def export_mixed(folder: Path) -> None:
+    """Write the average of such a model, without what is frozen in it."""
+    model = Mixed()
+    torch.distributed.fsdp.fully_shard(model)
+    ema = modkit.EMA(model, decay=0.5, exclude="frozen")
+    for value in (0.0, 4.0):
+        with torch.no_grad():
+            model.embedding.weight.fill_(value)
+        ema.update()
+    for name in FILES:
+        export_average(ema, folder / name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_has_what_a_state_dict_has(name: str, tmp_path: Path) -> None:
+    """Both names of what is tied, what is not averaged, no buffers that are not saved."""
+    run(2, export_mixed, tmp_path, folder=tmp_path)
+    found, model = read(tmp_path / name), Mixed()
+    model.load_state_dict(found)
+
+    assert set(found) == set(Mixed().state_dict())
+    for key in ("embedding.weight", "head.weight"):
+        assert torch.equal(found[key], torch.full((7, 4), 2.0))
+    assert torch.equal(found["frozen"], torch.arange(3.0))
+    assert torch.equal(found["mask"], torch.tensor([True, False, True]))
+    assert found["count"].item() == 5
+
+
+def export_wrapped(folder: Path) -> dict[str, Any]:
+    """Write the average of a model that is wrapped."""
+    torch.manual_seed(torch.distributed.get_rank())
+    model = DistributedDataParallel(networks.network())
+    ema = modkit.EMA(model, decay=0.5)
+    networks.train(ema, networks.sgd(model), 0, 3)
+    export_average(ema, folder / "average.pt")
+    # Whoever is back can read it.
+    return {"file": torch.load(folder / "average.pt"), "average": networks.averages_of(ema)}
+
+
+def test_the_names_are_those_of_the_model_itself(tmp_path: Path) -> None:
+    """What wraps it is not in them, and the file is there for all when the call returns."""
+    for found in run(2, export_wrapped, tmp_path, folder=tmp_path):
+        assert networks.differing(found["file"], found["average"]) == []
+        assert found["file"]._metadata["1"] == {"version": 2}
+        assert found["file"]._metadata.keys() == networks.network().state_dict()._metadata.keys()  # type: ignore[attr-defined]
+
+
+def export_nowhere(folder: Path) -> dict[str, str]:
+    """Write to where there is no folder, and what has no place in the format."""
+    ema = networks.trained(2, decay=0.5)
+    found = {}
+    for name in FILES:
+        with pytest.raises((OSError, RuntimeError)) as caught:
+            export_average(ema, folder / "none" / name)
+        found[name] = f"{type(caught.value).__name__}: {caught.value}"
+    with pytest.raises(ValueError, match="safetensors") as unnamed:
+        export_average(ema, folder / FILES[0], dtype=torch.complex128)
+    found["dtype"] = str(unnamed.value)
+    with pytest.raises(IndexError):
+        export_average(ema, folder / FILES[0], index=1)
+    # They have not lost step with one another.
+    export_average(ema, folder / FILES[0])
+    return found
+
+
+def test_all_processes_know_that_a_file_is_not_there(tmp_path: Path) -> None:
+    """The first one says why, the others that it could not, and none of them is left waiting."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    first, second = run(2, export_nowhere, folder, folder=tmp_path)
+
+    for name in FILES:
+        assert "No such file" in first[name] or "does not exist" in first[name]
+        assert second[name].startswith("RuntimeError: export_average: the first process could not")
+    assert first["dtype"] == second["dtype"]
+    assert "0.weight is torch.complex128" in first["dtype"]
+    assert [path.name for path in folder.iterdir()] == [FILES[0]]
+
+
+def export_on_one(folder: Path) -> None:
+    """Write while the other process is elsewhere."""
+    ema = networks.trained(2, decay=0.5)
+    if torch.distributed.get_rank() == 0:
+        export_average(ema, folder / FILES[0])
+    else:
+        time.sleep(60)
+
+
+@pytest.mark.distributed
+def test_a_process_that_does_not_take_part_is_missed(tmp_path: Path) -> None:
+    """Torch's timeout ends the waiting with an error, and no file is left behind."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    outcomes = launch(2, export_on_one, folder, folder=tmp_path, timeout=2.0, grace=0.1)
+
+    assert outcomes[0].code == 1
+    assert "Timed out waiting 2000ms" in outcomes[0].error
+    assert "export_average" in outcomes[0].error
+    assert list(folder.iterdir()) == []

@@ -1,0 +1,129 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import modkit
+from modkit.averaging._sharded import whole
+from modkit.distributed import export_average, load_averages
+from modkit.optim.swa_utils import AveragedModel
+from tests.distributed.averages.networks import averages_of, counted, differing, state_of
+from tests.distributed.launcher import run
+
+
+pytestmark = pytest.mark.distributed
+
+
+def network() -> nn.Sequential:
+    """Return a network whose layers tensor parallelism can take in turns."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def replicated() -> nn.Module:
+    """Split a network up in two, twice."""
+    net = network()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    fully_shard(net[0], mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return net
+
+
+def parallel() -> nn.Module:
+    """Split the layers of a network up, the first one by rows and the other one by columns."""
+    net = network()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    return parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def both_ways() -> nn.Module:
+    """Split what is split up by tensor parallelism up again."""
+    net = network()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["dp"])
+    return net
+
+
+def by_columns() -> nn.Module:
+    """Split the second dimension up instead of the first one."""
+    net = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 2, bias=False))
+    fully_shard(net, shard_placement_fn=lambda _: Shard(1))
+    return net
+
+
+WAYS = {
+    "replicated": (4, replicated, True),
+    "parallel": (2, parallel, True),
+    "both ways": (4, both_ways, False),
+    "by columns": (2, by_columns, True),
+}
+
+
+def average(way: str, folder: Path) -> dict[str, Any]:
+    """Average such a model in 4 steps, save, load, export, and call it with the average."""
+    _, build, can_be_copied = WAYS[way]
+    torch.manual_seed(0)
+    net, plain = build(), by_columns_plain() if way == "by columns" else network()
+    plain.load_state_dict(state_of(net))
+    ema: modkit.EMA[Any] = modkit.EMA(net, decay=[0.5, 0.9])
+    reference: modkit.EMA[Any] = modkit.EMA(plain, decay=[0.5, 0.9])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    size = plain[0].in_features
+    copied = AveragedModel(net) if can_be_copied else None
+    for number in range(4):
+        batch = torch.randn(8, size, generator=torch.Generator().manual_seed(number))
+        optimizer.zero_grad()
+        net(batch).square().mean().backward()
+        optimizer.step()
+        ema.update()
+        plain.load_state_dict(state_of(net))
+        reference.update()
+    found: dict[str, Any] = {
+        "differing": differing(whole(ema.state_dict()), reference.state_dict())
+    }
+    dcp.save({"ema": ema.state_dict()}, checkpoint_id=folder / "checkpoint")
+    fresh: modkit.EMA[Any] = modkit.EMA(net, decay=[0.5, 0.9])
+    load_averages(fresh, folder / "checkpoint")
+    found["loaded"] = differing(averages_of(fresh, 1), averages_of(ema, 1))
+    export_average(ema, folder / "average.safetensors", index=1)
+    single: modkit.EMA[Any] = modkit.EMA(plain, decay=[0.5, 0.9])
+    load_averages(single, folder / "checkpoint")
+    found["single"] = differing(averages_of(single, 1), averages_of(ema, 1))
+    batch = torch.ones(2, size)
+    with torch.no_grad():
+        raw = net(batch)
+        with ema.applied(), reference.applied():
+            # Sums over processes are taken in another order.
+            found["close"] = torch.allclose(net(batch), plain(batch), atol=1e-6)
+            found["apart"] = not torch.equal(net(batch), raw)
+        found["back"] = torch.equal(net(batch), raw)
+    if copied is not None:
+        copied.update_parameters(net)
+        found["copied"] = differing(state_of(copied.module), state_of(net))
+    found["costs"] = counted(ema.update)
+    return found
+
+
+def by_columns_plain() -> nn.Sequential:
+    """Return the same network, whole."""
+    return nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 2, bias=False))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_split_up_is_averaged(way: str, tmp_path: Path) -> None:
+    """Replicas of shards, tensor parallelism, both, and columns: bits, checkpoints, files, calls."""
+    for found in run(WAYS[way][0], average, way, tmp_path, folder=tmp_path / "run"):
+        assert found["differing"] == found["loaded"] == found["single"] == []
+        assert found["close"]
+        assert found["apart"]
+        assert found["back"]
+        assert found.get("copied", []) == []
+        assert found["costs"] == (0, 0)
