@@ -6,6 +6,7 @@ from tests.divergence import ISSUES, NO_ISSUE, Divergence
 
 
 _DEFECTS: Final = "tests/parity/jit/test_defects.py::"
+_ARCHIVES: Final = "tests/parity/jit/test_archive_defects.py::"
 _COMPILING: Final = "tests/parity/jit/test_compiling.py::"
 _REFUSED: Final = "tests/parity/jit/test_refused_members.py::"
 _LATER: Final = Divergence(
@@ -103,6 +104,42 @@ JIT_DIVERGENCES: Final[dict[str, Divergence]] = {
         "An extra file that is not in the archive reads as an empty one in torch; in modkit it is a "
         "KeyError.",
         NO_ISSUE,
+    ),
+    _ARCHIVES + "test_damaged_weights_are_not_loaded": Divergence(
+        "torch",
+        "Torch reads archives without looking at their checksums, so weights with flipped bits load "
+        "without a complaint. Modkit looks at all of them before it loads anything.",
+        ISSUES + "126952",
+    ),
+    _ARCHIVES + "test_weights_that_have_changed_places_are_not_loaded": Divergence(
+        "torch",
+        "Members of an archive that have been exchanged load in torch as each other. An archive of "
+        "modkit has a list of its members.",
+        NO_ISSUE,
+    ),
+    _ARCHIVES + "test_a_member_that_is_marked_as_a_folder_is_not_loaded": Divergence(
+        "torch",
+        "Where one bit of a zip file marks weights as a folder, torch reads nothing and takes what is "
+        "in memory for them.",
+        NO_ISSUE,
+    ),
+    _ARCHIVES + "test_a_file_that_was_just_written_is_read": Divergence(
+        "torch",
+        "Torch reads an open file from where it stands, so one that has just been written looks empty "
+        "to it; modkit then begins at its start.",
+        ISSUES + "65098",
+    ),
+    _ARCHIVES + "test_the_error_names_what_a_file_is": Divergence(
+        "torch",
+        "Torch says of most files that are no archives that a part of a zip file is missing. In modkit "
+        "the error, of the same type, names what the file is and what reads it.",
+        ISSUES + "31620",
+    ),
+    _ARCHIVES + "test_devices_are_looked_for_before_a_file_is_read": Divergence(
+        "torch",
+        "Torch validates `map_location` for CUDA alone, and for other devices fails in the middle of "
+        "loading; modkit looks for all of them first, and the error names those that there are.",
+        ISSUES + "197803",
     ),
     _DEFECTS + "test_define_gives_the_method_to_one_module": _LATER,
     _DEFECTS + "test_each_instance_compiles_what_its_constructor_defines": _CONSTRUCTOR,

@@ -1,6 +1,9 @@
 """modkit: a thin, typed facade over PyTorch."""
 
-from modkit import schedules as schedules
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from modkit import nn as nn, schedules as schedules
 from modkit.averaging.callback import EMACallback as EMACallback
 from modkit.averaging.checkpoints import average_checkpoints as average_checkpoints
 from modkit.averaging.ema import EMA as EMA
@@ -14,6 +17,9 @@ from modkit.nn._adopt import adopt as adopt, release as release
 from modkit.nn._fast_attributes import fast_attributes as fast_attributes
 
 
+if TYPE_CHECKING:
+    from modkit import distributed as distributed, jit as jit, models as models, optim as optim
+
 __all__ = [
     "EMA",
     "EMACallback",
@@ -21,9 +27,29 @@ __all__ = [
     "adopt",
     "average_checkpoints",
     "average_range",
+    "distributed",
     "fast_attributes",
+    "jit",
     "load_checkpoint",
+    "models",
+    "nn",
+    "optim",
     "release",
     "save_checkpoint",
     "schedules",
 ]
+
+# Imported when they are asked for: most programs need none of them.
+_LATER = frozenset({"distributed", "jit", "models", "optim"})
+
+
+def __getattr__(name: str) -> Any:
+    """Import a subpackage that is read as an attribute, as ``torch`` has its own."""
+    if name in _LATER:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List what is there, and what would be imported."""
+    return sorted({*globals(), *_LATER})

@@ -201,7 +201,7 @@ def load_averages(
 
     ``dcp.load`` fills tensors that are there already, and an ``EMA`` that has not begun has none. So
     this looks up what the checkpoint holds, makes room for the shards that this process has of each
-    tensor, has ``dcp.load`` fill it, and gives that to :meth:`modkit.EMA.load_state_dict`.
+    tensor, has ``dcp.load`` fill it, and gives that to :meth:`~modkit.averaging.ema.EMA.load_state_dict`.
 
     All processes have to call this.
 
@@ -216,7 +216,7 @@ def load_averages(
         ValueError: Nothing was saved under that name, or it is no state of averages.
         NameMismatchError: Its tensors do not fit the model. Nothing has been changed.
         CheckpointException: That of torch: a part cannot be read, or is something other than plain data.
-        RuntimeError: The averages are in the model (:meth:`modkit.EMA.applied`).
+        RuntimeError: The averages are in the model (:meth:`~modkit.averaging.ema.EMA.applied`).
 
     Example:
         >>> import pathlib, tempfile, warnings

@@ -1,4 +1,5 @@
 import copy
+import functools
 import io
 import subprocess
 import sys
@@ -86,16 +87,22 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
 
 
 def test_the_name_in_an_archive_is_that_of_the_file(tmp_path):
-    """Two libraries write the same records under the same names."""
+    """Two libraries write the same records under the same names; modkit adds a list of them."""
     module = jit.script(nn.Linear(2, 2))
-    for name, namespace in (("ours", jit), ("theirs", torch.jit)):
+    for name, save in (
+        ("ours", module.save),
+        ("torch.jit", functools.partial(torch.jit.save, module)),
+        ("theirs", module._c.save),
+    ):
         (tmp_path / name).mkdir()
-        namespace.save(module, str(tmp_path / name / "net.pt"))
+        save(str(tmp_path / name / "net.pt"))
     readers = [
-        torch._C.PyTorchFileReader(str(tmp_path / name / "net.pt")) for name in ("ours", "theirs")
+        torch._C.PyTorchFileReader(str(tmp_path / name / "net.pt"))
+        for name in ("ours", "torch.jit", "theirs")
     ]
 
-    assert readers[0].get_all_records() == readers[1].get_all_records()
+    records = [reader.get_all_records() for reader in readers]
+    assert records[0] == records[1] == [*records[2], "modkit.members.json"]
     assert (tmp_path / "ours" / "net.pt").read_bytes()[:60].count(b"net/") == 1
 
 

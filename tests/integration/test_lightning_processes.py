@@ -5,6 +5,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from tests.integration import torchvision_fits
+
 
 pl = pytest.importorskip(
     "lightning.pytorch", reason="needs Lightning: nox -s ecosystem installs it"
@@ -45,6 +47,9 @@ def test_two_processes_resume(place, tmp_path) -> None:
     assert [one["step"] for one in through] == [runs.BATCHES, runs.BATCHES]
 
 
+@pytest.mark.skipif(
+    not torchvision_fits, reason="Lightning imports torchvision first in spawned processes"
+)
 def test_spawned_processes_bring_the_average_home(tmp_path) -> None:
     """The callback stays behind with its process, and the model comes back with the average."""
     ema = EMACallback(decay=0.9, swap_to_average_at_end=True)

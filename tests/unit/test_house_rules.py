@@ -53,3 +53,21 @@ def test_files_and_functions_stay_short(file):
 
     assert text.count("\n") <= 450
     assert {name: length for name, length in lengths.items() if length > 60} == {}
+
+
+@pytest.mark.parametrize("page", sorted(SOURCE.rglob("README.md")), ids=lambda p: p.parent.name)
+def test_each_file_has_its_line(page):
+    """A folder's README names its files, those of smaller folders included, in at most 40 lines."""
+    text = page.read_text(encoding="utf-8")
+    own_pages = {each.parent for each in SOURCE.rglob("README.md")} - {page.parent}
+    # The layers have torch's file names, and the last row of a table may stand for many files.
+    whole = {"modules", *(name for name in ("cli",) if f"{name}/_*.py" in text)}
+    names = [
+        path.relative_to(page.parent).as_posix()
+        for path in page.parent.rglob("*.py")
+        if not own_pages & set(path.parents) and path.name not in {"__init__.py"}
+        if not whole & set(path.relative_to(page.parent).parts[:-1])
+    ]
+
+    assert text.count("\n") <= 40
+    assert [name for name in sorted(names) if f"`{name}`" not in text] == []

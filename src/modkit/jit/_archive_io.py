@@ -5,7 +5,6 @@ C++ read the same archive, and pass over that file.
 """
 
 import contextlib
-import functools
 import io
 import json
 import os
@@ -17,6 +16,7 @@ from typing import Any, Final, cast
 
 import torch
 
+from modkit.jit._archive_seal import seal, sealed
 from modkit.jit._class_based import ScriptMeta, base_class
 from modkit.jit._members import bind, compiled, plain_state
 from modkit.jit._upstream import (
@@ -62,19 +62,34 @@ def _extra_files(module: Any, given: ExtraFiles | None) -> dict[str, str | bytes
 def to_bytes(module: Any, files: ExtraFiles | None) -> bytes:
     """Return the archive."""
     data: bytes = compiled(module).save_to_buffer(_extra_files=_extra_files(module, files))
-    return data
+    return sealed(data)
 
 
 def save(module: Any, target: Any, files: ExtraFiles | None) -> None:
     """Write the archive to a path or an open file."""
-    if not isinstance(target, (str, os.PathLike)):
-        target.write(to_bytes(module, files))
-        return
-    extra = _extra_files(module, files)
-    write_whole(target, functools.partial(compiled(module).save, _extra_files=extra))
+    save_compiled(compiled(module), target, _extra_files(module, files))
 
 
-def write_whole(target: str | os.PathLike[str], write: Callable[[str], Any]) -> None:
+def save_compiled(compiled_module: Any, target: Any, files: ExtraFiles) -> None:
+    """Write the archive of a module, or a function, of C++, with the list of its members."""
+
+    def write(path: str) -> None:
+        compiled_module.save(path, _extra_files=files)
+        seal(path)
+
+    if isinstance(target, (str, os.PathLike)):
+        path = Path(cast("os.PathLike[str]", target))
+        if not path.exists() or path.is_file():
+            write_whole(path, write)
+            return
+        # A pipe or a device has no other way of being written to, and a folder refuses.
+        with path.open("wb") as file:
+            file.write(sealed(compiled_module.save_to_buffer(_extra_files=files)))
+    else:
+        target.write(sealed(compiled_module.save_to_buffer(_extra_files=files)))
+
+
+def write_whole(target: Path, write: Callable[[str], Any]) -> None:
     """Let ``write`` make a file and put it at the path ``target`` in one step.
 
     It gets its name in a folder of its own beside ``path``, since an archive holds the name of the
@@ -83,13 +98,9 @@ def write_whole(target: str | os.PathLike[str], write: Callable[[str], Any]) -> 
     Raises:
         RuntimeError: the folder does not exist.
     """
-    path = Path(target).absolute()
+    path = target.absolute()
     if not path.parent.is_dir():
         raise RuntimeError(f"Parent directory {path.parent} does not exist.")
-    if path.exists() and not path.is_file():
-        # A pipe or a device has no other way of being written to.
-        write(str(path))
-        return
     final = path.resolve()
     folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=final.parent))
     try:
@@ -101,9 +112,13 @@ def write_whole(target: str | os.PathLike[str], write: Callable[[str], Any]) -> 
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _has_file(source: str | bytes, name: str) -> bool:
-    reader = ArchiveReader(io.BytesIO(source) if isinstance(source, bytes) else source)
-    return bool(reader.has_record(f"extra/{name}"))
+def is_readable(source: str | bytes) -> bool:
+    """Tell whether torch finds the members of an archive, whatever it makes of them."""
+    try:
+        ArchiveReader(io.BytesIO(source) if isinstance(source, bytes) else source)
+    except (RuntimeError, UnicodeDecodeError):
+        return False
+    return True
 
 
 def read(
@@ -117,20 +132,23 @@ def read(
     Args:
         source: A path, or the content of the archive.
         map_location: Where the tensors go.
-        files: The extra files that are wanted; their content is filled in, as bytes.
+        files: The extra files that are wanted, and are there; their content is filled in, as bytes.
         restore_shapes: Run the module with the inputs that it was traced with.
 
     Raises:
-        KeyError: the archive has no such extra file.
+        RuntimeError: Torch cannot load it, or loads no TorchScript at all.
     """
+    if import_module is None:
+        raise RuntimeError("this release of torch reads no TorchScript")
     wanted = dict.fromkeys((*(files or ()), RECORD), "")
     load = import_module_from_buffer if isinstance(source, bytes) else import_module
-    cpp = load(CompilationUnit(), source, map_location, wanted, restore_shapes)
+    try:
+        cpp = load(CompilationUnit(), source, map_location, wanted, restore_shapes)
+    except UnicodeDecodeError as error:
+        # The message of C++ has bytes of the file in it.
+        text = bytes(error.object).decode("utf-8", "replace")
+        raise RuntimeError(f"torch cannot load the archive: {text}") from error
     note = wanted[RECORD]
-    for name in files or ():
-        # What is not there comes back empty, as does what is empty.
-        if not wanted[name] and not _has_file(source, name):
-            raise KeyError(f"the archive has no extra file {name!r}")
     if files is not None:
         files.update((name, wanted[name]) for name in tuple(files))
     return cpp, json.loads(note) if note else {}

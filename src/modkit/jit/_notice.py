@@ -1,5 +1,6 @@
 """One word about the future of TorchScript, in place of torch's warning at every step."""
 
+import sys
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ MESSAGE: Final = (
     "torch.export and torch.compile. Until then modkit.jit keeps it working; this is said once."
 )
 
+# The first Python for which torch says that TorchScript is not supported.
+_UNSUPPORTED: Final = (3, 14)
+
 _said: Final[set[str]] = set()
 
 
@@ -20,7 +24,18 @@ def give_notice(stacklevel: int = 3) -> None:
         return
     # Entered first: where the warning is made an error, the next call works.
     _said.add(MESSAGE)
-    warnings.warn(MESSAGE, DeprecationWarning, stacklevel=stacklevel)
+    warnings.warn(message(), DeprecationWarning, stacklevel=stacklevel)
+
+
+def message() -> str:
+    """Return what is said, with a word about the Python that runs where there is one."""
+    if sys.version_info < _UNSUPPORTED:
+        return MESSAGE
+    running = ".".join(map(str, sys.version_info[:2]))
+    return (
+        f"{MESSAGE} Torch does not support it on Python {running}, where compiling may fail; archives "
+        "that are saved with export_args load all the same."
+    )
 
 
 @contextmanager

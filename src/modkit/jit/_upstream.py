@@ -15,8 +15,11 @@ Checked against torch 2.13; 2.15 has the same names.
   ``MethodStub``: a decorator has to look at the frame that it is used in, and the public ones look
   at the frame that called them.
 - ``ConstMap`` gives the constants of compiled code as attributes. ``TorchScriptMeta`` collects the script methods and constants of a class.
+- ``import_module`` is None where this torch reads no TorchScript. ``ArchiveReader`` opens
+  an archive as torch does.
 - ``concrete_type_of`` describes the type of a C++ module to the compiler.
-- ``ArchiveReader`` lists the records of an archive.
+- ``convert_script`` turns TorchScript into a program of torch.export: torch's own error names the
+  class behind it as the way to go, and it has no public name.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -26,7 +29,6 @@ from typing import Any, Final, cast
 import torch
 import torch.jit._recursive
 import torch.jit._script
-import torch.jit._serialization
 import torch.jit._state
 import torch.jit._trace
 import torch.jit.frontend
@@ -52,6 +54,7 @@ __all__ = [
     "class_definition",
     "compile_interface",
     "concrete_type_of",
+    "convert_script",
     "create_script_module",
     "freeze_module",
     "import_module",
@@ -68,7 +71,6 @@ __all__ = [
     "script_anything",
     "trace_anything",
     "trace_module_anything",
-    "validate_map_location",
 ]
 
 _C: Any = torch._C
@@ -86,7 +88,6 @@ ParameterDict: Final = _C.ParameterDict
 BufferDict: Final = _C.BufferDict
 ModuleDict: Final = _C.ModuleDict
 CompilationUnit: Final = _C.CompilationUnit
-ArchiveReader: Final = _C.PyTorchFileReader
 
 RecursiveScriptModule: Final[Any] = _script.RecursiveScriptModule
 RecursiveScriptClass: Final[Any] = _script.RecursiveScriptClass
@@ -97,9 +98,9 @@ magic_methods: Final[tuple[str, ...]] = tuple(getattr(_script, "_magic_methods",
 freeze_module: Final = _C._freeze_module
 optimize_frozen_graph: Final = _C._jit_pass_optimize_frozen_graph
 optimize_for_inference: Final = _C._jit_pass_optimize_for_inference
-import_module: Final = _C.import_ir_module
-import_module_from_buffer: Final = _C.import_ir_module_from_buffer
-validate_map_location: Final = cast("Any", torch.jit._serialization).validate_map_location
+import_module: Final[Any] = getattr(_C, "import_ir_module", None)
+import_module_from_buffer: Final[Any] = getattr(_C, "import_ir_module_from_buffer", None)
+ArchiveReader: Final = _C.PyTorchFileReader
 
 create_script_module: Final = _recursive.create_script_module
 methods_to_compile: Final = _recursive.infer_methods_to_compile
@@ -116,3 +117,12 @@ class_definition: Final = _frontend.get_jit_class_def
 method_definition: Final = _frontend.get_jit_def
 qualified_name: Final = _internal._qualified_name
 names_of_frame: Final = _internal.createResolutionCallbackFromFrame
+
+
+def convert_script(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    """Turn a ScriptModule into a program of torch.export; the graph of the module is rewritten."""
+    # Imported here, since it is large.
+    from torch._export.converter import TS2EPConverter
+
+    program: torch.export.ExportedProgram = cast("Any", TS2EPConverter)(module, args, {}).convert()
+    return program

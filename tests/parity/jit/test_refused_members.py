@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.helpers import TORCH, outcome
+from tests.helpers import MODKIT, TORCH, outcome
 from tests.parity.jit.networks import build, inputs, make_net
 
 
@@ -69,7 +69,7 @@ def hooked_backward(module):
     seen = []
     module.register_backward_hook(lambda m, grads, out: seen.append(out[0]))
     with pytest.warns(FutureWarning, match="non-full backward hook"):
-        result = module(inputs())
+        result = module(inputs().requires_grad_())
     result.square().sum().backward()
     return seen
 
@@ -124,6 +124,38 @@ def test_members_that_torch_refuses_do_what_they_do_on_any_module(impl, kind, me
     if member == "get_buffer that is not there":
         expected = (*expected[:2], expected[2].replace("BatchNorm1d", type(module.norm).__name__))
         actual = (*actual[:2], actual[2].replace("Net", type(module.norm).__name__))
+    assert actual == expected
+
+
+def eager(kind):
+    """Return the network of torch that a compiled one of this kind is to behave like."""
+    if kind != "frozen":
+        net = make_net(TORCH)
+        if kind == "traced":
+            net(inputs())  # tracing runs the network
+        return net
+    frozen = build(TORCH, kind)
+
+    class Net(torch.nn.Module):
+        """Freezing leaves a network without members, whose weights are constants."""
+
+        def forward(self, x):
+            return frozen(x)
+
+    return Net().eval()
+
+
+@pytest.mark.parametrize("kind", ["traced", "frozen", "class-based"])
+@pytest.mark.parametrize("member", CASES)
+def test_the_same_members_work_on_the_other_kinds(kind, member):
+    """Traced, frozen and class-based modules do with them what the eager network does."""
+    module = build(MODKIT, kind)
+    expected = outcome(lambda _: CASES[member](eager(kind)), TORCH)
+    actual = outcome(lambda _: CASES[member](module), MODKIT)
+
+    actual = named(actual, module)
+    if member == "get_buffer that is not there" and kind == "class-based":
+        expected = (*expected[:2], expected[2].replace("BatchNorm1d", "ScriptModule"))
     assert actual == expected
 
 
