@@ -3,7 +3,6 @@
 The functions are the formulas of that page; tests hold them against what is measured.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
@@ -206,10 +205,11 @@ def sizes() -> str:
 def replace(text: str, name: str, content: str) -> str:
     """Put the content between the two marks of that name."""
     start, end = (mark.format(name=name) for mark in MARKS)
-    pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
-    if len(pattern.findall(text)) != 1:
-        raise ValueError(f"the marks of {name!r} are not there once")
-    return pattern.sub(lambda _: f"{start}\n\n{content}\n\n{end}", text)
+    before, starts, rest = text.partition(start)
+    _, ends, after = rest.partition(end)
+    if not (starts and ends):
+        raise ValueError(f"{PAGE.name} has no marks {name!r}")
+    return f"{before}{start}\n\n{content}\n\n{end}{after}"
 
 
 def render() -> str:
