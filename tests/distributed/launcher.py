@@ -165,7 +165,8 @@ def _run(
             )
             torch.save(function(*args), place / f"{rank}.pt")
             dist.destroy_process_group()
-        except Exception:
+        except BaseException:
+            # The errors of checkpoints are no `Exception`.
             traceback.print_exc(file=error)
             error.flush()
             faulthandler.cancel_dump_traceback_later()

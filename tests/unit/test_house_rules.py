@@ -65,7 +65,7 @@ def test_each_file_has_its_line(page):
     names = [
         path.relative_to(page.parent).as_posix()
         for path in page.parent.rglob("*.py")
-        if not own_pages & set(path.parents) and path.name not in {"__init__.py"}
+        if not own_pages & set(path.parents) and path.name != "__init__.py"
         if not whole & set(path.relative_to(page.parent).parts[:-1])
     ]
 

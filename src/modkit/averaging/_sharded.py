@@ -40,9 +40,9 @@ def sharded_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
-def is_fully_sharded(model: torch.nn.Module) -> bool:
-    """Tell whether ``fully_shard`` was called for a part of a model."""
-    return bool(sharded_modules(model))
+def is_fully_sharded(model: object) -> bool:
+    """Tell whether something is a model, and ``fully_shard`` was called for a part of it."""
+    return isinstance(model, torch.nn.Module) and bool(sharded_modules(model))
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -79,15 +79,11 @@ def save_twice(folder: Path, when: str, fate: str, later: bool) -> None:
 
 
 def save_fatally(state: dict[str, Any], writer: Fatal, group: Any) -> None:
-    """Save at once, or, in a group of its own, later; make any error an ordinary one."""
-    try:
-        if group is None:
-            dcp.save(state, storage_writer=writer)
-        else:
-            dcp.async_save(state, storage_writer=writer, process_group=group).result()
-    except dcp.api.CheckpointException as error:
-        # It is no `Exception`, so nobody would write it down.
-        raise RuntimeError(str(error)) from error
+    """Save at once, or, in a group of its own, later."""
+    if group is None:
+        dcp.save(state, storage_writer=writer)
+    else:
+        dcp.async_save(state, storage_writer=writer, process_group=group).result()
 
 
 def load_both(folder: Path) -> Any:
