@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from modkit._files import written_whole
+from modkit._zip import Archive
 
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -85,25 +86,27 @@ def verify(path: Path, *, required: bool = True) -> None:
 
     Args:
         path: The file.
-        required: Whether to refuse files without checksums, those of torch before 1.6 among them.
+        required: Whether to refuse what is no zip file, and files without checksums. Whoever else
+            writes files may have reasons for either.
 
     Raises:
-        Exception: It is damaged; ``zipfile`` has many errors for what may be wrong. Where it is the
-            content of a member, the message names it.
+        ArchiveError: It is damaged. Where that is the content of a member, the message names it.
+        ValueError: It has no checksums.
     """
-    if not required and _is_older(path):
+    if not required and not _is_zip(path):
         return
-    with zipfile.ZipFile(path) as archive:
-        # torch.serialization.set_crc32_options(False) writes zeros in place of all checksums.
-        known = any(member.CRC for member in archive.infolist())
-        if required and not known:
-            raise ValueError("it was written without checksums; torch.load reads it unverified")
-        damaged = archive.testzip() if known else None
-    if damaged is not None:
-        raise ValueError(f"the checksum of {damaged} is wrong")
-
-
-def _is_older(path: Path) -> bool:
-    """Tell whether a file begins as a pickle does, and not as an archive."""
     with path.open("rb") as file:
-        return file.read(1) == b"\x80"
+        archive = Archive(file, "it")
+        archive.check_unambiguous()
+        # torch.serialization.set_crc32_options(False) writes zeros in place of all checksums.
+        if any(member.CRC for member in archive.members.values()):
+            archive.verify()
+        elif required:
+            raise ValueError("it was written without checksums; torch.load reads it unverified")
+
+
+def _is_zip(path: Path) -> bool:
+    """Tell whether a file is a zip file or has been one, as those that were cut off."""
+    with path.open("rb") as file:
+        start = file.read(2)
+    return start in {b"", b"PK"} or zipfile.is_zipfile(path)

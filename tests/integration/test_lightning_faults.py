@@ -51,7 +51,7 @@ def test_a_truncated_checkpoint(tmp_path: Path, saved, damage: Callable[[bytes],
     path.write_bytes(damage(saved[1]))
 
     with pytest.raises(
-        ValueError, match=r"last\.ckpt is damaged, and nothing has been loaded: File"
+        ValueError, match=r"last\.ckpt is damaged, and nothing has been loaded: it is a damaged zip"
     ):
         resumed(path)
 

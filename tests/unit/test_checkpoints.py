@@ -83,6 +83,23 @@ def loads_wrongly(path: Path, expected: Any) -> bool:
         return False
 
 
+def test_a_member_that_became_a_folder_is_refused(tmp_path: Path) -> None:
+    """One bit in the table of the file has torch leave the memory of a tensor as it was."""
+    path = tmp_path / "last.pt"
+    modkit.save_checkpoint({"w": torch.ones(1000)}, path)
+    content = bytearray(path.read_bytes())
+    # The entries of the table begin so; the attributes of MS-DOS are 38 bytes from there.
+    place = content.rindex(b"PK\x01\x02", 0, content.rindex(b"/data/0"))
+    content[place + 38] ^= 0x10
+    path.write_bytes(content)
+
+    assert torch.load(path, weights_only=True)["w"].shape == (1000,)
+    with pytest.raises(ValueError, match="data/0' is marked as a folder"):
+        modkit.load_checkpoint(path)
+    with pytest.raises(ValueError, match="data/0' is marked as a folder"):
+        modkit.average_checkpoints([path])
+
+
 @pytest.mark.parametrize("length", [0, 1, 100, -1])
 def test_a_truncated_file_is_an_error(tmp_path: Path, length: int) -> None:
     """The error names the file."""

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modkit._zip import Archive
+
 
 class Checksums:
     """The checksums that a file of torch has of its storages.
@@ -20,20 +22,20 @@ class Checksums:
         path: The file. All in it that is no tensor is read and checked at once, as torch does not.
 
     Raises:
-        zipfile.BadZipFile: One of these parts is damaged.
+        ArchiveError: One of these parts is damaged, or the table of all.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
+        with path.open("rb") as file:
+            archive = Archive(file, "it")
+            archive.check_unambiguous()
+            members = archive.members
             # torch.serialization.set_crc32_options(False) writes zeros in place of all checksums.
-            self.present = any(record.CRC for record in records)
+            self.present = any(member.CRC for member in members.values())
             if self.present:
-                for record in records:
-                    if "/data/" not in record.filename:
-                        archive.read(record)
-        self._known = {(record.file_size, record.CRC) for record in records}
+                archive.verify(*(name for name in members if not name.startswith("data/")))
+        self._known = {(member.file_size, member.CRC) for member in members.values()}
         self._sound: set[int] = set()
 
     def check(self, name: str, tensor: Tensor) -> None:

@@ -41,16 +41,16 @@ from torch.jit import (  # type: ignore[attr-defined]
     wait as wait,
 )
 
+from modkit._errors import (
+    ArchiveError as ArchiveError,
+    ConversionError as ConversionError,
+)
 from modkit.jit._archive import (
     ArchiveInfo as ArchiveInfo,
     check_archive as check_archive,
     inspect as inspect,
 )
 from modkit.jit._archive_code import ClassInfo as ClassInfo
-from modkit.jit._archive_errors import (
-    ArchiveError as ArchiveError,
-    ConversionError as ConversionError,
-)
 from modkit.jit._archive_tensors import TensorInfo as TensorInfo
 from modkit.jit._class_based import script_method as script_method
 from modkit.jit._export import (

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import IO, Any
 
+from modkit._errors import ArchiveError
+from modkit._zip import Archive, Source, opened
 from modkit.jit import _archive_kinds as kinds
 from modkit.jit._archive_code import ClassInfo, classes_in, runs_at_load
-from modkit.jit._archive_errors import ArchiveError
 from modkit.jit._archive_formats import (
     is_harmless,
     tensors_of_export,
@@ -20,7 +21,6 @@ from modkit.jit._archive_formats import (
 from modkit.jit._archive_pickle import Call, Name, read_pickle
 from modkit.jit._archive_seal import EXTRA, SEAL, check_seal
 from modkit.jit._archive_tensors import Kind, Reader, TensorInfo
-from modkit.jit._archive_zip import Archive, Source, opened
 
 
 @dataclass(frozen=True, repr=False)
@@ -159,7 +159,7 @@ def check_archive(
         >>> check_archive(b"not a model")
         Traceback (most recent call last):
             ...
-        modkit.jit._archive_errors.ArchiveError: the data is a text file, not a TorchScript archive
+        modkit._errors.ArchiveError: the data is a text file, not a TorchScript archive
 
     Not in torch: https://github.com/pytorch/pytorch/issues/126952
     """

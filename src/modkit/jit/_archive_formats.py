@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import IO, Any, Final
 
-from modkit.jit._archive_errors import ArchiveError
+from modkit._errors import ArchiveError
+from modkit._zip import Archive
 from modkit.jit._archive_kinds import read_safetensors_header
 from modkit.jit._archive_pickle import Name, read_pickle
 from modkit.jit._archive_tensors import Kind, Reader, TensorInfo, itemsize_of
-from modkit.jit._archive_zip import Archive
 
 
 _SAFETENSORS_DTYPES: Final = {

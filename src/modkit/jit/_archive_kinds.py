@@ -7,8 +7,8 @@ import zipfile
 from collections.abc import Callable
 from typing import IO, Final
 
-from modkit.jit._archive_errors import ArchiveError
-from modkit.jit._archive_zip import Archive
+from modkit._errors import ArchiveError
+from modkit._zip import Archive
 
 
 TORCHSCRIPT: Final = "TorchScript archive"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
-from modkit.jit._archive_errors import ArchiveError
+from modkit._errors import ArchiveError
 
 
 # A pickle of three hundred thousand tensors has fewer. The limit keeps a crafted one from filling the

@@ -15,8 +15,8 @@ import zipfile
 from collections.abc import Mapping
 from typing import Any, Final
 
-from modkit.jit._archive_errors import ArchiveError
-from modkit.jit._archive_zip import Archive
+from modkit._errors import ArchiveError
+from modkit._zip import Archive
 
 
 EXTRA: Final = "extra/"

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, TypeGuard
 
 import torch
 
-from modkit.jit._archive_errors import ArchiveError
+from modkit._errors import ArchiveError
 from modkit.jit._archive_pickle import Call, Name, Reference, entries_of
 
 

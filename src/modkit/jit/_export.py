@@ -19,10 +19,10 @@ from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 from torch.jit import ScriptFunction
 
+from modkit._errors import ConversionError
 from modkit._files import written_whole
-from modkit.jit._archive_errors import ConversionError
+from modkit._zip import Archive, Source, opened
 from modkit.jit._archive_seal import EXTRA, add_files
-from modkit.jit._archive_zip import Archive, Source, opened
 from modkit.jit._upstream import CompilationUnit, convert_script, import_module_from_buffer
 from modkit.jit._wrap import make_parameters, wrap_cpp
 from modkit.jit.script_module import ScriptModule

@@ -5,8 +5,8 @@ import zipfile
 import pytest
 import torch
 
+from modkit._errors import ArchiveError
 from modkit.jit._archive import check_archive, inspect
-from modkit.jit._archive_errors import ArchiveError
 from modkit.jit._archive_seal import SEAL, add_files, seal, sealed
 from tests.integration.torchscript import scripted_tests
 from tests.unit.jit.archives import archive, changed, loaded, members, net, packed, place_of

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from modkit import jit
+from modkit._errors import ArchiveError
 from modkit.jit._archive import check_archive, inspect
-from modkit.jit._archive_errors import ArchiveError
 from modkit.jit._archive_seal import sealed
 from tests.integration.torchscript import scripted_tests
 from tests.unit.jit.archives import archive, loaded, members, packed, place_of

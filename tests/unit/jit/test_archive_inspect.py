@@ -11,8 +11,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from modkit._errors import ArchiveError
 from modkit.jit._archive import ArchiveInfo, inspect
-from modkit.jit._archive_errors import ArchiveError
 from modkit.jit._archive_tensors import TensorInfo
 from tests.integration.torchscript import scripted_tests
 from tests.unit.jit.archives import Net, Restored, archive, changed, compiled, loaded, net, traced

@@ -8,8 +8,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from modkit._errors import ArchiveError
 from modkit.jit._archive import check_archive, inspect
-from modkit.jit._archive_errors import ArchiveError
 from tests.integration.torchscript import scripted_tests
 from tests.unit.jit.archives import archive, loaded, packed
 

@@ -5,9 +5,9 @@ import pickletools
 
 import pytest
 
+from modkit._errors import ArchiveError
 from modkit.jit import _archive_pickle as machine
 from modkit.jit._archive import inspect
-from modkit.jit._archive_errors import ArchiveError
 from modkit.jit._archive_pickle import Call, Name, Reference, read_pickle
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 import modkit.nn as nn
+from modkit._errors import ArchiveError, ConversionError
 from modkit.jit._archive import check_archive, inspect
-from modkit.jit._archive_errors import ArchiveError, ConversionError
 from modkit.jit._archive_seal import seal
 from modkit.jit._export import EXPORT, add_export, export_files, read_export, to_export
 from tests.integration.torchscript import scripted_tests

@@ -14,7 +14,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import IO, Any, Final, TypeAlias, cast
 
-from modkit.jit._archive_errors import ArchiveError
+from modkit._errors import ArchiveError
 
 
 Source: TypeAlias = str | bytes | os.PathLike[str] | IO[bytes]
