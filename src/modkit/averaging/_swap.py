@@ -78,19 +78,14 @@ def write(tensor: Tensor, value: Tensor) -> None:
 class _Swapped:
     """One tensor whose data have been exchanged: what it held before, and what it holds meanwhile."""
 
-    __slots__ = ("inside", "name", "raw", "shared", "tensor", "version")
+    __slots__ = ("inside", "name", "raw", "sharded", "shared", "tensor", "version")
 
     def __init__(
-        self, name: str, tensor: Tensor, raw: Tensor, inside: Tensor, shared: bool
+        self, name: str, tensor: Tensor, raw: Tensor, inside: Tensor, shared: bool, sharded: bool
     ) -> None:
-        self.name, self.tensor, self.raw, self.inside, self.shared = (
-            name,
-            tensor,
-            raw,
-            inside,
-            shared,
-        )
-        self.version = _version(local_shard(tensor))
+        self.name, self.tensor, self.raw, self.inside = name, tensor, raw, inside
+        self.shared, self.sharded = shared, sharded
+        self.version = _version(local_shard(tensor) if sharded else tensor)
 
 
 # For each tensor whose data are exchanged now, by identity: the exchanges, the first one at the
@@ -135,13 +130,14 @@ class Swap:
             raise
 
     def _put_in(self, name: str, tensor: Tensor, value: Tensor) -> None:
-        if is_sharded(tensor):
+        sharded = is_sharded(tensor)
+        if sharded:
             # FSDP has a pointer of its own to the shard: the values change places instead.
             raw, inside, shared = tensor.detach().clone(), local_shard(tensor), False
             _write_shard(tensor, value)
         else:
             raw, inside, shared = self._exchange(tensor, value)
-        swapped = _Swapped(name, tensor, raw, inside, shared)
+        swapped = _Swapped(name, tensor, raw, inside, shared, sharded)
         self._swapped.append(swapped)
         _stacks.setdefault(id(tensor), []).append(swapped)
 
@@ -168,7 +164,7 @@ class Swap:
             position = stack.index(swapped)
             if position == len(stack) - 1:
                 problem = _problem(swapped) or problem
-                if is_sharded(tensor):
+                if swapped.sharded:
                     _write_shard(tensor, swapped.raw)
                 else:
                     tensor.data = swapped.raw
@@ -192,7 +188,7 @@ def _write_shard(tensor: Tensor, value: Tensor) -> None:
 
 def _problem(swapped: _Swapped) -> str | None:
     tensor = swapped.tensor
-    held = local_shard(tensor)
+    held = local_shard(tensor) if swapped.sharded else tensor
     if held.dtype != swapped.inside.dtype or held.data_ptr() != swapped.inside.data_ptr():
         return MSG_CONVERTED_INSIDE.format(name=swapped.name)
     if _version(held) == swapped.version:
