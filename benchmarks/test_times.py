@@ -14,7 +14,7 @@ import pytest
 from modkit.cli._bench_rows import TIMES
 from modkit.cli._measure import quiet
 from modkit.cli._row_kinds import Time
-from tests.helpers import MODKIT, Implementation
+from tests.helpers import Implementation
 
 
 pytest.importorskip("pytest_benchmark")
@@ -24,8 +24,7 @@ pytest.importorskip("pytest_benchmark")
 def test_time(impl: Implementation, row: Time, benchmark: Any) -> None:
     """Time one operation."""
     names = row.names(impl.nn)
-    scope = row.scope(names.get("m")) if impl == MODKIT else row.context()
     code = compile(row.statement, row.name, "exec")
 
-    with quiet(), row.context(), scope:
+    with quiet(), row.context():
         benchmark(exec, code, names)

@@ -46,7 +46,7 @@ def language_model(seed: int) -> demo.Curves:
     torch.manual_seed(seed)
     sizes = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": CONTEXT}
     config = transformers.GPT2Config(vocab_size=letters, **sizes)
-    model: Any = modkit.adopt(transformers.GPT2LMHeadModel(config))
+    model: Any = transformers.GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     ema = modkit.EMA(model, schedule=list(demo.AVERAGES.values())).attach(optimizer)
     held_out = data[split:].unfold(0, CONTEXT, CONTEXT)[:128]

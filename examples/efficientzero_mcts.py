@@ -314,9 +314,9 @@ def loss_of(
 
 @contextlib.contextmanager
 def playing(model: EfficientZeroModel, ema: Average) -> Iterator[None]:
-    """Let the averaged model play: no gradients, and members as plain attributes."""
+    """Let the averaged model play, without gradients."""
     model.eval()
-    with ema.applied(), torch.inference_mode(), modkit.fast_attributes(model):
+    with ema.applied(), torch.inference_mode():
         yield
 
 
@@ -396,12 +396,11 @@ def strength_table(players: dict[str, Counter[str]]) -> Table:
 
 
 def on_torch(model: nn.Module) -> torch.nn.Module:
-    """Copy a model so that torch's layers compute, and torch's Module calls, in all of it."""
-    twin = modkit.release(copy.deepcopy(model))
-    names = ("__call__", "_call_impl", "_wrapped_call_impl", "__setattr__")
-    methods = {name: vars(torch.nn.Module)[name] for name in names}
+    """Copy a model so that torch's Module calls in all of it."""
+    twin = copy.deepcopy(model)
+    methods = {name: vars(torch.nn.Module)[name] for name in ("__call__", "__setattr__")}
     for module in twin.modules():
-        if isinstance(module, nn.Module):
+        if nn.Module in type(module).__mro__:
             cls = type(module)
             module.__class__ = type(cls.__name__, (cls,), methods)
     return twin
@@ -425,7 +424,7 @@ def speeds(model: nn.Module, simulations: int, rounds: int) -> dict[str, tuple[f
     def searching(player: torch.nn.Module) -> Callable[[], object]:
         return lambda: search(player, [Board()], simulations)
 
-    times: dict[str, list[float]] = {"torch.nn": [], "modkit.nn": [], "fast_attributes": []}
+    times: dict[str, list[float]] = {"torch.nn": [], "modkit.nn": []}
     gc.collect()
     with torch.inference_mode():
         for player in (twin, model):
@@ -433,8 +432,6 @@ def speeds(model: nn.Module, simulations: int, rounds: int) -> dict[str, tuple[f
         for _ in range(rounds):
             times["torch.nn"].append(seconds_of(searching(twin)))
             times["modkit.nn"].append(seconds_of(searching(model)))
-            with modkit.fast_attributes(model):
-                times["fast_attributes"].append(seconds_of(searching(model)))
     base = times["torch.nn"]
     return {
         name: (

@@ -42,13 +42,6 @@ _PARTIAL_LOAD: Final = Divergence(
     NO_ISSUE,
 )
 
-_QUANTIZATION: Final = "tests/integration/test_quantization.py::"
-_EXACT_CLASS: Final = Divergence(
-    "modkit",
-    "Eager and fx quantization in `torch.ao` finds layers by their exact class, so it passes over "
-    "those of modkit, with a warning; `modkit.release` a copy of the model and quantize that.",
-    NO_ISSUE,
-)
 
 _OWN_SETATTR: Final = Divergence(
     "modkit",
@@ -57,23 +50,25 @@ _OWN_SETATTR: Final = Divergence(
     NO_ISSUE,
 )
 
-_AVERAGING: Final = "tests/parity/averaging/test_averaging_functions.py::"
-_LEFT_IN_FLAGS: Final = Divergence(
-    "torch",
-    "In torch the id of a global forward hook with keyword arguments stays in a companion table "
-    "when the hook is removed, so torch.compile warns of global hooks for ever.",
+_METACLASS: Final = Divergence(
+    "modkit",
+    "`Module` has a metaclass, so that torch's modules are instances of it. A class with a metaclass "
+    "of its own raises Python's metaclass conflict unless that derives from `type(nn.Module)`, and "
+    "`metaclass=ABCMeta` does not make a class abstract; put `abc.ABC` among the bases.",
     NO_ISSUE,
 )
-_GLOBAL_KEYWORDS: Final = Divergence(
-    "torch",
-    "Torch's `register_module_forward_pre_hook` has no `with_kwargs`, unlike its three siblings. "
-    "In modkit it has; a plain torch module hands over no keyword arguments to such a hook.",
-    PULLS + "176673",
+_SUPER_OF_MODULE: Final = Divergence(
+    "modkit",
+    "`super(nn.Module, self)` in a user's class finds the methods of `torch.nn.Module`, which come "
+    "behind modkit's. To set an attribute without registering it, call `object.__setattr__`.",
+    NO_ISSUE,
 )
+
+_AVERAGING: Final = "tests/parity/averaging/test_averaging_functions.py::"
 _STICKY_KIND: Final = Divergence(
     "torch",
-    "Once a module, or the process, has had a full backward hook, torch refuses the other kind for "
-    "ever, and the other way round. In modkit the kind is free again when the last hook is removed.",
+    "Once a module has had a full backward hook, torch refuses the other kind for ever, and the "
+    "other way round. In modkit the kind is free again when the last hook is removed.",
     NO_ISSUE,
 )
 _MARKED_CALLABLE: Final = Divergence(
@@ -157,13 +152,13 @@ _CYCLE: Final = Divergence(
 _ASSIGNMENT: Final = "tests/parity/module/test_failed_assignment.py::"
 _REMOVAL: Final = "tests/parity/hooks/test_removal_while_running.py::"
 _REGISTRATION: Final = "tests/parity/hooks/test_registration.py::"
-_GLOBAL_HOOKS: Final = "tests/parity/fixes/test_global_hooks.py::"
 _HOOK_IDS: Final = "tests/parity/fixes/test_hook_ids.py::"
 _PRE_HOOKS: Final = "tests/parity/fixes/test_forward_pre_hooks.py::"
 _BACKWARD_HOOKS: Final = "tests/parity/fixes/test_backward_hooks.py::"
 _SAVE_HOOKS: Final = "tests/parity/fixes/test_state_dict_hooks.py::"
 _HASHING: Final = "tests/parity/fixes/test_hashing.py::"
 _MEMBERS: Final = "tests/parity/fixes/test_members.py::"
+_CLASSES: Final = "tests/parity/module/test_classes.py::"
 _CYCLES: Final = "tests/parity/fixes/test_cycles.py::"
 _TIES: Final = "tests/parity/fixes/test_ties.py::"
 _FORMATS: Final = "tests/parity/fixes/test_memory_format.py::"
@@ -195,12 +190,6 @@ DIVERGENCES: Final[dict[str, Divergence]] = {
         "load of the same state dict replaces Parameter objects instead of copying into them.",
         ISSUES + "188166",
     ),
-    _LOAD + "test_who_takes_part_is_told_whether_the_load_is_strict": Divergence(
-        "torch",
-        "Torch tells load hooks and overrides of `_load_from_state_dict` that every load is "
-        "strict; modkit tells them the truth and collects the keys all the same.",
-        ISSUES + "156177",
-    ),
     _LOAD + "test_keys_below_a_child_that_is_none_are_unexpected": Divergence(
         "torch",
         "Torch says that all keys match although nobody loads those below a child that is None.",
@@ -220,16 +209,11 @@ DIVERGENCES: Final[dict[str, Divergence]] = {
         "overrides `_slow_forward` can tell.",
         NO_ISSUE,
     ),
-    _QUANTIZATION + "test_layers_are_quantized": _EXACT_CLASS,
-    _QUANTIZATION + "test_layers_are_fused": _EXACT_CLASS,
     "tests/distributed/modules/test_registration.py"
     "::test_hooks_of_registration_do_not_run_when_shards_become_whole": _OWN_SETATTR,
-    "tests/integration/test_fx.py::test_conv_batch_norm_fusion": Divergence(
-        "modkit",
-        "The fusion pass in torch.fx.experimental looks layers up by their exact type, so it "
-        "leaves the layers of modkit as they are.",
-        NO_ISSUE,
-    ),
+    _CLASSES + "test_a_module_with_a_metaclass": _METACLASS,
+    _CLASSES + "test_abcmeta_as_the_metaclass": _METACLASS,
+    _CLASSES + "test_super_of_module_sets_plain_attributes": _SUPER_OF_MODULE,
     **JIT_DIVERGENCES,
     **SWA_DIVERGENCES,
     **MODELS_DIVERGENCES,
@@ -263,26 +247,8 @@ DIVERGENCES: Final[dict[str, Divergence]] = {
         "that it asked for; the hook fails, and its error is swallowed into a warning.",
         f"{NO_ISSUE}; dates from {PULLS}137403",
     ),
-    _GLOBAL_HOOKS
-    + "test_removed_global_forward_hook_with_kwargs_leaves_nothing_behind": _LEFT_IN_FLAGS,
-    _GLOBAL_HOOKS + "test_global_forward_pre_hook_may_see_the_keyword_arguments": _GLOBAL_KEYWORDS,
-    _GLOBAL_HOOKS
-    + "test_global_forward_pre_hook_may_replace_the_keyword_arguments": _GLOBAL_KEYWORDS,
-    _GLOBAL_HOOKS + "test_global_forward_pre_hook_with_kwargs_must_return_both": _GLOBAL_KEYWORDS,
-    _GLOBAL_HOOKS
-    + "test_global_forward_pre_hook_with_kwargs_runs_for_torchs_modules": _GLOBAL_KEYWORDS,
-    _GLOBAL_HOOKS
-    + "test_global_forward_pre_hook_with_kwargs_may_keep_the_arguments_of_torchs_modules": _GLOBAL_KEYWORDS,
-    _GLOBAL_HOOKS
-    + "test_global_forward_pre_hook_cannot_give_keyword_arguments_to_torchs_modules": _GLOBAL_KEYWORDS,
-    _GLOBAL_HOOKS
-    + "test_removed_global_forward_pre_hook_with_kwargs_no_longer_runs": _GLOBAL_KEYWORDS,
-    _GLOBAL_HOOKS
-    + "test_torch_sees_which_kind_has_taken_the_room_of_a_removed_global_backward_hook": _STICKY_KIND,
     _REGISTRATION
     + "test_removing_the_last_backward_hook_frees_a_module_for_the_other_kind": _STICKY_KIND,
-    _REGISTRATION
-    + "test_removing_the_last_global_backward_hook_frees_the_other_kind": _STICKY_KIND,
     _HOOK_IDS + "test_hooks_from_another_process_are_kept_when_one_is_added": _REUSED_ID,
     _HOOK_IDS + "test_ids_of_unpickled_hooks_are_not_given_again": _REUSED_ID,
     _SAVE_HOOKS + "test_bound_method_may_be_a_public_hook": _MARKED_CALLABLE,

@@ -6,6 +6,8 @@ import collections
 import collections.abc
 import importlib
 import random
+import sys
+import types
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,6 +36,15 @@ class Implementation:
         return importlib.import_module(f"{self.name}.nn")
 
     @property
+    def own(self) -> ModuleType:
+        """The ``nn`` namespace, with each layer as a user's class that has ``nn.Module`` as a base.
+
+        Layers are torch's own in both libraries. A class ``class Linear(torch.nn.Linear, Module)``
+        has torch's ``forward`` and, as a module, the behaviour of the implementation.
+        """
+        return _OWN[self.name]
+
+    @property
     def swa_utils(self) -> ModuleType:
         """The ``optim.swa_utils`` namespace."""
         return importlib.import_module(f"{self.name}.optim.swa_utils")
@@ -49,7 +60,7 @@ class Implementation:
 
     def __getattr__(self, attribute: str) -> Any:
         # The namespaces come here only if importing them has raised AttributeError.
-        if attribute.startswith("__") or attribute in {"nn", "swa_utils", "jit"}:
+        if attribute.startswith("__") or attribute in {"nn", "own", "swa_utils", "jit"}:
             raise AttributeError(attribute)
         if hasattr(self.nn, attribute):
             return getattr(self.nn, attribute)
@@ -64,6 +75,35 @@ class Implementation:
 
 TORCH = Implementation("torch")
 MODKIT = Implementation("modkit")
+
+
+class _Own(ModuleType):
+    """A module, so that instances of its classes can be pickled."""
+
+    def __init__(self, impl: Implementation) -> None:
+        super().__init__(f"{__name__}_{impl}")
+        self.__all__ = ()
+        self._impl = impl
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._impl.nn, name)
+        if not (isinstance(value, type) and issubclass(value, torch.nn.Module)):
+            return value
+        return value if value is self._impl.nn.Module else self.derive(value)
+
+    def derive(self, layer: type[torch.nn.Module]) -> type[torch.nn.Module]:
+        """Return the class that has a layer of torch, and the implementation's Module, as bases."""
+        name = layer.__name__
+        if name not in vars(self):
+            derived = types.new_class(name, (layer, self._impl.nn.Module))
+            derived.__module__ = self.__name__
+            setattr(self, name, derived)
+        found: type[torch.nn.Module] = getattr(self, name)
+        return found
+
+
+_OWN: dict[str, ModuleType] = {str(impl): _Own(impl) for impl in (TORCH, MODKIT)}
+sys.modules.update({module.__name__: module for module in _OWN.values()})
 
 
 def seed_everything(seed: int = 0) -> None:

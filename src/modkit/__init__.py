@@ -13,8 +13,7 @@ from modkit.checkpoints import (
     load_checkpoint as load_checkpoint,
     save_checkpoint as save_checkpoint,
 )
-from modkit.nn._adopt import adopt as adopt, release as release
-from modkit.nn._fast_attributes import fast_attributes as fast_attributes
+from modkit.nn._load_state_dict import load_state_dict as load_state_dict
 
 
 if TYPE_CHECKING:
@@ -24,17 +23,15 @@ __all__ = [
     "EMA",
     "EMACallback",
     "PostHocEMA",
-    "adopt",
     "average_checkpoints",
     "average_range",
     "distributed",
-    "fast_attributes",
     "jit",
     "load_checkpoint",
+    "load_state_dict",
     "models",
     "nn",
     "optim",
-    "release",
     "save_checkpoint",
     "schedules",
 ]

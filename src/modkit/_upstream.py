@@ -7,16 +7,11 @@ Checked against torch 2.8 to 2.13.
   the same in half the time, but dynamo does not know it.
 - ``is_scripting`` is what TorchScript reads as a constant; the public name is one of ``torch.jit``.
 - ``jit_trace`` holds the map of modules that is set while a module is traced.
-- ``dynamo_is_tracing``: the public functions answer that to traced code, not to what dynamo runs.
-- ``fx_is_tracing``: the public functions log a warning, or leave out the tracer of torch.export.
-- ``log_api_usage_once``: torch counts which APIs are used, and a modkit module uses ``nn.Module``.
 - ``parse_to`` parses the four forms of ``Module.to``; its errors are documented behaviour.
 - ``FakeTensor`` and ``is_traceable_wrapper_subclass``: the two kinds of tensor whose ``.data``
   must not be set when a module is converted.
 - ``IncompatibleKeys`` and ``EXTRA_STATE_KEY``: Lightning and transformers import them by name and
   compare types, so loading returns torch's class and uses torch's key.
-- ``indent_lines``: torch releases differ in what they do with blank lines; a repr equals that of
-  the installed torch only through its own helper.
 - ``WrappedHook`` holds its module weakly; spectral_norm and others look for the class.
 - ``foreach_*``: one launch for a list of tensors; torch's averages use the same kernels, and so
   get the same bits.
@@ -26,9 +21,8 @@ Checked against torch 2.8 to 2.13.
 - ``BackwardHook`` stands for the autograd side of full backward hooks in compiled code: dynamo
   knows the class. ``pass_through_one_node`` is the autograd function that it uses.
 - ``trace_instead`` sets the attribute that tells dynamo which function to trace for another one.
-- The tables of global hooks are torch's own objects, so a hook that any library registers for all
-  modules runs for modkit's too. Torch never rebinds these names; the flag it does rebind is read
-  through the module each time.
+- ``module_globals`` holds the tables of global hooks. They are looked up at each use, because torch
+  and its tests rebind some of the names.
 - ``FullyShardCall`` and ``class_before_fully_shard`` read how a model was split up, and what that has
   left in its modules: torch has no public function for it, and refuses to copy such a model.
 """
@@ -38,22 +32,20 @@ Checked against torch 2.8 to 2.13.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.modules.module as module_globals
-from torch._C import _get_tracing_state, _log_api_usage_once as log_api_usage_once
+from torch._C import _get_tracing_state
 from torch._C._nn import _parse_to as parse_to
-from torch._guards import TracingContext as _TracingContext
 from torch._jit_internal import is_scripting
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import _symbolic_trace as _fx_trace
 from torch.jit import _trace as jit_trace
 from torch.nn.modules._functions import BackwardHookFunction as _BackwardHookFunction
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.module import (
     _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_KEY,
-    _addindent as indent_lines,
     _IncompatibleKeys as IncompatibleKeys,
     _WrappedHook as WrappedHook,
 )
@@ -71,37 +63,23 @@ __all__ = [
     "IncompatibleKeys",
     "RemovableHandle",
     "WrappedHook",
-    "dynamo_is_tracing",
     "foreach_add_",
     "foreach_addcdiv_",
     "foreach_copy_",
     "foreach_lerp_",
     "foreach_norm",
     "foreach_sub",
-    "fx_is_tracing",
     "get_tracing_state",
-    "global_backward_hooks",
-    "global_backward_hooks_are_full",
-    "global_backward_pre_hooks",
-    "global_buffer_registration_hooks",
-    "global_forward_hooks",
-    "global_forward_hooks_always_called",
-    "global_forward_hooks_with_kwargs",
-    "global_forward_pre_hooks",
-    "global_module_registration_hooks",
-    "global_parameter_registration_hooks",
     "has_compatible_shallow_copy_type",
-    "indent_lines",
     "is_scripting",
     "is_traceable_wrapper_subclass",
     "is_tracing",
     "jit_trace",
     "layer_loaders",
-    "log_api_usage_once",
+    "module_globals",
     "original_methods",
     "parse_to",
     "pass_through_one_node",
-    "set_global_backward_hooks_are_full",
     "skip_frame",
     "storage_identity",
     "tensor_guard",
@@ -119,44 +97,28 @@ foreach_norm = cast("Any", torch)._foreach_norm
 foreach_copy_ = torch._foreach_copy_
 foreach_sub = torch._foreach_sub
 
-global_forward_pre_hooks = module_globals._global_forward_pre_hooks
-global_forward_hooks = module_globals._global_forward_hooks
-global_forward_hooks_with_kwargs = module_globals._global_forward_hooks_with_kwargs
-global_forward_hooks_always_called = module_globals._global_forward_hooks_always_called
-global_backward_pre_hooks = module_globals._global_backward_pre_hooks
-global_backward_hooks = module_globals._global_backward_hooks
-global_buffer_registration_hooks = module_globals._global_buffer_registration_hooks
-global_module_registration_hooks = module_globals._global_module_registration_hooks
-global_parameter_registration_hooks = module_globals._global_parameter_registration_hooks
 
-# The functions as torch wrote them. Libraries put others in their place, accelerate for instance to
-# initialize models on the meta device, and those must then be the ones that run.
-original_methods: dict[str, Any] = dict(vars(torch.nn.Module))
+def _as_torch_wrote_it(value: Any) -> Any:
+    """Look behind a function that was patched into ``torch.nn.Module`` before this import.
+
+    Dynamo's own patches, like most, have the function that they wrap in their closure.
+    """
+    while isinstance(value, FunctionType) and value.__code__.co_filename != module_globals.__file__:
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        value = next((found for found in cells if isinstance(found, FunctionType)), None)
+    return value
+
+
+# The attributes of ``torch.nn.Module`` as torch wrote them. Libraries replace some, accelerate for
+# instance to initialize models on the meta device, and those must then be the ones that run.
+original_methods: dict[str, Any] = {
+    name: _as_torch_wrote_it(value) for name, value in vars(torch.nn.Module).items()
+}
 
 # What torch's own layers do when they load: no more than to migrate the entries that they are given.
 layer_loaders = frozenset(
     (BatchNormBase._load_from_state_dict, torch.nn.InstanceNorm1d._load_from_state_dict)
 )
-
-
-def dynamo_is_tracing() -> bool:
-    """Tell whether this is called by the compiler, which is looking at the program."""
-    return _TracingContext.try_get() is not None
-
-
-def fx_is_tracing() -> bool:
-    """Tell whether a tracer of fx runs, for whatever tool."""
-    return bool(_fx_trace._is_fx_tracing_flag)
-
-
-def global_backward_hooks_are_full() -> bool | None:
-    """Tell the kind of the global backward hooks: full, not full, or none registered yet."""
-    return module_globals._global_is_full_backward_hook
-
-
-def set_global_backward_hooks_are_full(full: bool) -> None:
-    """Note the kind of the global backward hooks where torch looks for it."""
-    module_globals._global_is_full_backward_hook = full
 
 
 def pass_through_one_node(tensors: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:

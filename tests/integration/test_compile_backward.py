@@ -32,7 +32,7 @@ def backward_pass(net: torch.nn.Module, *, forward: bool, backward: bool) -> lis
 
 def hooked_net(impl: Implementation, register: Callable[[Any], None]) -> torch.nn.Module:
     """Build a small network whose last layer has hooks."""
-    net = impl.nn.Sequential(impl.nn.Linear(3, 3), impl.nn.Tanh(), impl.nn.Linear(3, 2))
+    net = impl.nn.Sequential(impl.nn.Linear(3, 3), impl.nn.Tanh(), impl.own.Linear(3, 2))
     register(net[2])
     return net
 

@@ -1,6 +1,5 @@
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import ModuleType
 from typing import Final
 
@@ -10,12 +9,10 @@ from torch import Tensor
 from torch.ao import quantization as ao
 from torch.ao.quantization import quantize_fx
 
-import modkit
 import modkit.nn
 from tests.helpers import Implementation, freeze, seed_everything
 
 
-MODKITS: Final = "ignore:torch.ao.quantization finds layers by their exact class"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated"),
     pytest.mark.filterwarnings("ignore:.*reduce_range will be deprecated"),
@@ -134,69 +131,18 @@ def layers_of(net: torch.nn.Module) -> list[tuple[str, str]]:
 
 
 @every_case
-def test_released_network(case: str) -> None:
-    """A released network is quantized into the layers, weights and outputs of the torch network."""
+def test_a_network_is_quantized_as_in_torch(case: str) -> None:
+    """A user's network gets the quantized layers, weights and outputs of the torch network."""
     make, quantize, batch = CASES[case]
     expected = quantize(make(torch.nn))
 
-    found = quantize(modkit.release(make(modkit.nn)))
+    found = quantize(make(modkit.nn))
 
     assert layers_of(found) == layers_of(expected)
     assert any(".quantized." in name for _, name in layers_of(found))
     assert freeze(found(batch)) == freeze(expected(batch))
     assert not torch.equal(found(batch), make(torch.nn).eval()(batch))
     assert found.state_dict().keys() == expected.state_dict().keys()
-
-
-@every_case
-def test_released_copy_leaves_the_network(case: str) -> None:
-    """Quantizing a released copy changes neither the classes nor the weights of the original."""
-    make, quantize, batch = CASES[case]
-    net = make(modkit.nn).eval()
-    classes, output = [type(module) for module in net.modules()], net(batch)
-
-    quantize(modkit.release(copy.deepcopy(net)))
-
-    assert [type(module) for module in net.modules()] == classes
-    assert torch.equal(net(batch), output)
-
-
-@every_case
-def test_quantized_network_is_adopted(case: str) -> None:
-    """A network with quantized layers can be adopted, computes the same, and is saved the same."""
-    make, quantize, batch = CASES[case]
-    net = quantize(modkit.release(make(modkit.nn)))
-    output, state = net(batch), freeze(dict(net.state_dict()))
-
-    with pytest.warns(UserWarning, match="GraphModule") if "fx" in case else nullcontext():
-        modkit.adopt(net)
-
-    assert torch.equal(net(batch), output)
-    assert freeze(dict(net.state_dict())) == state
-
-
-@every_case
-def test_adopted_network_is_released(case: str) -> None:
-    """A torch network that was adopted and released is quantized as if nothing had happened."""
-    make, quantize, batch = CASES[case]
-    expected = quantize(make(torch.nn))
-
-    found = quantize(modkit.release(modkit.adopt(make(torch.nn))))
-
-    assert layers_of(found) == layers_of(expected)
-    assert torch.equal(found(batch), expected(batch))
-
-
-@pytest.mark.filterwarnings(MODKITS)
-@pytest.mark.filterwarnings(MODKITS)
-@pytest.mark.parametrize("case", ["dynamic", "dynamic_sequences", "static_fx"])
-def test_layers_are_quantized(case: str, impl: Implementation) -> None:
-    """Quantization replaces the layers of a network."""
-    make, quantize, _ = CASES[case]
-
-    net = quantize(make(impl.nn))
-
-    assert any(".quantized." in name for _, name in layers_of(net))
 
 
 @pytest.mark.parametrize("case", ["static", "quantization_aware"])
@@ -209,9 +155,9 @@ def test_layers_are_fused(case: str, impl: Implementation) -> None:
     assert ".intrinsic.quantized." in type(net.conv).__module__
 
 
-def test_weights_are_eight_bits() -> None:
-    """The weights of a released network are stored in eight bits, within half a step of the old."""
-    net = modkit.release(images(modkit.nn))
+def test_weights_are_eight_bits(impl: Implementation) -> None:
+    """The weights of a quantized network are stored in eight bits, within half a step of the old."""
+    net = images(impl.nn)
     before = net.head[0].weight.detach().clone()
 
     weight = ao.quantize_dynamic(net).head[0].weight()
@@ -220,41 +166,10 @@ def test_weights_are_eight_bits() -> None:
     assert (weight.dequantize() - before).abs().max() <= weight.q_scale() / 2 + 1e-6
 
 
-@pytest.mark.parametrize(
-    ("case", "names"),
-    [
-        ("dynamic", {"Linear"}),
-        ("dynamic_sequences", {"Linear", "LSTM", "GRU", "GRUCell"}),
-        ("static_fx", {"Linear", "Conv2d", "BatchNorm2d", "ReLU"}),
-        ("quantization_aware_fx", {"Linear", "Conv2d", "BatchNorm2d", "ReLU"}),
-    ],
-)
-def test_layers_that_are_passed_over_say_so(case: str, names: set[str]) -> None:
-    """A network that is not released warns of each kind of layer that torch would have replaced."""
-    make, quantize, _ = CASES[case]
-
-    with pytest.warns(UserWarning, match=r"modkit.release\(") as caught:
-        quantize(make(modkit.nn))
-
-    told = [str(one.message) for one in caught if "modkit.release" in str(one.message)]
-    assert names >= {text.split("modkit.nn.")[1].split()[0] for text in told} >= names - {"ReLU"}
-
-
-def test_prepared_layers_that_are_passed_over_say_so() -> None:
-    """``prepare`` warns of the layers that will not be observed, by the module that holds them."""
-    net = images(modkit.nn).eval()
-    net.head.qconfig = ao.get_default_qconfig(torch.backends.quantized.engine)
-
-    with pytest.warns(UserWarning, match=r"modkit.nn.Linear") as caught:
-        ao.prepare(net)
-
-    assert not any("Conv2d" in str(one.message) for one in caught)
-
-
-def test_users_set_qconfig_in_silence(impl: Implementation) -> None:
-    """``qconfig`` of a layer is an attribute like any other: it is set, read, deleted and copied."""
-    layer = impl.nn.Linear(2, 2)
-    absent = hasattr(layer, "qconfig"), hasattr(impl.nn.Linear, "qconfig")
+def test_qconfig_is_an_attribute(impl: Implementation) -> None:
+    """``qconfig`` of a module is set, read, deleted and copied."""
+    layer = impl.own.Linear(2, 2)
+    absent = hasattr(layer, "qconfig"), hasattr(impl.own.Linear, "qconfig")
     layer.qconfig = "int8"
     kept = layer.qconfig, copy.deepcopy(layer).qconfig, "qconfig" in vars(layer)
     del layer.qconfig
@@ -266,8 +181,8 @@ def test_users_set_qconfig_in_silence(impl: Implementation) -> None:
         del layer.qconfig
 
 
-def test_subclasses_are_passed_over_in_silence(impl: Implementation) -> None:
-    """A user's subclass of a layer is not quantized, which is no news and gives no warning."""
+def test_subclasses_are_passed_over(impl: Implementation) -> None:
+    """A user's subclass of a layer is not quantized."""
 
     class Own(impl.nn.Linear):
         pass

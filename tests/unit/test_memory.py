@@ -36,15 +36,12 @@ def size(make: Callable[[], object]) -> float:
 
 
 @pytest.mark.usefixtures("_traced")
-@pytest.mark.parametrize("name", ["Module", "ReLU", "Identity", "Linear", "Sequential"])
-def test_a_module_is_no_larger_than_torchs(name: str) -> None:
+def test_a_module_is_no_larger_than_torchs() -> None:
     """A module that has been used once takes at most as much memory as torch's."""
-    arguments = (1, 1) if name == "Linear" else ()
     # Torch builds a module without its ``__dict__``, and adds that when it is first asked for.
-    ours = size(lambda: getattr(modkit.nn, name)(*arguments).eval())
-    theirs = size(lambda: getattr(torch.nn, name)(*arguments).eval())
+    ours = size(lambda: modkit.nn.Module().eval())
+    theirs = size(lambda: torch.nn.Module().eval())
 
-    # A layer has one attribute more, which tells fx that it is a leaf: a pointer. A few bytes are
-    # noise, such as integers that are cached meanwhile.
-    assert ours <= theirs + (0 if name == "Module" else 8) + 4
+    # A few bytes are noise, such as integers that are cached meanwhile.
+    assert ours <= theirs + 4
     assert theirs > 1000

@@ -45,7 +45,6 @@ class Time:
         statement: The code that is timed.
         names: Makes the names that the statement uses, from ``torch.nn`` or ``modkit.nn``.
         context: Entered around the timing.
-        scope: Entered around the timing with modkit's ``m``; what torch does has no such scope.
     """
 
     name: str
@@ -53,16 +52,13 @@ class Time:
     statement: str
     names: Callable[[ModuleType], Names]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    scope: Callable[[Any], AbstractContextManager[Any]] = nullcontext
 
     def measure(self, seconds: float) -> Result:
         """Time torch and modkit in turns."""
         with self.context():
             base = timer(self.statement, self.names(torch.nn))
-            names = self.names(modkit.nn)
-            other = timer(self.statement, names)
-            with self.scope(names.get("m")):
-                return compare(self.name, self.budget, base, other, seconds)
+            other = timer(self.statement, self.names(modkit.nn))
+            return compare(self.name, self.budget, base, other, seconds)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from modkit.jit._upstream import (
     import_module_from_buffer,
 )
 from modkit.jit._wrap import Memo, attach_compiled_hooks, blank, make_parameters
-from modkit.nn._hook_entries import TABLES, reserve_ids
+from modkit.nn._hooks import TABLES, reserve_ids
 
 
 RECORD: Final = "modkit.json"

@@ -17,17 +17,22 @@ from modkit.jit._upstream import (
     parse_definition,
 )
 from modkit.jit._wrap import Memo, wrap_children
+from modkit.nn.module import ModuleType
 
 
 InstanceT = TypeVar("InstanceT")
 
 
-class ScriptMeta(TorchScriptMeta):
+class ScriptMeta(TorchScriptMeta, ModuleType):
     """Collects the script methods of a class as torch's does, and compiles what it has made.
 
     The instance itself comes to stand for the C++ module; torch keeps a second object behind it,
     through which every access and every call goes.
     """
+
+    def mro(cls) -> list[type]:  # noqa: N805 - a metaclass
+        """Keep Python's order: ``Module`` comes before torch's ScriptModule, which it overrides."""
+        return type.mro(cls)
 
     def __call__(cls: type[InstanceT], *args: Any, **kwargs: Any) -> InstanceT:  # noqa: N805 - a metaclass
         module: Any = type.__call__(cls, *args, **kwargs)

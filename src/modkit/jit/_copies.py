@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from modkit.jit._members import bind, plain_state
 from modkit.jit._upstream import ModuleDict
-from modkit.nn._hook_entries import TABLES
+from modkit.nn._hooks import TABLES
 
 
 def _rebind(value: Any, old: Any, new: Any) -> Any:

@@ -16,16 +16,13 @@ from modkit.jit._upstream import (
     concrete_type_of,
 )
 from modkit.jit._views import Children, Tensors
-from modkit.nn._registry import fill
-
-
-class _Blank: ...
+from modkit.nn._attributes import fill
 
 
 def _bookkeeping() -> frozenset[str]:
-    blank = _Blank()
-    fill(blank)
-    return frozenset(vars(blank)) - {"training"}
+    state: dict[str, Any] = {}
+    fill(state)
+    return frozenset(state) - {"training"}
 
 
 # What every module has in its own dict, beside ``training``. It never goes to C++, where torch

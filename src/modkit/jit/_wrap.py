@@ -8,8 +8,8 @@ from torch.nn import Parameter
 
 from modkit.jit._members import BOOKKEEPING, TRACED, bind
 from modkit.jit._upstream import ModuleDict, RecursiveScriptModule, ScriptMethod, TracedModule
-from modkit.nn._hook_entries import add
-from modkit.nn._registry import fill
+from modkit.nn._attributes import fill
+from modkit.nn._hooks import add
 
 
 _OF_CONTAINERS: Final = frozenset(
@@ -28,7 +28,7 @@ class Memo:
 def blank(cls: Any) -> Any:
     """Return an instance of ``cls`` with the bookkeeping of a module and nothing else."""
     module = cls.__new__(cls)
-    fill(module)
+    fill(module.__dict__)
     return module
 
 

@@ -82,7 +82,8 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
         Differs from torch: there is nothing like it.
         """
         if isinstance(module, ScriptModule):
-            return module
+            same: ScriptModule = module
+            return same
         if not isinstance(cast("object", module), torch.jit.ScriptModule):
             raise TypeError(
                 f"ScriptModule.from_torch takes a torch.jit.ScriptModule, not a "
@@ -168,7 +169,7 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
         return "" if _definitions.is_class_based(self) else f"original_name={self.original_name}"
 
     def __dir__(self) -> list[str]:
-        return _definitions.names_of(self, super().__dir__())
+        return _definitions.names_of(self, cast("Any", super()).__dir__())
 
     # Saving and copying.
 

@@ -20,7 +20,7 @@ from modkit.models._blocks import (
     own_activation,
     renamed,
 )
-from modkit.nn._load import only_migrates
+from modkit.nn._load_state_dict import only_migrates
 
 
 if TYPE_CHECKING:

@@ -1,52 +1,131 @@
-"""Registering hooks on one module, and collecting those that a call has to run."""
+"""Hook tables: registering hooks on one module, and what an entry of a table says about its hook.
 
-import warnings
-from typing import Any
+Tables hold the users' own callables under the ids that their handles have, since other libraries
+look at both. What torch has no room for is therefore said by the type of the id, which deepcopy,
+pickling and moving an entry to another table keep: a public state-dict hook has a ``PublicHookId``.
+
+The methods that only enter a hook into a table are torch's own, inherited.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, cast
 
 import torch
+from typing_extensions import Self
 
-from modkit._errors import (
-    MSG_MIXED_BACKWARD_HOOKS,
-    MSG_NON_FULL_FORWARD_NODES,
-    MSG_NON_FULL_INPUT,
-    MSG_NON_FULL_MANY_NODES,
-    MSG_NON_FULL_NESTED,
-    MSG_NON_FULL_RESULT,
-    MSG_PUBLIC_STATE_DICT_HOOK,
+from modkit._errors import MSG_MIXED_BACKWARD_HOOKS, MSG_PUBLIC_STATE_DICT_HOOK
+from modkit._types import BackwardHook, ForwardHook, ForwardPreHook, StateDictPostHook
+from modkit._upstream import RemovableHandle
+from modkit.nn._overrides import patchable
+
+
+Hook = Callable[..., Any]
+
+# The tables of a module whose keys are ids of handles.
+TABLES: Final = (
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
 )
-from modkit._upstream import (
-    RemovableHandle,
-    WrappedHook,
-    global_backward_hooks,
-    global_backward_hooks_are_full,
-    global_backward_pre_hooks,
-)
-from modkit.nn._hook_entries import Hook, add, add_public_state_dict_hook, has_torchs_mark
-from modkit.nn._tree import method_of_module
 
 
-def add_forward_pre_hook(
-    module: torch.nn.Module, hook: Hook, *, prepend: bool, with_kwargs: bool
+def add(
+    table: Any, hook: Hook, *, prepend: bool = False, flags: tuple[tuple[Any, bool], ...] = ()
 ) -> RemovableHandle:
-    """Register a hook that runs before ``forward``."""
-    table = module._forward_pre_hooks
-    flags = ((module._forward_pre_hooks_with_kwargs, with_kwargs),)
+    """Put ``hook`` into ``table`` under a new id, which is also entered in each flag that is set.
+
+    The handle removes the id from the table and from all the flags. Flags come first, so that a
+    call in another thread never sees the hook without them.
+    """
+    handle = RemovableHandle(table, extra_dict=[flag for flag, _ in flags])
+    for flag, is_set in flags:
+        if is_set:
+            flag[handle.id] = True
+    table[handle.id] = hook
+    if prepend:
+        table.move_to_end(handle.id, last=False)
+    return handle
+
+
+def reserve_ids(state: Mapping[str, Any]) -> None:
+    """Keep new handles from getting the ids in the hook tables of an unpickled module.
+
+    Ids count up from zero in each process, so another process may have given the same ones.
+    """
+    for name in TABLES:
+        for key in state.get(name) or ():
+            if isinstance(key, int) and key >= RemovableHandle.next_id:
+                RemovableHandle.next_id = int(key) + 1
+
+
+class PublicHookId(int):
+    """The id of a hook from ``register_state_dict_post_hook``; equals the plain number.
+
+    Torch marks the callable instead, for ever, and so cannot take a bound method.
+    """
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+def _has_torchs_mark(hook: Hook) -> bool:
+    """Return True if torch's own ``register_state_dict_post_hook`` was given this hook before."""
+    return getattr(hook, "_from_public_api", False)
+
+
+def is_public(hook_id: int, hook: Hook) -> bool:
+    """Return True if a state-dict hook may only edit in place."""
+    return isinstance(hook_id, PublicHookId) or _has_torchs_mark(hook)
+
+
+@patchable
+def register_forward_pre_hook(
+    self: torch.nn.Module,
+    hook: ForwardPreHook,
+    *,
+    prepend: bool = False,
+    with_kwargs: bool = False,
+) -> RemovableHandle:
+    """Run ``hook(module, args)`` before ``forward``; a result replaces the arguments.
+
+    With ``with_kwargs`` the hook is called with ``(module, args, kwargs)`` and returns None
+    or both. ``prepend`` puts it before the module's other hooks of its kind.
+    """
+    table = self._forward_pre_hooks
+    flags = ((self._forward_pre_hooks_with_kwargs, with_kwargs),)
     return add(table, hook, prepend=prepend, flags=flags)
 
 
-def add_forward_hook(
-    module: torch.nn.Module, hook: Hook, *, prepend: bool, with_kwargs: bool, always_call: bool
+@patchable
+def register_forward_hook(
+    self: torch.nn.Module,
+    hook: ForwardHook,
+    *,
+    prepend: bool = False,
+    with_kwargs: bool = False,
+    always_call: bool = False,
 ) -> RemovableHandle:
-    """Register a hook that runs after ``forward``."""
-    table = module._forward_hooks
+    """Run ``hook(module, args, output)`` after ``forward``; a result replaces the output.
+
+    With ``with_kwargs`` the hook is called with ``(module, args, kwargs, output)``. With
+    ``always_call`` it runs even if something raised, with the output None if there is none.
+    """
+    table = self._forward_hooks
     flags = (
-        (module._forward_hooks_with_kwargs, with_kwargs),
-        (module._forward_hooks_always_called, always_call),
+        (self._forward_hooks_with_kwargs, with_kwargs),
+        (self._forward_hooks_always_called, always_call),
     )
     return add(table, hook, prepend=prepend, flags=flags)
 
 
-def add_backward_hook(
+def _add_backward_hook(
     module: torch.nn.Module, hook: Hook, *, full: bool, prepend: bool = False
 ) -> RemovableHandle:
     """Register a backward hook; a module takes full ones or the deprecated kind, not both.
@@ -59,78 +138,45 @@ def add_backward_hook(
     return add(module._backward_hooks, hook, prepend=prepend)
 
 
-def add_state_dict_hook(module: torch.nn.Module, hook: Any, *, public: bool) -> RemovableHandle:
-    """Register a hook that runs after ``state_dict``; public ones may only edit in place."""
-    if public:
-        return add_public_state_dict_hook(module._state_dict_hooks, hook)
-    if has_torchs_mark(hook):
-        raise RuntimeError(MSG_PUBLIC_STATE_DICT_HOOK)
-    return add(module._state_dict_hooks, hook)
-
-
-def add_load_state_dict_pre_hook(
-    module: torch.nn.Module, hook: Hook, *, with_module: bool
+@patchable
+def register_full_backward_hook(
+    self: torch.nn.Module, hook: BackwardHook, prepend: bool = False
 ) -> RemovableHandle:
-    """Register a hook that runs before a module loads; it holds the module weakly."""
-    wrapped = WrappedHook(hook, module if with_module else None)
-    return add(module._load_state_dict_pre_hooks, wrapped)
+    """Run ``hook(module, grad_input, grad_output)`` when gradients have been computed.
 
-
-@method_of_module
-def _get_backward_hooks(self: torch.nn.Module) -> tuple[list[Hook], list[Hook]]:
-    """Return the full and the non-full backward hooks of a call, global ones first."""
-    full: list[Hook] = []
-    non_full: list[Hook] = []
-    kinds = {True: full, False: non_full}
-    global_kind = global_backward_hooks_are_full()
-    if global_kind is not None:
-        kinds[global_kind] += global_backward_hooks.values()
-    if self._is_full_backward_hook is not None:
-        kinds[self._is_full_backward_hook] += self._backward_hooks.values()
-    return full, non_full
-
-
-@method_of_module
-def _get_backward_pre_hooks(self: torch.nn.Module) -> list[Hook]:
-    """Return the backward pre-hooks of a call, global ones first."""
-    return [*global_backward_pre_hooks.values(), *self._backward_pre_hooks.values()]
-
-
-@method_of_module
-def _maybe_warn_non_full_backward_hook(
-    self: torch.nn.Module, inputs: Any, result: Any, grad_fn: Any
-) -> None:
-    """Warn where a non-full backward hook on ``grad_fn`` will not see all gradients.
-
-    Such a hook sits on the last autograd node of the forward, so it is right only for a module
-    that is one node between tensors.
+    Raises:
+        RuntimeError: the module has a hook of the deprecated kind.
     """
-    message = _missing_gradients(inputs, result, grad_fn)
-    if message is not None:
-        warnings.warn(message, FutureWarning, stacklevel=2)
+    return _add_backward_hook(self, hook, full=True, prepend=prepend)
 
 
-def _as_tensors(value: Any) -> tuple[torch.Tensor, ...] | None:
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    if isinstance(value, tuple) and all(isinstance(item, torch.Tensor) for item in value):
-        return value
-    return None
+@patchable
+def register_backward_hook(self: torch.nn.Module, hook: BackwardHook) -> RemovableHandle:
+    """Register a backward hook of the deprecated kind; prefer the full one.
+
+    Raises:
+        RuntimeError: the module has a full backward hook.
+    """
+    return _add_backward_hook(self, hook, full=False)
 
 
-def _missing_gradients(inputs: Any, result: Any, grad_fn: Any) -> str | None:
-    outputs = _as_tensors(result)
-    if outputs is None:
-        return MSG_NON_FULL_RESULT
-    arguments = _as_tensors(inputs)
-    if arguments is None:
-        return MSG_NON_FULL_INPUT
-    output_nodes = {item.grad_fn for item in outputs if item.grad_fn is not None}
-    if not output_nodes or (len(output_nodes) == 1 and grad_fn not in output_nodes):
-        return MSG_NON_FULL_NESTED
-    if len(output_nodes) > 1:
-        return MSG_NON_FULL_MANY_NODES
-    input_nodes = {item.grad_fn for item in arguments if item.grad_fn is not None}
-    if input_nodes != {node for node, _ in grad_fn.next_functions}:
-        return MSG_NON_FULL_FORWARD_NODES
-    return None
+@patchable
+def register_state_dict_post_hook(
+    self: torch.nn.Module, hook: StateDictPostHook
+) -> RemovableHandle:
+    """Run ``hook(module, state_dict, prefix, local_metadata)``, which edits in place."""
+    if not callable(cast("object", hook)):
+        # Torch refuses what it cannot mark, and so refuses most of what cannot be called.
+        cast("Any", hook)._from_public_api = True
+    handle = RemovableHandle(self._state_dict_hooks)
+    handle.id = PublicHookId(handle.id)
+    self._state_dict_hooks[handle.id] = hook
+    return handle
+
+
+@patchable
+def _register_state_dict_hook(self: torch.nn.Module, hook: StateDictPostHook) -> RemovableHandle:
+    """Register a hook after ``state_dict`` that may, at the root, return another dict."""
+    if _has_torchs_mark(hook):
+        raise RuntimeError(MSG_PUBLIC_STATE_DICT_HOOK)
+    return add(self._state_dict_hooks, hook)

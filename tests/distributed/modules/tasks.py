@@ -15,7 +15,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-import modkit
 from tests.helpers import Implementation, seed_everything
 
 
@@ -131,10 +130,23 @@ def of_classes(impl: Implementation) -> torch.nn.Module:
     return user_classes(impl.nn)()
 
 
-def of_adopted(impl: Implementation) -> torch.nn.Module:
-    """Make the same of classes that were written for torch, and adopt it in modkit."""
-    model = user_classes(torch.nn)()
-    return model if impl.name == "torch" else modkit.adopt(model)
+def held(impl: Implementation, model: torch.nn.Module) -> torch.nn.Module:
+    """Put a third-party model below a user's class, as its attribute ``net``."""
+
+    class Holding(impl.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.net(*args, **kwargs)
+
+    return Holding()
+
+
+def of_torchs_classes(impl: Implementation) -> torch.nn.Module:
+    """Make the same of classes that were written for torch."""
+    return held(impl, user_classes(torch.nn)())
 
 
 def plan_of_classes() -> dict[str, ParallelStyle]:
@@ -165,7 +177,7 @@ def next_word(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor
 
 
 def of_llama(impl: Implementation) -> torch.nn.Module:
-    """Make a small Llama, and adopt it in modkit."""
+    """Make a small Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -178,14 +190,14 @@ def of_llama(impl: Implementation) -> torch.nn.Module:
         max_position_embeddings=16,
     )
     model = LlamaForCausalLM(config)
-    return model if impl.name == "torch" else modkit.adopt(model)
+    return held(impl, model)
 
 
 def plan_of_llama() -> dict[str, ParallelStyle]:
     """Split up attention by heads, and the network after it by features."""
     plan: dict[str, ParallelStyle] = {}
     for layer in range(2):
-        path = f"model.layers.{layer}"
+        path = f"net.model.layers.{layer}"
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
             plan[f"{path}.{name}"] = ColwiseParallel()
         plan[f"{path}.self_attn.o_proj"] = RowwiseParallel()
@@ -196,12 +208,12 @@ def plan_of_llama() -> dict[str, ParallelStyle]:
 
 
 def of_gpt2(impl: Implementation) -> torch.nn.Module:
-    """Make a small GPT-2, whose first and last weights are one, and adopt it in modkit."""
+    """Make a small GPT-2, whose first and last weights are one."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=WORDS, n_embd=16, n_layer=2, n_head=2, n_positions=16)
     model = GPT2LMHeadModel(config)
-    return model if impl.name == "torch" else modkit.adopt(model)
+    return held(impl, model)
 
 
 def no_plan() -> dict[str, ParallelStyle]:
@@ -219,12 +231,18 @@ TASKS: dict[str, Task] = {
         rows_are_independent=False,
     ),
     "classes": Task(of_classes, numbers, squared_error, ("blocks.0", "blocks.1"), plan_of_classes),
-    "adopted": Task(of_adopted, numbers, squared_error, ("blocks.0", "blocks.1"), plan_of_classes),
+    "held": Task(
+        of_torchs_classes,
+        numbers,
+        squared_error,
+        ("net.blocks.0", "net.blocks.1"),
+        lambda: {f"net.{name}": style for name, style in plan_of_classes().items()},
+    ),
     "llama": Task(
         of_llama,
         words,
         next_word,
-        ("model.layers.0", "model.layers.1"),
+        ("net.model.layers.0", "net.model.layers.1"),
         plan_of_llama,
         needs=("transformers",),
     ),
@@ -232,7 +250,7 @@ TASKS: dict[str, Task] = {
         of_gpt2,
         words,
         next_word,
-        ("transformer.h.0", "transformer.h.1"),
+        ("net.transformer.h.0", "net.transformer.h.1"),
         no_plan,
         rows_are_independent=False,  # of its dropout
         needs=("transformers",),

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 
 COMPILED = tuple(name for name, mode in MODES.items() if mode.compiled and "inductor" not in name)
 CASES = [
-    *cases(("layers", "classes", "adopted"), COMPILED, ranks=2),
+    *cases(("layers", "classes", "held"), COMPILED, ranks=2),
     ("classes", "ddp compiled inductor"),
 ]
 

@@ -20,7 +20,7 @@ def test_hooks_of_registration_do_not_run_when_shards_become_whole(
 ) -> None:
     """A parameter that takes the place of its shards is not registered anew."""
     seen: list[str] = []
-    net = fully_shard(impl.nn.Linear(2, 3), mesh=mesh)
+    net = fully_shard(impl.own.Linear(2, 3), mesh=mesh)
     handle = impl.register_module_parameter_registration_hook(
         lambda module, name, parameter: seen.append(name)
     )

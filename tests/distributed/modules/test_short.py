@@ -8,7 +8,7 @@ MODES = ("alone", "ddp", "fsdp", "tp")
 CASES = [
     *cases(("classes",), (*MODES, "ddp accumulates", "fsdp bf16"), ranks=2),
     *cases(("layers",), ("ddp unused", "fsdp"), ranks=2),
-    *cases(("adopted",), ("ddp static", "tp"), ranks=2),
+    *cases(("held",), ("ddp static", "tp"), ranks=2),
 ]
 
 

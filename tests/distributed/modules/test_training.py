@@ -8,7 +8,7 @@ from tests.distributed.modules.training import cases
 
 pytestmark = pytest.mark.distributed
 
-TASK_NAMES = ("layers", "classes", "adopted")
+TASK_NAMES = ("layers", "classes", "held")
 EAGER = tuple(name for name, mode in MODES.items() if not mode.compiled)
 CASES = cases(TASK_NAMES, EAGER, ranks=2)
 ON_THREE = cases(TASK_NAMES, ("alone", "ddp", "fsdp", "fsdp stays whole"), ranks=3)

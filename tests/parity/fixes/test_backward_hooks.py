@@ -16,7 +16,7 @@ from tests.parity.hooks.tools import (
 def test_pre_hook_alone_does_not_warn_without_input_gradients(impl: Implementation) -> None:
     """Only a full hook can fire too early: a pre-hook runs when it should, without a warning."""
     seen: list[object] = []
-    module = impl.nn.Linear(1, 1, bias=False)
+    module = impl.own.Linear(1, 1, bias=False)
     module.register_full_backward_pre_hook(lambda _, go: seen.append(go[0].item()) or (go[0] * 3,))
     module(torch.ones(1, 1)).sum().backward()
 

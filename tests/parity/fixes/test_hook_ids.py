@@ -12,6 +12,7 @@ from tests.parity.hooks.tools import MODULE_REGISTRARS, do_nothing
 
 ANOTHER_PROCESS = """
 import pickle, sys
+import tests.helpers
 
 module = pickle.loads(sys.stdin.buffer.read())
 module[0].register_forward_hook(lambda module, args, output: None)
@@ -24,7 +25,7 @@ def test_hooks_from_another_process_are_kept_when_one_is_added(
 ) -> None:
     """A new hook does not take the place of those that came with an unpickled network."""
     monkeypatch.setattr(RemovableHandle, "next_id", 0)
-    network = impl.nn.Sequential(impl.nn.Identity())
+    network = impl.own.Sequential(impl.own.Identity())
     for _ in range(3):
         network[0].register_forward_hook(print)
     result = subprocess.run(
@@ -48,7 +49,7 @@ def test_ids_of_unpickled_hooks_are_not_given_again(
 ) -> None:
     """Where ids start from zero again, an unpickled hook of any kind keeps its own."""
     monkeypatch.setattr(RemovableHandle, "next_id", 0)
-    network = impl.nn.Sequential(impl.nn.Identity())
+    network = impl.own.Sequential(impl.own.Identity())
     hook = do_nothing_private if registrar == "_register_state_dict_hook" else do_nothing
     old = getattr(network[0], registrar)(hook)
     pickled = pickle.dumps(network)
@@ -62,7 +63,7 @@ def test_ids_of_unpickled_hooks_are_not_given_again(
 
 def test_unpickling_does_not_set_ids_back(impl: Implementation) -> None:
     """Old ids in an unpickled module have no effect on a process that is far beyond them."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_hook(do_nothing)
     pickled = pickle.dumps(module)
     last = module.register_forward_hook(do_nothing)

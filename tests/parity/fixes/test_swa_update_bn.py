@@ -12,7 +12,7 @@ class Inputs(torch.nn.Module):
 
     def __init__(self, impl: Implementation) -> None:
         super().__init__()
-        self.norm = impl.nn.BatchNorm1d(2)
+        self.norm = impl.own.BatchNorm1d(2)
 
     def forward(self, x: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         """Add the two and normalize."""
@@ -21,7 +21,9 @@ class Inputs(torch.nn.Module):
 
 def dropping_net(impl: Implementation) -> torch.nn.Module:
     """Build a network in training mode whose dropout and inner normalization are frozen."""
-    model = impl.nn.Sequential(impl.nn.Dropout(0.5), impl.nn.BatchNorm1d(2), impl.nn.BatchNorm1d(2))
+    model = impl.own.Sequential(
+        impl.own.Dropout(0.5), impl.own.BatchNorm1d(2), impl.own.BatchNorm1d(2)
+    )
     model(torch.randn(8, 2))
     model[0].eval()
     model[2].eval()
@@ -109,7 +111,7 @@ def test_an_empty_loader_is_an_error(impl: Implementation) -> None:
 
 def test_samples_weigh_the_same_in_batches_of_several_sizes(impl: Implementation) -> None:
     """A hundred zeros and two tens have the mean and the variance of these 102 numbers."""
-    layer = impl.nn.BatchNorm1d(1)
+    layer = impl.own.BatchNorm1d(1)
     data = [torch.zeros(100, 1), torch.full((2, 1), 10.0)]
     impl.update_bn(data, layer)
 
@@ -119,7 +121,7 @@ def test_samples_weigh_the_same_in_batches_of_several_sizes(impl: Implementation
 
 def test_pixels_weigh_the_same_in_images_of_several_sizes(impl: Implementation) -> None:
     """In images, everything but the channel counts as a sample."""
-    layer = impl.nn.BatchNorm2d(3)
+    layer = impl.own.BatchNorm2d(3)
     data = [torch.randn(4, 3, 5, 5) + 2, torch.randn(2, 3, 9, 7) - 1]
     impl.update_bn(data, layer)
     pixels = torch.cat([batch.transpose(0, 1).flatten(1) for batch in data], 1)
@@ -130,7 +132,7 @@ def test_pixels_weigh_the_same_in_images_of_several_sizes(impl: Implementation) 
 
 def test_only_normalization_runs_in_training_mode(impl: Implementation) -> None:
     """Dropout is off in the pass, so the statistics are those of the data alone."""
-    model = impl.nn.Sequential(impl.nn.Dropout(0.9), impl.nn.BatchNorm1d(2)).train()
+    model = impl.own.Sequential(impl.own.Dropout(0.9), impl.own.BatchNorm1d(2)).train()
     data = torch.randn(64, 2) + 3
     impl.update_bn([data], model)
 
@@ -149,7 +151,7 @@ def test_every_module_gets_its_own_mode_back(impl: Implementation) -> None:
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 def test_instance_normalization_gets_statistics_too(impl: Implementation, dimensions: int) -> None:
     """Such a layer that tracks statistics ends with the means over all instances."""
-    layer = getattr(impl.nn, f"InstanceNorm{dimensions}d")(3, track_running_stats=True)
+    layer = getattr(impl.own, f"InstanceNorm{dimensions}d")(3, track_running_stats=True)
     data = [torch.randn(count, 3, *[4] * dimensions) + count for count in (6, 2)]
     impl.update_bn([*data], layer)
     instances = torch.cat(data).flatten(2)

@@ -18,9 +18,9 @@ def overwrite():
 
 def tied(impl: Implementation, device: str = "cpu") -> torch.nn.Module:
     """Build two layers on different levels that have one weight, as language models do."""
-    root = impl.nn.Sequential(
-        impl.nn.Sequential(impl.nn.Embedding(3, 2, device=device)),
-        impl.nn.Linear(2, 3, bias=False, device=device),
+    root = impl.own.Sequential(
+        impl.own.Sequential(impl.own.Embedding(3, 2, device=device)),
+        impl.own.Linear(2, 3, bias=False, device=device),
     )
     root[1].weight = root[0][0].weight
     return root
@@ -82,8 +82,8 @@ def test_a_parameter_that_is_overwritten_stays_tied(impl: Implementation) -> Non
 
 def test_a_shared_module_is_replaced_once(impl: Implementation) -> None:
     """A module in two places keeps one set of parameters, each converted once."""
-    shared = impl.nn.Linear(2, 2)
-    root = impl.nn.Sequential(impl.nn.Sequential(shared), impl.nn.Sequential(shared))
+    shared = impl.own.Linear(2, 2)
+    root = impl.own.Sequential(impl.own.Sequential(shared), impl.own.Sequential(shared))
     calls = []
 
     def convert(tensor):
@@ -173,7 +173,7 @@ def test_ties_hold_across_an_override_with_a_function_of_its_own(impl: Implement
 
 def test_ties_hold_in_recurrent_layers(impl: Implementation) -> None:
     """A recurrent layer, which overrides ``_apply``, shares a weight with another one."""
-    root = impl.nn.ModuleList([impl.nn.RNN(2, 2), impl.nn.RNN(2, 2)])
+    root = impl.own.ModuleList([impl.own.RNN(2, 2), impl.own.RNN(2, 2)])
     root[1].weight_hh_l0 = root[0].weight_hh_l0
     root.to("meta")
 
@@ -186,7 +186,7 @@ def test_each_override_is_asked_for_each_parent(impl: Implementation) -> None:
     calls = []
     root = empty(impl)
     shared = overriding(impl, lambda fn: calls.append(fn) or fn)
-    root.a, root.b = impl.nn.Sequential(shared), impl.nn.Sequential(shared)
+    root.a, root.b = impl.own.Sequential(shared), impl.own.Sequential(shared)
     root.double()
 
     assert len(calls) == 2
@@ -196,7 +196,7 @@ def test_the_next_conversion_starts_afresh(impl: Implementation) -> None:
     """The same function applied again is applied to every tensor again, also after an error."""
     root = empty(impl)
     root.weight = torch.nn.Parameter(torch.ones(2))
-    root.child = impl.nn.Linear(1, 1)
+    root.child = impl.own.Linear(1, 1)
 
     def double(tensor):
         if tensor.numel() == 1 and failing:
@@ -217,7 +217,7 @@ def test_the_next_conversion_starts_afresh(impl: Implementation) -> None:
 @pytest.mark.usefixtures("overwrite")
 def test_replaced_tensors_are_freed_while_the_conversion_goes_on(impl: Implementation) -> None:
     """Only one module's old tensors are in memory besides the new ones."""
-    root = impl.nn.Sequential(*(impl.nn.BatchNorm1d(2) for _ in range(6)))
+    root = impl.own.Sequential(*(impl.own.BatchNorm1d(2) for _ in range(6)))
     old, alive = [weakref.ref(t) for t in [*root.parameters(), *root.buffers()]], []
 
     def convert(tensor):
@@ -252,7 +252,7 @@ def test_conversions_in_two_threads_do_not_mix(impl: Implementation) -> None:
 
 def test_a_conversion_of_another_module_inside_an_override(impl: Implementation) -> None:
     """An override may convert a module of its own in another way, in the midst of it all."""
-    helper = impl.nn.Linear(2, 2)
+    helper = impl.own.Linear(2, 2)
 
     def wrap(fn):
         helper.double()

@@ -53,7 +53,7 @@ def test_always_call_hook_runs_wherever_the_call_fails(
 ) -> None:
     """An exception in pre-hooks, wrapping, forward or forward hooks runs the hook (rule 18)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     break_call(module)
     register = forward_registrar(impl, module, scope)
     register(noting(log, "always"), always_call=True)
@@ -69,7 +69,7 @@ def test_plain_forward_hooks_do_not_run_when_the_call_fails(
 ) -> None:
     """Without always_call a forward hook runs after a successful forward only (rule 18)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     break_call(module)
     module.register_forward_hook(noting(log, "plain"))
     impl.register_module_forward_hook(noting(log, "global plain"))
@@ -85,7 +85,7 @@ def test_always_call_hook_does_not_run_for_exit_exceptions(
 ) -> None:
     """What is no Exception, such as KeyboardInterrupt, passes without the hooks (rule 18)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.forward = raising(error())
     module.register_forward_hook(noting(log, "always"), always_call=True)
     impl.register_module_forward_hook(noting(log, "global always"), always_call=True)
@@ -98,7 +98,7 @@ def test_always_call_hook_does_not_run_for_exit_exceptions(
 def test_always_call_hooks_run_global_first_in_table_order(impl: Implementation) -> None:
     """After an error the global always_call hooks come first, then the module's (rule 18)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     fails_in_forward(module)
     module.register_forward_hook(noting(log, "module 2"), always_call=True)
     module.register_forward_hook(noting(log, "module 1"), always_call=True, prepend=True)
@@ -113,7 +113,7 @@ def test_always_call_hooks_run_global_first_in_table_order(impl: Implementation)
 def test_always_call_hook_with_kwargs_gets_them_after_an_error(impl: Implementation) -> None:
     """A module's with_kwargs hook is called with (module, args, kwargs, output) (rule 18)."""
     calls: list[object] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     fails_in_forward(module)
     module.register_forward_hook(
         lambda *received: calls.append(received), always_call=True, with_kwargs=True
@@ -129,7 +129,7 @@ def test_global_always_call_hook_with_kwargs_gets_them_after_an_error(
 ) -> None:
     """A global with_kwargs hook is given the kwargs on the error path too (rule 18)."""
     calls: list[object] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.forward = raising(LookupError("forward"))
 
     def hook(owner, args, kwargs, output) -> None:
@@ -148,7 +148,7 @@ def test_always_call_hook_without_kwargs_gets_args_and_output(
 ) -> None:
     """A plain always_call hook is called with (module, args, output) after an error (rule 18)."""
     calls: list[object] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     fails_in_forward(module)
     register = forward_registrar(impl, module, scope)
     register(lambda *received: calls.append(received), always_call=True)
@@ -161,7 +161,7 @@ def test_always_call_hook_without_kwargs_gets_args_and_output(
 def test_always_call_hook_sees_the_args_as_the_pre_hooks_left_them(impl: Implementation) -> None:
     """The current args and kwargs are given, also those of a half-finished chain (rule 19)."""
     seen: list[object] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_pre_hook(returning(((7,), {"z": 1})), with_kwargs=True)
     module.register_forward_pre_hook(raising(LookupError("second pre-hook")))
     module.register_forward_pre_hook(returning((9,)))
@@ -175,7 +175,7 @@ def test_always_call_hook_sees_the_args_as_the_pre_hooks_left_them(impl: Impleme
 def test_always_call_hook_sees_the_output_if_forward_finished(impl: Implementation) -> None:
     """After a failing forward hook the output stands as the hooks before it left it (rule 19)."""
     seen: list[object] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_hook(lambda _, args, out: out + 1)
     module.register_forward_hook(raising(LookupError("forward hook")))
     module.register_forward_hook(capturing(seen), always_call=True)
@@ -188,7 +188,7 @@ def test_always_call_hook_sees_the_output_if_forward_finished(impl: Implementati
 def test_values_of_always_call_hooks_chain_after_an_error(impl: Implementation) -> None:
     """A returned value is the output for the next always_call hook, never the call's (rule 19)."""
     seen: list[object] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     fails_in_forward(module)
     impl.register_module_forward_hook(returning("global"), always_call=True)
     module.register_forward_hook(capturing(seen), always_call=True)
@@ -204,7 +204,7 @@ def test_values_of_always_call_hooks_chain_after_an_error(impl: Implementation) 
 def test_original_exception_is_raised_again(impl: Implementation) -> None:
     """The caller gets the very exception object that forward raised (rule 20)."""
     error = LookupError("forward")
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.forward = raising(error)
     module.register_forward_hook(returning("value"), always_call=True)
     with pytest.raises(LookupError) as caught:
@@ -220,7 +220,7 @@ def test_error_in_an_always_call_hook_is_silenced_with_a_warning(scope: str) -> 
 
     def scenario(impl: Implementation) -> object:
         log: list[str] = []
-        module = impl.nn.Identity()
+        module = impl.own.Identity()
         fails_in_forward(module)
         register = forward_registrar(impl, module, scope)
         with (
@@ -254,7 +254,7 @@ def test_always_call_hook_that_failed_on_the_normal_path_is_not_called_again(
         log.append("fails")
         raise LookupError("always_call hook")
 
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_hook(noting(log, "before"), always_call=True)
     module.register_forward_hook(fails, always_call=True)
     module.register_forward_hook(noting(log, "plain"))
@@ -268,7 +268,7 @@ def test_always_call_hook_that_failed_on_the_normal_path_is_not_called_again(
 def test_always_call_hooks_that_ran_are_not_repeated(impl: Implementation) -> None:
     """Those that ran before a later hook failed are not called a second time (rule 21)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     impl.register_module_forward_hook(noting(log, "global"), always_call=True)
     module.register_forward_hook(noting(log, "first"), always_call=True)
     module.register_forward_hook(raising(LookupError("forward hook")))
@@ -283,7 +283,7 @@ def test_always_call_hooks_do_not_run_while_compiling(
 ) -> None:
     """Under the compiler a failing call raises without its always_call hooks (rule 22)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     fails_in_forward(module)
     module.register_forward_hook(noting(log, "always"), always_call=True)
     impl.register_module_forward_hook(noting(log, "global always"), always_call=True)
@@ -298,7 +298,7 @@ def test_hooks_run_as_usual_while_compiling_a_call_that_succeeds(
     impl: Implementation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under the compiler the normal path is the same (rule 22)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_pre_hook(lambda _, args: args[0] + 1)
     module.register_forward_hook(lambda _, args, out: out * 10, always_call=True)
     with monkeypatch.context() as patched:
@@ -311,8 +311,8 @@ def test_hooks_run_as_usual_while_compiling_a_call_that_succeeds(
 def test_inner_error_runs_the_always_call_hooks_of_all_callers(impl: Implementation) -> None:
     """An error in a child passes through its parents' calls: their hooks run too (rule 18)."""
     log: list[str] = []
-    inner = impl.nn.Identity()
-    outer = impl.nn.Sequential(inner)
+    inner = impl.own.Identity()
+    outer = impl.own.Sequential(inner)
     fails_in_forward(inner)
     outer.register_forward_hook(noting(log, "outer"), always_call=True)
     inner.register_forward_hook(noting(log, "inner"), always_call=True)

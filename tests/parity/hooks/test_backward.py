@@ -21,7 +21,7 @@ def test_pre_hooks_come_before_the_parameters_gradients_and_full_hooks_after(
 ) -> None:
     """Backward runs pre-hooks, then computes the module's gradients, then full hooks (rule 23)."""
     log: list[tuple[str, bool]] = []
-    module = impl.nn.Linear(2, 1)
+    module = impl.own.Linear(2, 1)
 
     def note(name: str):
         return lambda module, *_: log.append((name, module.weight.grad is not None))
@@ -38,7 +38,7 @@ def test_pre_hooks_come_before_the_parameters_gradients_and_full_hooks_after(
 def test_full_hooks_of_a_network_run_from_the_output_to_the_input(impl: Implementation) -> None:
     """The last layer's hooks fire first, each layer's pre-hook before its full hook (rule 23)."""
     log: list[str] = []
-    network = impl.nn.Sequential(impl.nn.Tanh(), impl.nn.Sigmoid())
+    network = impl.own.Sequential(impl.own.Tanh(), impl.own.Sigmoid())
     for name, module in network.named_modules():
         module.register_full_backward_pre_hook(noting(log, f"pre {name or 'network'}"))
         module.register_full_backward_hook(noting(log, f"full {name or 'network'}"))
@@ -126,7 +126,7 @@ def test_value_of_a_full_hook_replaces_the_gradients_of_the_inputs(
 
 def test_full_hook_does_not_change_the_gradients_of_parameters(impl: Implementation) -> None:
     """Only what flows on to the inputs is replaced; parameters keep their gradients (rule 25)."""
-    module = impl.nn.Linear(1, 1, bias=False)
+    module = impl.own.Linear(1, 1, bias=False)
     module.register_full_backward_hook(lambda _, gi, go: (gi[0] * 0,))
     x = leaf(3.0)
     module(x).sum().backward()

@@ -244,6 +244,6 @@ def test_tensor_subclasses_pass_through_the_wrapping() -> None:
     def scenario(impl: Implementation) -> list[str]:
         module, _ = observed(impl, lambda a: a)
         tagged = torch.ones(1).as_subclass(Tagged).requires_grad_()
-        return [type(module(t)).__name__ for t in (tagged, impl.nn.Parameter(torch.ones(1)))]
+        return [type(module(t)).__name__ for t in (tagged, impl.own.Parameter(torch.ones(1)))]
 
     assert same(scenario)[0] == "returned"

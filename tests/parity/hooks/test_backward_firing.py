@@ -11,7 +11,7 @@ FIRES_AT_THE_OUTPUTS = "Full backward hook is firing when gradients are computed
 def test_fires_when_the_gradients_of_the_inputs_are_there(impl: Implementation) -> None:
     """If an input requires grad, the hook fires after the parameters' gradients (rule 27)."""
     seen: list[object] = []
-    module = impl.nn.Linear(1, 1, bias=False)
+    module = impl.own.Linear(1, 1, bias=False)
     module.register_full_backward_hook(
         lambda module, gi, go: seen.append((gi[0] is not None, module.weight.grad is not None))
     )
@@ -33,7 +33,7 @@ def test_one_input_that_requires_grad_is_enough(impl: Implementation) -> None:
 def test_fires_at_the_outputs_if_no_input_requires_grad(impl: Implementation) -> None:
     """Then the hook fires early, warns, and has None for every input (rule 27)."""
     seen: list[object] = []
-    module = impl.nn.Linear(1, 1, bias=False)
+    module = impl.own.Linear(1, 1, bias=False)
     module.register_full_backward_hook(
         lambda module, gi, go: seen.append((gi, go[0].tolist(), module.weight.grad is None))
     )
@@ -48,7 +48,7 @@ def test_fires_at_the_outputs_if_no_input_requires_grad(impl: Implementation) ->
 def test_inputs_given_by_keyword_make_the_hook_fire_at_the_outputs(impl: Implementation) -> None:
     """With keyword tensors only there is no positional input: grad_input is empty (rule 27)."""
     seen: list[object] = []
-    module = impl.nn.Linear(1, 1)
+    module = impl.own.Linear(1, 1)
     module.register_full_backward_hook(lambda _, gi, go: seen.append(gi))
     loss = module(input=leaf().reshape(1, 1)).sum()
     with pytest.warns(UserWarning, match=FIRES_AT_THE_OUTPUTS):
@@ -60,7 +60,7 @@ def test_inputs_given_by_keyword_make_the_hook_fire_at_the_outputs(impl: Impleme
 def test_pre_hooks_run_before_a_hook_that_fires_at_the_outputs(impl: Implementation) -> None:
     """Pre-hooks run and may replace grad_output under the second rule too (rules 24 and 27)."""
     seen: list[object] = []
-    module = impl.nn.Linear(1, 1, bias=False)
+    module = impl.own.Linear(1, 1, bias=False)
     module.register_full_backward_pre_hook(lambda _, go: (go[0] * 3,))
     module.register_full_backward_hook(lambda _, gi, go: seen.append(go[0].item()))
     loss = module(torch.ones(1, 1)).sum()
@@ -76,7 +76,7 @@ def test_hook_that_fires_at_the_outputs_may_return_none(
     impl: Implementation, value: object
 ) -> None:
     """None, or a tuple of nothing but None, is allowed under the second rule (rule 27)."""
-    module = impl.nn.Linear(1, 1, bias=False)
+    module = impl.own.Linear(1, 1, bias=False)
     module.register_full_backward_hook(returning(value))
     loss = module(torch.ones(1, 1)).sum()
     with pytest.warns(UserWarning, match=FIRES_AT_THE_OUTPUTS):
@@ -92,7 +92,7 @@ def test_hook_that_fires_at_the_outputs_may_not_return_gradients(value: object) 
     """Anything else that is returned under the second rule is an error (rule 27)."""
 
     def scenario(impl: Implementation) -> None:
-        module = impl.nn.Linear(1, 1)
+        module = impl.own.Linear(1, 1)
         module.register_full_backward_hook(returning(value))
         with pytest.warns(UserWarning, match=FIRES_AT_THE_OUTPUTS):
             module(torch.ones(1, 1)).sum().backward()
@@ -119,7 +119,7 @@ def test_does_not_fire_if_no_output_requires_grad(impl: Implementation) -> None:
 def test_does_not_fire_if_forward_ran_without_grad_mode(impl: Implementation) -> None:
     """A forward under no_grad leaves nothing to fire (rule 27)."""
     log: list[str] = []
-    module = impl.nn.Linear(1, 1)
+    module = impl.own.Linear(1, 1)
     module.register_full_backward_pre_hook(noting(log, "pre"))
     module.register_full_backward_hook(noting(log, "full"))
     x = leaf()
@@ -134,7 +134,7 @@ def test_does_not_fire_if_forward_ran_without_grad_mode(impl: Implementation) ->
 def test_does_not_fire_if_the_output_is_not_used(impl: Implementation) -> None:
     """A backward that does not pass the module's output fires nothing (rule 27)."""
     log: list[str] = []
-    module = impl.nn.Linear(1, 1)
+    module = impl.own.Linear(1, 1)
     module.register_full_backward_hook(noting(log, "full"))
     x = leaf()
     module(x)
@@ -146,7 +146,9 @@ def test_does_not_fire_if_the_output_is_not_used(impl: Implementation) -> None:
 def test_frozen_module_in_the_middle_still_fires(impl: Implementation) -> None:
     """Parameters without grad do not matter: the inputs' gradients fire the hook (rule 27)."""
     log: list[str] = []
-    network = impl.nn.Sequential(impl.nn.Linear(1, 1), impl.nn.Linear(1, 1).requires_grad_(False))
+    network = impl.own.Sequential(
+        impl.own.Linear(1, 1), impl.own.Linear(1, 1).requires_grad_(False)
+    )
     network[1].register_full_backward_hook(noting(log, "frozen"))
     network(torch.ones(1, 1)).sum().backward()
 

@@ -81,7 +81,7 @@ def test_state_hook_that_cannot_be_called_fails_alike(registrar: str, hook: obje
     """Saving or loading with such a hook, or registering it, raises torch's error."""
 
     def scenario(impl: Implementation) -> object:
-        module = impl.nn.Linear(1, 1)
+        module = impl.own.Linear(1, 1)
         getattr(module, registrar)(hook)
         module.load_state_dict(module.state_dict())
 
@@ -96,7 +96,7 @@ def test_registration_hook_that_cannot_be_called_fails_alike(kind: str, hook: ob
     def scenario(impl: Implementation) -> object:
         with clean_global_hooks():
             getattr(impl, f"register_module_{kind}_registration_hook")(hook)
-            return impl.nn.Sequential(impl.nn.BatchNorm1d(1))
+            return impl.own.Sequential(impl.own.BatchNorm1d(1))
 
     assert same(scenario)[0] == "raised"
 
@@ -147,7 +147,7 @@ def test_hook_before_init_fails_alike(registrar: str) -> None:
 def test_failing_hook_leaves_the_module_usable(impl: Implementation) -> None:
     """After a call that a hook broke, removing it makes the module work as before."""
     log: list[str] = []
-    module = impl.nn.Linear(1, 1)
+    module = impl.own.Linear(1, 1)
     module.register_forward_pre_hook(noting(log, "pre"))
     handle = module.register_forward_hook(None)
     x = leaf().reshape(1, 1)

@@ -17,7 +17,7 @@ from tests.parity.hooks.tools import (
 def test_compiled_call_replaces_the_whole_call(impl: Implementation) -> None:
     """With `_compiled_call_impl` set, a call is that function alone: no hooks here (rule 6)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_pre_hook(noting(log, "pre"))
     module.register_forward_hook(noting(log, "after"))
     module._compiled_call_impl = lambda *args, **kwargs: ("compiled", args, kwargs)
@@ -29,7 +29,7 @@ def test_compiled_call_replaces_the_whole_call(impl: Implementation) -> None:
 def test_compiled_call_set_back_to_none_restores_the_ordinary_call(impl: Implementation) -> None:
     """None in `_compiled_call_impl` means the ordinary call with its hooks (rule 6)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_hook(noting(log, "after"))
     module._compiled_call_impl = returning("compiled")
     module._compiled_call_impl = None
@@ -40,10 +40,10 @@ def test_compiled_call_set_back_to_none_restores_the_ordinary_call(impl: Impleme
 
 def test_compiled_call_of_a_child_is_used_by_its_parent(impl: Implementation) -> None:
     """A parent that calls its child goes through the child's compiled call (rule 6)."""
-    child = impl.nn.Identity()
+    child = impl.own.Identity()
     child._compiled_call_impl = returning("compiled child")
 
-    assert impl.nn.Sequential(child)(0) == "compiled child"
+    assert impl.own.Sequential(child)(0) == "compiled child"
 
 
 def forwards_of_a_trace(impl: Implementation, *, hooked: bool, through: str) -> list[str]:
@@ -96,7 +96,7 @@ def test_call_goes_through_slow_forward_while_a_function_is_traced(impl: Impleme
 @pytest.mark.parametrize("hooked", [False, True])
 def test_forward_on_the_instance_wins(impl: Implementation, hooked: bool) -> None:
     """A `forward` assigned to the instance is called instead of the class's (rule 7)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.forward = lambda x: x + 1
     if hooked:
         module.register_forward_hook(returning(None))
@@ -112,7 +112,7 @@ def test_forward_on_the_instance_wins(impl: Implementation, hooked: bool) -> Non
 @pytest.mark.parametrize("hooked", [False, True])
 def test_call_impl_on_the_instance_wins(impl: Implementation, hooked: bool) -> None:
     """A `_call_impl` assigned to the instance is what a call runs, as libraries do it (rule 7)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     original = module._call_impl
     if hooked:
         module.register_forward_hook(lambda _, args, out: out + 1)
@@ -138,7 +138,7 @@ def test_call_without_hooks_keeps_tensors_as_they_are(impl: Implementation) -> N
     """Without hooks no tensor is replaced by a view (rule 8)."""
     x = leaf()
 
-    assert impl.nn.Identity()(x) is x
+    assert impl.own.Identity()(x) is x
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_backward_hook_added_by_a_pre_hook_is_ignored_in_that_call(
 def test_backward_hooks_are_listed_global_first(impl: Implementation) -> None:
     """`_get_backward_hooks` lists full and non-full hooks, global before module (rule 9)."""
     hooks = [noting([], name) for name in "abcd"]
-    module, other = impl.nn.Identity(), impl.nn.Identity()
+    module, other = impl.own.Identity(), impl.own.Identity()
     module.register_full_backward_hook(hooks[0])
     module.register_full_backward_hook(hooks[1])
     other.register_backward_hook(hooks[2])
@@ -226,7 +226,7 @@ def test_backward_hooks_are_listed_global_first(impl: Implementation) -> None:
 def test_global_non_full_backward_hooks_are_listed_as_such(impl: Implementation) -> None:
     """A global non-full hook comes first in the second list (rule 9)."""
     hooks = [noting([], name) for name in "abc"]
-    module, other = impl.nn.Identity(), impl.nn.Identity()
+    module, other = impl.own.Identity(), impl.own.Identity()
     module.register_full_backward_hook(hooks[0])
     other.register_backward_hook(hooks[1])
     impl.register_module_backward_hook(hooks[2])
@@ -238,18 +238,18 @@ def test_global_non_full_backward_hooks_are_listed_as_such(impl: Implementation)
 def test_backward_pre_hooks_are_listed_global_first(impl: Implementation) -> None:
     """`_get_backward_pre_hooks` lists global pre-hooks, then the module's (rule 9)."""
     hooks = [noting([], name) for name in "abc"]
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_full_backward_pre_hook(hooks[0])
     module.register_full_backward_pre_hook(hooks[1], prepend=True)
     impl.register_module_full_backward_pre_hook(hooks[2])
 
     assert module._get_backward_pre_hooks() == [hooks[2], hooks[1], hooks[0]]
-    assert impl.nn.Identity()._get_backward_pre_hooks() == [hooks[2]]
+    assert impl.own.Identity()._get_backward_pre_hooks() == [hooks[2]]
 
 
 def test_lists_of_backward_hooks_are_snapshots(impl: Implementation) -> None:
     """The lists are copies: registering later does not change them (rule 9)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     full, non_full = module._get_backward_hooks()
     pre = module._get_backward_pre_hooks()
     module.register_full_backward_hook(noting([], "full"))

@@ -34,7 +34,7 @@ TABLES = (
 
 def hooked(impl: Implementation) -> torch.nn.Module:
     """Make a layer with one picklable hook of each kind that works beside the others."""
-    module = impl.nn.Linear(1, 1)
+    module = impl.own.Linear(1, 1)
     module.register_forward_pre_hook(do_nothing, with_kwargs=True)
     module.register_forward_hook(do_nothing, with_kwargs=True, always_call=True)
     module.register_full_backward_pre_hook(do_nothing)
@@ -84,7 +84,7 @@ def test_copies_keep_hooks_ids_and_flags(impl: Implementation, route) -> None:
 def test_hooks_of_a_copy_run(impl: Implementation, route) -> None:
     """A copy calls its hooks: those that count are module-level functions here (rule 5)."""
     COUNTS.clear()
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_hook(count_forward)
     module.register_full_backward_hook(count_backward)
     copied = route(module)
@@ -108,7 +108,7 @@ def count_backward(*_arguments: object) -> None:
 
 def test_handle_does_not_reach_the_copies(impl: Implementation) -> None:
     """Removing a hook from the original leaves it in its copies (rule 5)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     handle = module.register_forward_hook(do_nothing)
     copied = copy.deepcopy(module)
     handle.remove()
@@ -119,7 +119,7 @@ def test_handle_does_not_reach_the_copies(impl: Implementation) -> None:
 
 def test_hook_added_to_a_copy_is_not_on_the_original(impl: Implementation) -> None:
     """The tables of a deep copy are its own (rule 5)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     copied = copy.deepcopy(module)
     copied.register_forward_hook(do_nothing)
 
@@ -154,7 +154,7 @@ def test_bound_method_hooks_follow_the_copied_module(impl: Implementation) -> No
 def test_load_pre_hook_of_a_copy_gets_the_copy(impl: Implementation, route) -> None:
     """The weakly held module of a load pre-hook is the copy in the copy (rule 5)."""
     SEEN.clear()
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_load_state_dict_pre_hook(see_module)
     copied = route(module)
     copied.load_state_dict({})
@@ -185,7 +185,7 @@ def test_module_with_a_local_hook_cannot_be_pickled(registrar: str) -> None:
     """A hook that is a local function stops pickle, with pickle's own error (rule 5)."""
 
     def scenario(impl: Implementation) -> bytes:
-        module = impl.nn.Identity()
+        module = impl.own.Identity()
         getattr(module, registrar)(noting([], "ran"))
         return pickle.dumps(module)
 
@@ -197,7 +197,7 @@ def test_module_with_a_local_hook_cannot_be_pickled(registrar: str) -> None:
 
 def test_handle_of_a_pickled_pair_removes_the_copys_hook(impl: Implementation) -> None:
     """A handle pickled along with its module belongs to the copy (rule 1)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     handle = module.register_forward_hook(do_nothing)
     copied, copied_handle = pickle.loads(pickle.dumps((module, handle)))
     copied_handle.remove()
@@ -208,7 +208,7 @@ def test_handle_of_a_pickled_pair_removes_the_copys_hook(impl: Implementation) -
 
 def test_ids_after_a_copy_go_on_counting(impl: Implementation) -> None:
     """A hook registered on a copy gets a new id beside the copied one (rules 1 and 5)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     first = module.register_forward_hook(do_nothing)
     copied = pickled(module)
     second = copied.register_forward_hook(do_nothing)
@@ -222,7 +222,7 @@ def test_copy_of_a_hooked_network_behaves_alike() -> None:
 
     def scenario(impl: Implementation) -> object:
         log: list[object] = []
-        network = impl.nn.Sequential(impl.nn.Linear(2, 2), impl.nn.Tanh())
+        network = impl.own.Sequential(impl.own.Linear(2, 2), impl.own.Tanh())
         network[0].register_forward_hook(lambda _, args, out: out * 2)
         network[0].register_full_backward_hook(lambda _, gi, go: (gi[0] + 1,))
         network.register_forward_pre_hook(noting(log, "pre"))
@@ -237,7 +237,7 @@ def test_copy_of_a_hooked_network_behaves_alike() -> None:
 def test_replicas_for_data_parallel_keep_the_hooks(impl: Implementation) -> None:
     """`_replicate_for_data_parallel` shares the original's hook tables."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_hook(noting(log, "ran"))
     replica = module._replicate_for_data_parallel()
     replica(inner_tensor())

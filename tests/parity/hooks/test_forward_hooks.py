@@ -29,7 +29,7 @@ def test_forward_is_called_with_the_modified_args_and_kwargs(impl: Implementatio
 def test_calling_forward_itself_runs_no_hooks(impl: Implementation) -> None:
     """Hooks belong to the call: `module.forward(...)` runs none (rule 13)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_pre_hook(noting(log, "pre"))
     module.register_forward_hook(noting(log, "after"))
     impl.register_module_forward_hook(noting(log, "global"))
@@ -89,7 +89,7 @@ def test_forward_hooks_see_the_wrapped_inputs(impl: Implementation) -> None:
 
 def test_value_of_a_forward_hook_replaces_the_output_for_later_hooks(impl: Implementation) -> None:
     """A returned value is the output for the next hook and, in the end, the caller (rule 14)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     impl.register_module_forward_hook(lambda _, args, out: [*out, "global"])
     module.register_forward_hook(lambda _, args, out: [*out, "first"])
     module.register_forward_hook(lambda _, args, kwargs, out: [*out, "kwargs"], with_kwargs=True)
@@ -100,7 +100,7 @@ def test_value_of_a_forward_hook_replaces_the_output_for_later_hooks(impl: Imple
 @pytest.mark.parametrize("value", [False, 0, "", (), []], ids=repr)
 def test_falsy_value_of_a_forward_hook_counts(impl: Implementation, value: object) -> None:
     """Only None leaves the output alone: any other falsy value replaces it (rule 14)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_hook(returning(value))
     result = module(1)
 
@@ -109,7 +109,7 @@ def test_falsy_value_of_a_forward_hook_counts(impl: Implementation, value: objec
 
 def test_forward_hook_cannot_replace_the_output_by_none(impl: Implementation) -> None:
     """None from a forward hook keeps the output (rule 14)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_hook(returning(None))
 
     assert module(1) == 1
@@ -117,7 +117,7 @@ def test_forward_hook_cannot_replace_the_output_by_none(impl: Implementation) ->
 
 def test_value_of_a_forward_hook_is_not_wrapped_in_a_tuple(impl: Implementation) -> None:
     """Unlike a pre-hook's, a forward hook's value is passed on as it is (rule 14)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_hook(returning((1,)))
 
     assert module(0) == (1,)
@@ -126,7 +126,7 @@ def test_value_of_a_forward_hook_is_not_wrapped_in_a_tuple(impl: Implementation)
 def test_forward_hook_added_by_a_forward_hook_waits_for_the_next_call(impl: Implementation) -> None:
     """The list of forward hooks is taken before the first one runs (rule 14)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
 
     def adds(module: torch.nn.Module, *_: object) -> None:
         log.append("adds")
@@ -148,7 +148,7 @@ def test_forward_hook_removed_by_an_earlier_one_still_runs_in_that_call(
 ) -> None:
     """A forward hook that is removed while the call runs is called once more (rule 14)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_hook(lambda *_: later.remove())
     later = module.register_forward_hook(noting(log, "later"))
     module(0)
@@ -160,7 +160,7 @@ def test_forward_hook_removed_by_an_earlier_one_still_runs_in_that_call(
 def test_forward_hook_may_remove_itself(impl: Implementation) -> None:
     """A forward hook that removes its own handle runs in one call only (rule 14)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     handle = module.register_forward_hook(lambda *_: (log.append("ran"), handle.remove())[1])
     module(0)
     module(0)
@@ -171,7 +171,7 @@ def test_forward_hook_may_remove_itself(impl: Implementation) -> None:
 def test_error_in_a_forward_hook_reaches_the_caller(impl: Implementation) -> None:
     """An exception from a forward hook ends the call; plain hooks after it do not run (rule 14)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_hook(noting(log, "before"))
     module.register_forward_hook(raising(KeyError("hook")))
     module.register_forward_hook(noting(log, "after"))
@@ -184,7 +184,7 @@ def test_error_in_a_forward_hook_reaches_the_caller(impl: Implementation) -> Non
 def test_always_call_hook_runs_once_in_a_call_that_succeeds(impl: Implementation) -> None:
     """On the normal path an always_call hook is an ordinary hook in its place (rule 15)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_hook(noting(log, "a"))
     module.register_forward_hook(noting(log, "always"), always_call=True)
     module.register_forward_hook(noting(log, "b"))
@@ -205,7 +205,7 @@ def test_always_call_hook_is_marked_as_run_before_it_is_called(
         log.append("called")
         raise ValueError("from the hook")
 
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     register = forward_registrar(impl, module, scope)
     register(fails, always_call=True)
     with pytest.raises(ValueError, match="from the hook"):
@@ -217,7 +217,7 @@ def test_always_call_hook_is_marked_as_run_before_it_is_called(
 def test_hooks_run_for_every_module_of_a_network(impl: Implementation) -> None:
     """Hooks of a child run inside its parent's call (rule 14)."""
     log: list[str] = []
-    inner, outer = impl.nn.Identity(), impl.nn.Sequential()
+    inner, outer = impl.own.Identity(), impl.own.Sequential()
     outer.append(inner)
     for name, module in {"inner": inner, "outer": outer}.items():
         module.register_forward_pre_hook(noting(log, f"{name} pre"))

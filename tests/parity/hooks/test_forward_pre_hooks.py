@@ -57,7 +57,7 @@ def test_global_pre_hook_gets_the_module_and_the_args(impl: Implementation) -> N
 def test_pre_hook_added_by_a_pre_hook_waits_for_the_next_call(impl: Implementation) -> None:
     """The list of pre-hooks is taken before the first one runs (rule 10)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
 
     def adds(module: torch.nn.Module, args: tuple[object, ...]) -> None:
         log.append("adds")
@@ -77,7 +77,7 @@ def test_pre_hook_added_by_a_pre_hook_waits_for_the_next_call(impl: Implementati
 def test_pre_hook_removed_by_an_earlier_one_still_runs_in_that_call(impl: Implementation) -> None:
     """A pre-hook that is removed while the call runs is called once more (rule 10)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_pre_hook(lambda *_: later.remove())
     later = module.register_forward_pre_hook(noting(log, "later"))
     module(0)
@@ -89,7 +89,7 @@ def test_pre_hook_removed_by_an_earlier_one_still_runs_in_that_call(impl: Implem
 def test_pre_hook_may_remove_itself(impl: Implementation) -> None:
     """A pre-hook that removes its own handle runs in one call only (rule 10)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     handle = module.register_forward_pre_hook(lambda *_: (log.append("ran"), handle.remove())[1])
     module(0)
     module(0)

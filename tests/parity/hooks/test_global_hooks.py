@@ -98,7 +98,7 @@ def test_registration_hooks_fire_across_implementations(
 def test_global_hooks_see_every_module_of_a_call(impl: Implementation) -> None:
     """Parents and children, hooked or not, layers and containers: all fire global hooks."""
     log: list[str] = []
-    network = impl.nn.Sequential(impl.nn.Linear(1, 1), impl.nn.ReLU())
+    network = impl.own.Sequential(impl.own.Linear(1, 1), impl.own.ReLU())
     impl.register_module_forward_pre_hook(lambda module, _: log.append(type(module).__name__))
     impl.register_module_forward_hook(
         lambda module, *_: log.append(f"{type(module).__name__} done")
@@ -111,7 +111,7 @@ def test_global_hooks_see_every_module_of_a_call(impl: Implementation) -> None:
 def test_global_hooks_see_the_parts_of_composite_layers(impl: Implementation) -> None:
     """The layers inside MultiheadAttention's owner are called as modules too."""
     seen: list[str] = []
-    layer = impl.nn.TransformerEncoderLayer(4, 1, dim_feedforward=4, batch_first=True)
+    layer = impl.own.TransformerEncoderLayer(4, 1, dim_feedforward=4, batch_first=True)
     impl.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
     layer(torch.ones(1, 2, 4))
 
@@ -124,7 +124,7 @@ def test_global_hooks_see_the_parts_of_composite_layers(impl: Implementation) ->
 def test_global_hook_removed_between_calls_no_longer_fires(impl: Implementation) -> None:
     """After `remove()` a global hook is gone for all modules."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     handle = impl.register_module_forward_hook(noting(log, "fired"))
     module(0)
     handle.remove()
@@ -135,7 +135,7 @@ def test_global_hook_removed_between_calls_no_longer_fires(impl: Implementation)
 
 def test_global_forward_hook_may_replace_the_output(impl: Implementation) -> None:
     """The value of a global forward hook is the output, before the module's own hooks."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_hook(lambda _, args, out: out + 1)
     impl.register_module_forward_hook(returning(10))
 
@@ -144,7 +144,7 @@ def test_global_forward_hook_may_replace_the_output(impl: Implementation) -> Non
 
 def test_global_full_backward_hook_may_replace_gradients(impl: Implementation) -> None:
     """Global backward hooks chain with the module's, and are chained first."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_full_backward_hook(lambda _, gi, go: (gi[0] + 1,))
     impl.register_module_full_backward_hook(lambda _, gi, go: (gi[0] * 10,))
     x = torch.ones(1, requires_grad=True)
@@ -156,7 +156,7 @@ def test_global_full_backward_hook_may_replace_gradients(impl: Implementation) -
 def test_one_global_hook_fires_in_the_backward_of_every_layer(impl: Implementation) -> None:
     """A global full backward hook fires once per module, from the output to the input."""
     log: list[str] = []
-    network = impl.nn.Sequential(impl.nn.Tanh(), impl.nn.Sigmoid())
+    network = impl.own.Sequential(impl.own.Tanh(), impl.own.Sigmoid())
     impl.register_module_full_backward_hook(lambda module, *_: log.append(type(module).__name__))
     network(inner_tensor()).sum().backward()
 

@@ -246,7 +246,7 @@ def test_edits_to_the_state_dict_reach_the_module_and_its_descendants(
 def test_edits_of_a_child_reach_neither_siblings_nor_parents(impl: Implementation) -> None:
     """What a child's pre-hook changes stays in its own mapping (rule 36)."""
     seen: list[list[str]] = []
-    module = impl.nn.Sequential(parent_and_child(impl), parent_and_child(impl))
+    module = impl.own.Sequential(parent_and_child(impl), parent_and_child(impl))
 
     def edit(_module, state_dict, *_: object) -> None:
         state_dict["1.v"] = torch.full((1,), 9.0)
@@ -371,7 +371,7 @@ def test_hooks_of_a_shared_child_run_once_per_path(impl: Implementation) -> None
     """A module that stands in two places is loaded, with its hooks, in both (rule 35)."""
     seen: list[tuple[object, ...]] = []
     child = parent_and_child(impl)
-    module = impl.nn.Sequential(child, child)
+    module = impl.own.Sequential(child, child)
     child.register_load_state_dict_pre_hook(capturing(seen))
     module.load_state_dict(module.state_dict())
 

@@ -22,7 +22,7 @@ def test_post_hook_gets_the_module_and_the_two_lists(impl: Implementation) -> No
 def test_post_hooks_of_all_modules_see_the_same_lists(impl: Implementation) -> None:
     """The lists are shared: each post-hook sees what is known so far of all modules (rule 38)."""
     seen: list[tuple[list[str], list[str]]] = []
-    module = impl.nn.Sequential(parent_and_child(impl), parent_and_child(impl))
+    module = impl.own.Sequential(parent_and_child(impl), parent_and_child(impl))
     lists: list[object] = []
     for target in (module[0], module[1], module):
         target.register_load_state_dict_post_hook(

@@ -23,7 +23,7 @@ def test_module_registration_returns_a_removable_handle(
     impl: Implementation, registrar: str
 ) -> None:
     """Registering any hook on a module returns torch's RemovableHandle (rule 1)."""
-    handle = getattr(impl.nn.Identity(), registrar)(noting([], "ran"))
+    handle = getattr(impl.own.Identity(), registrar)(noting([], "ran"))
 
     assert type(handle) is RemovableHandle
 
@@ -40,7 +40,7 @@ def test_global_registration_returns_a_removable_handle(
 
 def test_handle_ids_come_from_one_counter_shared_with_tensor_hooks(impl: Implementation) -> None:
     """Module, global and tensor hooks draw their ids from the same counter (rule 1)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     first = module.register_forward_hook(do_nothing)
     second = leaf().register_hook(do_nothing)
     third = impl.register_module_forward_pre_hook(do_nothing)
@@ -51,7 +51,7 @@ def test_handle_ids_come_from_one_counter_shared_with_tensor_hooks(impl: Impleme
 
 def test_handle_holds_the_hook_tables_weakly(impl: Implementation) -> None:
     """A handle keeps neither its module's table nor the companion tables alive (rule 1)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     handle = module.register_forward_hook(do_nothing, with_kwargs=True, always_call=True)
     tables = (handle.hooks_dict_ref, *handle.extra_dict_ref)
 
@@ -71,7 +71,7 @@ def test_handle_holds_the_hook_tables_weakly(impl: Implementation) -> None:
 @pytest.mark.parametrize("registrar", MODULE_REGISTRARS)
 def test_removing_a_handle_twice_is_harmless(impl: Implementation, registrar: str) -> None:
     """The first remove empties the table, the second does nothing (rule 1)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     handle = getattr(module, registrar)(noting([], "ran"))
     table = handle.hooks_dict_ref()
     filled = len(table)
@@ -86,7 +86,7 @@ def test_handle_as_context_manager_removes_the_hook_on_exit(
     impl: Implementation, registrar: str
 ) -> None:
     """Leaving the block of a handle removes the hook (rule 1)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     with getattr(module, registrar)(noting([], "ran")) as handle:
         table = handle.hooks_dict_ref()
         inside = list(table)
@@ -97,7 +97,7 @@ def test_handle_as_context_manager_removes_the_hook_on_exit(
 
 def test_handle_as_context_manager_removes_the_hook_on_an_exception(impl: Implementation) -> None:
     """An exception inside the block removes the hook and passes on (rule 1)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     with pytest.raises(ZeroDivisionError), module.register_forward_hook(do_nothing):
         _ = 1 / 0
 
@@ -106,7 +106,7 @@ def test_handle_as_context_manager_removes_the_hook_on_an_exception(impl: Implem
 
 def test_removing_a_handle_clears_its_companion_flags(impl: Implementation) -> None:
     """The with_kwargs and always_call marks of a module's hook go away with it (rule 1)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     forward = module.register_forward_hook(do_nothing, with_kwargs=True, always_call=True)
     pre = module.register_forward_pre_hook(do_nothing, with_kwargs=True)
 
@@ -125,7 +125,7 @@ def test_removing_a_handle_clears_its_companion_flags(impl: Implementation) -> N
 def test_one_callable_registered_twice_runs_twice(impl: Implementation) -> None:
     """Hooks are kept by id: the same callable can stand in the table twice (rule 1)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     hook = noting(log, "ran")
     first = module.register_forward_hook(hook)
     second = module.register_forward_hook(hook)
@@ -151,7 +151,7 @@ def test_prepend_moves_the_hook_to_the_front_of_the_modules_table(
 ) -> None:
     """A prepended hook goes before all earlier hooks of the module, the last one first (rule 2)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     register = getattr(module, registrar)
     ids = {
         "appended": register(noting(log, "appended")).id,
@@ -179,7 +179,7 @@ def test_global_hooks_run_before_prepended_module_hooks(
 ) -> None:
     """No prepend gets a module's hook before a global one of the same kind (rule 2)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     getattr(module, registrar)(noting(log, "module"), prepend=True)
     with getattr(impl, global_registrar)(noting(log, "global")):
         module(leaf()).sum().backward()
@@ -208,7 +208,7 @@ def test_global_hooks_cannot_be_prepended(impl: Implementation, registrar: str) 
 @pytest.mark.parametrize("registrar", ["register_forward_hook", "register_forward_pre_hook"])
 def test_options_of_forward_hooks_are_keyword_only(impl: Implementation, registrar: str) -> None:
     """A second positional argument to a forward registration is a TypeError (rule 3)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     with pytest.raises(TypeError, match=registrar):
         getattr(module, registrar)(do_nothing, True)
 
@@ -237,7 +237,7 @@ def test_options_of_forward_hooks_default_to_false(
 def test_backward_hooks_take_prepend_positionally(impl: Implementation, registrar: str) -> None:
     """The second positional argument of a full backward registration is prepend (rule 3)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     getattr(module, registrar)(noting(log, "first"))
     getattr(module, registrar)(noting(log, "prepended"), True)
     module(leaf()).sum().backward()
@@ -285,7 +285,7 @@ def test_one_module_cannot_have_full_and_non_full_backward_hooks(first: str, sec
     """The second kind of backward hook on a module is refused with torch's text (rule 4)."""
 
     def scenario(impl: Implementation) -> None:
-        module = impl.nn.Identity()
+        module = impl.own.Identity()
         getattr(module, first)(do_nothing)
         getattr(module, second)(do_nothing)
 
@@ -300,7 +300,7 @@ def test_a_refused_kind_of_backward_hook_is_not_stored(
     impl: Implementation, first: str, second: str
 ) -> None:
     """After the refusal the module has its first hook only (rule 4)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     handle = getattr(module, first)(do_nothing)
     with pytest.raises(RuntimeError):
         getattr(module, second)(do_nothing)
@@ -330,7 +330,7 @@ def test_removing_some_backward_hooks_does_not_free_a_module_for_the_other_kind(
     """While one hook of a kind is left the other kind is refused (rule 4)."""
 
     def scenario(impl: Implementation) -> None:
-        module = impl.nn.Identity()
+        module = impl.own.Identity()
         getattr(module, first)(do_nothing)
         getattr(module, first)(do_nothing).remove()
         getattr(module, second)(do_nothing)
@@ -353,26 +353,12 @@ def test_removing_the_last_backward_hook_frees_a_module_for_the_other_kind(
 
 
 @FIRST_AND_SECOND
-def test_removing_the_last_global_backward_hook_frees_the_other_kind(
-    impl: Implementation, first: str, second: str
-) -> None:
-    """Without global backward hooks either kind may be registered (rule 4)."""
-    log: list[str] = []
-    getattr(impl, global_name(first))(noting(log, "first")).remove()
-    getattr(impl, global_name(second))(noting(log, "second"))
-    module = function_module(impl, lambda x: x.view(-1))
-    module(inner_tensor()).sum().backward()
-
-    assert log == ["second"]
-
-
-@FIRST_AND_SECOND
 def test_a_modules_kind_may_differ_from_the_global_kind(
     impl: Implementation, first: str, second: str
 ) -> None:
     """Module and global backward hooks of different kinds both fire, the full kind last (rule 4)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     getattr(module, first)(noting(log, first))
     with getattr(impl, global_name(second))(noting(log, second)):
         module(leaf() * 2).sum().backward()
@@ -383,7 +369,7 @@ def test_a_modules_kind_may_differ_from_the_global_kind(
 def test_backward_pre_hooks_go_with_either_kind(impl: Implementation) -> None:
     """Full backward pre-hooks take no side: they run beside non-full hooks (rule 4)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_full_backward_pre_hook(noting(log, "pre"))
     module.register_backward_hook(noting(log, "non-full"))
     module(leaf()).sum().backward()
@@ -394,7 +380,7 @@ def test_backward_pre_hooks_go_with_either_kind(impl: Implementation) -> None:
 def test_hooks_belong_to_one_instance(impl: Implementation) -> None:
     """A hook on one module is not seen by another of the same class (rule 5)."""
     log: list[str] = []
-    hooked, other = impl.nn.Identity(), impl.nn.Identity()
+    hooked, other = impl.own.Identity(), impl.own.Identity()
     hooked.register_forward_hook(noting(log, "ran"))
     other(torch.ones(1))
 

@@ -12,12 +12,12 @@ KINDS = pytest.mark.parametrize(
     [
         (
             "register_module_parameter_registration_hook",
-            lambda impl: impl.nn.Parameter(torch.ones(1)),
+            lambda impl: impl.own.Parameter(torch.ones(1)),
             "register_parameter",
         ),
         (
             "register_module_buffer_registration_hook",
-            lambda impl: impl.nn.Buffer(torch.ones(1)),
+            lambda impl: impl.own.Buffer(torch.ones(1)),
             "register_buffer",
         ),
         (
@@ -100,7 +100,7 @@ def test_parameter_hook_is_not_called_for_none(impl: Implementation) -> None:
     watch(impl, log)
     module = impl.Module()
     module.register_parameter("a", None)
-    module.b = impl.nn.Parameter(torch.ones(1))
+    module.b = impl.own.Parameter(torch.ones(1))
     module.b = None
 
     assert log == [("parameter", "b", False)]
@@ -114,7 +114,7 @@ def test_buffer_hook_is_called_for_none_too(impl: Implementation) -> None:
     module.register_buffer("a", None)
     module.a = torch.ones(1)
     module.a = None
-    module.b = impl.nn.Buffer(torch.ones(1))
+    module.b = impl.own.Buffer(torch.ones(1))
     module.b = torch.zeros(1)
 
     assert log == [
@@ -171,7 +171,7 @@ def test_hooks_run_for_the_members_of_layers(impl: Implementation) -> None:
     """Building a layer or a container registers its members through the hooks (rule 40)."""
     log: list[object] = []
     watch(impl, log)
-    impl.nn.Sequential(impl.nn.BatchNorm1d(1))
+    impl.own.Sequential(impl.own.BatchNorm1d(1))
 
     assert log == [
         ("parameter", "weight", False),
@@ -188,8 +188,8 @@ def test_removed_hook_is_no_longer_asked(impl: Implementation) -> None:
     log: list[object] = []
     module = impl.Module()
     with impl.register_module_parameter_registration_hook(noting(log, "ran")):
-        module.a = impl.nn.Parameter(torch.ones(1))
-    module.b = impl.nn.Parameter(torch.ones(1))
+        module.a = impl.own.Parameter(torch.ones(1))
+    module.b = impl.own.Parameter(torch.ones(1))
 
     assert log == ["ran"]
 
@@ -203,7 +203,7 @@ def test_hook_that_raises_keeps_the_value_out(impl: Implementation) -> None:
     module = impl.Module()
     impl.register_module_parameter_registration_hook(veto)
     with pytest.raises(PermissionError):
-        module.register_parameter("w", impl.nn.Parameter(torch.ones(1)))
+        module.register_parameter("w", impl.own.Parameter(torch.ones(1)))
 
     assert dict(module.named_parameters()) == {}
 
@@ -213,7 +213,7 @@ def test_direct_writes_do_not_fire(impl: Implementation) -> None:
     log: list[object] = []
     watch(impl, log)
     module = impl.Module()
-    module._parameters["w"] = impl.nn.Parameter(torch.ones(1))
+    module._parameters["w"] = impl.own.Parameter(torch.ones(1))
     module._buffers["b"] = torch.ones(1)
     module._modules["c"] = impl.Module()
 
@@ -223,9 +223,9 @@ def test_direct_writes_do_not_fire(impl: Implementation) -> None:
 def filled(impl: Implementation) -> torch.nn.Module:
     """Make a module with one member of each kind."""
     module = impl.Module()
-    module.w = impl.nn.Parameter(torch.ones(1))
+    module.w = impl.own.Parameter(torch.ones(1))
     module.register_buffer("b", torch.ones(1))
-    module.c = impl.nn.Identity()
+    module.c = impl.own.Identity()
     return module
 
 
@@ -311,9 +311,9 @@ def test_assignment_goes_through_the_instances_own_methods(impl: Implementation)
             super().register_module(name, module)
 
     module = Overrides()
-    module.w = impl.nn.Parameter(torch.ones(1))
+    module.w = impl.own.Parameter(torch.ones(1))
     module.w = None
-    module.b = impl.nn.Buffer(torch.ones(1), persistent=False)
+    module.b = impl.own.Buffer(torch.ones(1), persistent=False)
     module.b = torch.ones(1)
     module.c = impl.Module()
     module.c = None
@@ -341,7 +341,7 @@ def test_register_buffer_override_without_persistent(impl: Implementation) -> No
             super().register_buffer(name, tensor)
 
     module = Old()
-    module.b = impl.nn.Buffer(torch.ones(1))
+    module.b = impl.own.Buffer(torch.ones(1))
     module.b = torch.zeros(1)
 
     assert log == ["b", "b"]
@@ -356,7 +356,7 @@ def test_register_buffer_override_without_persistent_refuses_non_persistent_ones
             def register_buffer(self, name, tensor):
                 super().register_buffer(name, tensor)
 
-        Old().b = impl.nn.Buffer(torch.ones(1), persistent=False)
+        Old().b = impl.own.Buffer(torch.ones(1), persistent=False)
 
     assert same(scenario)[:2] == ("raised", "RuntimeError")
 
@@ -367,7 +367,7 @@ def test_instance_level_register_buffer_is_used(impl: Implementation, persistent
     calls: list[object] = []
     module = impl.Module()
     module.register_buffer = lambda name, tensor, persistent: calls.append((name, persistent))
-    module.b = impl.nn.Buffer(torch.ones(1), persistent=persistent)
+    module.b = impl.own.Buffer(torch.ones(1), persistent=persistent)
 
     assert calls == [("b", persistent)]
     assert "b" not in module._buffers

@@ -11,7 +11,7 @@ def test_hook_removed_by_an_earlier_one_keeps_its_signature(
 ) -> None:
     """A with_kwargs hook removed while the call runs is still called with kwargs (rule 10)."""
     calls: list[int] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.forward = lambda x, *, k: x
     getattr(module, registrar)(lambda *_: later.remove())
     later = getattr(module, registrar)(
@@ -30,7 +30,7 @@ def test_hook_removed_by_an_earlier_one_is_still_marked_as_run(impl: Implementat
         log.append("fails")
         raise LookupError("removed hook")
 
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_forward_hook(lambda *_: later.remove())
     later = module.register_forward_hook(fails, always_call=True)
     with pytest.raises(LookupError, match="removed hook"):
@@ -45,7 +45,7 @@ def test_always_call_hook_may_remove_itself_after_an_error(
 ) -> None:
     """Its removal does not mask the error of forward, nor stop the next hook (rule 18)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.forward = raising(LookupError("forward"))
     register = forward_registrar(impl, module, scope)
     handle = register(lambda *_: (log.append("once"), handle.remove())[1], always_call=True)
@@ -131,8 +131,8 @@ def test_registration_hook_may_remove_itself_while_it_runs(
     module = impl.Module()
     for name in ("a", "b"):
         member = {
-            "parameter": impl.nn.Parameter(torch.ones(1)),
-            "buffer": impl.nn.Buffer(torch.ones(1)),
+            "parameter": impl.own.Parameter(torch.ones(1)),
+            "buffer": impl.own.Buffer(torch.ones(1)),
             "module": impl.Module(),
         }[kind]
         if by_assignment:

@@ -77,7 +77,7 @@ def test_order_is_parent_pre_child_pre_child_post_parent_post(impl: Implementati
 def test_private_and_public_post_hooks_share_one_order(impl: Implementation) -> None:
     """Post-hooks of both registrations run in the order in which they came (rule 31)."""
     log: list[str] = []
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module._register_state_dict_hook(noting(log, "private 1"))
     module.register_state_dict_post_hook(noting(log, "public"))
     module._register_state_dict_hook(noting(log, "private 2"))
@@ -134,13 +134,13 @@ def test_members_are_saved_in_order_and_none_is_skipped(impl: Implementation) ->
     class Everything(impl.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.child = impl.nn.Identity()
+            self.child = impl.own.Identity()
             self.child.register_buffer("inner", torch.zeros(1))
             self.register_buffer("kept", torch.ones(1))
             self.register_buffer("dropped", torch.ones(1), persistent=False)
             self.register_buffer("empty_buffer", None)
             self.register_parameter("empty", None)
-            self.p = impl.nn.Parameter(torch.zeros(1))
+            self.p = impl.own.Parameter(torch.zeros(1))
             self._modules["no_child"] = None
 
         def get_extra_state(self):
@@ -206,7 +206,7 @@ def test_post_hook_sees_all_keys_written_so_far(impl: Implementation) -> None:
     """The dict is the whole one: a child's post-hook sees its parent's keys (rule 32)."""
     keys: list[list[str]] = []
     module = parent_and_child(impl)
-    module.d = impl.nn.Identity()
+    module.d = impl.own.Identity()
     module.d.register_buffer("b", torch.zeros(1))
     for target in (module, module.c, module.d):
         target.register_state_dict_post_hook(lambda _, state, *__: keys.append(list(state)))
@@ -242,7 +242,7 @@ def test_public_registration_leaves_no_mark_on_the_function(impl: Implementation
     def hook(module, state_dict, prefix, metadata) -> dict[str, int]:
         return {"replaced": 1}
 
-    public, private = impl.nn.Identity(), impl.nn.Identity()
+    public, private = impl.own.Identity(), impl.own.Identity()
     public.register_state_dict_post_hook(hook)
     private._register_state_dict_hook(hook)
 
@@ -272,7 +272,7 @@ def test_hooks_run_around_an_overridden_save(impl: Implementation) -> None:
 def test_hooks_run_around_a_lazy_module(impl: Implementation) -> None:
     """A lazy layer saves its uninitialized parameters itself; hooks run around it (rule 33)."""
     log: list[str] = []
-    module = impl.nn.LazyLinear(3)
+    module = impl.own.LazyLinear(3)
     module.register_state_dict_pre_hook(noting(log, "pre"))
     module.register_state_dict_post_hook(noting(log, "post"))
     state = module.state_dict()

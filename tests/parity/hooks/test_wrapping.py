@@ -147,7 +147,7 @@ def test_tensor_output_is_wrapped_after_the_forward_hooks(
 
 def test_output_that_a_forward_hook_replaced_is_the_one_wrapped(impl: Implementation) -> None:
     """The value of the last forward hook is wrapped for the caller (rule 16)."""
-    module = impl.nn.Identity()
+    module = impl.own.Identity()
     module.register_full_backward_hook(returning(None))
     replaced = leaf(2.0) * 3
     module.register_forward_hook(returning(replaced))
@@ -296,7 +296,7 @@ def test_inplace_layer_after_a_hooked_one_raises() -> None:
     """ReLU(inplace=True) on the output of a hooked layer raises (rule 29)."""
 
     def scenario(impl: Implementation) -> object:
-        network = impl.nn.Sequential(impl.nn.Linear(2, 2), impl.nn.ReLU(inplace=True))
+        network = impl.own.Sequential(impl.own.Linear(2, 2), impl.own.ReLU(inplace=True))
         network[0].register_full_backward_hook(returning(None))
         return network(torch.ones(1, 2))
 

@@ -158,13 +158,13 @@ def parent_and_child(impl: Implementation) -> Any:
     class Child(impl.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.w = impl.nn.Parameter(torch.zeros(2))
+            self.w = impl.own.Parameter(torch.zeros(2))
             self.register_buffer("b", torch.zeros(1))
 
     class Parent(impl.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.v = impl.nn.Parameter(torch.zeros(1))
+            self.v = impl.own.Parameter(torch.zeros(1))
             self.c = Child()
 
     return Parent()

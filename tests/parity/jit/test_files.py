@@ -5,8 +5,6 @@ import re
 import pytest
 import torch
 
-import modkit
-import modkit.nn
 from tests.helpers import MODKIT, TORCH, same
 from tests.parity.jit.networks import build, inputs
 
@@ -114,12 +112,3 @@ def test_ties_with_an_eager_module_survive_a_copy():
 
         assert copied[0].weight is copied[1].weight
         assert copied[0].weight is not layer.weight
-
-
-def test_adopting_a_model_passes_over_what_modkit_has_compiled():
-    """A ScriptModule of modkit in a model of others is no reason for a warning."""
-    module = MODKIT.jit.script(MODKIT.nn.Linear(2, 2))
-    model = modkit.adopt(torch.nn.Sequential(module))
-
-    assert model[0] is module
-    assert isinstance(model, modkit.nn.Sequential)

@@ -347,6 +347,47 @@ def test_a_module_with_a_metaclass(impl: Implementation) -> None:
     assert Net().finished is True
 
 
+def test_a_metaclass_derived_from_that_of_module(impl: Implementation) -> None:
+    """The remedy: the metaclass derives from ``type(nn.Module)``, which in torch is ``type``."""
+
+    class Meta(type(impl.nn.Module)):
+        def __call__(cls, *args, **keywords):
+            instance = super().__call__(*args, **keywords)
+            instance.finished = True
+            return instance
+
+    class Net(impl.Module, metaclass=Meta):
+        pass
+
+    assert Net().finished is True
+
+
+def test_abcmeta_as_the_metaclass(impl: Implementation) -> None:
+    """A class whose metaclass is ABCMeta is abstract while a method is missing."""
+
+    class Base(impl.Module, metaclass=abc.ABCMeta):
+        @abc.abstractmethod
+        def encode(self): ...
+
+    with pytest.raises(TypeError, match="abstract"):
+        Base()
+    assert issubclass(Base, impl.Module)
+
+
+def test_super_of_module_sets_plain_attributes(impl: Implementation) -> None:
+    """``super(nn.Module, self).__setattr__`` keeps a module out of the children."""
+
+    class Net(impl.Module):
+        def __init__(self, other):
+            super().__init__()
+            super(impl.nn.Module, self).__setattr__("other", other)
+
+    net = Net(impl.nn.ReLU())
+
+    assert "other" in vars(net)
+    assert list(net.children()) == []
+
+
 def test_subclass_hooks_and_class_keywords(impl: Implementation) -> None:
     """``__init_subclass__`` and class keywords work as for any class."""
     seen = {}

@@ -11,25 +11,25 @@ NESTING = 900
 
 def layer(impl: Implementation) -> torch.nn.Module:
     """Make a layer without data."""
-    return impl.nn.Linear(1, 1, bias=False, device="meta")
+    return impl.own.Linear(1, 1, bias=False, device="meta")
 
 
 def chain(impl: Implementation, depth: int) -> torch.nn.Module:
     """Nest that many blocks, each of them a layer and the next block."""
     block = layer(impl)
     for _ in range(depth - 1):
-        block = impl.nn.Sequential(layer(impl), block)
+        block = impl.own.Sequential(layer(impl), block)
     return block
 
 
 def wide() -> torch.nn.Module:
     """Make a list of layers."""
-    return MODKIT.nn.ModuleList(layer(MODKIT) for _ in range(MODULES - 1))
+    return MODKIT.own.ModuleList(layer(MODKIT) for _ in range(MODULES - 1))
 
 
 def deep() -> torch.nn.Module:
     """Make chains of 800 nested blocks, each of a container and a layer."""
-    return MODKIT.nn.ModuleList(chain(MODKIT, 800) for _ in range(MODULES // 1600))
+    return MODKIT.own.ModuleList(chain(MODKIT, 800) for _ in range(MODULES // 1600))
 
 
 @pytest.mark.parametrize("make", [wide, deep])

@@ -352,7 +352,7 @@ def test_children_with_odd_names(names):
 
 def test_a_lazy_layer_takes_its_shape_from_the_checkpoint(impl: Implementation) -> None:
     """Loading a real checkpoint materializes an uninitialized layer."""
-    lazy, real = impl.nn.LazyLinear(3), impl.nn.Linear(2, 3)
+    lazy, real = impl.own.LazyLinear(3), impl.own.Linear(2, 3)
     result = lazy.load_state_dict(real.state_dict())
 
     assert str(result) == "<All keys matched successfully>"
@@ -365,13 +365,57 @@ def test_lazy_layers_and_uninitialized_checkpoints():
 
     def scenario(impl):
         found = []
-        for build in (lambda: impl.nn.LazyLinear(3), lambda: impl.nn.Linear(2, 3)):
+        for build in (lambda: impl.own.LazyLinear(3), lambda: impl.own.Linear(2, 3)):
             module = build()
             try:
-                result = repr(module.load_state_dict(impl.nn.LazyLinear(3).state_dict()))
+                result = repr(module.load_state_dict(impl.own.LazyLinear(3).state_dict()))
             except (RuntimeError, ValueError) as error:
                 result = (type(error).__name__, str(error))
             found.append((result, type(module.weight).__name__))
-        return found, list(impl.nn.LazyBatchNorm1d().state_dict())
+        return found, list(impl.own.LazyBatchNorm1d().state_dict())
 
     assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize("kind", ["hook", "override"])
+def test_hooks_and_overrides_are_always_told_strict(impl: Implementation, kind: str) -> None:
+    """Also in a load that is not, and the result lists the keys."""
+    told = []
+
+    class Overriding(impl.own.Linear):
+        def _load_from_state_dict(self, state_dict, prefix, metadata, strict, *lists):
+            told.append(strict)
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
+
+    model = impl.own.Sequential(Overriding(1, 1) if kind == "override" else impl.own.Linear(1, 1))
+    if kind == "hook":
+        model[0].register_load_state_dict_pre_hook(
+            lambda module, state_dict, prefix, metadata, strict, *lists: told.append(strict)
+        )
+    result = model.load_state_dict({"0.stray": torch.zeros(1)}, strict=False)
+
+    assert told == [True]
+    assert result.missing_keys == ["0.weight", "0.bias"]
+    assert result.unexpected_keys == ["0.stray"]
+
+
+def test_keys_that_an_override_reports_if_strict_are_in_every_result(impl: Implementation) -> None:
+    """The idiom of torch.ao's observers: ``elif strict: missing_keys.append(...)``."""
+
+    class Scaled(impl.Module):
+        def _load_from_state_dict(
+            self, state_dict, prefix, metadata, strict, missing, unexpected, errors
+        ):
+            if prefix + "scale" in state_dict:
+                self.scale = state_dict.pop(prefix + "scale")
+            elif strict:
+                missing.append(prefix + "scale")
+            super()._load_from_state_dict(
+                state_dict, prefix, metadata, strict, missing, unexpected, errors
+            )
+
+    model = impl.own.Sequential(Scaled())
+
+    assert model.load_state_dict({}, strict=False).missing_keys == ["0.scale"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0.scale"'):
+        model.load_state_dict({})

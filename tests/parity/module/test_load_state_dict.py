@@ -380,7 +380,7 @@ def test_uninitialized_members_and_values():
 @pytest.mark.parametrize("layer", ["BatchNorm1d", "BatchNorm2d", "SyncBatchNorm"])
 def test_batch_norm_checkpoints_from_before_the_counter(impl: Implementation, layer: str) -> None:
     """A checkpoint without version 2 has no counter; the module's own is kept, or zero."""
-    module = getattr(impl.nn, layer)(3)
+    module = getattr(impl.own, layer)(3)
     state = {
         key: torch.full((3,), 2.0) for key in ("weight", "bias", "running_mean", "running_var")
     }
@@ -395,7 +395,7 @@ def test_batch_norm_checkpoints_of_version_two_must_have_the_counter():
     """With the version in the metadata a missing counter is reported."""
 
     def scenario(impl):
-        module = impl.nn.Sequential(impl.nn.BatchNorm2d(3))
+        module = impl.own.Sequential(impl.own.BatchNorm2d(3))
         state = module.state_dict()
         del state["0.num_batches_tracked"]
         return module.load_state_dict(state)
@@ -405,7 +405,7 @@ def test_batch_norm_checkpoints_of_version_two_must_have_the_counter():
 
 def test_batch_norm_without_statistics(impl: Implementation) -> None:
     """A BatchNorm that tracks nothing has no buffers to load."""
-    module = impl.nn.BatchNorm1d(3, track_running_stats=False)
+    module = impl.own.BatchNorm1d(3, track_running_stats=False)
     result = module.load_state_dict(module.state_dict())
 
     assert list(module.state_dict()) == ["weight", "bias"]

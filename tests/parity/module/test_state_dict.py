@@ -358,7 +358,7 @@ def test_members_on_other_devices_and_of_other_kinds():
 
 def test_batch_norm_records_its_version(impl: Implementation) -> None:
     """BatchNorm saves its counter and version 2."""
-    state = impl.nn.BatchNorm2d(3).state_dict()
+    state = impl.own.BatchNorm2d(3).state_dict()
 
     assert state._metadata[""] == {"version": 2}
     assert list(state)[-1] == "num_batches_tracked"

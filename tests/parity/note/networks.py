@@ -10,12 +10,12 @@ from tests.helpers import Implementation
 
 @functools.cache
 def networks(impl: Implementation) -> SimpleNamespace:
-    """Define the note's classes on `impl.nn`."""
+    """Define the note's classes on `impl.own`."""
     return SimpleNamespace(**_building_blocks(impl), **_stateful_modules(impl))
 
 
 def _building_blocks(impl: Implementation) -> dict[str, type]:
-    nn = impl.nn
+    nn = impl.own
     F = impl.submodule("nn.functional")
 
     class MyLinear(nn.Module):
@@ -64,7 +64,7 @@ def _building_blocks(impl: Implementation) -> dict[str, type]:
 
 
 def _stateful_modules(impl: Implementation) -> dict[str, type]:
-    nn = impl.nn
+    nn = impl.own
 
     class ModalModule(nn.Module):
         def __init__(self):

@@ -48,7 +48,7 @@ def test_printing_named_parameters(impl: Implementation) -> None:
 def test_sequential_chain_of_custom_modules(impl: Implementation) -> None:
     """Sequential feeds the output of each module to the next."""
     MyLinear = networks(impl).MyLinear
-    net = impl.nn.Sequential(MyLinear(4, 3), impl.nn.ReLU(), MyLinear(3, 1))
+    net = impl.own.Sequential(MyLinear(4, 3), impl.own.ReLU(), MyLinear(3, 1))
     sample_input = torch.randn(4)
     output = net(sample_input)
 
@@ -175,7 +175,7 @@ def test_casting_keeps_the_values() -> None:
 
 def test_applying_a_function_to_all_modules(impl: Implementation) -> None:
     """`apply` calls the function for children before parents, and returns the network."""
-    nn = impl.nn
+    nn = impl.own
     called: list[str] = []
 
     @torch.no_grad()
@@ -207,7 +207,7 @@ def test_applying_an_initialization_to_linear_layers() -> None:
     """On nn.Linear layers the note's function sets weights and zeroes biases, bit by bit alike."""
 
     def scenario(impl: Implementation) -> object:
-        nn = impl.nn
+        nn = impl.own
 
         @torch.no_grad()
         def init_weights(m) -> None:
@@ -229,7 +229,7 @@ def test_outputs_of_all_networks_are_the_same() -> None:
 
     def scenario(impl: Implementation) -> object:
         note = networks(impl)
-        sequential = impl.nn.Sequential(note.MyLinear(4, 3), impl.nn.ReLU(), note.MyLinear(3, 1))
+        sequential = impl.own.Sequential(note.MyLinear(4, 3), impl.own.ReLU(), note.MyLinear(3, 1))
         x = torch.randn(4)
         return (
             note.MyLinear(4, 3)(x),

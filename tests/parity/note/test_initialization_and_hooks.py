@@ -7,14 +7,14 @@ from tests.helpers import MODKIT, Implementation, same
 @pytest.mark.parametrize("device", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_initializing_directly_on_a_device(impl: Implementation, device: str) -> None:
     """`device=` puts all parameters of a layer there at once."""
-    m = impl.nn.Linear(5, 3, device=device)
+    m = impl.own.Linear(5, 3, device=device)
 
     assert {p.device.type for p in m.parameters()} == {device}
 
 
 def test_initializing_with_half_precision(impl: Implementation) -> None:
     """`dtype=` makes all parameters of a layer with that type."""
-    m = impl.nn.Linear(5, 3, dtype=torch.half)
+    m = impl.own.Linear(5, 3, dtype=torch.half)
 
     assert {p.dtype for p in m.parameters()} == {torch.float16}
 
@@ -39,14 +39,14 @@ def test_skipping_the_default_initialization() -> None:
 def test_skip_init_draws_no_random_numbers(impl: Implementation) -> None:
     """The layer's own initialization does not run: the generator is where it was."""
     before = torch.get_rng_state()
-    impl.submodule("nn.utils").skip_init(impl.nn.Linear, 5, 3)
+    impl.submodule("nn.utils").skip_init(impl.own.Linear, 5, 3)
 
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_dtype_applies_to_floating_point_buffers_too(impl: Implementation) -> None:
     """A half-precision BatchNorm has half-precision running statistics, and an integer counter."""
-    m = impl.nn.BatchNorm2d(3, dtype=torch.half)
+    m = impl.own.BatchNorm2d(3, dtype=torch.half)
 
     assert str(m.running_mean) == "tensor([0., 0., 0.], dtype=torch.float16)"
     assert m.running_var.dtype == torch.float16
@@ -71,7 +71,7 @@ def backward_hook(m, grad_inputs, grad_outputs):
 def hook_example(impl: Implementation) -> dict[str, torch.Tensor]:
     """Run the note's hook example and collect what it prints."""
     torch.manual_seed(1)
-    m = impl.nn.Linear(3, 3)
+    m = impl.own.Linear(3, 3)
     x = torch.randn(2, 3, requires_grad=True)
     printed = {"no forward hooks": m(x)}
     forward_pre_hook_handle = m.register_forward_pre_hook(forward_pre_hook)

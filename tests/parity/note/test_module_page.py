@@ -10,7 +10,7 @@ SEQUENTIAL = f"Sequential(\n  (0): {LINEAR}\n  (1): {LINEAR}\n)"
 
 def test_model_of_the_class_description(impl: Implementation) -> None:
     """Submodules assigned as attributes are registered, called and converted with the model."""
-    nn = impl.nn
+    nn = impl.own
     F = impl.submodule("nn.functional")
 
     class Model(nn.Module):
@@ -40,7 +40,7 @@ def test_model_of_the_class_description_gives_the_same_bits() -> None:
     """Seeded alike, the model's output and gradients are equal on both."""
 
     def scenario(impl: Implementation) -> object:
-        nn = impl.nn
+        nn = impl.own
         model = nn.Sequential(nn.Conv2d(1, 20, 5), nn.ReLU(), nn.Conv2d(20, 20, 5), nn.ReLU())
         output = model(torch.randn(2, 1, 12, 12))
         output.sum().backward()
@@ -53,9 +53,9 @@ def test_assignment_before_init_is_refused() -> None:
     """Children cannot be assigned before the parent's __init__ ran: torch's error."""
 
     def scenario(impl: Implementation) -> object:
-        class Forgot(impl.nn.Module):
+        class Forgot(impl.own.Module):
             def __init__(self):
-                self.conv1 = impl.nn.Conv2d(1, 1, 1)
+                self.conv1 = impl.own.Conv2d(1, 1, 1)
 
         return Forgot()
 
@@ -69,7 +69,7 @@ def test_apply_prints_modules_and_weights(
     impl: Implementation, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The example of `apply` prints exactly what the page shows."""
-    nn = impl.nn
+    nn = impl.own
 
     @torch.no_grad()
     def init_weights(m) -> None:
@@ -87,7 +87,7 @@ def test_apply_prints_modules_and_weights(
 
 def test_iterating_over_buffers_and_parameters(impl: Implementation) -> None:
     """`buffers()` and `parameters()` give tensors with their types and sizes."""
-    model = impl.nn.Sequential(impl.nn.Conv2d(1, 20, 5), impl.nn.BatchNorm2d(20))
+    model = impl.own.Sequential(impl.own.Conv2d(1, 20, 5), impl.own.BatchNorm2d(20))
 
     assert [(type(buf), tuple(buf.size())) for buf in model.buffers()] == [
         (torch.Tensor, (20,)),
@@ -104,10 +104,10 @@ def test_iterating_over_buffers_and_parameters(impl: Implementation) -> None:
 
 def test_picking_members_by_name(impl: Implementation) -> None:
     """The loops over named_buffers, named_parameters and named_children find by name."""
-    norm = impl.nn.BatchNorm1d(3)
-    model = impl.nn.Module()
+    norm = impl.own.BatchNorm1d(3)
+    model = impl.own.Module()
     for number in range(1, 6):
-        model.add_module(f"conv{number}", impl.nn.Conv2d(1, number, 1))
+        model.add_module(f"conv{number}", impl.own.Conv2d(1, number, 1))
 
     assert [b.size() for n, b in norm.named_buffers() if n == "running_var"] == [(3,)]
     assert [p.size() for n, p in norm.named_parameters() if n == "bias"] == [(3,)]
@@ -119,8 +119,8 @@ def test_picking_members_by_name(impl: Implementation) -> None:
 
 def test_modules_lists_a_duplicate_once(impl: Implementation) -> None:
     """The example of `modules` enumerates the network and the shared layer."""
-    l = impl.nn.Linear(2, 2)  # noqa: E741 - the example's name
-    net = impl.nn.Sequential(l, l)
+    l = impl.own.Linear(2, 2)  # noqa: E741 - the example's name
+    net = impl.own.Sequential(l, l)
 
     assert [f"{idx} -> {m}" for idx, m in enumerate(net.modules())] == [
         f"0 -> {SEQUENTIAL}",
@@ -130,8 +130,8 @@ def test_modules_lists_a_duplicate_once(impl: Implementation) -> None:
 
 def test_named_modules_lists_a_duplicate_once(impl: Implementation) -> None:
     """The example of `named_modules` names the shared layer by its first place."""
-    l = impl.nn.Linear(2, 2)  # noqa: E741 - the example's name
-    net = impl.nn.Sequential(l, l)
+    l = impl.own.Linear(2, 2)  # noqa: E741 - the example's name
+    net = impl.own.Sequential(l, l)
 
     assert [f"{idx} -> {m}" for idx, m in enumerate(net.named_modules())] == [
         f"0 -> ('', {SEQUENTIAL})",
@@ -142,7 +142,7 @@ def test_named_modules_lists_a_duplicate_once(impl: Implementation) -> None:
 
 def nested(impl: Implementation) -> torch.nn.Module:
     """Build the network of the page's diagram for `get_submodule`."""
-    nn = impl.nn
+    nn = impl.own
 
     class A(nn.Module):
         def __init__(self):
@@ -209,7 +209,7 @@ def test_wrong_paths_raise(method: str, target: str) -> None:
 def test_registering_a_buffer(impl: Implementation) -> None:
     """The example of `register_buffer` makes the tensor an attribute and part of the state."""
 
-    class Norm(impl.nn.Module):
+    class Norm(impl.own.Module):
         def __init__(self, num_features):
             super().__init__()
             self.register_buffer("running_mean", torch.zeros(num_features))
@@ -222,14 +222,14 @@ def test_registering_a_buffer(impl: Implementation) -> None:
 
 def test_keys_of_a_state_dict(impl: Implementation) -> None:
     """The example of `state_dict` lists a layer's two parameters."""
-    assert sorted(impl.nn.Linear(2, 2).state_dict().keys()) == ["bias", "weight"]
+    assert sorted(impl.own.Linear(2, 2).state_dict().keys()) == ["bias", "weight"]
 
 
 def test_none_parameter_with_a_key_cannot_be_loaded() -> None:
     """A key for a parameter that is registered as None is an error, as the page notes."""
 
     def scenario(impl: Implementation) -> object:
-        return impl.nn.Linear(2, 2, bias=False).load_state_dict(impl.nn.Linear(2, 2).state_dict())
+        return impl.own.Linear(2, 2, bias=False).load_state_dict(impl.own.Linear(2, 2).state_dict())
 
     kind, error, text = same(scenario)
 
@@ -239,7 +239,7 @@ def test_none_parameter_with_a_key_cannot_be_loaded() -> None:
 
 def test_casting_a_linear_layer(impl: Implementation) -> None:
     """The first examples of `to`: float32 to double keeps the values, half rounds them."""
-    linear = impl.nn.Linear(2, 2)
+    linear = impl.own.Linear(2, 2)
     single = linear.weight.detach().clone()
 
     assert str(linear.to(torch.double)) == LINEAR
@@ -257,7 +257,7 @@ def test_casting_a_linear_layer(impl: Implementation) -> None:
 @pytest.mark.gpu
 def test_moving_a_linear_layer_to_an_accelerator_and_back(impl: Implementation) -> None:
     """The examples of `to` with a device: values go there and come back."""
-    linear = impl.nn.Linear(2, 2)
+    linear = impl.own.Linear(2, 2)
     weight = linear.weight.detach().clone()
     linear.to(torch.device("cuda:0"), dtype=torch.half, non_blocking=True)
 
@@ -271,7 +271,7 @@ def test_moving_a_linear_layer_to_an_accelerator_and_back(impl: Implementation) 
 def test_complex_linear_layer(impl: Implementation) -> None:
     """The last example of `to`: a layer without bias, cast to complex, computes in complex."""
     with pytest.warns(UserWarning, match="Complex modules are a new feature"):
-        linear = impl.nn.Linear(2, 2, bias=None).to(torch.cdouble)
+        linear = impl.own.Linear(2, 2, bias=None).to(torch.cdouble)
     output = linear(torch.ones(3, 2, dtype=torch.cdouble))
 
     assert linear.weight.dtype == torch.complex128
@@ -294,7 +294,7 @@ def test_forms_of_to_that_are_refused(arguments) -> None:
     """Only floating point and complex types, and the documented forms, are accepted."""
     args, kwargs = arguments
 
-    assert same(lambda impl: impl.nn.Linear(2, 2).to(*args, **kwargs))[0] == "raised"
+    assert same(lambda impl: impl.own.Linear(2, 2).to(*args, **kwargs))[0] == "raised"
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_all_forms_of_to(arguments) -> None:
     args, kwargs = arguments
 
     def scenario(impl: Implementation) -> object:
-        model = impl.nn.Sequential(impl.nn.Conv2d(1, 2, 3), impl.nn.BatchNorm2d(2))
+        model = impl.own.Sequential(impl.own.Conv2d(1, 2, 3), impl.own.BatchNorm2d(2))
         moved = model.to(*args, **kwargs)
         return moved is model, model, [t.stride() for t in model.state_dict().values()]
 
@@ -324,7 +324,7 @@ def test_all_forms_of_to(arguments) -> None:
 def test_extra_state_goes_through_the_state_dict(impl: Implementation) -> None:
     """get_extra_state and set_extra_state carry a picklable object with the state."""
 
-    class Counter(impl.nn.Module):
+    class Counter(impl.own.Module):
         def __init__(self):
             super().__init__()
             self.count = 0
@@ -347,7 +347,7 @@ def test_extra_state_goes_through_the_state_dict(impl: Implementation) -> None:
 def test_extra_repr_is_shown(impl: Implementation) -> None:
     """Single-line and multi-line extra_repr appear in the module's text."""
 
-    class Described(impl.nn.Module):
+    class Described(impl.own.Module):
         text = "a=1"
 
         def extra_repr(self):
@@ -363,7 +363,7 @@ def test_extra_repr_is_shown(impl: Implementation) -> None:
 
 def test_type_casts_everything(impl: Implementation) -> None:
     """`type` casts all parameters and buffers, integer ones too."""
-    norm = impl.nn.BatchNorm1d(2)
+    norm = impl.own.BatchNorm1d(2)
 
     assert norm.type(torch.float64) is norm
     assert {t.dtype for t in norm.state_dict().values()} == {torch.float64}
@@ -371,7 +371,7 @@ def test_type_casts_everything(impl: Implementation) -> None:
 
 def test_zero_grad_both_ways(impl: Implementation) -> None:
     """`zero_grad` sets gradients to None by default, to zeros on request."""
-    linear = impl.nn.Linear(2, 1)
+    linear = impl.own.Linear(2, 1)
     linear(torch.ones(1, 2)).sum().backward()
     linear.zero_grad(set_to_none=False)
 
@@ -384,7 +384,7 @@ def test_zero_grad_both_ways(impl: Implementation) -> None:
 
 def test_moving_off_the_meta_device(impl: Implementation) -> None:
     """`to_empty` gives a meta module real, uninitialized storage on the device."""
-    linear = impl.nn.Linear(2, 3, device="meta")
+    linear = impl.own.Linear(2, 3, device="meta")
 
     assert linear.to_empty(device="cpu") is linear
     assert linear.weight.shape == (3, 2)
@@ -397,7 +397,7 @@ def test_conversions_work_in_place_and_return_the_module(method: str) -> None:
     """Each conversion returns the module itself, and converts alike on both."""
 
     def scenario(impl: Implementation) -> object:
-        model = impl.nn.Sequential(impl.nn.Linear(2, 2), impl.nn.BatchNorm1d(2))
+        model = impl.own.Sequential(impl.own.Linear(2, 2), impl.own.BatchNorm1d(2))
         return getattr(model, method)() is model, model, model[1].training
 
     kind, value = same(scenario)

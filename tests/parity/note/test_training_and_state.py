@@ -210,7 +210,7 @@ def test_reserved_names_take_only_their_kind(name: str) -> None:
         return list(m.state_dict())
 
     assert same(lambda impl: scenario(impl, "text"))[:2] == ("raised", "TypeError")
-    assert same(lambda impl: scenario(impl, impl.nn.Parameter(torch.ones(1))))[0] == "returned"
+    assert same(lambda impl: scenario(impl, impl.own.Parameter(torch.ones(1))))[0] == "returned"
 
 
 def test_states_and_reprs_of_the_section_are_the_same() -> None:

@@ -228,21 +228,6 @@ def test_functional_call(network):
     assert not prefix.any()
 
 
-def test_fast_attributes():
-    """A search inside ``fast_attributes`` computes the same."""
-    case = CASES["model, BN, one_hot"]
-    model = case.build(models).eval()
-    scramble(model)
-    given = case.inputs("recurrent_inference", torch.float32)
-    with torch.inference_mode():
-        expected = model.recurrent_inference(*given)
-
-    with torch.inference_mode(), modkit.fast_attributes(model):
-        actual = model.recurrent_inference(*given)
-
-    assert equal(actual, expected)
-
-
 def test_average_of_a_model():
     """``EMA`` averages a model by name, and swaps the average in."""
     model = CASES["model, BN, one_hot"].build(models)

@@ -1,0 +1,552 @@
+"""Loading a state dict into a module and all below it, in time linear in the number of modules.
+
+Where no class and no hook takes part in loading, all entries are checked before the first one is
+written. Otherwise modules load one after the other, in torch's order.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import torch
+
+from modkit._errors import MSG_LOAD_POST_HOOK_RETURN
+from modkit._types import FunctionT
+from modkit._upstream import (
+    EXTRA_STATE_KEY,
+    IncompatibleKeys,
+    foreach_copy_,
+    layer_loaders,
+    module_globals,
+    original_methods,
+)
+from modkit.nn._load_tensor import Entry, Ties, check, surely_fits, try_out, warn_if_meta, write
+from modkit.nn._overrides import (
+    STANDARD,
+    StandardClasses,
+    TorchModule,
+    implements,
+    is_standard,
+    patchable,
+    patched,
+    refuse_cycle,
+)
+
+
+@dataclass
+class _Load:
+    """One load: what is loaded, how, and what is wrong with it.
+
+    ``missing``, ``unexpected`` and ``errors`` are handed to every module; ``planned`` holds, in
+    torch's order, each entry that is to be written and each error that was found.
+    """
+
+    entries: Any
+    metadata: Any
+    assign: bool
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    planned: list[Entry | str] = field(default_factory=list)
+    found: set[str] = field(default_factory=set)
+    ties: Ties = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state_dict: Mapping[str, Any], *, assign: bool) -> "_Load":
+        """Return a load of a copy, since hooks and overrides may edit what they are given."""
+        metadata: Any = getattr(state_dict, "_metadata", None)
+        entries: Any = OrderedDict(state_dict)
+        if metadata is not None:
+            entries._metadata = metadata
+        return cls(entries, metadata, assign)
+
+    def local_metadata(self, prefix: str) -> dict[str, Any]:
+        """Return what the state dict says of one module, and whether to assign.
+
+        A copy, so that the flag does not stay behind in the caller's state dict.
+        """
+        local = {} if self.metadata is None else dict(self.metadata.get(prefix[:-1], {}))
+        if self.assign:
+            local["assign_to_params_buffers"] = self.assign
+        return local
+
+    def refuse(self, module: torch.nn.Module, *, strict: bool) -> None:
+        """Raise all that is wrong as one error."""
+        errors = [*self.errors]
+        if strict and self.unexpected:
+            errors.insert(0, f"Unexpected key(s) in state_dict: {_quoted(self.unexpected)}. ")
+        if strict and self.missing:
+            errors.insert(0, f"Missing key(s) in state_dict: {_quoted(self.missing)}. ")
+        if errors:
+            listed = "\n\t".join(errors)
+            message = f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{listed}"
+            raise RuntimeError(message)
+
+
+def _quoted(keys: list[str]) -> str:
+    return ", ".join(f'"{key}"' for key in keys)
+
+
+# The loads that run, by the identity of the list of errors that is handed to every module. The list
+# itself has to be an exact list, and overrides pass it on.
+_RUNNING: Final[dict[int, _Load]] = {}
+
+
+def load(
+    module: torch.nn.Module, state_dict: Mapping[str, Any], *, strict: bool, assign: bool
+) -> IncompatibleKeys:
+    """Load ``state_dict`` into ``module`` and all below it, parents first."""
+    if not isinstance(cast("object", state_dict), Mapping):
+        raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+    loading = _Load.of(state_dict, assign=assign)
+    if _plan(module, loading):
+        _check_planned(loading, strict=strict)
+        loading.refuse(module, strict=strict)
+        _write_all(loading)
+        loading.refuse(module, strict=False)
+    else:
+        loading = _Load.of(state_dict, assign=assign)
+        _RUNNING[id(loading.errors)] = loading
+        try:
+            _load_in_order(module, loading)
+        finally:
+            del _RUNNING[id(loading.errors)]
+        loading.refuse(module, strict=strict)
+    return IncompatibleKeys(loading.missing, loading.unexpected)
+
+
+def load_state_dict(
+    model: torch.nn.Module,
+    state_dict: Mapping[str, Any],
+    strict: bool = True,
+    assign: bool = False,
+) -> IncompatibleKeys:
+    """Copy the tensors of a state dict into any torch module, in linear time.
+
+    It does what ``model.load_state_dict`` does and is O(n) in the number of modules, where torch's
+    own is O(n²) in the number of siblings. If no class and no hook takes part in loading, nothing
+    is written unless everything can be. A model that overrides ``load_state_dict`` has its own called.
+
+    Args:
+        model: Any ``torch.nn.Module``, whether or not it is derived from ``modkit.nn.Module``.
+        state_dict: Names as ``state_dict()`` gives them, to tensors and extra state.
+        strict: Require that the names match exactly.
+        assign: Put in the tensors themselves, with their dtype and device, instead of copying
+            their values; an optimizer must then be created afterwards.
+
+    Returns:
+        The named tuple ``(missing_keys, unexpected_keys)``.
+
+    Raises:
+        TypeError: ``model`` is not a module or ``state_dict`` is not a mapping.
+        RuntimeError: names do not match and ``strict`` is set, or tensors do not fit; all problems
+            are listed.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> modkit.load_state_dict(model, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
+        <All keys matched successfully>
+    """
+    if not isinstance(cast("object", model), TorchModule):
+        raise TypeError(
+            f"modkit.load_state_dict() takes a torch.nn.Module, got {torch.typename(model)}"
+        )
+    if not is_standard(model, "load_state_dict"):
+        keys: IncompatibleKeys = model.load_state_dict(state_dict, strict=strict, assign=assign)
+        return keys
+    return load(model, state_dict, strict=strict, assign=assign)
+
+
+# --- one module -----------------------------------------------------------------------------------
+
+
+@patchable
+def _load_from_state_dict(
+    self: torch.nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Load the parameters, persistent buffers and extra state of one module, not below it.
+
+    Classes override this to migrate old checkpoints: ``local_metadata`` has the version that wrote
+    them. Problems are added to the three lists, which all modules of a load share.
+    """
+    for hook in tuple(self._load_state_dict_pre_hooks.values()):
+        hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+    running = _RUNNING.get(id(error_msgs))
+    ties: Ties = {} if running is None else running.ties
+    assign = local_metadata.get("assign_to_params_buffers", False)
+    planned: list[Entry | str] = []
+    missing = _plan_own(self, state_dict, prefix, planned)
+    with torch.no_grad():
+        for each in planned:
+            problem: str | None
+            if isinstance(each, str):
+                problem = each
+            else:
+                warn_if_meta(each, assign=assign, stacklevel=3)
+                problem = write(each, assign=assign, ties=ties)
+            if problem is not None:
+                error_msgs.append(problem)
+    unexpected = [*_unexpected(self, state_dict, prefix, _own_names(self))]
+    extra_key = prefix + EXTRA_STATE_KEY
+    if implements(self, "set_extra_state"):
+        if extra_key in state_dict:
+            self.set_extra_state(state_dict[extra_key])
+        else:
+            missing.append(extra_key)
+    elif extra_key in state_dict:
+        unexpected.insert(0, extra_key)
+    if strict:
+        missing_keys += missing
+        unexpected_keys += unexpected
+
+
+def _plan_own(
+    module: torch.nn.Module,
+    entries: Mapping[str, Any],
+    prefix: str,
+    planned: list[Entry | str],
+    found: set[str] | None = None,
+) -> list[str]:
+    """Add the entries for one module's tensors, or what is wrong with them; return missing keys."""
+    missing: list[str] = []
+    transient = module._non_persistent_buffers_set
+    for members in (module._parameters, module._buffers):
+        for name, target in members.items():
+            if target is None or (name in transient and members is module._buffers):
+                continue
+            key = prefix + name
+            if key not in entries:
+                missing.append(key)
+                continue
+            if found is not None:
+                found.add(key)
+            value, problem = check(key, target, entries[key])
+            planned.append(
+                (module, members, name, key, target, value) if problem is None else problem
+            )
+    return missing
+
+
+def _own_names(module: torch.nn.Module) -> set[str]:
+    names = {name for name, tensor in module._parameters.items() if tensor is not None}
+    if module._buffers:
+        transient = module._non_persistent_buffers_set
+        names.update(
+            name
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in transient
+        )
+    return names
+
+
+def _unexpected(
+    module: torch.nn.Module, entries: Mapping[str, Any], prefix: str, names: set[str]
+) -> Iterator[str]:
+    """Yield each key below ``prefix`` that is neither the module's nor that of a child."""
+    start = len(prefix)
+    extra_key = prefix + EXTRA_STATE_KEY
+    for key in entries:
+        if not key.startswith(prefix) or key == extra_key:
+            continue
+        name, dot, _ = key[start:].partition(".")
+        # A child that is None has no keys either: nothing would load what is below it.
+        if (module._modules.get(name) is None) if dot else name not in names:
+            yield key
+
+
+# --- modules one after the other ------------------------------------------------------------------
+
+
+@dataclass
+class _Parent:
+    """A module whose children are being loaded."""
+
+    module: torch.nn.Module
+    entries: dict[str, Any]
+    prefix: str
+    children: Iterator[tuple[str, torch.nn.Module | None]]
+    parts: dict[str, dict[str, Any]] | None = None
+
+    def part_for(self, name: str) -> dict[str, Any]:
+        """Return the entries below the child ``name`` in a dict of its own.
+
+        All keys are sorted into their children at once: testing each key against each child, as
+        torch does, takes time that grows with the square of the number of siblings.
+        """
+        if "." in name:
+            # See ``_plan``.
+            path = self.prefix + name + "."
+            return {key: value for key, value in self.entries.items() if key.startswith(path)}
+        if self.parts is None:
+            self.parts = {}
+            start = len(self.prefix)
+            for key, value in self.entries.items():
+                if key.startswith(self.prefix):
+                    head, dot, _ = key[start:].partition(".")
+                    if dot:
+                        self.parts.setdefault(head, {})[key] = value
+        return self.parts.pop(name, {})
+
+
+def _load_in_order(module: torch.nn.Module, loading: _Load) -> None:
+    active = {id(module)}
+    _load_one(module, loading, loading.entries, "")
+    stack = [_Parent(module, loading.entries, "", iter(module._modules.items()))]
+    while stack:
+        parent = stack[-1]
+        for name, child in parent.children:
+            if child is None:
+                continue
+            if id(child) in active:
+                refuse_cycle(child)
+            active.add(id(child))
+            path = parent.prefix + name + "."
+            part = parent.part_for(name)
+            _load_one(child, loading, part, path)
+            stack.append(_Parent(child, part, path, iter(child._modules.items())))
+            break
+        else:
+            stack.pop()
+            active.discard(id(parent.module))
+            _run_post_hooks(parent.module, loading)
+
+
+def _load_one(
+    module: torch.nn.Module, loading: _Load, entries: dict[str, Any], prefix: str
+) -> None:
+    # Strict for all of them, as in torch: what is missing is the result of a load that is not.
+    module._load_from_state_dict(
+        entries,
+        prefix,
+        loading.local_metadata(prefix),
+        True,
+        loading.missing,
+        loading.unexpected,
+        loading.errors,
+    )
+
+
+def _run_post_hooks(module: torch.nn.Module, loading: _Load) -> None:
+    if module._load_state_dict_post_hooks:
+        keys = IncompatibleKeys(loading.missing, loading.unexpected)
+        for hook in tuple(module._load_state_dict_post_hooks.values()):
+            if hook(module, keys) is not None:
+                raise AssertionError(MSG_LOAD_POST_HOOK_RETURN)
+
+
+# --- all entries checked, then written ------------------------------------------------------------
+
+
+def _plan(module: torch.nn.Module, loading: _Load) -> bool:
+    """Check all entries and write none; return False if a class or a hook takes part in loading."""
+    if (
+        torch.__future__.get_swap_module_params_on_conversion()
+        or patched("_load_from_state_dict")
+        or patched("set_extra_state")
+    ):
+        return False
+    classes = _PlannedClasses()
+    if not _plan_one(module, "", loading, classes):
+        return False
+    active = {id(module)}
+    seen = {id(module)}
+    stack = [("", module, iter(module._modules.items()))]
+    while stack:
+        prefix, parent, children = stack[-1]
+        for name, child in children:
+            if child is None:
+                continue
+            if id(child) in active:
+                refuse_cycle(child)
+            path = prefix + name + "."
+            # ``setattr`` accepts a name with a dot, and its keys may be those of another child. What
+            # is assigned to a module under its first name is there when its second name is loaded.
+            if "." in name or (loading.assign and id(child) in seen):
+                return False
+            if not _plan_one(child, path, loading, classes):
+                return False
+            seen.add(id(child))
+            if child._modules:
+                active.add(id(child))
+                stack.append((path, child, iter(child._modules.items())))
+                break
+        else:
+            stack.pop()
+            active.discard(id(parent))
+    if len(loading.found) < len(loading.entries):
+        loading.unexpected += _all_unexpected(module, loading)
+    return True
+
+
+_MIGRATING: Final[set[object]] = set(layer_loaders)
+
+
+def only_migrates(loader: FunctionT) -> FunctionT:
+    """Mark a ``_load_from_state_dict`` that changes the entries it is given, and no tensor.
+
+    A module whose class has such a method leaves the check of all entries before the first write
+    in place. The method has to end in that of ``Module``.
+    """
+    _MIGRATING.add(loader)
+    return loader
+
+
+class _PlannedClasses(dict[type, bool | None]):
+    """How each class is planned for; made for one walk.
+
+    True: its entries are checked here. False: its own method migrates entries first. None: it takes
+    part in loading, so nothing can be planned.
+    """
+
+    def __missing__(self, cls: type[torch.nn.Module]) -> bool | None:
+        """Look at a class that has not been met in this walk."""
+        found: bool | None = None
+        if cls.set_extra_state is original_methods["set_extra_state"]:
+            loaders = {
+                vars(base)["_load_from_state_dict"]
+                for base in cls.__mro__
+                if "_load_from_state_dict" in vars(base)
+            }
+            if loaders <= STANDARD:
+                found = True
+            elif loaders <= STANDARD | _MIGRATING:
+                found = False
+        self[cls] = found
+        return found
+
+
+def _plan_one(
+    module: torch.nn.Module, prefix: str, loading: _Load, classes: _PlannedClasses
+) -> bool:
+    """Check the entries of one module; return False if it or a hook takes part in loading."""
+    checked_here = classes[type(module)]
+    if (
+        checked_here is None
+        or module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or "_load_from_state_dict" in module.__dict__
+    ):
+        return False
+    if not checked_here:
+        _migrate(module, prefix, loading)
+    loading.missing += _plan_own(module, loading.entries, prefix, loading.planned, loading.found)
+    return True
+
+
+def _migrate(module: torch.nn.Module, prefix: str, loading: _Load) -> None:
+    """Let a layer's own method bring the entries of an old checkpoint up to date, writing nothing.
+
+    It runs on a stand-in with the module's attributes and without members, so that the method of
+    ``Module``, in which it ends, finds nothing to load.
+    """
+    local = loading.local_metadata(prefix)
+    if local.get("version") == module._version:
+        return
+    stand_in: Any = type(module).__new__(type(module))
+    state = {**module._parameters, **module._buffers, **module.__dict__}
+    stand_in.__dict__.update(state, _parameters={}, _buffers={}, _modules={})
+    problems: list[str] = []
+    stand_in._load_from_state_dict(loading.entries, prefix, local, True, [], [], problems)
+    loading.planned += problems
+
+
+def _all_unexpected(module: torch.nn.Module, loading: _Load) -> Iterator[str]:
+    """Yield the unexpected keys in the order in which the modules would report them."""
+    stack = [_Parent(module, loading.entries, "", iter(module._modules.items()))]
+    yield from _unexpected_of(stack[0])
+    while stack:
+        for name, child in stack[-1].children:
+            if child is None:
+                continue
+            path = stack[-1].prefix + name + "."
+            part = stack[-1].part_for(name)
+            stack.append(_Parent(child, part, path, iter(child._modules.items())))
+            yield from _unexpected_of(stack[-1])
+            break
+        else:
+            stack.pop()
+
+
+def _unexpected_of(parent: _Parent) -> Iterator[str]:
+    extra_key = parent.prefix + EXTRA_STATE_KEY
+    if extra_key in parent.entries:
+        yield extra_key
+    yield from _unexpected(parent.module, parent.entries, parent.prefix, _own_names(parent.module))
+
+
+def _check_planned(loading: _Load, *, strict: bool) -> None:
+    """Collect the errors, those among them that torch would meet while writing."""
+    refused = strict and bool(loading.missing or loading.unexpected)
+    refused = refused or any(isinstance(each, str) for each in loading.planned)
+    for each in loading.planned:
+        if isinstance(each, str):
+            loading.errors.append(each)
+            continue
+        warn_if_meta(each, assign=loading.assign, stacklevel=6)
+        if surely_fits(each, assign=loading.assign):
+            continue
+        # To try out a tensor of another class, a shard for instance, may take as long as loading it.
+        # That is spent where the load is refused anyway, or where a plain tensor gets an odd value.
+        if refused or loading.assign or type(each[4]) in (torch.Tensor, torch.nn.Parameter):
+            problem = try_out(each, assign=loading.assign)
+            if problem is not None:
+                loading.errors.append(problem)
+
+
+def _write_all(loading: _Load) -> None:
+    """Write the checked entries: copies in one call, all else one by one."""
+    entries = cast("list[Entry]", loading.planned)
+    with torch.no_grad():
+        if loading.assign:
+            _assign_all(entries, loading)
+        else:
+            _copy_all(entries, loading)
+
+
+def _copy_all(entries: list[Entry], loading: _Load) -> None:
+    # By target, since one that stands in several places ends up with its last value.
+    together: dict[int, Entry] = {}
+    others: list[Entry] = []
+    for entry in entries:
+        if surely_fits(entry, assign=False) and not entry[4].is_meta:
+            together[id(entry[4])] = entry
+        else:
+            others.append(entry)
+    if together:
+        foreach_copy_(
+            [each[4] for each in together.values()], [each[5] for each in together.values()]
+        )
+    for entry in others:
+        problem = write(entry, assign=False, ties=None)
+        if problem is not None:
+            loading.errors.append(problem)
+
+
+def _assign_all(entries: list[Entry], loading: _Load) -> None:
+    times = Counter(id(entry[4]) for entry in entries)
+    standard = StandardClasses("__setattr__", "register_parameter", "register_buffer")
+    announced = (
+        module_globals._global_parameter_registration_hooks
+        or module_globals._global_buffer_registration_hooks
+    )
+    for entry in entries:
+        module = entry[0]
+        own = module.__dict__
+        direct = not announced and standard[type(module)] and "register_parameter" not in own
+        problem = write(
+            entry,
+            assign=True,
+            ties=loading.ties if times[id(entry[4])] > 1 else None,
+            direct=direct and "register_buffer" not in own,
+        )
+        if problem is not None:
+            loading.errors.append(problem)

@@ -1,0 +1,181 @@
+"""Loading one tensor of a state dict: the check before any write, and the three ways to write it."""
+
+import warnings
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.nn import Parameter
+
+from modkit._errors import (
+    MSG_LOAD_FAILED,
+    MSG_LOAD_NOT_A_TENSOR,
+    MSG_LOAD_SIZE,
+    MSG_META_COPY,
+    MSG_MODULE_LOAD_ALIAS,
+)
+from modkit._upstream import storage_identity
+
+
+# Module, its dict that holds the tensor, name there, key in the state dict, the tensor there now, the
+# value to load.
+Entry: TypeAlias = tuple[torch.nn.Module, dict[str, Any], str, str, torch.Tensor, Any]
+
+# For ``assign``: which parameter has taken the place of which, by what it was made of. The old tensor
+# and the value are held so that neither identity is used again.
+Ties: TypeAlias = dict[Any, tuple[torch.Tensor, Any, Parameter]]
+
+# Tensors of exactly these types are initialized, and do nothing unusual when they are compared or
+# copied.
+_PLAIN: Final = frozenset({torch.Tensor, Parameter})
+
+# Any of these dtypes can be copied to any other.
+_PLAIN_DTYPES: Final = frozenset(
+    {
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.complex64, torch.complex128),
+        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    }
+)
+
+
+def check(key: str, target: torch.Tensor, value: Any) -> tuple[Any, str | None]:
+    """Return the value to load into ``target``, and what is wrong with it, if anything."""
+    if type(value) not in _PLAIN and not torch.overrides.is_tensor_like(value):
+        return value, MSG_LOAD_NOT_A_TENSOR.format(key=key, kind=type(value))
+    # An uninitialized parameter has no shape to compare; its module's own hook has materialized
+    # it if the checkpoint holds a real tensor.
+    if type(target) not in _PLAIN and torch.nn.parameter.is_lazy(target):
+        return value, None
+    if value.shape != target.shape:
+        # Checkpoints from before torch 0.4 hold scalars as one element.
+        if target.dim() == 0 and tuple(value.shape) == (1,):
+            return value[0], None
+        return value, MSG_LOAD_SIZE.format(key=key, theirs=value.shape, ours=target.shape)
+    return value, None
+
+
+def warn_if_meta(entry: Entry, *, assign: bool, stacklevel: int) -> None:
+    """Warn that a copy to the meta device does nothing."""
+    _, _, _, key, target, value = entry
+    if target.is_meta and not assign and not value.is_meta:
+        warnings.warn(MSG_META_COPY.format(key=key), stacklevel=stacklevel)
+
+
+def surely_fits(entry: Entry, *, assign: bool) -> bool:
+    """Return True if writing a checked entry cannot fail; False if only trying it tells."""
+    target, value = entry[4], entry[5]
+    if type(target) not in _PLAIN or type(value) not in _PLAIN:
+        return False
+    dtype = value.dtype
+    if assign:
+        return not target.requires_grad or dtype.is_floating_point or dtype.is_complex
+    return (
+        dtype in _PLAIN_DTYPES
+        and target.dtype in _PLAIN_DTYPES
+        and target.layout is torch.strided
+        and value.layout is torch.strided
+        and (target.is_meta or not value.is_meta)
+        and not target.is_inference()
+        and target.is_contiguous()
+    )
+
+
+def try_out(entry: Entry, *, assign: bool) -> str | None:
+    """Return the error that writing a checked entry would give, or None; the model is unchanged."""
+    _, _, _, key, target, value = entry
+    try:
+        with torch.no_grad():
+            if not assign:
+                scratch = target if _refuses_writes(target) else target.clone()
+                scratch.copy_(value)
+            elif isinstance(target, Parameter) and isinstance(value, Parameter):
+                before = value.requires_grad
+                value.requires_grad_(target.requires_grad)
+                value.requires_grad_(before)
+            elif isinstance(target, Parameter):
+                Parameter(value, requires_grad=target.requires_grad)
+    except Exception as error:  # noqa: BLE001 - all problems are reported together
+        return _failure("copying", key, target, value, error)
+    return None
+
+
+def _refuses_writes(target: torch.Tensor) -> bool:
+    """Return True for a tensor whose copy could be written to although it cannot itself."""
+    if torch.nn.parameter.is_lazy(target):
+        return True
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        return True
+    strides = target.stride() if target.layout is torch.strided else ()
+    return any(step == 0 and size > 1 for step, size in zip(strides, target.shape, strict=False))
+
+
+def _failure(action: str, key: str, target: torch.Tensor, value: Any, error: BaseException) -> str:
+    return MSG_LOAD_FAILED.format(
+        action=action, key=key, ours=target.size(), theirs=value.size(), reason=error.args
+    )
+
+
+def write(entry: Entry, *, assign: bool, ties: Ties | None, direct: bool = False) -> str | None:
+    """Write one checked entry; return what went wrong, or None. The caller has turned grad off.
+
+    Args:
+        entry: What to write, and where.
+        assign: Whether to put the value itself in the place of the tensor.
+        ties: Parameters that this load has assigned already; None if none is shared.
+        direct: Whether assigning comes down to entering the value in the module's dict.
+    """
+    module, members, name, key, target, value = entry
+    swap = torch.__future__.get_swap_module_params_on_conversion()
+    try:
+        if swap:
+            _swap_in(target, value, assign=assign)
+        elif assign:
+            if isinstance(target, Parameter):
+                value = _assigned(target, value, ties)
+                direct = direct and members is module._parameters
+            else:
+                direct = direct and type(value) is torch.Tensor and members is module._buffers
+            if direct:
+                members[name] = value
+            else:
+                setattr(module, name, value)
+        else:
+            target.copy_(value)
+    except Exception as error:  # noqa: BLE001 - all problems are reported together
+        return _failure("swapping" if swap else "copying", key, target, value, error)
+    return None
+
+
+def _assigned(target: torch.Tensor, value: torch.Tensor, ties: Ties | None) -> Parameter:
+    if ties is None:
+        return _as_parameter(value, requires_grad=target.requires_grad)
+    # A tied parameter stays tied if the checkpoint holds the same data under its names.
+    key = _same_data(target, value)
+    if key not in ties:
+        parameter = _as_parameter(value, requires_grad=target.requires_grad)
+        ties[key] = (target, value, parameter)
+    return ties[key][2]
+
+
+def _as_parameter(value: torch.Tensor, *, requires_grad: bool) -> Parameter:
+    if isinstance(value, Parameter):
+        value.requires_grad_(requires_grad)
+        return value
+    return Parameter(value, requires_grad=requires_grad)
+
+
+def _same_data(target: torch.Tensor, value: torch.Tensor) -> Any:
+    """Return a key that is equal for one parameter loaded twice from the same data."""
+    if type(value) not in _PLAIN or value.layout is not torch.strided:
+        return id(target), id(value)
+    view = (value.dtype, value.storage_offset(), value.shape, value.stride())
+    return id(target), storage_identity(value), view
+
+
+def _swap_in(target: torch.Tensor, value: torch.Tensor, *, assign: bool) -> None:
+    loaded = target.module_load(value, assign=assign)
+    if loaded is value or loaded is target:
+        raise RuntimeError(MSG_MODULE_LOAD_ALIAS)
+    if isinstance(target, Parameter):
+        loaded = _as_parameter(loaded, requires_grad=target.requires_grad)
+    torch.utils.swap_tensors(target, loaded)

@@ -1,0 +1,115 @@
+"""Which methods of ``torch.nn.Module`` are overridden: by a class, by an instance, or by a patch.
+
+One contract holds for all of them: whatever torch would call is called. A function that a library
+has put into ``torch.nn.Module`` is the method of modkit's modules too, and a mechanism that walks a
+tree calls what a class or an instance overrides, with torch's signature, instead of walking on.
+"""
+
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+
+from modkit._errors import MSG_CYCLE
+from modkit._types import FunctionT
+from modkit._upstream import original_methods
+
+
+TorchModule: Final = torch.nn.Module
+
+# The methods whose behaviour the mechanisms know: torch's functions as torch wrote them, and ours.
+STANDARD: Final[set[object]] = {
+    value for value in original_methods.values() if isinstance(value, types.FunctionType)
+}
+
+
+def patched(name: str) -> bool:
+    """Return True if the function ``name`` of ``torch.nn.Module`` is not the one that torch wrote."""
+    return getattr(TorchModule, name) is not original_methods[name]
+
+
+def standard(function: FunctionT) -> FunctionT:
+    """Declare ``function`` as ours for torch's method of the same name; errors show torch's name.
+
+    The function itself asks whether torch's is patched. All others are ``patchable``.
+    """
+    STANDARD.add(function)
+    function.__qualname__ = f"Module.{function.__name__}"
+    return function
+
+
+def patchable(function: FunctionT) -> FunctionT:
+    """Declare a method of ours that calls torch's method of the same name while that is patched."""
+    name = function.__name__
+    original = original_methods[name]
+
+    @functools.wraps(function)
+    def method(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        current = getattr(TorchModule, name)
+        if current is not original:
+            return current(self, *args, **kwargs)
+        return function(self, *args, **kwargs)
+
+    standard(function)
+    return standard(method)  # type: ignore[return-value]
+
+
+def is_standard(module: torch.nn.Module, method: str) -> bool:
+    """Return True if no class, instance or patch overrides ``method`` of ``module``."""
+    return (
+        getattr(type(module), method) in STANDARD
+        and method not in module.__dict__
+        and not patched(method)
+    )
+
+
+class StandardClasses(dict[type, bool]):
+    """Which classes override none of the given methods; made for one walk.
+
+    Asking ``is_standard`` for each of thousands of modules takes longer than walking does, while
+    a tree has few classes. What an instance overrides is still to be asked of each.
+    """
+
+    def __init__(self, *methods: str) -> None:
+        super().__init__()
+        self._methods = methods
+        self._patched = any(map(patched, methods))
+
+    def __missing__(self, cls: type) -> bool:
+        """Look at a class that has not been met in this walk."""
+        found = not self._patched and all(getattr(cls, name) in STANDARD for name in self._methods)
+        self[cls] = found
+        return found
+
+
+def implements(module: torch.nn.Module, method: str) -> bool:
+    """Return True if the class has its own ``method``; what the instance has does not count."""
+    inherited = getattr(TorchModule, method)
+    return getattr(type(module), method, inherited) is not inherited
+
+
+def children_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Iterate as ``module.children()`` does, without its layers of generators."""
+    if is_standard(module, "children") and is_standard(module, "named_children"):
+        return registered_children(module)
+    return iter(module.children())
+
+
+def registered_children(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield each child once, of a module that does not override how its children are found.
+
+    Modules are told apart by identity, since some cannot be hashed. The values keep alive what was
+    seen, so that no identity is used twice while a caller replaces children.
+    """
+    seen: dict[int, torch.nn.Module] = {}
+    for child in module._modules.values():
+        if child is not None and id(child) not in seen:
+            seen[id(child)] = child
+            yield child
+
+
+def refuse_cycle(module: torch.nn.Module) -> None:
+    """Raise what an endless recursion would end in, at once and with the reason."""
+    raise RecursionError(MSG_CYCLE.format(name=type(module).__name__))

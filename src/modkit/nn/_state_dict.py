@@ -1,0 +1,155 @@
+"""Saving the state of a module, and of all below it, to a dict."""
+
+import warnings
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from modkit._errors import MSG_STATE_DICT_HOOK_RETURN, MSG_STATE_DICT_POSITIONAL
+from modkit._upstream import EXTRA_STATE_KEY
+from modkit.nn._hooks import is_public
+from modkit.nn._overrides import (
+    StandardClasses,
+    TorchModule,
+    implements,
+    is_standard,
+    patchable,
+    refuse_cycle,
+)
+
+
+def positional_arguments(
+    args: tuple[Any, ...], destination: Any, prefix: str, keep_vars: bool
+) -> tuple[Any, str, bool]:
+    """Merge the deprecated positional form of ``state_dict`` into the keywords, with a warning."""
+    warnings.warn(MSG_STATE_DICT_POSITIONAL, FutureWarning, stacklevel=4)
+    if destination is None:
+        destination = args[0]
+    if len(args) > 1 and prefix == "":
+        prefix = args[1]
+    if len(args) > 2 and keep_vars is False:
+        keep_vars = args[2]
+    return destination, prefix, keep_vars
+
+
+@patchable
+def _save_to_state_dict(
+    self: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool
+) -> None:
+    """Write the parameters, persistent buffers and extra state of one module, not below it."""
+    _save_tensors(self, destination, prefix, keep_vars)
+    if implements(self, "get_extra_state"):
+        destination[prefix + EXTRA_STATE_KEY] = self.get_extra_state()
+
+
+def _save_tensors(module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            destination[prefix + name] = parameter if keep_vars else parameter.detach()
+    if module._buffers:
+        transient = module._non_persistent_buffers_set
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in transient:
+                destination[prefix + name] = buffer if keep_vars else buffer.detach()
+
+
+class _PlainClasses(StandardClasses):
+    """Which classes save no more than their tensors."""
+
+    def __missing__(self, cls: type[torch.nn.Module]) -> bool:
+        """Look at a class that has not been met in this walk."""
+        found = super().__missing__(cls) and cls.get_extra_state is TorchModule.get_extra_state
+        self[cls] = found
+        return found
+
+
+def _save_one(
+    module: torch.nn.Module,
+    destination: Any,
+    names: tuple[str, str],
+    keep_vars: bool,
+    plain: bool,
+) -> dict[str, Any]:
+    """Run the pre-hooks and write one module's own state; return its metadata.
+
+    Args:
+        module: What to save.
+        destination: Where to write.
+        names: The name of the module, and what its members' names begin with.
+        keep_vars: Whether to write the tensors themselves.
+        plain: Whether to write tensors is all that the module does.
+    """
+    path, prefix = names
+    metadata = {"version": module._version}
+    try:
+        versions = destination._metadata
+    except AttributeError:
+        pass
+    else:
+        versions[path] = metadata
+    if module._state_dict_pre_hooks:
+        for hook in tuple(module._state_dict_pre_hooks.values()):
+            hook(module, prefix, keep_vars)
+    if plain:
+        _save_tensors(module, destination, prefix, keep_vars)
+    else:
+        module._save_to_state_dict(destination, prefix, keep_vars)
+    return metadata
+
+
+def _run_save_hooks(
+    module: torch.nn.Module, destination: Any, prefix: str, metadata: dict[str, Any]
+) -> Any:
+    for hook_id, hook in tuple(module._state_dict_hooks.items()):
+        result = hook(module, destination, prefix, metadata)
+        if result is None:
+            continue
+        if is_public(hook_id, hook):
+            raise RuntimeError(MSG_STATE_DICT_HOOK_RETURN)
+        destination = result
+    return destination
+
+
+def save(module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool) -> Any:
+    """Write the state of ``module`` and all below it; return where it was written.
+
+    Only the root may replace the destination, through a private hook that returns another one.
+    """
+    if destination is None:
+        destination = OrderedDict()
+        destination._metadata = OrderedDict()
+    classes = _PlainClasses("state_dict", "_save_to_state_dict")
+    metadata = _save_one(module, destination, (prefix[:-1], prefix), keep_vars, plain=False)
+    active = {id(module)}
+    stack = [(module, prefix, metadata, iter(module._modules.items()))]
+    while True:
+        parent, parent_prefix, metadata, children = stack[-1]
+        for name, child in children:
+            if child is None:
+                continue
+            path = parent_prefix + name
+            child_prefix = path + "."
+            own = child.__dict__
+            plain = classes[type(child)] and not (
+                "state_dict" in own or "_save_to_state_dict" in own
+            )
+            if not plain and not is_standard(child, "state_dict"):
+                child.state_dict(destination=destination, prefix=child_prefix, keep_vars=keep_vars)
+                continue
+            if id(child) in active:
+                refuse_cycle(child)
+            names = path, child_prefix
+            child_metadata = _save_one(child, destination, names, keep_vars, plain)
+            if child._modules:
+                active.add(id(child))
+                stack.append((child, child_prefix, child_metadata, iter(child._modules.items())))
+                break
+            if child._state_dict_hooks:
+                _run_save_hooks(child, destination, child_prefix, child_metadata)
+        else:
+            stack.pop()
+            active.discard(id(parent))
+            written = _run_save_hooks(parent, destination, parent_prefix, metadata)
+            if not stack:
+                return written

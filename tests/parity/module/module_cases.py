@@ -1,0 +1,150 @@
+"""Torch's table of module cases, each layer as a user's class on one of the implementations."""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from tests.helpers import Implementation, freeze
+
+
+with warnings.catch_warnings():
+    # What torch's test utilities import warns of its own deprecations.
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_modules import ModuleInfo, module_db
+
+MODULE_DB: list[ModuleInfo] = module_db
+
+
+def seed(number: int = 0) -> None:
+    """Reset the random state of the CPU. ``torch.manual_seed`` formats a stack trace each time."""
+    torch.default_generator.manual_seed(number)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How to build one layer, and what to call it with."""
+
+    layer: type[nn.Module]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[Any, ...]
+    input_kwargs: dict[str, Any]
+
+    def build(self, impl: Implementation, start: int = 0) -> Any:
+        """Build the layer on one of the implementations, from the random state ``start``."""
+        args, kwargs = copy.deepcopy((self.args, self.kwargs))
+        layer: Any = impl.own.derive(self.layer)
+        seed(start)
+        return layer(*args, **kwargs)
+
+
+def cases(info: ModuleInfo) -> Iterator[tuple[str, Sample, torch.dtype, bool]]:
+    """Yield every case of one table entry: a label, the sample, the dtype and the mode."""
+    modes = (True, False) if info.train_and_eval_differ else (True,)
+    for dtype in info.dtypes:
+        for training in modes:
+            seed()
+            with warnings.catch_warnings():
+                # The table builds tensors of dtypes that torch calls experimental.
+                warnings.simplefilter("ignore")
+                inputs = info.module_inputs_func(
+                    info, device="cpu", dtype=dtype, requires_grad=True, training=training
+                )
+            for number, case in enumerate(inputs):
+                made, called = case.constructor_input, case.forward_input
+                sample = Sample(info.module_cls, made.args, made.kwargs, called.args, called.kwargs)
+                mode = "train" if training else "eval"
+                yield f"{dtype}, {mode}, case {number}: {made}", sample, dtype, training
+
+
+def bits(value: Any) -> Any:
+    """Freeze a value; an uninitialized parameter has no data to compare."""
+    return type(value).__name__ if is_lazy(value) else freeze(value)
+
+
+def state_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return everything that a state_dict says, its metadata included."""
+    state = module.state_dict()
+    return [(key, bits(value)) for key, value in state.items()], list(state._metadata.items())
+
+
+def ready(sample: Sample, impl: Implementation, dtype: torch.dtype, training: bool) -> Any:
+    """Build a module, and bring it to the dtype and the mode of the case."""
+    return sample.build(impl).to(dtype).train(training)
+
+
+def observe(
+    sample: Sample, impl: Implementation, dtype: torch.dtype, training: bool
+) -> dict[str, Any]:
+    """Build, call and differentiate a module; return all that can be seen, or the exception."""
+    seen: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            module = ready(sample, impl, dtype, training)
+            seen |= {"before": state_of(module), "repr": repr(module)}
+            seen |= _call(module, sample)
+            seen |= {"after": state_of(module), "repr after": repr(module)}
+        except Exception as error:
+            # What torch cannot run, modkit cannot either, and for the same reason.
+            seen["raised"] = (type(error).__name__, str(error))
+    # A warning that torch gives once a process goes to whichever implementation comes first.
+    texts = {str(warning.message) for warning in caught}
+    seen["warnings"] = {text for text in texts if "Triggered internally" not in text}
+    return seen
+
+
+def _call(module: nn.Module, sample: Sample) -> dict[str, Any]:
+    args, kwargs = _fresh(sample.inputs), _fresh(sample.input_kwargs)
+    seed()
+    output = module(*args, **kwargs)
+    losses = [part.abs().sum() for part in _tensors(output) if part.requires_grad and part.numel()]
+    if losses:
+        torch.stack(losses).sum().backward()
+    inputs = [part.grad for part in _tensors((args, list(kwargs.values()))) if part.is_leaf]
+    parameters = {name: bits(p.grad) for name, p in module.named_parameters()}
+    return {"output": freeze(output), "inputs": freeze(inputs), "parameters": parameters}
+
+
+def _fresh(value: Any) -> Any:
+    """Copy inputs so that each call has leaves of its own to collect gradients in."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        return {key: _fresh(item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_fresh(item) for item in value)
+    return copy.deepcopy(value)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def copies(module: nn.Module) -> list[Any]:
+    """Return what pickle and deepcopy make of a module, or the exception that stops them."""
+    return [
+        _copy(module, make)
+        for make in (lambda given: pickle.loads(pickle.dumps(given)), copy.deepcopy)
+    ]
+
+
+def _copy(module: nn.Module, make: Callable[[nn.Module], nn.Module]) -> tuple[Any, ...]:
+    try:
+        made = make(module)
+    except Exception as error:
+        return (type(error).__name__, str(error))
+    pairs = zip(made.modules(), module.modules(), strict=True)
+    is_same_class = all(type(mine) is type(given) for mine, given in pairs)
+    return (repr(made), state_of(made), is_same_class, made.training)

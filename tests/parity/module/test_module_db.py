@@ -1,0 +1,84 @@
+import pytest
+import torch
+
+from tests.helpers import MODKIT, TORCH
+from tests.parity.module.module_cases import (
+    MODULE_DB,
+    ModuleInfo,
+    cases,
+    copies,
+    observe,
+    ready,
+    state_of,
+)
+
+
+@pytest.fixture(params=MODULE_DB, ids=lambda info: info.name)
+def info(request: pytest.FixtureRequest) -> ModuleInfo:
+    """One entry of torch's table of module cases."""
+    return request.param
+
+
+def test_runs_as_torch(info):
+    """Every case gives torch's state, repr, outputs, gradients, statistics and warnings."""
+    differing = []
+    for label, sample, dtype, training in cases(info):
+        expected = observe(sample, TORCH, dtype, training)
+        actual = observe(sample, MODKIT, dtype, training)
+        differing += [
+            (label, aspect)
+            for aspect in expected | actual
+            if expected.get(aspect) != actual.get(aspect)
+        ]
+
+    assert differing == []
+
+
+def _kind(value):
+    """Tell what a constructor argument means for the shape of what is built."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple(_kind(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _kind(item)) for key, item in value.items())
+    is_plain = isinstance(value, (bool, int, float, str, torch.nn.Module, type(None)))
+    return repr(value) if is_plain else type(value)
+
+
+def _one_of_a_kind(info):
+    """Yield the cases of an entry that build different modules."""
+    kinds = set()
+    for label, sample, dtype, training in cases(info):
+        kind = (_kind(sample.args), _kind(sample.kwargs), dtype)
+        if kind not in kinds:
+            kinds.add(kind)
+            yield label, sample, dtype, training
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_copies_as_torch(info):
+    """Pickle and deepcopy give the same classes, repr, state and metadata as torch's."""
+    differing = [
+        label
+        for label, sample, dtype, training in _one_of_a_kind(info)
+        if copies(ready(sample, TORCH, dtype, training))
+        != copies(ready(sample, MODKIT, dtype, training))
+    ]
+
+    assert differing == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("source", "target"), [(TORCH, MODKIT), (MODKIT, TORCH)], ids=str)
+def test_checkpoints_load_across(info, source, target):
+    """A checkpoint of either library loads strictly into the other, to the last bit."""
+    differing = []
+    for label, sample, dtype, training in _one_of_a_kind(info):
+        saved = ready(sample, source, dtype, training)
+        loaded = sample.build(target, start=1).to(dtype)
+        result = loaded.load_state_dict(saved.state_dict(), strict=True)
+        if str(result) != "<All keys matched successfully>" or state_of(loaded) != state_of(saved):
+            differing.append(label)
+
+    assert differing == []

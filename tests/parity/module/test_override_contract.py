@@ -1,0 +1,590 @@
+"""One contract for overrides: whatever torch calls is called, wherever it has been set."""
+
+import abc
+import copy
+import inspect
+import pickle
+import types
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import MODKIT, TORCH, Implementation
+
+
+METHODS = [
+    name
+    for name, value in vars(torch.nn.Module).items()
+    if isinstance(inspect.unwrap(value) if callable(value) else value, types.FunctionType)
+]
+
+
+class Extra:
+    """Extra state, of two kinds of modules below: one has it, the other has not."""
+
+    def get_extra_state(self):
+        """Return it."""
+        return {"extra": 1}
+
+    def set_extra_state(self, state):
+        """Keep it."""
+        self.__dict__["extra"] = state
+
+
+def network(impl: Implementation) -> Any:
+    """Make a tree of users' modules and layers, with members of every kind."""
+
+    class Leaf(impl.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+            self.register_buffer("mean", torch.zeros(2))
+            self.register_buffer("transient", torch.zeros(2), persistent=False)
+            self.plain = 1
+
+        def forward(self, x):
+            return x * self.weight + self.mean
+
+    class WithExtra(Extra, Leaf):
+        pass
+
+    class Net(impl.Module):
+        def __init__(self):
+            super().__init__()
+            self.leaf = Leaf()
+            self.extra = WithExtra()
+            self.body = impl.nn.Sequential(impl.nn.Linear(2, 2), Leaf(), impl.nn.BatchNorm1d(2))
+            self.shared = self.leaf
+            self.add_module("nothing", None)
+
+        def forward(self, x):
+            return self.body(self.extra(self.leaf(x)))
+
+    return Net()
+
+
+def walk(m: Any) -> None:
+    """Iterate in every way."""
+    list(m.named_modules()), list(m.modules()), list(m.named_children()), list(m.children())
+    list(m.named_modules(remove_duplicate=False)), list(m.named_parameters(recurse=False))
+    list(m.named_parameters()), list(m.parameters()), list(m.named_buffers()), list(m.buffers())
+    m.get_submodule("body.0"), m.get_parameter("body.0.weight"), m.get_buffer("leaf.mean")
+    m.apply(lambda _: None)
+    repr(m), dir(m), m._get_name(), m.extra_repr()
+
+
+def convert(m: Any) -> None:
+    """Convert in every way that a machine without accelerators allows."""
+    m.train(), m.eval(), m.train(False), m.requires_grad_(True), m.zero_grad()
+    m.float(), m.double(), m.half(), m.bfloat16(), m.type(torch.float64), m.cpu()
+    m.to(torch.float32), m.to("cpu"), m.to(memory_format=torch.channels_last)
+    m.share_memory()
+    for move in (m.cuda, m.xpu, m.ipu, m.mtia):
+        with pytest.raises((RuntimeError, AssertionError, AttributeError, NotImplementedError)):
+            move()
+    m.to_empty(device="cpu")
+
+
+def register(m: Any) -> None:
+    """Register, set and delete members of every kind."""
+    m.register_parameter("p", torch.nn.Parameter(torch.ones(1)))
+    m.register_buffer("b", torch.ones(1))
+    m.add_module("c", type(m.leaf)()), m.register_module("d", type(m.leaf)())
+    m.set_submodule("body.0", type(m.leaf)()), m.set_submodule("new", type(m.leaf)())
+    m.p = torch.nn.Parameter(torch.zeros(1))
+    m.p = m.b = m.c = None
+    m.q = torch.nn.Parameter(torch.zeros(1))
+    m.b = torch.zeros(2)
+    m.flag = 1
+    m.leaf = type(m.leaf)()
+    del m.p, m.b, m.c, m.flag
+    hasattr(m, "missing")
+
+
+def call(m: Any) -> None:
+    """Call with hooks of every kind."""
+    x = torch.ones(3, 2, requires_grad=True)
+    m(x)
+    m.leaf.register_forward_pre_hook(lambda *_: None)
+    m.leaf.register_forward_hook(lambda *_: None, always_call=True)
+    m.extra.register_full_backward_pre_hook(lambda *_: None)
+    m.extra.register_full_backward_hook(lambda *_: None)
+    m.body[1].register_backward_hook(lambda *_: None)
+    m(x).sum().backward()
+    m.compile(backend="eager")
+
+
+def save_and_load(m: Any) -> None:
+    """Save and load in every way, with hooks of every kind."""
+    m.leaf.register_state_dict_pre_hook(lambda *_: None)
+    m.leaf.register_state_dict_post_hook(lambda *_: None)
+    m.body._register_state_dict_hook(lambda *_: None)
+    state = m.state_dict()
+    m.load_state_dict(state), m.load_state_dict(state, assign=True)
+    m.leaf.register_load_state_dict_pre_hook(lambda *_: None)
+    m.leaf._register_load_state_dict_pre_hook(lambda *_: None)
+    m.leaf.register_load_state_dict_post_hook(lambda *_: None)
+    m.load_state_dict({}, strict=False), m.load_state_dict(state, assign=True)
+    with pytest.raises(RuntimeError):
+        m.load_state_dict({"stray": torch.ones(1)})
+
+
+def copying(m: Any) -> None:
+    """Copy, and replicate as DataParallel does."""
+    copy.copy(m), copy.deepcopy(m)
+    m.leaf.__setstate__(m.leaf.__getstate__())
+    m._replicate_for_data_parallel()
+
+
+OPERATIONS = (walk, convert, register, call, save_and_load, copying)
+
+
+def shown(value: Any) -> Any:
+    """Turn an argument into something that compares across the two libraries."""
+    if isinstance(value, torch.nn.Module):
+        return type(value).__name__
+    if isinstance(value, torch.Tensor):
+        return ("tensor", tuple(value.shape), value.dtype)
+    if isinstance(value, set):
+        return ("set", sorted(map(str, map(shown, value))))
+    if isinstance(value, Mapping):
+        return [(str(key), shown(item)) for key, item in value.items()]
+    if isinstance(value, (tuple, list)):
+        return [shown(item) for item in value]
+    if callable(value):
+        return "callable"
+    return value if isinstance(value, (int, str, bool, float, type(None))) else type(value).__name__
+
+
+def calls_seen(
+    impl: Implementation, name: str, operation: Callable[[Any], None]
+) -> list[tuple[Any, ...]]:
+    """Replace one function of ``torch.nn.Module`` by a wrapper; return the calls that it sees."""
+    original = getattr(torch.nn.Module, name)
+    static = inspect.getattr_static(torch.nn.Module, name)
+    signature = inspect.signature(original)
+    log: list[tuple[Any, ...]] = []
+
+    def wrapper(self, *args, **kwargs):
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        _, *others = bound.arguments.values()
+        log.append((type(self).__name__, shown(others)))
+        return original(self, *args, **kwargs)
+
+    try:
+        setattr(torch.nn.Module, name, wrapper)
+        module = network(impl)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            operation(module)
+    finally:
+        setattr(torch.nn.Module, name, static)
+    return log
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_replaced_function_sees_the_calls_that_it_sees_in_torch(name: str) -> None:
+    """Whatever function of ``torch.nn.Module`` is wrapped, the wrapper gets the same calls."""
+    expected = {each.__name__: calls_seen(TORCH, name, each) for each in OPERATIONS}
+    actual = {each.__name__: calls_seen(MODKIT, name, each) for each in OPERATIONS}
+
+    assert actual == expected
+    # Some are not called here: torch's ``__call__`` is ``_wrapped_call_impl`` under another name.
+    if name not in {
+        "forward",
+        "get_extra_state",
+        "set_extra_state",
+        "_slow_forward",
+        "_wrapped_call_impl",
+    }:
+        assert any(expected.values())
+
+
+def test_all_functions_are_covered() -> None:
+    """The reflection finds the methods that libraries are known to replace."""
+    assert len(METHODS) > 70
+    assert {"__init__", "__call__", "_call_impl", "to", "state_dict", "load_state_dict"} < {
+        *METHODS
+    }
+    assert {"_apply", "register_parameter", "__setattr__", "train", "__getattr__"} < {*METHODS}
+
+
+def test_a_guard_that_forbids_calls_is_heard(
+    impl: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that replaces ``torch.nn.Module._call_impl`` stops every module."""
+    net = network(impl)
+
+    def forbidden(self, *args, **kwargs):
+        raise PermissionError(type(self).__name__)
+
+    monkeypatch.setattr(torch.nn.Module, "_call_impl", forbidden)
+
+    with pytest.raises(PermissionError, match="Net"):
+        net(torch.ones(3, 2))
+
+
+# --- _call_impl, wherever it is set ---------------------------------------------------------------
+
+
+def plain(impl: Implementation) -> Any:
+    """Define a class whose forward returns what it gets."""
+
+    class Plain(impl.Module):
+        def forward(self, x):
+            return x
+
+    return Plain
+
+
+def plus_ten(self, x):
+    """Stand for a call."""
+    return x + 10
+
+
+def test_call_impl_set_on_the_class_later(impl: Implementation) -> None:
+    """Instances that exist already are called through it."""
+    kind = plain(impl)
+    instance = kind()
+    kind._call_impl = plus_ten
+
+    assert (instance(0), kind()(0)) == (10, 10)
+
+
+def test_call_impl_set_on_a_parent_later(impl: Implementation) -> None:
+    """So are those of classes that are derived from it."""
+    parent = plain(impl)
+    instance = type("Child", (parent,), {})()
+    parent._call_impl = plus_ten
+
+    assert instance(0) == 10
+
+
+def test_call_impl_set_on_a_layer_class(
+    impl: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer class of torch, too."""
+    monkeypatch.setattr(impl.nn.ReLU, "_call_impl", plus_ten, raising=False)
+
+    assert impl.nn.ReLU()(0) == 10
+    assert impl.own.ReLU()(0) == 10
+
+
+def test_call_impl_set_on_module(impl: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own ``Module``, too."""
+    monkeypatch.setattr(impl.nn.Module, "_call_impl", plus_ten, raising=impl is TORCH)
+
+    assert plain(impl)()(0) == 10
+
+
+def test_call_impl_set_on_torchs_module(
+    impl: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And torch's."""
+    monkeypatch.setattr(torch.nn.Module, "_call_impl", plus_ten)
+
+    assert plain(impl)()(0) == 10
+    assert impl.nn.Identity()(0) == 10
+
+
+@pytest.mark.parametrize("how", ["assignment", "dict", "object.__setattr__"])
+def test_call_impl_set_on_an_instance(impl: Implementation, how: str) -> None:
+    """An instance's own, however it got there; no other instance is called through it."""
+    kind = plain(impl)
+    instance, other = kind(), kind()
+    if how == "assignment":
+        instance._call_impl = lambda x: x + 10
+    elif how == "dict":
+        instance.__dict__["_call_impl"] = lambda x: x + 10
+    else:
+        object.__setattr__(instance, "_call_impl", lambda x: x + 10)
+
+    assert (instance(0), other(0)) == (10, 0)
+    assert copy.copy(instance)(0) == 10
+    del instance._call_impl
+    assert instance(0) == 0
+
+
+def test_call_impl_next_to_call(impl: Implementation) -> None:
+    """A class may override both; its ``__call__`` leads to its ``_call_impl``."""
+
+    class Both(plain(impl)):
+        def __call__(self, x):
+            return super().__call__(x) + 1
+
+        def _call_impl(self, x):
+            return x + 5
+
+    instance = Both()
+
+    assert instance(0) == 6
+    instance._call_impl = lambda x: x + 100
+    assert instance(0) == 101
+
+
+def test_call_impl_behind_a_base_that_does_not_cooperate(impl: Implementation) -> None:
+    """Nothing depends on ``__init_subclass__`` of all bases being called."""
+
+    class Silent:
+        def __init_subclass__(cls, **keywords):
+            pass
+
+    class Net(Silent, plain(impl)):
+        def _call_impl(self, x):
+            return x + 5
+
+    assert Net()(0) == 5
+
+
+def test_call_of_module_applied_to_an_instance(impl: Implementation) -> None:
+    """``Module.__call__(module, x)`` leads to the ``_call_impl`` of the module."""
+
+    class Net(plain(impl)):
+        def _call_impl(self, x):
+            return x + 5
+
+    assert impl.nn.Module.__call__(Net(), 0) == 5
+
+
+def test_call_impl_that_calls_the_inherited_one(impl: Implementation) -> None:
+    """``super()._call_impl`` runs ``forward`` with the hooks."""
+
+    class Net(plain(impl)):
+        def _call_impl(self, *args):
+            return super()._call_impl(*args) + 5
+
+    net = Net()
+    net.register_forward_hook(lambda module, args, output: output * 2)
+
+    assert net(1) == 7
+
+
+def test_classes_whose_metaclass_refuses_assignment(impl: Implementation) -> None:
+    """Defining and using a class writes nothing to it."""
+
+    class Frozen(type(impl.nn.Module)):
+        def __setattr__(cls, name, value):
+            raise AttributeError(name)
+
+    class Net(impl.Module, metaclass=Frozen):
+        def _call_impl(self, x):
+            return x + 5
+
+    instance = Net()
+    assert instance(0) == 5
+    instance._call_impl = lambda x: x + 6
+    assert instance(0) == 6
+
+
+# --- tables of global hooks -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_tables_of_global_hooks_may_be_rebound(
+    impl: Implementation, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call looks the tables up: torch's own tests put fresh ones in their place."""
+    home = torch.nn.modules.module
+    for name, table in vars(home).items():
+        if name.startswith("_global_") and isinstance(table, dict):
+            monkeypatch.setattr(home, name, type(table)())
+    monkeypatch.setattr(home, "_global_is_full_backward_hook", None)
+    seen = []
+    net = plain(impl)()
+    net.weight = torch.nn.Parameter(torch.ones(1))
+    register = getattr(impl, f"register_module_{kind}_hook")
+    handle = register(lambda *_: seen.append(kind))
+    net(net.weight * 1).sum().backward()
+    handle.remove()
+    net(net.weight * 1).sum().backward()
+
+    assert seen == [kind]
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "module"])
+def test_tables_of_registration_hooks_may_be_rebound(
+    impl: Implementation, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same holds for the hooks that see members being registered."""
+    name = f"_global_{kind}_registration_hooks"
+    table = getattr(torch.nn.modules.module, name)
+    monkeypatch.setattr(torch.nn.modules.module, name, type(table)())
+    seen = []
+    register = getattr(impl, f"register_module_{kind}_registration_hook")
+    register(lambda module, member, value: seen.append(member))
+    net = plain(impl)()
+    values = {"parameter": torch.nn.Parameter(torch.ones(1)), "module": impl.nn.ReLU()}
+    if kind == "buffer":
+        net.register_buffer("member", torch.ones(1))
+    else:
+        net.member = values[kind]
+
+    assert seen == ["member"]
+
+
+# --- the order of bases ---------------------------------------------------------------------------
+
+
+class Mixin(torch.nn.Module):
+    """A module of a library that knows nothing of modkit."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+        self.lora = torch.nn.Parameter(torch.ones(1))
+
+    def train(self, mode=True):
+        """Note the mode."""
+        self.__dict__["seen"] = mode
+        return super().train(mode)
+
+
+def test_a_mixin_keeps_its_init_and_its_overrides(impl: Implementation) -> None:
+    """A module of torch behind a user's class comes before ``Module`` in the order of bases."""
+
+    class Base(impl.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = torch.nn.Parameter(torch.ones(1))
+
+    class Net(Base, Mixin):
+        pass
+
+    net = Net().eval()
+
+    assert sorted(net._parameters) == ["lora", "own"]
+    assert net.seen is False
+    assert Net.__mro__[:3] == (Net, Base, Mixin)
+    assert [cls.__name__ for cls in Net.__mro__[3:]] == [
+        *(["Module"] if impl is MODKIT else []),
+        "Module",
+        "object",
+    ]
+
+
+def test_mixins_on_several_levels(impl: Implementation) -> None:
+    """The order holds for classes derived from such a class, with further mixins."""
+
+    class Another(torch.nn.Module):
+        def extra_repr(self):
+            return "another"
+
+    class Base(impl.Module):
+        pass
+
+    class Middle(Base, Mixin):
+        pass
+
+    class Net(Middle, Another):
+        pass
+
+    names = [cls.__name__ for cls in Net.__mro__]
+
+    assert names[:5] == ["Net", "Middle", "Base", "Mixin", "Another"]
+    assert repr(Net()) == "Net(another)"
+
+
+def test_a_layer_as_a_mixin(impl: Implementation) -> None:
+    """A layer of torch behind a user's class is built and run."""
+
+    class Scaled(impl.Module):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    class ScaledIdentity(Scaled, torch.nn.Identity):
+        pass
+
+    assert ScaledIdentity()(1) == 2
+
+
+def test_module_before_a_mixin_is_refused(impl: Implementation) -> None:
+    """``class Net(Module, Mixin)`` has no order of bases, with Python's own error."""
+    with pytest.raises(TypeError, match=r"(?s)method resolution.*for bases Module, Mixin"):
+
+        class Net(impl.nn.Module, Mixin):
+            pass
+
+
+def test_an_order_that_contradicts_itself_is_refused(impl: Implementation) -> None:
+    """Nor do two classes that have their bases in opposite order."""
+
+    class Base(impl.Module):
+        pass
+
+    class First(Base, Mixin):
+        pass
+
+    class Second(Mixin, Base):
+        pass
+
+    with pytest.raises(TypeError, match="method resolution"):
+
+        class Net(First, Second):
+            pass
+
+
+# --- classes of modules ---------------------------------------------------------------------------
+
+
+def test_abstract_modules(impl: Implementation) -> None:
+    """With ``ABC`` among its bases a class is abstract, and takes virtual subclasses."""
+
+    class Base(impl.Module, abc.ABC):
+        @abc.abstractmethod
+        def encode(self): ...
+
+    class Concrete(Base):
+        def encode(self):
+            return 1
+
+    class Stranger:
+        pass
+
+    with pytest.raises(TypeError, match="abstract"):
+        Base()
+    Base.register(Stranger)
+
+    assert Concrete().encode() == 1
+    assert isinstance(Stranger(), Base)
+    assert issubclass(Stranger, Base)
+    assert not isinstance(Stranger(), Concrete)
+    assert isinstance(Concrete(), Base)
+    assert not isinstance(torch.nn.Linear(1, 1), Base)
+
+
+def test_abstract_methods_without_abc(impl: Implementation) -> None:
+    """Without ``ABC`` the decorator says something to readers and nothing to Python."""
+
+    class Base(impl.Module):
+        @abc.abstractmethod
+        def encode(self): ...
+
+    assert isinstance(Base(), Base)
+
+
+def test_instances_and_subclasses_of_a_users_class(impl: Implementation) -> None:
+    """Only ``Module`` itself counts other libraries' modules as its own."""
+    kind = plain(impl)
+
+    assert isinstance(kind(), kind)
+    assert isinstance(kind(), impl.nn.Module)
+    assert not isinstance(torch.nn.Linear(1, 1), kind)
+    assert not issubclass(torch.nn.Linear, kind)
+    assert isinstance(torch.nn.Linear(1, 1), impl.nn.Module)
+    assert issubclass(torch.nn.Linear, impl.nn.Module)
+    assert not isinstance(1, impl.nn.Module)
+    assert not issubclass(int, impl.nn.Module)
+    with pytest.raises(TypeError, match="must be a class"):
+        issubclass(1, impl.nn.Module)
+
+
+def test_pickle_finds_classes_by_name(impl: Implementation) -> None:
+    """Instances and classes pickle as those of any class."""
+    layer = impl.own.Linear(2, 2)
+    copied = pickle.loads(pickle.dumps(layer))
+
+    assert type(copied) is type(layer)
+    assert pickle.loads(pickle.dumps(impl.nn.Module)) is impl.nn.Module

@@ -1,0 +1,244 @@
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+import textwrap
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import modkit.nn
+
+
+VIEWS = ("nn", "nn.modules", "nn.modules.module")
+
+
+def submodules() -> list[str]:
+    """Return the name of every module below ``torch.nn``, private ones included."""
+    return sorted(found.name for found in pkgutil.walk_packages(nn.__path__, "torch.nn."))
+
+
+def _in_fresh_process(code):
+    """Run code in another interpreter, where every warning is an error, and return its output."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_every_name_is_torchs_own_object() -> None:
+    """All that ``torch.nn`` has is in ``modkit.nn`` and is the same object, except ``Module``."""
+    names = [name for name in dir(nn) if not name.startswith("__")]
+    differing = [name for name in names if getattr(modkit.nn, name) is not getattr(nn, name)]
+
+    assert differing == ["Module", "modules"]
+    assert len(names) > 150
+
+
+@pytest.mark.parametrize("view", ["nn.modules", "nn.modules.module"])
+def test_every_name_of_the_views_is_torchs_own_object(view: str) -> None:
+    """The two modules below that have a ``Module`` of modkit's are torch's in all else."""
+    theirs = importlib.import_module(f"torch.{view}")
+    mine = importlib.import_module(f"modkit.{view}")
+    names = [name for name in dir(theirs) if not name.startswith("__")]
+    differing = {name for name in names if getattr(mine, name) is not getattr(theirs, name)}
+
+    assert differing == ({"Module", "module"} if view == "nn.modules" else {"Module"})
+    assert mine.Module is modkit.nn.Module
+    assert mine.__all__ == theirs.__all__
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", submodules())
+def test_every_module_below_is_torchs_own(name: str) -> None:
+    """A module imported by modkit's name is torch's module, whether or not it was loaded before."""
+    mine = importlib.import_module(name.replace("torch", "modkit", 1))
+
+    if name in {"torch.nn.modules", "torch.nn.modules.module"}:
+        assert isinstance(mine, types.ModuleType)
+        assert mine.__name__ == name.replace("torch", "modkit", 1)
+    else:
+        assert mine is importlib.import_module(name)
+        assert mine.__spec__.name == name
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_assigning_reaches_torch(view: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is assigned or deleted through modkit's name is assigned or deleted in torch."""
+    theirs = importlib.import_module(f"torch.{view}")
+    mine = importlib.import_module(f"modkit.{view}")
+    name = next(
+        name for name in dir(theirs) if name[0] != "_" and name not in ("Module", "modules")
+    )
+    monkeypatch.setattr(mine, name, "replaced")
+
+    assert (getattr(theirs, name), getattr(mine, name)) == ("replaced", "replaced")
+    monkeypatch.undo()
+    assert getattr(mine, name) is getattr(theirs, name) != "replaced"
+
+    mine.added_name = 1
+    assert theirs.added_name == 1
+    del mine.added_name
+    assert not hasattr(theirs, "added_name")
+    assert not hasattr(mine, "added_name")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_reading_follows_torch(view: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is rebound in torch is read through modkit's name at once, new names included."""
+    theirs = importlib.import_module(f"torch.{view}")
+    mine = importlib.import_module(f"modkit.{view}")
+    monkeypatch.setattr(theirs, "a_newer_name", 1, raising=False)
+
+    assert mine.a_newer_name == 1
+    assert "a_newer_name" in dir(mine)
+
+
+def test_module_stays_modkits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assigning ``Module`` does not reach torch."""
+    theirs = torch.nn.Module
+    monkeypatch.setattr(modkit.nn, "Module", "replaced")
+
+    assert torch.nn.Module is theirs
+
+
+def test_a_missing_name_is_an_attribute_error() -> None:
+    """The error names modkit's module."""
+    with pytest.raises(AttributeError, match=r"module 'modkit.nn' has no attribute 'NoSuchLayer'"):
+        modkit.nn.NoSuchLayer
+
+
+def test_the_import_statement_leaves_torch_as_it_was() -> None:
+    """Importing modkit adds no attribute to ``torch.nn`` and none to its modules."""
+    seen = _in_fresh_process(
+        """
+        import torch
+        views = torch.nn, torch.nn.modules, torch.nn.modules.module, torch.nn.Module
+        before = [dict(vars(each)) for each in views]
+        import modkit.nn.utils.prune, modkit.nn.modules.linear
+        print([dict(vars(each)) for each in views] == before)
+        """
+    )
+
+    assert seen == ["True"]
+
+
+@pytest.mark.parametrize("library", ["torch", "modkit"])
+def test_star_import_gives_torch_names(library):
+    """``from ... import *`` binds the public names of ``torch.nn``, modules among them."""
+    bound = _in_fresh_process(
+        f"""
+        import torch.nn
+        expected = [name for name in dir(torch.nn) if not name.startswith("_")]
+        del torch
+        before = set(globals())
+        from {library}.nn import *
+        print(sorted(set(globals()) - before - {{"before"}}) == sorted(expected))
+        """
+    )
+
+    assert bound == ["True"]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import {0}.nn.functional as F; F.relu",
+        "from {0}.nn import functional as F; F.scaled_dot_product_attention",
+        "from {0}.nn import init; init.kaiming_normal_",
+        "from {0}.nn.utils import parametrize; parametrize.register_parametrization",
+        "from {0}.nn.utils import clip_grad_norm_, weight_norm; weight_norm.__wrapped__",
+        "from {0}.nn.utils import spectral_norm; spectral_norm.__code__",
+        "import {0}.nn.utils.prune as prune; prune.l1_unstructured",
+        "from {0}.nn.utils.rnn import pad_sequence, PackedSequence",
+        "import {0}.nn.utils.parametrizations; {0}.nn.utils.parametrizations.orthogonal",
+        "from {0}.nn.parameter import Buffer, Parameter, UninitializedParameter",
+        "from {0}.nn.parallel import DataParallel, DistributedDataParallel, data_parallel",
+        "from {0}.nn.parallel.scatter_gather import gather",
+        "from {0}.nn.attention import SDPBackend, sdpa_kernel",
+        "from {0}.nn.modules.batchnorm import _BatchNorm, _NormBase",
+        "from {0}.nn.modules.conv import _ConvNd, _size_2_t",
+        "from {0}.nn.modules.linear import NonDynamicallyQuantizableLinear",
+        "from {0}.nn.modules.lazy import LazyModuleMixin",
+        "from {0}.nn.modules.module import _IncompatibleKeys, _addindent, _WrappedHook",
+        "from {0}.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _global_forward_hooks",
+        "from {0}.nn.modules.module import register_module_full_backward_pre_hook",
+        "from {0}.nn.modules.transformer import _get_activation_fn, _get_clones",
+        "from {0}.nn.modules.utils import _pair, consume_prefix_in_state_dict_if_present",
+        "import {0}.nn.quantized.dynamic; {0}.nn.quantized.dynamic.Linear",
+        "import {0}.nn.intrinsic.qat; {0}.nn.qat; {0}.nn.quantizable; {0}.nn.quantized.Linear",
+        "from {0}.nn import quantized, qat; quantized.dynamic.LSTM",
+        "from {0}.nn.common_types import _size_2_t",
+        "from {0}.nn import _reduction",
+        "from {0}.nn.modules.no_such_file import Linear",
+        "from {0}.nn.modules.linear import NoSuchLayer",
+        "import {0}.nn.no_such_file",
+    ],
+)
+def test_statement_works_as_in_torch(statement):
+    """Users' import statements work, or fail, whichever library's name stands in them."""
+
+    def outcome(library):
+        try:
+            exec(statement.format(library), {})
+        except Exception as error:
+            return type(error).__name__
+        return "works"
+
+    assert outcome("modkit") == outcome("torch")
+
+
+def test_functions_keep_their_names():
+    """Where a file and its function share a name, the package shows the function, as in torch."""
+    for package, names in {
+        "utils": ["weight_norm", "spectral_norm"],
+        "parallel": ["data_parallel", "parallel_apply", "replicate"],
+    }.items():
+        for name in names:
+            importlib.import_module(f"modkit.nn.{package}.{name}")
+            mine, theirs = getattr(modkit.nn, package), getattr(nn, package)
+
+            assert getattr(mine, name) is getattr(theirs, name)
+            assert inspect.isfunction(getattr(mine, name))
+
+
+def test_rebound_flag_is_not_a_stale_copy(monkeypatch):
+    """The flag that torch rebinds is read from torch at each access."""
+    hooks = modkit.nn.modules.module
+    seen = []
+    for value in (None, True, False):
+        monkeypatch.setattr(torch.nn.modules.module, "_global_is_full_backward_hook", value)
+        seen.append(hooks._global_is_full_backward_hook)
+
+    assert seen == [None, True, False]
+
+
+def test_tables_of_global_hooks_are_torch_objects():
+    """Whoever writes into a global hook table through either library writes into the same one."""
+    theirs = torch.nn.modules.module
+    tables = [name for name in vars(theirs) if name.startswith("_global_")]
+
+    assert len(tables) >= 10
+    assert all(getattr(modkit.nn.modules.module, n) is getattr(theirs, n) for n in tables)
+
+
+def test_import_is_quiet_and_light():
+    """``import modkit.nn`` warns of nothing and imports no part of torch that torch has not."""
+    imported = _in_fresh_process(
+        """
+        import sys
+        import torch
+        before = set(sys.modules)
+        import modkit.nn
+        print(*(name for name in set(sys.modules) - before if not name.startswith("modkit")))
+        """
+    )
+
+    assert imported == []
