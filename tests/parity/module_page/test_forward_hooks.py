@@ -188,22 +188,27 @@ def test_input_modified_after_forward_has_no_effect_on_it(impl: Implementation) 
 
 
 @pytest.mark.parametrize("with_kwargs", [False, True])
+@pytest.mark.parametrize("source", ["pre-hook", "forward", "forward hook"])
 def test_always_called_hook_runs_in_spite_of_an_exception(
-    impl: Implementation, with_kwargs: bool
+    impl: Implementation, source: str, with_kwargs: bool
 ) -> None:
-    """With always_call=True a hook runs although forward raises, and the exception goes on."""
+    """With always_call=True a hook runs although the call raises, and the exception goes on."""
     calls: list[tuple[object, ...]] = []
 
     def fails(*_: object, **__: object) -> None:
-        raise ValueError("from forward")
+        raise ValueError(source)
 
-    module = applying(impl, fails)
+    module = applying(impl, fails if source == "forward" else lambda *_, **__: "output")
+    if source == "pre-hook":
+        module.register_forward_pre_hook(fails)
+    elif source == "forward hook":
+        module.register_forward_hook(fails)
     module.register_forward_hook(capturing(calls), always_call=True, with_kwargs=with_kwargs)
 
-    with pytest.raises(ValueError, match="from forward"):
+    with pytest.raises(ValueError, match=source):
         module(1, key=2)
     kwargs = [{"key": 2}] if with_kwargs else []
-    assert calls == [(module, (1,), *kwargs, None)]
+    assert calls == [(module, (1,), *kwargs, "output" if source == "forward hook" else None)]
 
 
 def test_always_called_hook_runs_once_without_an_exception(impl: Implementation) -> None:

@@ -17,7 +17,12 @@ GLOBAL_COUNTERPARTS = {
 ORDERED = pytest.mark.parametrize("registrar", GLOBAL_COUNTERPARTS)
 REMOVABLE = pytest.mark.parametrize(
     "registrar",
-    [*GLOBAL_COUNTERPARTS, "register_backward_hook", "register_load_state_dict_post_hook"],
+    [
+        *GLOBAL_COUNTERPARTS,
+        "register_backward_hook",
+        "register_load_state_dict_post_hook",
+        "register_state_dict_pre_hook",
+    ],
 )
 
 

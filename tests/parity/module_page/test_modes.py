@@ -173,6 +173,21 @@ def test_zero_grad_sets_gradients_to_zero(impl: Implementation) -> None:
     assert model.spare.factor.grad is None
 
 
+@pytest.mark.parametrize("options", [{}, {"set_to_none": True}, {"set_to_none": False}], ids=str)
+def test_zero_grad_resets_as_an_optimizer_does(
+    impl: Implementation, options: dict[str, bool]
+) -> None:
+    """`zero_grad` leaves the gradients that an optimizer's `zero_grad` leaves."""
+    model, other = with_gradients(impl), with_gradients(impl)
+    model.zero_grad(**options)
+    torch.optim.SGD(other.parameters()).zero_grad(**options)
+
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert (mine.grad is None) is (theirs.grad is None) is (options != {"set_to_none": False})
+        if mine.grad is not None:
+            assert torch.equal(mine.grad, theirs.grad)
+
+
 def test_zero_grad_both_ways(impl: Implementation) -> None:
     """`zero_grad` on a layer sets zeros on request and None by default."""
     linear = impl.nn.Linear(2, 1)
