@@ -1,0 +1,31 @@
+import pytest
+import torch
+
+from tests.helpers import Implementation
+from tests.integration.networks import agree
+from tests.integration.third_party.networks import image_net, images
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lora_and_merge() -> None:
+    """LoRA finds its layer for each kind, trains, and merges into layers of the first kind."""
+    peft = pytest.importorskip("peft", reason="needs peft: nox -s ecosystem installs it")
+
+    def scenario(impl: Implementation) -> object:
+        net, x = image_net(impl.nn).eval(), images()
+        config = peft.LoraConfig(r=2, target_modules=["conv", "head"], init_lora_weights=False)
+        model = peft.get_peft_model(net, config)
+        adapted = type(net.conv).__name__, type(net.head).__name__
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        model(x).square().sum().backward()
+        optimizer.step()
+        trained = model(x)
+        merged = model.merge_and_unload()
+        kept = type(merged.conv) is impl.nn.Conv2d and type(merged.head) is impl.nn.Linear
+        return adapted, kept, trained, merged, merged(x)
+
+    adapted, kept, trained, _, output = agree(scenario)
+
+    assert adapted == ("Conv2d", "Linear")
+    assert kept
+    torch.testing.assert_close(output, trained)
