@@ -22,7 +22,7 @@ def build(impl: Implementation) -> torch.nn.Module:
     return Net()
 
 
-# BackPACK hooks the first layer, too, whose input is data.
+# BackPACK hooks the first layer too, whose input needs no gradient.
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
 @pytest.mark.parametrize(
     ("extension", "attribute"),

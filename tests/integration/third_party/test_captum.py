@@ -81,7 +81,7 @@ def test_layer(method: str) -> None:
 
 
 def test_jacobian_of_each_sample() -> None:
-    """The helper of TracIn computes the gradient of each sample with opacus-like hooks."""
+    """The helper of TracIn computes the gradient of each sample from hooks on the layers."""
     common = pytest.importorskip("captum.influence._utils.common", reason=REASON)
 
     def scenario(impl: Implementation) -> tuple[torch.Tensor, ...]:

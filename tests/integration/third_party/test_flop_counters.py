@@ -7,7 +7,6 @@ from tests.integration.networks import agree
 from tests.integration.third_party.networks import MULTIPLY_ADDS, image_net, images
 
 
-@pytest.mark.filterwarnings("ignore:distutils Version classes are deprecated:DeprecationWarning")
 def test_thop(impl: Implementation) -> None:
     """Thop counts every convolution and linear layer, and every parameter."""
     thop = pytest.importorskip("thop", reason="needs thop: nox -s ecosystem installs it")
@@ -21,7 +20,6 @@ def test_thop(impl: Implementation) -> None:
     assert counted == parameters
 
 
-@pytest.mark.filterwarnings("ignore:distutils Version classes are deprecated:DeprecationWarning")
 def test_thop_gives_the_same_counts() -> None:
     """Thop gives torch's counts, those of normalization and pooling included."""
     thop = pytest.importorskip("thop", reason="needs thop: nox -s ecosystem installs it")

@@ -13,16 +13,16 @@ from tests.integration.networks import agree
 
 
 REASON: Final = "needs opacus: nox -s ecosystem installs it"
-# Opacus warns that its noise is no secret, and that hooks fire for layers that data is the input of.
+# Opacus warns that its random numbers are not secure, and torch that the first layer of a network
+# has an input without gradients.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed"),
-    pytest.mark.filterwarnings("ignore:Optimal order is the (largest|smallest) alpha"),
 ]
 
 
 class TorchHolder(torch.nn.Module):
-    """A user's network with one layer; opacus clones it with pickle, so it has an import path."""
+    """A user's network with one layer; opacus clones it with pickle, which must import it."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class TorchHolder(torch.nn.Module):
 
 
 class ModkitHolder(modkit.nn.Module):
-    """The same on ``modkit.nn``."""
+    """A user's network with one layer on ``modkit.nn``, which pickle can import as well."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()

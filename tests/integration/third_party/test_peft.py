@@ -6,7 +6,6 @@ from tests.integration.networks import agree
 from tests.integration.third_party.networks import image_net, images
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lora_and_merge() -> None:
     """LoRA finds its layer for each kind, trains, and merges into layers of the first kind."""
     peft = pytest.importorskip("peft", reason="needs peft: nox -s ecosystem installs it")
