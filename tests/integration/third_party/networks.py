@@ -1,4 +1,4 @@
-"""The network that most tests of this folder hand to a library, built from a given ``nn``."""
+"""The networks that the tests of this folder hand to libraries, built from a given ``nn``."""
 
 from types import ModuleType
 from typing import Final
@@ -31,6 +31,22 @@ def image_net(nn: ModuleType) -> torch.nn.Module:
     return ImageNet()
 
 
+def scaled_net(nn: ModuleType) -> torch.nn.Module:
+    """Build a user's classifier that has a parameter and a buffer of its own beside the layers."""
+
+    class ScaledNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = image_net(nn)
+            self.scale = nn.Parameter(torch.rand(3) + 0.5)
+            self.register_buffer("shift", torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x) * self.scale + self.shift
+
+    return ScaledNet()
+
+
 def images(count: int = 2) -> Tensor:
-    """Draw a batch for ``image_net``."""
+    """Draw a batch of 10 x 10 images."""
     return torch.randn(count, 3, 10, 10)

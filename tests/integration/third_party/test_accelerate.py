@@ -3,7 +3,7 @@ import torch
 
 from tests.helpers import Implementation
 from tests.integration.networks import agree
-from tests.integration.third_party.networks import image_net, images
+from tests.integration.third_party.networks import images, scaled_net
 
 
 REASON = "needs accelerate: nox -s ecosystem installs it"
@@ -12,9 +12,9 @@ REASON = "needs accelerate: nox -s ecosystem installs it"
 def test_init_on_meta(impl: Implementation) -> None:
     """A user's module built in the block is on the meta device, and gets weights by loading."""
     accelerate = pytest.importorskip("accelerate", reason=REASON)
-    full, x = image_net(impl.nn).eval(), images()
+    full, x = scaled_net(impl.nn).eval(), images()
     with accelerate.init_empty_weights(include_buffers=True):
-        empty = image_net(impl.nn).eval()
+        empty = scaled_net(impl.nn).eval()
     devices = {tensor.device.type for tensor in empty.state_dict().values()}
 
     for name, tensor in full.state_dict().items():
@@ -29,7 +29,7 @@ def test_cpu_offload() -> None:
     accelerate = pytest.importorskip("accelerate", reason=REASON)
 
     def scenario(impl: Implementation) -> object:
-        net, x = image_net(impl.nn).eval(), images()
+        net, x = scaled_net(impl.nn).eval(), images()
         expected = net(x)
         accelerate.cpu_offload(net, execution_device=torch.device("cpu"))
         output = net(x)

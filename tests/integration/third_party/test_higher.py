@@ -3,7 +3,7 @@ import torch
 
 from tests.helpers import Implementation
 from tests.integration.networks import agree
-from tests.integration.third_party.networks import image_net, images
+from tests.integration.third_party.networks import images, scaled_net
 
 
 def test_inner_loop() -> None:
@@ -11,7 +11,7 @@ def test_inner_loop() -> None:
     higher = pytest.importorskip("higher", reason="needs higher: nox -s ecosystem installs it")
 
     def scenario(impl: Implementation) -> object:
-        net, x = image_net(impl.nn).eval(), images()
+        net, x = scaled_net(impl.nn).eval(), images()
         before = [p.detach().clone() for p in net.parameters()]
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         with higher.innerloop_ctx(net, optimizer, copy_initial_weights=False) as (copied, inner):

@@ -81,7 +81,7 @@ def test_apply_init() -> None:
 def test_freeze_batch_norm() -> None:
     """A loop over ``modules()`` freezes the statistics of the backbone's BatchNorm layers."""
 
-    def scenario(impl: Implementation) -> tuple[int, dict[str, Tensor]]:
+    def scenario(impl: Implementation) -> tuple[int, dict[str, Tensor], list[Tensor | None]]:
         net, frozen = classifier(impl).train(), 0
         for module in net.modules():
             if isinstance(module, impl.nn.BatchNorm2d):

@@ -236,6 +236,31 @@ def test_norm_sampler(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert norms.count_nonzero() == 4
 
 
+def test_sampler_of_a_user_module() -> None:
+    """A user's module with parameters has no sampler, so functorch differentiates its forward."""
+    grad_sample = pytest.importorskip("opacus.grad_sample", reason=REASON)
+
+    def scenario(impl: Implementation) -> dict[str, Tensor]:
+        nn = impl.nn
+
+        class Affine(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.scale, self.shift = nn.Parameter(torch.rand(5)), nn.Parameter(torch.rand(5))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return x * self.scale + self.shift
+
+        model = grad_sample.GradSampleModule(user_net(nn, nn.Sequential(nn.Linear(5, 5), Affine())))
+        model(torch.randn(4, 5)).square().sum().backward()
+        return {name: p.grad_sample for name, p in model.named_parameters()}
+
+    samples = agree(scenario)
+
+    assert samples["_module.layer.1.scale"].shape == (4, 5)
+    assert all(sample.count_nonzero() > 0 for sample in samples.values())
+
+
 def test_expanded_weights() -> None:
     """With expanded weights torch itself computes the gradient of each sample."""
     grad_sample = pytest.importorskip("opacus.grad_sample", reason=REASON)

@@ -3,12 +3,15 @@ import torch
 
 from tests.helpers import Implementation
 from tests.integration.networks import agree
-from tests.integration.third_party.networks import image_net, images
+from tests.integration.third_party.networks import image_net, images, scaled_net
+
+
+REASON = "needs peft: nox -s ecosystem installs it"
 
 
 def test_lora_and_merge() -> None:
     """LoRA finds its layer for each kind, trains, and merges into layers of the first kind."""
-    peft = pytest.importorskip("peft", reason="needs peft: nox -s ecosystem installs it")
+    peft = pytest.importorskip("peft", reason=REASON)
 
     def scenario(impl: Implementation) -> object:
         net, x = image_net(impl.nn).eval(), images()
@@ -28,3 +31,23 @@ def test_lora_and_merge() -> None:
     assert adapted == ("Conv2d", "Linear")
     assert kept
     torch.testing.assert_close(output, trained)
+
+
+def test_modules_to_save() -> None:
+    """A user's module is copied for training, and the copy is what the adapter's state holds."""
+    peft = pytest.importorskip("peft", reason=REASON)
+
+    def scenario(impl: Implementation) -> object:
+        net = impl.nn.Sequential()
+        net.add_module("body", scaled_net(impl.nn).eval())
+        net.add_module("head", impl.nn.Linear(3, 2))
+        config = peft.LoraConfig(r=2, target_modules=["head"], modules_to_save=["body"])
+        model, x = peft.get_peft_model(net, config), images()
+        model(x).square().sum().backward()
+        trained = [name for name, p in model.named_parameters() if p.grad is not None]
+        return trained, peft.get_peft_model_state_dict(model), model(x)
+
+    trained, state, _ = agree(scenario)
+
+    assert any(name.endswith("body.modules_to_save.default.scale") for name in trained)
+    assert any(name.endswith("body.shift") for name in state)

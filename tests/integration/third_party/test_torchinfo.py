@@ -2,7 +2,7 @@ import pytest
 
 from tests.helpers import Implementation
 from tests.integration.networks import agree
-from tests.integration.third_party.networks import MULTIPLY_ADDS, image_net, images
+from tests.integration.third_party.networks import MULTIPLY_ADDS, images, scaled_net
 
 
 def test_summary() -> None:
@@ -13,7 +13,7 @@ def test_summary() -> None:
 
     def scenario(impl: Implementation) -> object:
         columns = ("input_size", "output_size", "num_params", "kernel_size", "mult_adds")
-        net = image_net(impl.nn)
+        net = scaled_net(impl.nn)
         summary = torchinfo.summary(
             net, input_data=images(1), col_names=columns, row_settings=("var_names",), verbose=0
         )
