@@ -105,12 +105,16 @@ def distributed(session: nox.Session) -> None:
 def ecosystem(session: nox.Session) -> None:
     """Run the tests with transformers, timm, diffusers and others, in an environment of their own."""
     install(session, "test", "ecosystem")
+    if session.venv_backend != "none":
+        # Without its dependencies: brevitas requires setuptools<81.
+        session.install("--no-deps", "brevitas==0.13.4")
     averages = ("averaging_peers", "averaging_peer_table")
     lightning = ("lightning", "lightning_faults", "lightning_runs")
     transformers = ("attach", "callback", "faults", "resume")
     trainers = (*lightning, *(f"trainer_{what}" for what in transformers), "accelerate_loop")
     names = ("adopt_transformers", "adopt_vision", *averages, "ecosystem", *trainers)
     files = [f"tests/integration/test_{name}.py" for name in names]
+    files.append("tests/integration/third_party")
     # The pages show what these libraries and modkit have for the same purpose.
     files += ["docs/callbacks.md", "docs/callbacks_transformers.md"]
     session.run("pytest", *files, *session.posargs, env=TEST_ENVIRONMENT)
