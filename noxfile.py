@@ -112,7 +112,7 @@ def ecosystem(session: nox.Session) -> None:
     lightning = ("lightning", "lightning_faults", "lightning_runs")
     transformers = ("attach", "callback", "faults", "resume")
     trainers = (*lightning, *(f"trainer_{what}" for what in transformers), "accelerate_loop")
-    names = ("adopt_transformers", "adopt_vision", *averages, "ecosystem", *trainers)
+    names = (*averages, "ecosystem", *trainers)
     files = [f"tests/integration/test_{name}.py" for name in names]
     files.append("tests/integration/third_party")
     # The pages show what these libraries and modkit have for the same purpose.

@@ -1,5 +1,9 @@
 """Configuration of the documentation site: Sphinx, MyST Markdown, Furo."""
 
+import re
+from typing import Any
+
+
 project = "modkit"
 copyright = "the modkit authors"  # noqa: A001 - the name that Sphinx reads
 
@@ -21,3 +25,14 @@ napoleon_use_ivar = True
 # be downloaded for every build, so these references stay plain text.
 # Type variables have no page either.
 nitpick_ignore_regex = [("py:.*", r"(?!modkit\.).*"), ("py:.*", r"modkit\..*T")]
+
+
+def name_pages_of_torch(*arguments: Any) -> None:
+    """Turn references to torch's own pages, in docstrings that are inherited, into plain text."""
+    lines = arguments[-1]
+    lines[:] = [re.sub(r":ref:`([\w-]+)-doc`", r"torch's page ``\1``", line) for line in lines]
+
+
+def setup(app: Any) -> None:
+    """Enter the function above in Sphinx."""
+    app.connect("autodoc-process-docstring", name_pages_of_torch)

@@ -1,6 +1,7 @@
 """Networks that are trained in several processes, once on torch's classes and once on modkit's."""
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -178,6 +179,7 @@ def next_word(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor
 
 def of_llama(impl: Implementation) -> torch.nn.Module:
     """Make a small Llama."""
+    importlib.import_module("tests.integration")  # lets transformers import torchvision
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -209,6 +211,7 @@ def plan_of_llama() -> dict[str, ParallelStyle]:
 
 def of_gpt2(impl: Implementation) -> torch.nn.Module:
     """Make a small GPT-2, whose first and last weights are one."""
+    importlib.import_module("tests.integration")
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=WORDS, n_embd=16, n_layer=2, n_head=2, n_positions=16)

@@ -31,7 +31,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", [*CASES, *WITH_LINEAR], ids="-".join)
-def test_losses_of_adopted_models_are_those_of_torch(found, case) -> None:
+def test_losses_below_a_users_class_are_those_of_torch(found, case) -> None:
     """20 steps have equal losses, end in equal weights, and exchange as many bytes."""
     assert_same(found, case)
 

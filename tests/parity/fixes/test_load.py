@@ -50,6 +50,32 @@ def test_a_refused_load_changes_nothing(impl: Implementation, change: dict) -> N
     assert unchanged(model, before)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_tensor_that_cannot_be_copied_changes_nothing(impl: Implementation, assign: bool) -> None:
+    """Values of the right shape that cannot be written are found before the first write."""
+    model = network(impl)
+    before = values(model)
+    odd = torch.ones(1, dtype=torch.int64) if assign else torch.ones(1, device="meta")
+    state = {**other_values(model), "1.bias": odd}
+    with pytest.raises(RuntimeError, match='While copying the parameter named "1.bias"'):
+        model.load_state_dict(state, assign=assign)
+
+    assert unchanged(model, before)
+
+
+def test_a_refused_load_of_an_old_checkpoint_changes_nothing(impl: Implementation) -> None:
+    """Layers that bring an old checkpoint up to date take part without writing."""
+    model = network(impl)
+    before = values(model)
+    state = other_values(model)
+    del state["0.1.num_batches_tracked"]
+    state["1.bias"] = torch.zeros(7)
+    with pytest.raises(RuntimeError, match="size mismatch for 1.bias"):
+        model.load_state_dict(state)
+
+    assert unchanged(model, before)
+
+
 def test_a_load_with_a_missing_key_changes_nothing(impl: Implementation) -> None:
     """A strict load without one of the keys leaves all the other tensors as they were."""
     model = network(impl)

@@ -3,7 +3,7 @@ import collections
 import pytest
 import torch
 
-from tests.helpers import Implementation
+from tests.helpers import Implementation, same
 from tests.parity.module.nets import raises_like_torch, tree
 
 
@@ -105,3 +105,74 @@ def test_loading_keys_that_are_no_strings(impl: Implementation) -> None:
     )
 
     assert before == after
+
+
+ODD_VALUES = {
+    "sparse": lambda: torch.ones(2).to_sparse(),
+    "meta": lambda: torch.ones(2, device="meta"),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
+    "integer": lambda: torch.ones(2, dtype=torch.int64),
+    "complex": lambda: torch.ones(2, dtype=torch.complex64),
+    "float8": lambda: torch.ones(2).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("value", ODD_VALUES)
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_refused_load_names_what_cannot_be_copied(
+    value: str, assign: bool, missing: bool
+) -> None:
+    """Beside missing keys the error has each tensor that copying would have failed for."""
+
+    def scenario(impl):
+        module = impl.Module()
+        module.a = torch.nn.Parameter(torch.zeros(2))
+        module.register_buffer("b", torch.zeros(2))
+        module.c = torch.nn.Parameter(torch.zeros(2))
+        state = {"a": ODD_VALUES[value](), "b": ODD_VALUES[value](), "c": torch.ones(2)}
+        if missing:
+            del state["c"]
+        return repr(module.load_state_dict(state, assign=assign))
+
+    kind, *_ = same(scenario)
+
+    assert kind == "raised" if missing else kind in {"raised", "returned"}
+
+
+def test_a_refused_load_names_targets_that_cannot_be_written() -> None:
+    """So it does where the tensors of the model are what stands in the way."""
+
+    def scenario(impl):
+        module = impl.Module()
+        with torch.inference_mode():
+            module.a = torch.nn.Parameter(torch.zeros(2))
+        module.b = torch.nn.Parameter(torch.zeros(1).expand(2))
+        module.c = torch.nn.Parameter(torch.zeros(2))
+        return module.load_state_dict({"a": torch.ones(2), "b": torch.ones(2)})
+
+    kind, _, text = same(scenario)
+
+    assert kind == "raised"
+    assert 'Missing key(s) in state_dict: "c"' in text
+    assert text.count("While copying the parameter named") == 2
+
+
+def test_a_refused_load_warns_of_copies_to_the_meta_device(impl: Implementation) -> None:
+    """A copy that would do nothing is warned of, whether or not the load is refused."""
+    module = impl.Module()
+    module.a = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    module.b = torch.nn.Parameter(torch.zeros(2))
+    with (
+        pytest.warns(UserWarning, match="for a: copying from a non-meta parameter") as caught,
+        pytest.raises(RuntimeError, match="Missing key"),
+    ):
+        module.load_state_dict({"a": torch.ones(2)})
+
+    assert len(caught) == 1
+    assert caught[0].filename == (
+        torch.nn.modules.module.__file__ if impl.name == "torch" else __file__
+    )

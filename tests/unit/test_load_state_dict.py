@@ -1,0 +1,121 @@
+import copy
+import time
+
+import pytest
+import torch
+
+import modkit
+import modkit.nn
+
+
+def network() -> torch.nn.Module:
+    """Build a network of torch alone."""
+    return torch.nn.Sequential(
+        torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.ModuleList([torch.nn.GRU(3, 1)])
+    )
+
+
+def other_values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Make a state dict for ``module`` whose values differ from it in each entry."""
+    return {name: tensor + 1 for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loads_what_torch_loads(assign: bool) -> None:
+    """A model of torch gets the values, the result and the identities that torch's method gives."""
+    ours, theirs = network(), network()
+    state = other_values(ours)
+
+    result = modkit.load_state_dict(ours, copy.deepcopy(state), assign=assign)
+    expected = theirs.load_state_dict(copy.deepcopy(state), assign=assign)
+
+    assert result == expected
+    assert type(result) is type(expected)
+    for (name, mine), (other, its) in zip(
+        ours.named_parameters(), theirs.named_parameters(), strict=True
+    ):
+        assert name == other
+        assert torch.equal(mine, its)
+        assert type(mine) is type(its)
+        assert mine.requires_grad == its.requires_grad
+
+
+def test_a_refused_load_changes_nothing() -> None:
+    """An entry that does not fit is found before the first write, with torch's error."""
+    model, twin = network(), network()
+    before = copy.deepcopy(model.state_dict())
+    state = {**other_values(model), "2.0.bias_hh_l0": torch.zeros(1), "stray": torch.zeros(1)}
+    with pytest.raises(RuntimeError) as expected:
+        twin.load_state_dict(state)
+
+    with pytest.raises(RuntimeError) as caught:
+        modkit.load_state_dict(model, state)
+
+    assert str(caught.value) == str(expected.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_keys_that_do_not_match() -> None:
+    """Without ``strict``, the result names them."""
+    result = modkit.load_state_dict(network(), {"0.weight": torch.ones(3, 2)}, strict=False)
+
+    assert "0.bias" in result.missing_keys
+    assert result.unexpected_keys == []
+
+
+def test_an_override_of_the_model_is_called() -> None:
+    """A model with a ``load_state_dict`` of its own loads by that."""
+
+    class Wrapped(torch.nn.Module):
+        def load_state_dict(self, state_dict, strict=True, assign=False):
+            return ("own", strict, assign)
+
+    assert modkit.load_state_dict(Wrapped(), {}, strict=False, assign=True) == ("own", False, True)
+
+
+def test_hooks_and_overrides_below_take_part() -> None:
+    """They are called in torch's order, and see torch's arguments."""
+    seen = []
+
+    class Own(torch.nn.Linear):
+        def _load_from_state_dict(self, state_dict, prefix, *rest):
+            seen.append(prefix)
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    model = torch.nn.Sequential(Own(1, 1), torch.nn.Linear(1, 1))
+    model[1].register_load_state_dict_pre_hook(
+        lambda module, state, prefix, *_: seen.append(prefix)
+    )
+    modkit.load_state_dict(model, other_values(model))
+
+    assert seen == ["0.", "1."]
+
+
+@pytest.mark.parametrize("model", [None, {"weight": torch.ones(1)}, torch.nn.Linear])
+def test_what_is_not_a_module(model: object) -> None:
+    """The error names the function and what it was given."""
+    with pytest.raises(TypeError, match=r"modkit.load_state_dict\(\) takes a torch.nn.Module, got"):
+        modkit.load_state_dict(model, {})
+
+
+def test_what_is_not_a_mapping() -> None:
+    """The error is torch's."""
+    with pytest.raises(TypeError, match="Expected state_dict to be dict-like, got <class 'list'>"):
+        modkit.load_state_dict(network(), [])
+
+
+def test_siblings_take_linear_time() -> None:
+    """Eight times the layers in one list take about eight times as long, not sixty-four."""
+
+    def seconds(count: int) -> float:
+        model = torch.nn.ModuleList(torch.nn.Linear(1, 1, device="cpu") for _ in range(count))
+        state = model.state_dict()
+        modkit.load_state_dict(model, state)
+        times = []
+        for _ in range(3):
+            start = time.process_time()
+            modkit.load_state_dict(model, state)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert seconds(4000) / seconds(500) < 24
