@@ -3,21 +3,43 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from modkit import nn as nn, schedules as schedules
-from modkit.averaging.callback import EMACallback as EMACallback
-from modkit.averaging.checkpoints import average_checkpoints as average_checkpoints
-from modkit.averaging.ema import EMA as EMA
-from modkit.averaging.posthoc import PostHocEMA as PostHocEMA
-from modkit.averaging.ranges import average_range as average_range
-from modkit.checkpoints import (
-    load_checkpoint as load_checkpoint,
-    save_checkpoint as save_checkpoint,
-)
+from modkit import nn as nn
 from modkit.nn._load_state_dict import load_state_dict as load_state_dict
 
 
 if TYPE_CHECKING:
-    from modkit import distributed as distributed, jit as jit, models as models, optim as optim
+    from modkit import (
+        distributed as distributed,
+        jit as jit,
+        models as models,
+        optim as optim,
+        schedules as schedules,
+    )
+    from modkit.averaging.callback import EMACallback as EMACallback
+    from modkit.averaging.checkpoints import average_checkpoints as average_checkpoints
+    from modkit.averaging.ema import EMA as EMA
+    from modkit.averaging.posthoc import PostHocEMA as PostHocEMA
+    from modkit.averaging.ranges import average_range as average_range
+    from modkit.checkpoints import (
+        load_checkpoint as load_checkpoint,
+        save_checkpoint as save_checkpoint,
+    )
+
+# Imported when they are asked for, so that a program waits only for what it uses.
+_HOMES = {
+    "EMA": "averaging.ema",
+    "EMACallback": "averaging.callback",
+    "PostHocEMA": "averaging.posthoc",
+    "average_checkpoints": "averaging.checkpoints",
+    "average_range": "averaging.ranges",
+    "distributed": "distributed",
+    "jit": "jit",
+    "load_checkpoint": "checkpoints",
+    "models": "models",
+    "optim": "optim",
+    "save_checkpoint": "checkpoints",
+    "schedules": "schedules",
+}
 
 __all__ = [
     "EMA",
@@ -36,17 +58,17 @@ __all__ = [
     "schedules",
 ]
 
-# Imported when they are asked for: most programs need none of them.
-_LATER = frozenset({"distributed", "jit", "models", "optim"})
-
 
 def __getattr__(name: str) -> Any:
-    """Import a subpackage that is read as an attribute, as ``torch`` has its own."""
-    if name in _LATER:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import the home of a public name that is read for the first time."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{home}")
+    value = globals()[name] = module if home == name else getattr(module, name)
+    return value
 
 
 def __dir__() -> list[str]:
     """List what is there, and what would be imported."""
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_HOMES})

@@ -76,6 +76,7 @@ __all__ = [
     "is_tracing",
     "jit_trace",
     "layer_loaders",
+    "make_parameter",
     "module_globals",
     "original_methods",
     "parse_to",
@@ -89,6 +90,11 @@ __all__ = [
 # The stub of torch does not say that there may be no state.
 get_tracing_state = cast("Callable[[], object | None]", _get_tracing_state)
 is_tracing = cast("Callable[[], bool]", cast("Any", torch._C)._is_tracing)
+
+# What ``Parameter(tensor)`` comes down to for a plain tensor, without the questions in Python.
+make_parameter: Callable[[torch.Tensor, bool], torch.nn.Parameter] = partial(
+    cast("Any", torch.Tensor)._make_subclass, torch.nn.Parameter
+)
 
 foreach_add_ = torch._foreach_add_
 foreach_addcdiv_ = torch._foreach_addcdiv_

@@ -10,7 +10,7 @@ import modkit.nn
 from modkit.cli import _bench_script
 from modkit.cli._averaging_rows import AVERAGING
 from modkit.cli._module_rows import MODULE_ROWS
-from modkit.cli._row_kinds import Against, Growth, Memory, Names, Row, Time
+from modkit.cli._row_kinds import Against, Growth, Import, Memory, Names, Row, Time
 
 
 def unused_class(nn: ModuleType) -> type[object]:
@@ -122,6 +122,7 @@ ROWS: Final[list[Row]] = [
         siblings(3000),
         siblings(6000),
     ),
+    Import("import modkit after torch / 60 ms", 0.060, "modkit"),
     # A dict that something has asked for takes 16 bytes more than the values alone.
     Memory("bytes of an empty Module()", 1.05, unused_class),
 ]

@@ -1,7 +1,9 @@
 """What kinds of rows the benchmark has."""
 
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 import modkit.nn
-from modkit.cli._measure import Result, compare, repeat, timer
+from modkit.cli._measure import MIN_ROUNDS, Result, compare, repeat, timer
 
 
 Names = dict[str, Any]
@@ -130,6 +132,37 @@ class Limit:
     def measure(self, seconds: float) -> Result:
         """Time it again and again."""
         found = repeat(timer(self.statement, self.names()), seconds)
+        low, middle, high = (value / self.limit for value in statistics.quantiles(found, n=4))
+        return Result(self.name, 1.0, middle, low, high, self.limit, "s", len(found))
+
+
+@dataclass(frozen=True)
+class Import:
+    """The time that an import adds to that of torch, relative to a time that it may take.
+
+    Args:
+        name: What the table calls it.
+        limit: That time, in seconds.
+        module: The name of the module.
+    """
+
+    name: str
+    limit: float
+    module: str
+    budget: float = 1.0
+
+    def measure(self, seconds: float) -> Result:
+        """Import it in one new process after another."""
+        code = (
+            "import time, torch; start = time.thread_time(); "
+            f"import {self.module}; print(time.thread_time() - start)"
+        )
+        command = [sys.executable, "-c", code]
+        found: list[float] = []
+        end = time.monotonic() + seconds
+        while len(found) < MIN_ROUNDS or time.monotonic() < end:
+            done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
+            found.append(float(done.stdout))
         low, middle, high = (value / self.limit for value in statistics.quantiles(found, n=4))
         return Result(self.name, 1.0, middle, low, high, self.limit, "s", len(found))
 

@@ -24,6 +24,8 @@ _PLAIN_TYPES: Final = frozenset(
 # What the hot functions compare with: a global is read in half the time of an entry of a dict.
 _TORCH_INIT: Final = original_methods["__init__"]
 _TORCH_SETATTR: Final = original_methods["__setattr__"]
+_TORCH_DELATTR: Final = original_methods["__delattr__"]
+_TORCH_SETSTATE: Final = original_methods["__setstate__"]
 _TORCH_REGISTER_PARAMETER: Final = original_methods["register_parameter"]
 _TORCH_REGISTER_BUFFER: Final = original_methods["register_buffer"]
 _TORCH_ADD_MODULE: Final = original_methods["add_module"]
@@ -87,8 +89,25 @@ def __setstate__(self: torch.nn.Module, state: dict[str, Any]) -> None:  # noqa:
 
     The ids of the hooks in it are kept from being given to new ones.
     """
-    TorchModule.__setstate__(self, state)
-    reserve_ids(self.__dict__)
+    own = self.__dict__
+    if TorchModule.__setstate__ is not _TORCH_SETSTATE:
+        TorchModule.__setstate__(self, state)
+    else:
+        own.update(state)
+        if not own.keys() >= _RESERVED:
+            # Torch adds what states of older releases lack.
+            TorchModule.__setstate__(self, {})
+    if (
+        own.get("_forward_hooks")
+        or own.get("_backward_hooks")
+        or own["_forward_pre_hooks"]
+        or own["_backward_pre_hooks"]
+        or own["_state_dict_hooks"]
+        or own["_state_dict_pre_hooks"]
+        or own["_load_state_dict_pre_hooks"]
+        or own["_load_state_dict_post_hooks"]
+    ):
+        reserve_ids(own)
 
 
 def _announce(kind: str, module: torch.nn.Module, name: str, value: Any) -> Any:
@@ -222,7 +241,9 @@ def add_module(self: torch.nn.Module, name: str, module: torch.nn.Module | None)
         raise KeyError(f'module name can\'t contain ".", got: {name}')
     if name == "":
         raise KeyError('module name can\'t be empty string ""')
-    self._modules[name] = _announce("module", self, name, module)
+    if module_globals._global_module_registration_hooks:
+        module = _announce("module", self, name, module)
+    self._modules[name] = module
 
 
 @standard
@@ -360,14 +381,15 @@ def _set_buffer(module: torch.nn.Module, name: str, value: Any) -> None:
         raise RuntimeError(MSG_BUFFER_NOT_PERSISTENT)
 
 
-@patchable
+@standard
 def __delattr__(self: torch.nn.Module, name: str) -> None:  # noqa: N807
     """Delete a registered name or a plain attribute."""
-    try:
-        parameters = self._parameters
-    except AttributeError:
-        message = f"cannot delete attribute '{name}' before Module.__init__() call"
-        raise AttributeError(message) from None
+    if TorchModule.__delattr__ is not _TORCH_DELATTR:
+        TorchModule.__delattr__(self, name)
+        return
+    parameters = self.__dict__.get("_parameters")
+    if parameters is None:
+        raise AttributeError(f"cannot delete attribute '{name}' before Module.__init__() call")
     if name in parameters:
         del parameters[name]
     elif name in self._buffers:

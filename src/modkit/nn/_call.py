@@ -222,15 +222,16 @@ def _is_args_and_kwargs(result: object) -> bool:
 @skip_frame
 def _run_forward_hooks(module: torch.nn.Module, call: _Call) -> Any:
     result = call["result"]
-    global_flags = module_globals._global_forward_hooks_with_kwargs
+    # As above: a hook that is removed meanwhile, or added by another thread, has its signature.
     flags = module._forward_hooks_with_kwargs
-    with_kwargs = {**global_flags, **flags} if flags or global_flags else flags
+    with_kwargs = set(flags) if flags else set[int]()
     hooks: tuple[tuple[int, Any], ...] = tuple(module._forward_hooks.items())
     if module_globals._global_forward_hooks:
+        with_kwargs.update(module_globals._global_forward_hooks_with_kwargs)
         hooks = (*module_globals._global_forward_hooks.items(), *hooks)
-    if flags or global_flags:
-        # As above: a hook that is removed meanwhile, or added by another thread, has its signature.
-        with_kwargs = {**with_kwargs, **global_flags, **flags}
+        with_kwargs.update(module_globals._global_forward_hooks_with_kwargs)
+    if flags:
+        with_kwargs.update(flags)
     ran: list[int] = []
     call["ran"] = ran
     for hook_id, hook in hooks:

@@ -9,7 +9,7 @@ kept apart for each thread.
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, cast
 
 import torch
@@ -32,6 +32,7 @@ from modkit.nn._overrides import (
     StandardClasses,
     children_of,
     is_standard,
+    post_order,
     refuse_cycle,
     registered_children,
 )
@@ -121,44 +122,8 @@ def apply_to_tensors(module: torch.nn.Module, fn: TensorFunction, *, recurse: bo
         if not recurse:
             _apply_to_own(module, fn, keeps, ties)
             return
-        for owner in _post_order(module, fn):
+        for owner in post_order(module, "_apply", lambda child: child._apply(fn)):
             _apply_to_own(owner, fn, keeps, ties)
-
-
-def _post_order(module: torch.nn.Module, fn: TensorFunction) -> Iterator[torch.nn.Module]:
-    """Yield the descendants of ``module``, then ``module``: children before their parent.
-
-    A module below ``module`` that overrides ``_apply`` is called in its turn, and neither it nor what
-    is below it is yielded.
-    """
-    plain = StandardClasses("_apply", "children", "named_children")
-    active = {id(module)}
-    stack = [(module, children_of(module))]
-    while stack:
-        parent, children = stack[-1]
-        for child in children:
-            state = child.__dict__
-            if plain[type(child)] and not (
-                "_apply" in state or "children" in state or "named_children" in state
-            ):
-                if not child._modules:
-                    yield child
-                    continue
-                below = registered_children(child)
-            elif is_standard(child, "_apply"):
-                below = children_of(child)
-            else:
-                child._apply(fn)
-                continue
-            if id(child) in active:
-                refuse_cycle(child)
-            active.add(id(child))
-            stack.append((child, below))
-            break
-        else:
-            stack.pop()
-            active.discard(id(parent))
-            yield parent
 
 
 class Conversion:

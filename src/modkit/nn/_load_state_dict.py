@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import torch
+from torch.nn import Parameter
 
 from modkit._errors import MSG_LOAD_POST_HOOK_RETURN
 from modkit._types import FunctionT
@@ -18,10 +19,20 @@ from modkit._upstream import (
     IncompatibleKeys,
     foreach_copy_,
     layer_loaders,
+    make_parameter,
     module_globals,
     original_methods,
 )
-from modkit.nn._load_tensor import Entry, Ties, check, surely_fits, try_out, warn_if_meta, write
+from modkit.nn._load_tensor import (
+    PLAIN,
+    Entry,
+    Ties,
+    check,
+    surely_fits,
+    try_out,
+    warn_if_meta,
+    write,
+)
 from modkit.nn._overrides import (
     STANDARD,
     StandardClasses,
@@ -39,7 +50,8 @@ class _Load:
     """One load: what is loaded, how, and what is wrong with it.
 
     ``missing``, ``unexpected`` and ``errors`` are handed to every module; ``planned`` holds, in
-    torch's order, each entry that is to be written and each error that was found.
+    torch's order, each entry that is to be written and each error that was found, and ``unsure``
+    the keys of the entries among them that may fail. ``added`` counts the errors that belong to no key.
     """
 
     entries: Any
@@ -49,7 +61,8 @@ class _Load:
     unexpected: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     planned: list[Entry | str] = field(default_factory=list)
-    found: set[str] = field(default_factory=set)
+    unsure: set[str] = field(default_factory=set)
+    added: int = 0
     ties: Ties = field(default_factory=dict)
 
     @classmethod
@@ -144,7 +157,7 @@ def load_state_dict(
             are listed.
 
     Example:
-        >>> import torch
+        >>> import modkit, torch
         >>> model = torch.nn.Linear(2, 1)
         >>> modkit.load_state_dict(model, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
         <All keys matched successfully>
@@ -183,10 +196,11 @@ def _load_from_state_dict(
     running = _RUNNING.get(id(error_msgs))
     ties: Ties = {} if running is None else running.ties
     assign = local_metadata.get("assign_to_params_buffers", False)
-    planned: list[Entry | str] = []
-    missing = _plan_own(self, state_dict, prefix, planned)
+    checked: list[Entry | str] = []
+    missing: list[str] = []
+    _check_own(self, state_dict, prefix, checked, missing)
     with torch.no_grad():
-        for each in planned:
+        for each in checked:
             problem: str | None
             if isinstance(each, str):
                 problem = each
@@ -209,31 +223,32 @@ def _load_from_state_dict(
         unexpected_keys += unexpected
 
 
-def _plan_own(
+def _check_own(
     module: torch.nn.Module,
     entries: Mapping[str, Any],
     prefix: str,
-    planned: list[Entry | str],
-    found: set[str] | None = None,
-) -> list[str]:
-    """Add the entries for one module's tensors, or what is wrong with them; return missing keys."""
-    missing: list[str] = []
-    transient = module._non_persistent_buffers_set
-    for members in (module._parameters, module._buffers):
+    checked: list[Entry | str],
+    missing: list[str],
+) -> None:
+    """Add the entries for one module's tensors, or what is wrong with them; and missing keys."""
+    places: tuple[tuple[Any, Any], ...] = ((module._parameters, ()),)
+    if module._buffers:
+        places = (*places, (module._buffers, module._non_persistent_buffers_set))
+    for members, transient in places:
         for name, target in members.items():
-            if target is None or (name in transient and members is module._buffers):
+            if target is None or name in transient:
                 continue
             key = prefix + name
             if key not in entries:
                 missing.append(key)
                 continue
-            if found is not None:
-                found.add(key)
-            value, problem = check(key, target, entries[key])
-            planned.append(
-                (module, members, name, key, target, value) if problem is None else problem
-            )
-    return missing
+            value = entries[key]
+            if type(value) in PLAIN and type(target) in PLAIN and value.shape == target.shape:
+                checked.append((module, members, name, key, target, value))
+                continue
+            value, problem = check(key, target, value)
+            entry = (module, members, name, key, target, value)
+            checked.append(entry if problem is None else problem)
 
 
 def _own_names(module: torch.nn.Module) -> set[str]:
@@ -358,31 +373,35 @@ def _plan(module: torch.nn.Module, loading: _Load) -> bool:
     if not _plan_one(module, "", loading, classes):
         return False
     active = {id(module)}
-    seen = {id(module)}
+    assigned = {id(module)}
     stack = [("", module, iter(module._modules.items()))]
     while stack:
         prefix, parent, children = stack[-1]
         for name, child in children:
             if child is None:
                 continue
-            if id(child) in active:
+            key = id(child)
+            if key in active:
                 refuse_cycle(child)
-            path = prefix + name + "."
-            # ``setattr`` accepts a name with a dot, and its keys may be those of another child. What
-            # is assigned to a module under its first name is there when its second name is loaded.
-            if "." in name or (loading.assign and id(child) in seen):
+            # ``setattr`` accepts a name with a dot, and its keys may be those of another child.
+            if "." in name:
                 return False
+            if loading.assign:
+                # What is assigned under a first name is there when the second name is loaded.
+                if key in assigned:
+                    return False
+                assigned.add(key)
+            path = f"{prefix}{name}."
             if not _plan_one(child, path, loading, classes):
                 return False
-            seen.add(id(child))
             if child._modules:
-                active.add(id(child))
+                active.add(key)
                 stack.append((path, child, iter(child._modules.items())))
                 break
         else:
             stack.pop()
             active.discard(id(parent))
-    if len(loading.found) < len(loading.entries):
+    if len(loading.planned) - loading.added < len(loading.entries):
         loading.unexpected += _all_unexpected(module, loading)
     return True
 
@@ -438,7 +457,8 @@ def _plan_one(
         return False
     if not checked_here:
         _migrate(module, prefix, loading)
-    loading.missing += _plan_own(module, loading.entries, prefix, loading.planned, loading.found)
+    if module._parameters or module._buffers:
+        _check_own(module, loading.entries, prefix, loading.planned, loading.missing)
     return True
 
 
@@ -448,15 +468,18 @@ def _migrate(module: torch.nn.Module, prefix: str, loading: _Load) -> None:
     It runs on a stand-in with the module's attributes and without members, so that the method of
     ``Module``, in which it ends, finds nothing to load.
     """
+    if loading.metadata is not None:
+        written = loading.metadata.get(prefix[:-1])
+        if written is not None and written.get("version") == module._version:
+            return
     local = loading.local_metadata(prefix)
-    if local.get("version") == module._version:
-        return
     stand_in: Any = type(module).__new__(type(module))
     state = {**module._parameters, **module._buffers, **module.__dict__}
     stand_in.__dict__.update(state, _parameters={}, _buffers={}, _modules={})
     problems: list[str] = []
     stand_in._load_from_state_dict(loading.entries, prefix, local, True, [], [], problems)
     loading.planned += problems
+    loading.added += len(problems)
 
 
 def _all_unexpected(module: torch.nn.Module, loading: _Load) -> Iterator[str]:
@@ -485,21 +508,24 @@ def _unexpected_of(parent: _Parent) -> Iterator[str]:
 
 def _check_planned(loading: _Load, *, strict: bool) -> None:
     """Collect the errors, those among them that torch would meet while writing."""
+    assign = loading.assign
+    unsure = [
+        each for each in loading.planned if isinstance(each, str) or not surely_fits(each, assign)
+    ]
     refused = strict and bool(loading.missing or loading.unexpected)
-    refused = refused or any(isinstance(each, str) for each in loading.planned)
-    for each in loading.planned:
+    refused = refused or any(isinstance(each, str) for each in unsure)
+    for each in unsure:
         if isinstance(each, str):
             loading.errors.append(each)
             continue
-        warn_if_meta(each, assign=loading.assign, stacklevel=6)
-        if surely_fits(each, assign=loading.assign):
-            continue
+        warn_if_meta(each, assign=assign, stacklevel=6)
         # To try out a tensor of another class, a shard for instance, may take as long as loading it.
         # That is spent where the load is refused anyway, or where a plain tensor gets an odd value.
-        if refused or loading.assign or type(each[4]) in (torch.Tensor, torch.nn.Parameter):
-            problem = try_out(each, assign=loading.assign)
+        if refused or assign or type(each[4]) in PLAIN:
+            problem = try_out(each, assign=assign)
             if problem is not None:
                 loading.errors.append(problem)
+    loading.unsure = {each[3] for each in unsure if not isinstance(each, str)}
 
 
 def _write_all(loading: _Load) -> None:
@@ -513,40 +539,62 @@ def _write_all(loading: _Load) -> None:
 
 
 def _copy_all(entries: list[Entry], loading: _Load) -> None:
-    # By target, since one that stands in several places ends up with its last value.
-    together: dict[int, Entry] = {}
-    others: list[Entry] = []
-    for entry in entries:
-        if surely_fits(entry, assign=False) and not entry[4].is_meta:
-            together[id(entry[4])] = entry
-        else:
-            others.append(entry)
-    if together:
-        foreach_copy_(
-            [each[4] for each in together.values()], [each[5] for each in together.values()]
-        )
-    for entry in others:
-        problem = write(entry, assign=False, ties=None)
-        if problem is not None:
-            loading.errors.append(problem)
+    unsure = loading.unsure
+    sure = [each for each in entries if each[3] not in unsure] if unsure else entries
+    targets = [each[4] for each in sure]
+    values = [each[5] for each in sure]
+    if len(set(map(id, targets))) < len(targets):
+        # One that stands in several places ends up with its last value.
+        last = {id(target): (target, value) for target, value in zip(targets, values, strict=True)}
+        targets, values = map(list, zip(*last.values(), strict=True))
+    if targets:
+        foreach_copy_(targets, values)
+    for entry in entries if unsure else ():
+        if entry[3] in unsure:
+            problem = write(entry, assign=False, ties=None)
+            if problem is not None:
+                loading.errors.append(problem)
 
 
 def _assign_all(entries: list[Entry], loading: _Load) -> None:
-    times = Counter(id(entry[4]) for entry in entries)
-    standard = StandardClasses("__setattr__", "register_parameter", "register_buffer")
-    announced = (
-        module_globals._global_parameter_registration_hooks
-        or module_globals._global_buffer_registration_hooks
+    ids = [id(entry[4]) for entry in entries]
+    shared = (
+        {key for key, times in Counter(ids).items() if times > 1} if len({*ids}) < len(ids) else ()
     )
+    direct = _DirectWrites().possible
+    unsure, plain = loading.unsure, torch.Tensor
     for entry in entries:
-        module = entry[0]
-        own = module.__dict__
-        direct = not announced and standard[type(module)] and "register_parameter" not in own
-        problem = write(
-            entry,
-            assign=True,
-            ties=loading.ties if times[id(entry[4])] > 1 else None,
-            direct=direct and "register_buffer" not in own,
-        )
+        module, members, name, key, target, value = entry
+        tied = id(target) in shared
+        if type(value) is plain and key not in unsure and direct(module):
+            # What registering comes down to, where nothing else takes part.
+            if type(target) is Parameter and not tied and members is module._parameters:
+                members[name] = make_parameter(value, target.requires_grad)
+                continue
+            if type(target) is plain and members is module._buffers:
+                members[name] = value
+                continue
+        problem = write(entry, assign=True, ties=loading.ties if tied else None)
         if problem is not None:
             loading.errors.append(problem)
+
+
+class _DirectWrites:
+    """Tells which modules register a member by entering it in a dict, and do no more."""
+
+    def __init__(self) -> None:
+        self._classes = StandardClasses("__setattr__", "register_parameter", "register_buffer")
+        self._announced = bool(
+            module_globals._global_parameter_registration_hooks
+            or module_globals._global_buffer_registration_hooks
+        )
+
+    def possible(self, module: torch.nn.Module) -> bool:
+        """Look at the class, the instance and the global hooks."""
+        own = module.__dict__
+        return (
+            not self._announced
+            and self._classes[type(module)]
+            and "register_parameter" not in own
+            and "register_buffer" not in own
+        )

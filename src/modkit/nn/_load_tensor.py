@@ -26,7 +26,9 @@ Ties: TypeAlias = dict[Any, tuple[torch.Tensor, Any, Parameter]]
 
 # Tensors of exactly these types are initialized, and do nothing unusual when they are compared or
 # copied.
-_PLAIN: Final = frozenset({torch.Tensor, Parameter})
+PLAIN: Final = frozenset({torch.Tensor, Parameter})
+
+_STRIDED: Final = torch.strided
 
 # Any of these dtypes can be copied to any other.
 _PLAIN_DTYPES: Final = frozenset(
@@ -40,11 +42,14 @@ _PLAIN_DTYPES: Final = frozenset(
 
 def check(key: str, target: torch.Tensor, value: Any) -> tuple[Any, str | None]:
     """Return the value to load into ``target``, and what is wrong with it, if anything."""
-    if type(value) not in _PLAIN and not torch.overrides.is_tensor_like(value):
-        return value, MSG_LOAD_NOT_A_TENSOR.format(key=key, kind=type(value))
+    if type(value) not in PLAIN:
+        if not torch.overrides.is_tensor_like(value):
+            return value, MSG_LOAD_NOT_A_TENSOR.format(key=key, kind=type(value))
+    elif type(target) in PLAIN and value.shape == target.shape:
+        return value, None
     # An uninitialized parameter has no shape to compare; its module's own hook has materialized
     # it if the checkpoint holds a real tensor.
-    if type(target) not in _PLAIN and torch.nn.parameter.is_lazy(target):
+    if type(target) not in PLAIN and torch.nn.parameter.is_lazy(target):
         return value, None
     if value.shape != target.shape:
         # Checkpoints from before torch 0.4 hold scalars as one element.
@@ -61,21 +66,22 @@ def warn_if_meta(entry: Entry, *, assign: bool, stacklevel: int) -> None:
         warnings.warn(MSG_META_COPY.format(key=key), stacklevel=stacklevel)
 
 
-def surely_fits(entry: Entry, *, assign: bool) -> bool:
+def surely_fits(entry: Entry, assign: bool) -> bool:
     """Return True if writing a checked entry cannot fail; False if only trying it tells."""
     target, value = entry[4], entry[5]
-    if type(target) not in _PLAIN or type(value) not in _PLAIN:
+    if type(target) not in PLAIN or type(value) not in PLAIN:
         return False
     dtype = value.dtype
     if assign:
         return not target.requires_grad or dtype.is_floating_point or dtype.is_complex
     return (
         dtype in _PLAIN_DTYPES
-        and target.dtype in _PLAIN_DTYPES
-        and target.layout is torch.strided
-        and value.layout is torch.strided
-        and (target.is_meta or not value.is_meta)
+        and (target.dtype is dtype or target.dtype in _PLAIN_DTYPES)
+        and value.layout is _STRIDED
+        and not value.is_meta
+        and not target.is_meta
         and not target.is_inference()
+        # Strided, and no two elements at one place.
         and target.is_contiguous()
     )
 
@@ -115,16 +121,15 @@ def _failure(action: str, key: str, target: torch.Tensor, value: Any, error: Bas
     )
 
 
-def write(entry: Entry, *, assign: bool, ties: Ties | None, direct: bool = False) -> str | None:
+def write(entry: Entry, *, assign: bool, ties: Ties | None) -> str | None:
     """Write one checked entry; return what went wrong, or None. The caller has turned grad off.
 
     Args:
         entry: What to write, and where.
         assign: Whether to put the value itself in the place of the tensor.
         ties: Parameters that this load has assigned already; None if none is shared.
-        direct: Whether assigning comes down to entering the value in the module's dict.
     """
-    module, members, name, key, target, value = entry
+    module, _, name, key, target, value = entry
     swap = torch.__future__.get_swap_module_params_on_conversion()
     try:
         if swap:
@@ -132,13 +137,7 @@ def write(entry: Entry, *, assign: bool, ties: Ties | None, direct: bool = False
         elif assign:
             if isinstance(target, Parameter):
                 value = _assigned(target, value, ties)
-                direct = direct and members is module._parameters
-            else:
-                direct = direct and type(value) is torch.Tensor and members is module._buffers
-            if direct:
-                members[name] = value
-            else:
-                setattr(module, name, value)
+            setattr(module, name, value)
         else:
             target.copy_(value)
     except Exception as error:  # noqa: BLE001 - all problems are reported together
@@ -166,7 +165,7 @@ def _as_parameter(value: torch.Tensor, *, requires_grad: bool) -> Parameter:
 
 def _same_data(target: torch.Tensor, value: torch.Tensor) -> Any:
     """Return a key that is equal for one parameter loaded twice from the same data."""
-    if type(value) not in _PLAIN or value.layout is not torch.strided:
+    if type(value) not in PLAIN or value.layout is not torch.strided:
         return id(target), id(value)
     view = (value.dtype, value.storage_offset(), value.shape, value.stride())
     return id(target), storage_identity(value), view

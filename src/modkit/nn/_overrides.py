@@ -7,7 +7,7 @@ tree calls what a class or an instance overrides, with torch's signature, instea
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -113,3 +113,41 @@ def registered_children(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def refuse_cycle(module: torch.nn.Module) -> None:
     """Raise what an endless recursion would end in, at once and with the reason."""
     raise RecursionError(MSG_CYCLE.format(name=type(module).__name__))
+
+
+def post_order(
+    module: torch.nn.Module, method: str, call: Callable[[Any], object]
+) -> Iterator[torch.nn.Module]:
+    """Yield the descendants of ``module``, then ``module``: children before their parent.
+
+    A module below ``module`` that overrides ``method`` is passed to ``call`` in its turn, and
+    neither it nor what is below it is yielded.
+    """
+    plain = StandardClasses(method, "children", "named_children")
+    active = {id(module)}
+    stack = [(module, children_of(module))]
+    while stack:
+        parent, children = stack[-1]
+        for child in children:
+            state = child.__dict__
+            if plain[type(child)] and not (
+                method in state or "children" in state or "named_children" in state
+            ):
+                if not child._modules:
+                    yield child
+                    continue
+                below = registered_children(child)
+            elif is_standard(child, method):
+                below = children_of(child)
+            else:
+                call(child)
+                continue
+            if id(child) in active:
+                refuse_cycle(child)
+            active.add(id(child))
+            stack.append((child, below))
+            break
+        else:
+            stack.pop()
+            active.discard(id(parent))
+            yield parent

@@ -9,7 +9,7 @@ compare or patch the function of ``torch.nn.Module``: ``forward``, ``_call_impl`
 """
 
 from abc import ABCMeta
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -27,7 +27,7 @@ from modkit.nn import (
     _state_dict,
     _traversal,
 )
-from modkit.nn._overrides import TorchModule, patchable
+from modkit.nn._overrides import TorchModule, patchable, post_order
 
 
 DestinationT = TypeVar("DestinationT", bound=dict[str, Any])
@@ -196,6 +196,13 @@ class Module(torch.nn.Module, metaclass=ModuleType):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``(dotted name, buffer)``; arguments as in ``named_parameters``."""
         return _traversal.named_tensors(self, "_buffers", prefix, recurse, remove_duplicate)
+
+    @patchable
+    def apply(self, fn: Callable[[torch.nn.Module], None]) -> Self:
+        """Call ``fn`` on every module below this one, then on this one; return this module."""
+        for module in post_order(self, "apply", lambda child: child.apply(fn)):
+            fn(module)
+        return self
 
     # Modes and conversion.
 

@@ -10,6 +10,7 @@ OPERATIONS = (
     "m.eval()",
     "m.float()",
     "m.to('meta')",
+    "m.apply(lambda module: None)",
     "m.state_dict()",
     "m.load_state_dict({}, strict=False)",
     "list(m.named_modules(remove_duplicate=False))",

@@ -57,7 +57,7 @@ def test_a_tensor_that_cannot_be_copied_changes_nothing(impl: Implementation, as
     before = values(model)
     odd = torch.ones(1, dtype=torch.int64) if assign else torch.ones(1, device="meta")
     state = {**other_values(model), "1.bias": odd}
-    with pytest.raises(RuntimeError, match='While copying the parameter named "1.bias"'):
+    with pytest.raises(RuntimeError, match=r'parameter named "1\.bias"'):
         model.load_state_dict(state, assign=assign)
 
     assert unchanged(model, before)
@@ -70,7 +70,7 @@ def test_a_refused_load_of_an_old_checkpoint_changes_nothing(impl: Implementatio
     state = other_values(model)
     del state["0.1.num_batches_tracked"]
     state["1.bias"] = torch.zeros(7)
-    with pytest.raises(RuntimeError, match="size mismatch for 1.bias"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for 1\.bias"):
         model.load_state_dict(state)
 
     assert unchanged(model, before)
