@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from modkit.cli._bench_report import Report, description, growth_markdown, rows_markdown, summary
 
@@ -49,15 +50,21 @@ def replace(text: str, name: str, content: str) -> str:
     return pattern.sub(lambda _: f"{start}\n\n{content}\n\n{end}", text)
 
 
+def shown(rows: list[Any]) -> list[Any]:
+    """Return ten rows for the first page: those that miss their budget, then the first ones."""
+    missed = [row for row in rows if row["verdict"] != "met"]
+    return [*missed, *(row for row in rows if row not in missed)][: max(10, len(missed))]
+
+
 def render() -> dict[Path, str]:
     """Return the text of each page that has figures of the benchmark."""
     found: Report = json.loads(FOUND.read_text(encoding="utf-8"))
-    ratios = "\n\n".join([heading(found), rows_markdown(found["rows"]), growth(found)])
+    rows = sorted(found["rows"], key=lambda row: row["ratio"] / row["budget"], reverse=True)
+    parts = [heading(found), rows_markdown(shown(found["rows"])), growth(found)]
+    guide = replace(GUIDE.read_text(encoding="utf-8"), "ratios", rows_markdown(rows))
     return {
-        README: replace(README.read_text(encoding="utf-8"), "ratios", ratios),
-        GUIDE: replace(
-            GUIDE.read_text(encoding="utf-8"), "growth", growth_markdown(found["growth"])
-        ),
+        README: replace(README.read_text(encoding="utf-8"), "ratios", "\n\n".join(parts)),
+        GUIDE: replace(guide, "growth", growth_markdown(found["growth"])),
     }
 
 

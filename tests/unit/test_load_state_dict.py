@@ -98,6 +98,38 @@ def test_what_is_not_a_module(model: object) -> None:
         modkit.load_state_dict(model, {})
 
 
+def test_classes_with_a_constructor_of_their_own() -> None:
+    """A layer that brings an old checkpoint up to date may be of a class with a ``__new__``."""
+
+    class Norm(torch.nn.BatchNorm1d):
+        def __new__(cls, size):
+            return super().__new__(cls)
+
+    model = torch.nn.Sequential(Norm(2))
+    state = {name: value + 1 for name, value in model.state_dict().items() if "num" not in name}
+    modkit.load_state_dict(model, state)
+
+    assert model[0].weight.tolist() == [2.0, 2.0]
+    assert model[0].num_batches_tracked.item() == 0
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_assigned_buffers_say_whether_they_are_persistent(persistent: bool) -> None:
+    """A ``Buffer`` in the state dict decides that, as when it is assigned to an attribute."""
+    ours, theirs = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
+    for module, load in (
+        (ours, modkit.load_state_dict),
+        (theirs, torch.nn.Module.load_state_dict),
+    ):
+        state = dict(module.state_dict())
+        state["running_mean"] = torch.nn.Buffer(torch.ones(2), persistent=persistent)
+        load(module, state, assign=True)
+
+    assert ours.running_mean.tolist() == [1.0, 1.0]
+    assert ours._non_persistent_buffers_set == theirs._non_persistent_buffers_set
+    assert ("running_mean" in ours.state_dict()) is persistent
+
+
 def test_what_is_not_a_mapping() -> None:
     """The error is torch's."""
     with pytest.raises(TypeError, match="Expected state_dict to be dict-like, got <class 'list'>"):

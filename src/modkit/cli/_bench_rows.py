@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 import modkit.nn
 from modkit.cli import _bench_script
 from modkit.cli._averaging_rows import AVERAGING
-from modkit.cli._module_rows import MODULE_ROWS
+from modkit.cli._module_rows import MODULE_ROWS, user_model
 from modkit.cli._row_kinds import Against, Growth, Import, Memory, Names, Row, Time
 
 
@@ -39,18 +39,6 @@ def hooked(nn: ModuleType) -> Names:
     return names
 
 
-def _under_a_user_module(nn: ModuleType, child: object) -> Any:
-    """Put layers below a class of the user's: only that class is modkit's."""
-
-    class Model(nn.Module):  # type: ignore[name-defined, misc]
-        def forward(self, x: object) -> object:
-            return x
-
-    model = Model()
-    model.body = child
-    return model
-
-
 def large_network(nn: ModuleType) -> Names:
     """Make a nested network of 497 modules that hold 770 tensors."""
 
@@ -58,7 +46,7 @@ def large_network(nn: ModuleType) -> Names:
         return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
 
     body = nn.Sequential(*(nn.Sequential(block(), block()) for _ in range(55)))
-    model = _under_a_user_module(nn, body)
+    model = user_model(nn, body)
     return {"m": model, "state": model.state_dict(), "dtype": torch.float32}
 
 
@@ -66,7 +54,7 @@ def siblings(count: int) -> Callable[[ModuleType], Names]:
     """Return a maker of a flat list of layers, as in a mixture of experts or an ensemble."""
 
     def make(nn: ModuleType) -> Names:
-        model = _under_a_user_module(nn, nn.ModuleList(nn.Linear(1, 1) for _ in range(count)))
+        model = user_model(nn, nn.ModuleList(nn.Linear(1, 1) for _ in range(count)))
         return {"m": model, "state": model.state_dict()}
 
     return make

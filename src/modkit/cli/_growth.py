@@ -16,6 +16,7 @@ import torch
 
 import modkit.nn
 from modkit.cli._measure import exponent, repetitions, timer
+from modkit.cli._module_rows import user_model
 
 
 SIZES: Final = (100, 1_000, 10_000, 40_000)
@@ -30,7 +31,7 @@ Tree = Callable[[ModuleType, int], Any]
 
 def siblings(nn: ModuleType, count: int) -> Any:
     """Make about that many modules: layers in one flat list."""
-    return nn.ModuleList(nn.Linear(1, 1, device="meta") for _ in range(count - 1))
+    return nn.ModuleList(nn.Linear(1, 1, device="meta") for _ in range(count - 2))
 
 
 def blocks(nn: ModuleType, count: int) -> Any:
@@ -39,7 +40,7 @@ def blocks(nn: ModuleType, count: int) -> Any:
     A block holds a layer and the next block. A chain is at most 900 blocks deep.
     """
     chains: list[Any] = []
-    while count > 1:
+    while count > 2:
         depth = min(NESTING, math.ceil(count / 2))
         chain = nn.Linear(1, 1, device="meta")
         for _ in range(depth - 1):
@@ -88,7 +89,7 @@ class Series:
 
 def contestant(nn: ModuleType, tree: str, size: int) -> dict[str, Any]:
     """Make the names that the operations use."""
-    model = TREES[tree](nn, size)
+    model = user_model(nn, TREES[tree](nn, size))
     types = {"float32": torch.float32, "float64": torch.float64}
     return {"m": model, "state": model.state_dict(), **types}
 

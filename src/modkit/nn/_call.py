@@ -224,14 +224,15 @@ def _run_forward_hooks(module: torch.nn.Module, call: _Call) -> Any:
     result = call["result"]
     # As above: a hook that is removed meanwhile, or added by another thread, has its signature.
     flags = module._forward_hooks_with_kwargs
-    with_kwargs = set(flags) if flags else set[int]()
+    with_kwargs: Collection[int] = set(flags) if flags else ()
     hooks: tuple[tuple[int, Any], ...] = tuple(module._forward_hooks.items())
     if module_globals._global_forward_hooks:
-        with_kwargs.update(module_globals._global_forward_hooks_with_kwargs)
+        global_flags = module_globals._global_forward_hooks_with_kwargs
+        with_kwargs = {*with_kwargs, *global_flags}
         hooks = (*module_globals._global_forward_hooks.items(), *hooks)
-        with_kwargs.update(module_globals._global_forward_hooks_with_kwargs)
+        with_kwargs.update(global_flags)
     if flags:
-        with_kwargs.update(flags)
+        with_kwargs = {*with_kwargs, *flags}
     ran: list[int] = []
     call["ran"] = ran
     for hook_id, hook in hooks:

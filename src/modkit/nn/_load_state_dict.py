@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Buffer, Parameter
 
 from modkit._errors import MSG_LOAD_POST_HOOK_RETURN
 from modkit._types import FunctionT
@@ -473,7 +473,7 @@ def _migrate(module: torch.nn.Module, prefix: str, loading: _Load) -> None:
         if written is not None and written.get("version") == module._version:
             return
     local = loading.local_metadata(prefix)
-    stand_in: Any = type(module).__new__(type(module))
+    stand_in: Any = object.__new__(type(module))
     state = {**module._parameters, **module._buffers, **module.__dict__}
     stand_in.__dict__.update(state, _parameters={}, _buffers={}, _modules={})
     problems: list[str] = []
@@ -571,7 +571,8 @@ def _assign_all(entries: list[Entry], loading: _Load) -> None:
             if type(target) is Parameter and not tied and members is module._parameters:
                 members[name] = make_parameter(value, target.requires_grad)
                 continue
-            if type(target) is plain and members is module._buffers:
+            is_buffer = type(target) is plain and members is module._buffers
+            if is_buffer and not isinstance(value, Buffer):
                 members[name] = value
                 continue
         problem = write(entry, assign=True, ties=loading.ties if tied else None)
