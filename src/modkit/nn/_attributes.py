@@ -92,21 +92,28 @@ def __setstate__(self: torch.nn.Module, state: dict[str, Any]) -> None:  # noqa:
     own = self.__dict__
     if TorchModule.__setstate__ is not _TORCH_SETSTATE:
         TorchModule.__setstate__(self, state)
-    else:
-        own.update(state)
-        if not own.keys() >= _RESERVED:
-            # Torch adds what states of older releases lack.
-            TorchModule.__setstate__(self, {})
-    if (
-        own.get("_forward_hooks")
-        or own.get("_backward_hooks")
-        or own["_forward_pre_hooks"]
-        or own["_backward_pre_hooks"]
-        or own["_state_dict_hooks"]
-        or own["_state_dict_pre_hooks"]
-        or own["_load_state_dict_pre_hooks"]
-        or own["_load_state_dict_post_hooks"]
-    ):
+        reserve_ids(own)
+        return
+    own.update(state)
+    try:
+        _ = own["_forward_pre_hooks_with_kwargs"], own["_forward_hooks_with_kwargs"]
+        _ = own["_forward_hooks_always_called"], own["_non_persistent_buffers_set"]
+        hooked = (
+            own["_is_full_backward_hook"]
+            or own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or own["_state_dict_hooks"]
+            or own["_state_dict_pre_hooks"]
+            or own["_load_state_dict_pre_hooks"]
+            or own["_load_state_dict_post_hooks"]
+        )
+    except KeyError:
+        # Torch adds what states of older releases lack.
+        TorchModule.__setstate__(self, {})
+        hooked = True
+    if hooked:
         reserve_ids(own)
 
 

@@ -28,7 +28,7 @@ from modkit.nn._load_tensor import (
     Entry,
     Ties,
     check,
-    surely_fits,
+    may_fail,
     try_out,
     warn_if_meta,
     write,
@@ -113,7 +113,7 @@ def load(
     if not isinstance(cast("object", state_dict), Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
     loading = _Load.of(state_dict, assign=assign)
-    if _plan(module, loading):
+    if _may_plan() and _plan(module, loading):
         _check_planned(loading, strict=strict)
         loading.refuse(module, strict=strict)
         _write_all(loading)
@@ -231,9 +231,10 @@ def _check_own(
     missing: list[str],
 ) -> None:
     """Add the entries for one module's tensors, or what is wrong with them; and missing keys."""
-    places: tuple[tuple[Any, Any], ...] = ((module._parameters, ()),)
-    if module._buffers:
-        places = (*places, (module._buffers, module._non_persistent_buffers_set))
+    state = module.__dict__
+    places: tuple[tuple[Any, Any], ...] = ((state["_parameters"], ()),)
+    if state["_buffers"]:
+        places = (*places, (state["_buffers"], state["_non_persistent_buffers_set"]))
     for members, transient in places:
         for name, target in members.items():
             if target is None or name in transient:
@@ -361,16 +362,18 @@ def _run_post_hooks(module: torch.nn.Module, loading: _Load) -> None:
 # --- all entries checked, then written ------------------------------------------------------------
 
 
-def _plan(module: torch.nn.Module, loading: _Load) -> bool:
-    """Check all entries and write none; return False if a class or a hook takes part in loading."""
-    if (
+def _may_plan() -> bool:
+    return not (
         torch.__future__.get_swap_module_params_on_conversion()
         or patched("_load_from_state_dict")
         or patched("set_extra_state")
-    ):
-        return False
+    )
+
+
+def _plan(module: torch.nn.Module, loading: _Load) -> bool:
+    """Check all entries and write none; return False if a class or a hook takes part in loading."""
     classes = _PlannedClasses()
-    if not _plan_one(module, "", loading, classes):
+    if "_modules" not in module.__dict__ or not _plan_one(module, "", loading, classes):
         return False
     active = {id(module)}
     assigned = {id(module)}
@@ -392,11 +395,12 @@ def _plan(module: torch.nn.Module, loading: _Load) -> bool:
                     return False
                 assigned.add(key)
             path = f"{prefix}{name}."
-            if not _plan_one(child, path, loading, classes):
+            below = child.__dict__.get("_modules")
+            if below is None or not _plan_one(child, path, loading, classes):
                 return False
-            if child._modules:
+            if below:
                 active.add(key)
-                stack.append((path, child, iter(child._modules.items())))
+                stack.append((path, child, iter(below.items())))
                 break
         else:
             stack.pop()
@@ -448,16 +452,17 @@ def _plan_one(
 ) -> bool:
     """Check the entries of one module; return False if it or a hook takes part in loading."""
     checked_here = classes[type(module)]
+    state = module.__dict__
     if (
         checked_here is None
-        or module._load_state_dict_pre_hooks
-        or module._load_state_dict_post_hooks
-        or "_load_from_state_dict" in module.__dict__
+        or state["_load_state_dict_pre_hooks"]
+        or state["_load_state_dict_post_hooks"]
+        or "_load_from_state_dict" in state
     ):
         return False
     if not checked_here:
         _migrate(module, prefix, loading)
-    if module._parameters or module._buffers:
+    if state["_parameters"] or state["_buffers"]:
         _check_own(module, loading.entries, prefix, loading.planned, loading.missing)
     return True
 
@@ -509,9 +514,7 @@ def _unexpected_of(parent: _Parent) -> Iterator[str]:
 def _check_planned(loading: _Load, *, strict: bool) -> None:
     """Collect the errors, those among them that torch would meet while writing."""
     assign = loading.assign
-    unsure = [
-        each for each in loading.planned if isinstance(each, str) or not surely_fits(each, assign)
-    ]
+    unsure = may_fail(loading.planned, assign=assign)
     refused = strict and bool(loading.missing or loading.unexpected)
     refused = refused or any(isinstance(each, str) for each in unsure)
     for each in unsure:
@@ -561,12 +564,15 @@ def _assign_all(entries: list[Entry], loading: _Load) -> None:
     shared = (
         {key for key, times in Counter(ids).items() if times > 1} if len({*ids}) < len(ids) else ()
     )
-    direct = _DirectWrites().possible
+    writes = _DirectWrites()
     unsure, plain = loading.unsure, torch.Tensor
+    last, direct = None, False
     for entry in entries:
         module, members, name, key, target, value = entry
+        if module is not last:
+            last, direct = module, writes.possible(module)
         tied = id(target) in shared
-        if type(value) is plain and key not in unsure and direct(module):
+        if type(value) is plain and direct and key not in unsure:
             # What registering comes down to, where nothing else takes part.
             if type(target) is Parameter and not tied and members is module._parameters:
                 members[name] = make_parameter(value, target.requires_grad)
