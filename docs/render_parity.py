@@ -21,6 +21,10 @@ INTRODUCTION = """\
 The behaviour tests run on torch and on modkit, and both must pass. The tests listed here are the
 only exceptions: each is expected to fail on one of the two, and it is an error if it stops failing
 there. What is not listed is meant to be the same, and a difference is a bug.
+
+What is said of modules holds for classes derived from `modkit.nn.Module`. The layers of `modkit.nn` are
+torch's own and do what torch's do. A class such as `class Linear(torch.nn.Linear, modkit.nn.Module)` has
+torch's `forward` and, as a module, the behavior listed here.
 """
 
 SECTIONS = {

@@ -6,7 +6,6 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 
-ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 # What a backward hook gets and returns. Slots of non-tensors hold None, which torch's own
@@ -18,9 +17,5 @@ TensorFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 # The hooks of a module, by what they are called with. Results other than None replace something.
 ForwardPreHook: TypeAlias = Callable[..., Any]
 ForwardHook: TypeAlias = Callable[..., Any]
-BackwardPreHook: TypeAlias = Callable[[torch.nn.Module, Gradients], Gradients | None]
 BackwardHook: TypeAlias = Callable[[torch.nn.Module, Gradients, Gradients], Gradients | None]
-StateDictPreHook: TypeAlias = Callable[[Any, str, bool], None]
 StateDictPostHook: TypeAlias = Callable[[Any, dict[str, Any], str, dict[str, Any]], Any]
-LoadStateDictPreHook: TypeAlias = Callable[..., None]
-LoadStateDictPostHook: TypeAlias = Callable[[Any, Any], None]

@@ -140,7 +140,7 @@ def test_assigning_a_checkpoint_to_meta() -> None:
 @pytest.mark.parametrize("include_buffers", [False, True])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_patched_registration(network: str, include_buffers: bool) -> None:
-    """Functions put in place of torch's registering ones are honoured by modkit's layers."""
+    """Functions put in place of torch's registering ones are called for networks of either library."""
 
     def scenario(impl: Implementation) -> tuple[Any, ...]:
         with empty_weights(include_buffers):

@@ -22,8 +22,7 @@ FLAG_TABLES = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-# `__module__` on the instance is how modkit's layers stay leaves for fx.
-UNCOMPARED = {"__module__", "_parameters", "_buffers", "_modules", *HOOK_TABLES, *FLAG_TABLES}
+UNCOMPARED = {"_parameters", "_buffers", "_modules", *HOOK_TABLES, *FLAG_TABLES}
 
 
 class Ordinals:

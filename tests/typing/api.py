@@ -66,7 +66,7 @@ assert_type(net.get_buffer("mean"), torch.Tensor)
 # State.
 assert_type(net.state_dict(), dict[str, Any])
 
-# A modkit module is a torch module, and a modkit layer is both torch's layer and a modkit module.
+# To type checkers the two namespaces are one: modules of either fit annotations of the other.
 as_torch: torch.nn.Module = net
 as_layer: torch.nn.Linear = net.linear
 as_module: nn.Module = net.linear
