@@ -376,9 +376,10 @@ def set_training(module: torch.nn.Module, mode: bool) -> None:
     while stack:
         parent, children = stack[-1]
         for child in children:
-            state = child.__dict__
             if plain[type(child)] and not (
-                "train" in state or "children" in state or "named_children" in state
+                "train" in (state := child.__dict__)
+                or "children" in state
+                or "named_children" in state
             ):
                 state["training"] = mode
                 if not child._modules:

@@ -373,7 +373,7 @@ def _may_plan() -> bool:
 def _plan(module: torch.nn.Module, loading: _Load) -> bool:
     """Check all entries and write none; return False if a class or a hook takes part in loading."""
     classes = _PlannedClasses()
-    if "_modules" not in module.__dict__ or not _plan_one(module, "", loading, classes):
+    if not _plan_one(module, "", loading, classes):
         return False
     active = {id(module)}
     assigned = {id(module)}
@@ -395,9 +395,9 @@ def _plan(module: torch.nn.Module, loading: _Load) -> bool:
                     return False
                 assigned.add(key)
             path = f"{prefix}{name}."
-            below = child.__dict__.get("_modules")
-            if below is None or not _plan_one(child, path, loading, classes):
+            if not _plan_one(child, path, loading, classes):
                 return False
+            below = child.__dict__["_modules"]
             if below:
                 active.add(key)
                 stack.append((path, child, iter(below.items())))
@@ -433,7 +433,7 @@ class _PlannedClasses(dict[type, bool | None]):
     def __missing__(self, cls: type[torch.nn.Module]) -> bool | None:
         """Look at a class that has not been met in this walk."""
         found: bool | None = None
-        if cls.set_extra_state is original_methods["set_extra_state"]:
+        if getattr(cls, "set_extra_state", None) is original_methods["set_extra_state"]:
             loaders = {
                 vars(base)["_load_from_state_dict"]
                 for base in cls.__mro__
@@ -452,9 +452,11 @@ def _plan_one(
 ) -> bool:
     """Check the entries of one module; return False if it or a hook takes part in loading."""
     checked_here = classes[type(module)]
+    if checked_here is None:
+        return False
     state = module.__dict__
     if (
-        checked_here is None
+        "_modules" not in state
         or state["_load_state_dict_pre_hooks"]
         or state["_load_state_dict_post_hooks"]
         or "_load_from_state_dict" in state

@@ -59,7 +59,7 @@ def patchable(function: FunctionT) -> FunctionT:
 def is_standard(module: torch.nn.Module, method: str) -> bool:
     """Return True if no class, instance or patch overrides ``method`` of ``module``."""
     return (
-        getattr(type(module), method) in STANDARD
+        getattr(type(module), method, None) in STANDARD
         and method not in module.__dict__
         and not patched(method)
     )
@@ -79,7 +79,9 @@ class StandardClasses(dict[type, bool]):
 
     def __missing__(self, cls: type) -> bool:
         """Look at a class that has not been met in this walk."""
-        found = not self._patched and all(getattr(cls, name) in STANDARD for name in self._methods)
+        found = not self._patched and all(
+            getattr(cls, name, None) in STANDARD for name in self._methods
+        )
         self[cls] = found
         return found
 
@@ -129,9 +131,10 @@ def post_order(
     while stack:
         parent, children = stack[-1]
         for child in children:
-            state = child.__dict__
             if plain[type(child)] and not (
-                method in state or "children" in state or "named_children" in state
+                method in (state := child.__dict__)
+                or "children" in state
+                or "named_children" in state
             ):
                 if not child._modules:
                     yield child

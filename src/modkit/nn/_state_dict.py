@@ -130,9 +130,8 @@ def save(module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool
                 continue
             path = parent_prefix + name
             child_prefix = path + "."
-            own = child.__dict__
             plain = classes[type(child)] and not (
-                "state_dict" in own or "_save_to_state_dict" in own
+                "state_dict" in (own := child.__dict__) or "_save_to_state_dict" in own
             )
             if not plain and not is_standard(child, "state_dict"):
                 child.state_dict(destination=destination, prefix=child_prefix, keep_vars=keep_vars)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch.nn import Parameter
 
-from modkit.nn._overrides import STANDARD, is_standard, refuse_cycle
+from modkit.nn._overrides import StandardClasses, is_standard, refuse_cycle
 
 
 NamedMembers = Callable[[torch.nn.Module], Iterable[tuple[str, Any]]]
@@ -107,6 +107,7 @@ def named_modules(
         yield prefix, module
     met = seen.met
     note = met.add
+    standard = StandardClasses("named_modules")
     stack: list[_Level] = [(_dot(prefix), module, iter(module._modules.items()))]
     while stack:
         dotted, _, children = stack[-1]
@@ -115,8 +116,7 @@ def named_modules(
                 continue
             path = dotted + name
             # ``is_standard`` and ``is_new`` written out, as this is the inner loop.
-            state = child.__dict__
-            if type(child).named_modules not in STANDARD or "named_modules" in state:
+            if not standard[type(child)] or "named_modules" in child.__dict__:
                 met = seen.share()
                 note = met.add
                 yield from child.named_modules(met, path, remove_duplicate)
@@ -178,6 +178,7 @@ def modules(module: torch.nn.Module, remove_duplicate: bool) -> Iterator[torch.n
     met = seen.met
     note = met.add
     names: dict[int, list[str]] = {}
+    standard = StandardClasses("named_modules")
     parents = [module]
     stack = [iter(module._modules.values())]
     while stack:
@@ -185,8 +186,7 @@ def modules(module: torch.nn.Module, remove_duplicate: bool) -> Iterator[torch.n
             if child is None:
                 continue
             # As in ``named_modules``.
-            state = child.__dict__
-            if type(child).named_modules not in STANDARD or "named_modules" in state:
+            if not standard[type(child)] or "named_modules" in child.__dict__:
                 met = seen.share()
                 note = met.add
                 path = _path(parents, child, stack, names)

@@ -1,7 +1,8 @@
 import pytest
+import torch
 
-from tests.helpers import Implementation
-from tests.parity.module.nets import empty, leaf, raises_like_torch, tree
+from tests.helpers import Implementation, same
+from tests.parity.module.nets import empty, leaf, raises_like_torch, run, tree
 
 
 def unfinished(impl):
@@ -189,3 +190,38 @@ def test_the_base_constructor_takes_no_arguments(impl: Implementation, call: str
     before, after = raises_like_torch(impl, empty, call)
 
     assert before == after
+
+
+MISFITS = {
+    "parameter": lambda: torch.nn.Parameter(torch.ones(1)),
+    "int": lambda: 3,
+    "str": lambda: "child",
+    "object": object,
+}
+WALKS = (
+    "m.float()",
+    "m.train()",
+    "m.apply(id)",
+    "m.state_dict()",
+    "m.load_state_dict({})",
+    "list(m.named_modules())",
+    "list(m.modules())",
+    "list(m.parameters())",
+    "m.zero_grad()",
+    "repr(m)",
+)
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+@pytest.mark.parametrize("call", WALKS)
+def test_what_is_not_a_module_among_the_children(misfit: str, call: str) -> None:
+    """Something else that was written into the registry is refused with torch's text."""
+
+    def scenario(impl: Implementation) -> object:
+        module = impl.Module()
+        module._modules["child"] = MISFITS[misfit]()
+        return run(call, module) is module
+
+    kind, *_ = same(scenario)
+
+    assert kind == "raised" or call == "repr(m)"
