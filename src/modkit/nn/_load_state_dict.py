@@ -101,6 +101,8 @@ def _quoted(keys: list[str]) -> str:
     return ", ".join(f'"{key}"' for key in keys)
 
 
+_MISSING: Final = object()
+
 # The loads that run, by the identity of the list of errors that is handed to every module. The list
 # itself has to be an exact list, and overrides pass it on.
 _RUNNING: Final[dict[int, _Load]] = {}
@@ -196,11 +198,11 @@ def _load_from_state_dict(
     running = _RUNNING.get(id(error_msgs))
     ties: Ties = {} if running is None else running.ties
     assign = local_metadata.get("assign_to_params_buffers", False)
-    checked: list[Entry | str] = []
-    missing: list[str] = []
-    _check_own(self, state_dict, prefix, checked, missing)
+    own = _Load(state_dict, None, assign)
+    _check_own(self, own, prefix)
+    missing = own.missing
     with torch.no_grad():
-        for each in checked:
+        for each in own.planned:
             problem: str | None
             if isinstance(each, str):
                 problem = each
@@ -223,14 +225,9 @@ def _load_from_state_dict(
         unexpected_keys += unexpected
 
 
-def _check_own(
-    module: torch.nn.Module,
-    entries: Mapping[str, Any],
-    prefix: str,
-    checked: list[Entry | str],
-    missing: list[str],
-) -> None:
+def _check_own(module: torch.nn.Module, loading: _Load, prefix: str) -> None:
     """Add the entries for one module's tensors, or what is wrong with them; and missing keys."""
+    entries, checked, assign = loading.entries, loading.planned, loading.assign
     state = module.__dict__
     places: tuple[tuple[Any, Any], ...] = ((state["_parameters"], ()),)
     if state["_buffers"]:
@@ -240,16 +237,18 @@ def _check_own(
             if target is None or name in transient:
                 continue
             key = prefix + name
-            if key not in entries:
-                missing.append(key)
-                continue
-            value = entries[key]
+            value = entries.get(key, _MISSING)
             if type(value) in PLAIN and type(target) in PLAIN and value.shape == target.shape:
                 checked.append((module, members, name, key, target, value))
-                continue
-            value, problem = check(key, target, value)
-            entry = (module, members, name, key, target, value)
-            checked.append(entry if problem is None else problem)
+                if may_fail(target, value, assign):
+                    loading.unsure.add(key)
+            elif value is _MISSING:
+                loading.missing.append(key)
+            else:
+                value, problem = check(key, target, value)
+                entry = (module, members, name, key, target, value)
+                checked.append(entry if problem is None else problem)
+                loading.unsure.add(key)
 
 
 def _own_names(module: torch.nn.Module) -> set[str]:
@@ -465,7 +464,7 @@ def _plan_one(
     if not checked_here:
         _migrate(module, prefix, loading)
     if state["_parameters"] or state["_buffers"]:
-        _check_own(module, loading.entries, prefix, loading.planned, loading.missing)
+        _check_own(module, loading, prefix)
     return True
 
 
@@ -516,12 +515,15 @@ def _unexpected_of(parent: _Parent) -> Iterator[str]:
 def _check_planned(loading: _Load, *, strict: bool) -> None:
     """Collect the errors, those among them that torch would meet while writing."""
     assign = loading.assign
-    unsure = may_fail(loading.planned, assign=assign)
+    if not loading.unsure and not loading.added:
+        return
     refused = strict and bool(loading.missing or loading.unexpected)
-    refused = refused or any(isinstance(each, str) for each in unsure)
-    for each in unsure:
+    refused = refused or any(isinstance(each, str) for each in loading.planned)
+    for each in loading.planned:
         if isinstance(each, str):
             loading.errors.append(each)
+            continue
+        if each[3] not in loading.unsure:
             continue
         warn_if_meta(each, assign=assign, stacklevel=6)
         # To try out a tensor of another class, a shard for instance, may take as long as loading it.
@@ -530,7 +532,6 @@ def _check_planned(loading: _Load, *, strict: bool) -> None:
             problem = try_out(each, assign=assign)
             if problem is not None:
                 loading.errors.append(problem)
-    loading.unsure = {each[3] for each in unsure if not isinstance(each, str)}
 
 
 def _write_all(loading: _Load) -> None:

@@ -1,7 +1,6 @@
 """Loading one tensor of a state dict: the check before any write, and the three ways to write it."""
 
 import warnings
-from collections.abc import Iterable
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -67,34 +66,21 @@ def warn_if_meta(entry: Entry, *, assign: bool, stacklevel: int) -> None:
         warnings.warn(MSG_META_COPY.format(key=key), stacklevel=stacklevel)
 
 
-def may_fail(checked: Iterable[Entry | str], *, assign: bool) -> list[Entry | str]:
-    """Return the entries of which only trying tells whether they can be written, and all errors."""
-    # One loop, since a call for each tensor would take a tenth of the time of a whole load.
-    found: list[Entry | str] = []
-    for each in checked:
-        if isinstance(each, str):
-            found.append(each)
-            continue
-        target, value = each[4], each[5]
-        if type(target) not in PLAIN or type(value) not in PLAIN:
-            found.append(each)
-            continue
-        dtype = value.dtype
-        if assign:
-            if target.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
-                found.append(each)
-        elif (
-            dtype not in _PLAIN_DTYPES
-            or value.layout is not _STRIDED
-            or value.is_meta
-            or target.is_meta
-            or target.is_inference()
-            # Strided, and no two elements at one place.
-            or not target.is_contiguous()
-            or (target.dtype is not dtype and target.dtype not in _PLAIN_DTYPES)
-        ):
-            found.append(each)
-    return found
+def may_fail(target: torch.Tensor, value: torch.Tensor, assign: bool) -> bool:
+    """Return True if only trying tells whether one plain tensor can be loaded into another."""
+    dtype = value.dtype
+    if assign:
+        return target.requires_grad and not (dtype.is_floating_point or dtype.is_complex)
+    return (
+        dtype not in _PLAIN_DTYPES
+        or value.layout is not _STRIDED
+        or value.is_meta
+        or target.is_meta
+        or target.is_inference()
+        # Strided, and no two elements at one place.
+        or not target.is_contiguous()
+        or (target.dtype is not dtype and target.dtype not in _PLAIN_DTYPES)
+    )
 
 
 def try_out(entry: Entry, *, assign: bool) -> str | None:
