@@ -28,14 +28,7 @@ from modkit._upstream import (
     is_traceable_wrapper_subclass,
     parse_to,
 )
-from modkit.nn._overrides import (
-    StandardClasses,
-    children_of,
-    is_standard,
-    post_order,
-    refuse_cycle,
-    registered_children,
-)
+from modkit.nn._overrides import StandardClasses, walk
 
 
 Keeps = Callable[[torch.Tensor], bool]
@@ -122,7 +115,7 @@ def apply_to_tensors(module: torch.nn.Module, fn: TensorFunction, *, recurse: bo
         if not recurse:
             _apply_to_own(module, fn, keeps, ties)
             return
-        for owner in post_order(module, "_apply", lambda child: child._apply(fn)):
+        for owner in walk(module, "_apply", lambda child: child._apply(fn)):
             _apply_to_own(owner, fn, keeps, ties)
 
 
@@ -369,33 +362,9 @@ def set_training(module: torch.nn.Module, mode: bool) -> None:
     """Set ``training`` on ``module`` and all below it, parents first."""
     if not isinstance(cast("object", mode), bool):
         raise ValueError("training mode is expected to be boolean")  # noqa: TRY004 - torch's type
-    module.training = mode
-    plain = _PlainClasses("__setattr__", "train", "children", "named_children")
-    active = {id(module)}
-    stack = [(module, children_of(module))]
-    while stack:
-        parent, children = stack[-1]
-        for child in children:
-            if plain[type(child)] and not (
-                "train" in (state := child.__dict__)
-                or "children" in state
-                or "named_children" in state
-            ):
-                state["training"] = mode
-                if not child._modules:
-                    continue
-                below = registered_children(child)
-            elif is_standard(child, "train"):
-                child.training = mode
-                below = children_of(child)
-            else:
-                child.train(mode)
-                continue
-            if id(child) in active:
-                refuse_cycle(child)
-            active.add(id(child))
-            stack.append((child, below))
-            break
+    plain = _PlainClasses("__setattr__")
+    for each in walk(module, "train", lambda child: child.train(mode), parents_first=True):
+        if plain[type(each)]:
+            each.__dict__["training"] = mode
         else:
-            stack.pop()
-            active.discard(id(parent))
+            each.training = mode

@@ -117,40 +117,47 @@ def refuse_cycle(module: torch.nn.Module) -> None:
     raise RecursionError(MSG_CYCLE.format(name=type(module).__name__))
 
 
-def post_order(
-    module: torch.nn.Module, method: str, call: Callable[[Any], object]
+def walk(
+    module: torch.nn.Module,
+    method: str,
+    call: Callable[[Any], object],
+    *,
+    parents_first: bool = False,
 ) -> Iterator[torch.nn.Module]:
-    """Yield the descendants of ``module``, then ``module``: children before their parent.
+    """Yield ``module`` and its descendants: children before their parent, or parents first.
 
     A module below ``module`` that overrides ``method`` is passed to ``call`` in its turn, and
     neither it nor what is below it is yielded.
     """
     plain = StandardClasses(method, "children", "named_children")
     active = {id(module)}
+    if parents_first:
+        yield module
     stack = [(module, children_of(module))]
     while stack:
         parent, children = stack[-1]
         for child in children:
-            if plain[type(child)] and not (
+            has_standard_children = plain[type(child)] and not (
                 method in (state := child.__dict__)
                 or "children" in state
                 or "named_children" in state
-            ):
-                if not child._modules:
-                    yield child
-                    continue
-                below = registered_children(child)
-            elif is_standard(child, method):
-                below = children_of(child)
-            else:
+            )
+            if has_standard_children and not child._modules:
+                yield child
+                continue
+            if not has_standard_children and not is_standard(child, method):
                 call(child)
                 continue
             if id(child) in active:
                 refuse_cycle(child)
             active.add(id(child))
+            if parents_first:
+                yield child
+            below = registered_children(child) if has_standard_children else children_of(child)
             stack.append((child, below))
             break
         else:
             stack.pop()
             active.discard(id(parent))
-            yield parent
+            if not parents_first:
+                yield parent

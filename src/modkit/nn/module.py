@@ -27,7 +27,7 @@ from modkit.nn import (
     _state_dict,
     _traversal,
 )
-from modkit.nn._overrides import TorchModule, patchable, post_order
+from modkit.nn._overrides import TorchModule, patchable, walk
 
 
 DestinationT = TypeVar("DestinationT", bound=dict[str, Any])
@@ -200,7 +200,7 @@ class Module(torch.nn.Module, metaclass=ModuleType):
     @patchable
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Self:
         """Call ``fn`` on every module below this one, then on this one; return this module."""
-        for module in post_order(self, "apply", lambda child: child.apply(fn)):
+        for module in walk(self, "apply", lambda child: child.apply(fn)):
             fn(module)
         return self
 
