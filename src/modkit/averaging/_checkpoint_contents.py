@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modkit._files import library
 from modkit.averaging import converters
-from modkit.averaging._checkpoint_files import Checkpoint, file_in, is_safetensors
-from modkit.averaging._torch_files import load_plain
+from modkit.files.checkpoint_files import Checkpoint, file_in, is_safetensors
+from modkit.files.safetensors_files import library
+from modkit.files.torch_files import load_plain
 
 
 @dataclass(frozen=True)

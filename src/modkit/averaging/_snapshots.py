@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from modkit._files import library, written_whole
-from modkit.averaging._torch_files import load_checked, load_plain
+from modkit.files.atomic_write import written_whole
+from modkit.files.safetensors_files import library
+from modkit.files.torch_files import compact, load_checked, load_plain
 
 
 FORMATS = ("pt", "safetensors")
@@ -96,13 +97,6 @@ def narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     allowed = torch.finfo(dtype).eps / 2 * torch.linalg.vector_norm(own, dtype=torch.float64)
     # An overflow makes the left side infinite, and a NaN the comparison false.
     return compact(narrower if bool(lost <= allowed) else own)
-
-
-def compact(tensor: Tensor) -> Tensor:
-    """Return a tensor that has its storage to itself: a file would hold all of a shared one."""
-    tensor = tensor.contiguous()
-    alone = tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if alone else tensor.clone()
 
 
 def save_safetensors(

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modkit.averaging._checkpoint_files import Checkpoint
 from modkit.averaging._members import check_match
 from modkit.averaging._precision import is_averaged, kept_dtype
+from modkit.files.checkpoint_files import Checkpoint
 
 
 __all__ = ["average_checkpoints"]

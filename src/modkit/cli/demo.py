@@ -13,8 +13,8 @@ from rich.table import Table
 from torch import Tensor
 
 from modkit import EMA, nn, schedules
-from modkit._files import written_whole
 from modkit.averaging._plots import draw_curves, draw_profiles, new_figure
+from modkit.files.atomic_write import written_whole
 
 
 RAW: Final = "raw"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modkit._zip import Archive
+from modkit.files.zip_check import Archive
 
 
 class Checksums:
@@ -99,3 +99,10 @@ def _why(path: Path, error: Exception) -> str:
     if not names:
         return str(error)
     return f"it needs {names}, whose code would have to run. Nothing has been run"
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """Return a tensor that has its storage to itself: a file would hold all of a shared one."""
+    tensor = tensor.contiguous()
+    alone = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone else tensor.clone()
