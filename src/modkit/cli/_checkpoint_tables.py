@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from modkit.averaging._checkpoint_contents import Contents, Group
+from modkit.averaging.checkpoints import Contents, Group
 from modkit.files.checkpoint_files import Checkpoint
 
 
