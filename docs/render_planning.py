@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from modkit.averaging._precision import PRECISIONS, Precision, kept_dtype
+from modkit.averaging.precision import PRECISIONS, Precision, kept_dtype
 
 
 PAGE = Path(__file__).resolve().parent / "distributed_planning.md"

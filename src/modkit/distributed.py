@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from modkit.averaging._ema_state import with_empty_parts
-from modkit.averaging._members import Members, canonical_name, canonical_names
-from modkit.averaging._sharded import is_sharded, whole_tensor
 from modkit.averaging.ema import EMA
+from modkit.averaging.named_tensors import NamedTensors, canonical_name, canonical_names
+from modkit.averaging.sharding import is_sharded, whole_tensor
 from modkit.checkpoints import save_checkpoint
 from modkit.files.atomic_write import written_whole
 from modkit.files.safetensors_files import Described, in_file_order, write_safetensors
@@ -134,7 +134,7 @@ class _Contents:
     ) -> None:
         self._streamed = streamed
         averages = dict(ema.named_averages(index))
-        members = Members(ema.model)
+        members = NamedTensors(ema.model)
         every = {**members.parameters, **members.buffers}
         found = {id(member.current()): averages.get(name) for name, member in every.items()}
         state: OrderedDict[str, Any] = ema.model.state_dict(keep_vars=True)
@@ -268,7 +268,7 @@ def _room_for(
     ema: EMA[Any], saved: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
     """Return a tensor for each tensor of a checkpoint: a shard where the model has one."""
-    members = Members(ema.model)
+    members = NamedTensors(ema.model)
     every = {**members.parameters, **members.buffers}
     room: dict[str, Any] = {}
     for name, facts in saved.items():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from modkit.averaging._sharded import has_shards, local_shard, whole
+from modkit.averaging.sharding import has_shards, local_shard, whole
 from modkit.integrations.lightning import EMACallback
 
 

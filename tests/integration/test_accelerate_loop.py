@@ -65,7 +65,7 @@ def test_a_state_inside_a_block(train: Any, tmp_path: Path) -> None:
     torch.nn.init.zeros_(model[0].weight)
     ema.update()
 
-    with pytest.warns(UserWarning, match="its raw weights are put into the model"):
+    with pytest.warns(UserWarning, match="its training weights are loaded into the model"):
         accelerator.load_state(tmp_path / "state")
 
     assert freeze(dict(model.state_dict())) == raw

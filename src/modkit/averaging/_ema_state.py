@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from modkit.averaging import converters
-from modkit.averaging._members import Members, check_match
 from modkit.averaging._schedule import Schedule
-from modkit.averaging._selection import Selection
+from modkit.averaging.named_tensors import NamedTensors as Members, Selection, check_match
 from modkit.averaging.schedules import Custom, from_config
 
 

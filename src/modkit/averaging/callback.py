@@ -1,39 +1,19 @@
 """``EMACallback``: an ``EMA`` behind the hooks that training loops call."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Generic, TypedDict
+from typing import Any, Generic
 
 import torch
 from typing_extensions import TypeVar, Unpack
 
-from modkit.averaging._members import Members
-from modkit.averaging._nonfinite import OnNonfinite
-from modkit.averaging._options import DEFAULT_DECAY, Decay, checked_count
-from modkit.averaging._precision import Precision
-from modkit.averaging._selection import Buffers, Names
-from modkit.averaging.ema import EMA
+from modkit.averaging.ema import EMA, Decays, EMAOptions, checked_count
+from modkit.averaging.named_tensors import NamedTensors as Members
 
 
 __all__ = ["EMACallback", "EMAOptions"]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
-
-
-class EMAOptions(TypedDict, total=False):
-    """The options of :class:`~modkit.averaging.ema.EMA` beside the decay, under the same names."""
-
-    schedule: Decay | Sequence[Decay] | None
-    update_after_step: int
-    update_every: int
-    precision: Precision
-    device: int | str | torch.device | None
-    buffers: Buffers
-    include: Names
-    exclude: Names
-    on_nonfinite: OnNonfinite
-    seed: int
-    asynchronous: bool
 
 
 def checked_index(index: int, ema: EMA[Any]) -> int:
@@ -48,7 +28,9 @@ def averaged_parameters(ema: EMA[Any]) -> list[torch.Tensor]:
     """Return the parameters of the model that are averaged, or will be at the first update."""
     members = Members(ema.model).parameters
     return [
-        member.tensor for name, member in members.items() if ema._tracked.selection.chooses(name)
+        member.tensor
+        for member in members.values()
+        if ema._engine.options.selection.chooses(member)
     ]
 
 
@@ -131,7 +113,7 @@ class EMACallback(Generic[ModelT]):
         self,
         model: ModelT,
         optimizer: torch.optim.Optimizer | None = None,
-        decay: float | Sequence[Decay] = DEFAULT_DECAY,
+        decay: Decays = None,
         *,
         index: int = 0,
         swap_to_average_at_end: bool = False,
@@ -176,6 +158,7 @@ class EMACallback(Generic[ModelT]):
         """
         self._evaluation.end()
         if self.swap_to_average_at_end:
+            self.ema.store()
             self.ema.copy_to(index=self.index)
 
     def on_exception(self, *args: object, **kwargs: object) -> None:

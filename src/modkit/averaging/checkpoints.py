@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from modkit.averaging import converters
-from modkit.averaging._members import check_match
-from modkit.averaging._precision import is_averaged, kept_dtype
+from modkit.averaging.named_tensors import check_match, is_averaged
+from modkit.averaging.precision import kept_dtype
 from modkit.files.checkpoint_files import Checkpoint, dtype_name, file_in, is_safetensors
 from modkit.files.safetensors_files import library
 from modkit.files.torch_files import load_plain

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from modkit.averaging._members import canonical_names
+from modkit.averaging.named_tensors import canonical_names
 from modkit.averaging.schedules import Constant, CountWarmup, InverseGamma, Schedule
 
 

@@ -1,81 +1,91 @@
-"""``EMA``: averages of a model's weights, by name and without a second model."""
+"""``EMA``: averages of a model's parameters, stored by name, without a second model."""
 
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic
+from typing import Any, Final, Generic, TypeAlias, TypedDict, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, TypeVar
 
 from modkit._upstream import RemovableHandle
-from modkit.averaging import _ema_state
-from modkit.averaging._kinds import average_for
-from modkit.averaging._members import Members
-from modkit.averaging._nonfinite import OnNonfinite
-from modkit.averaging._options import (
-    DEFAULT_DECAY,
-    Decay,
-    checked_choice,
-    checked_count,
-    schedules_of,
-)
-from modkit.averaging._plots import profile_figure
-from modkit.averaging._precision import PRECISIONS, Precision
-from modkit.averaging._selection import Buffers, NameFilter, Names, PolicyOf, Selection
-from modkit.averaging._sharded import resharded, shards_of
-from modkit.averaging._swap import any_swapped, copy_of, exchanged, raw_values, write
-from modkit.averaging._tracked import Tracked
+from modkit.averaging import _ema_state as ema_state
+from modkit.averaging.averages import Options
+from modkit.averaging.engine import Engine
+from modkit.averaging.named_tensors import Buffers, NamedTensors, Names
+from modkit.averaging.precision import OnNonfinite, Precision
+from modkit.averaging.schedules import Schedule, as_schedule
+from modkit.averaging.sharding import resharded, shards_of
+from modkit.averaging.swap import any_swapped, copy_of, exchanged, raw_values, write
 
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["EMA"]
+__all__ = ["EMA", "EMAOptions"]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
 
+Decay: TypeAlias = float | Callable[[int], float]
+Decays: TypeAlias = float | Sequence[Decay] | None
+
+DEFAULT_DECAY: Final = 0.999
+
+
+class EMAOptions(TypedDict, total=False):
+    """The keywords of :class:`EMA`, which every callback takes."""
+
+    schedule: Decay | Sequence[Decay] | None
+    update_after_step: int
+    update_every: int
+    precision: Precision
+    device: int | str | torch.device | None
+    buffers: Buffers
+    include: Names
+    exclude: Names
+    trainable_only: bool
+    on_nonfinite: OnNonfinite
+    seed: int
+    asynchronous: bool
+
 
 class EMA(Generic[ModelT]):
-    """Keeps exponential moving averages of a model's weights, by name and without a second model.
+    """Exponential moving averages of a model's parameters, stored by name.
 
-    Call :meth:`update` after each optimizer step, or :meth:`attach` the optimizer once. To evaluate
-    the average, put it into the model for a while with :meth:`applied`. The first update copies the
-    weights; each later one moves the average by ``1 - decay`` of the way to them.
+    Call :meth:`update` after each optimizer step, or :meth:`attach` the optimizer once. To evaluate an
+    average, swap it into the model with :meth:`applied`. The first update copies the parameters; each
+    later one computes ``average = decay * average + (1 - decay) * parameter``.
 
-    Tensors are matched by name, and an update that does not fit changes nothing. A tensor that has
-    several names is averaged once. No update waits for the device (unless ``on_nonfinite="raise"``).
+    Tensors are matched by name, and an update that does not match changes nothing. Tied tensors are
+    averaged once. No update synchronizes with an accelerator (except ``on_nonfinite="raise"``).
 
     Args:
-        model: The model in training. It is not copied, and stays as it is.
-        decay: How much of the average stays in each step, from 0 to 1; a list for several averages
-            of one model, which are numbered by ``index`` in the methods.
-        schedule: In place of ``decay``, one that changes: see :mod:`modkit.schedules`.
-        update_after_step: How many updates to wait for before the weights are copied.
-        update_every: Of how many updates to take one; the decay is taken to that power.
-        precision: ``"fp32"`` keeps the average in float32 at least, ``"fp64"`` in float64,
-            ``"same"`` as the parameter is (16 bits stand still at a decay near 1),
-            ``"stochastic"`` rounds at random by ``seed``, ``"compensated"`` has a second number.
-        device: Where the averages are kept; by default where the parameters are.
-        buffers: ``"copy"`` takes the latest, ``"average"`` averages those of floating point,
-            ``"ignore"`` leaves those out, and a dict of globs says so name by name. Buffers of
-            integers are always copied.
-        include: Globs of names, or a function of a name: the parameters to average; by default all.
-        exclude: The same, for parameters not to average.
-        on_nonfinite: What to do with a step whose weights are not all finite: ``"ignore"`` that,
-            ``"skip"`` the step, or ``"raise"``, which waits for the device in each update.
-        seed: Of the random rounding.
-        asynchronous: With ``device="cpu"``: average in a thread, while training goes on. An update
-            copies the weights into pinned memory, without waiting for the device, and waits for
-            the thread only if that has not finished the update before; the results are the same.
+        model: Model to track. It is neither copied nor modified.
+        decay: Decay factor in [0, 1], by default 0.999. A list gives several averages of one model, which
+            the methods number by ``index``.
+        schedule: A decay that changes, instead of ``decay``; see :mod:`modkit.schedules`.
+        update_after_step: Number of updates to ignore before the parameters are copied.
+        update_every: Average once every ``update_every`` updates, with ``decay ** update_every``.
+        precision: ``"fp32"`` and ``"fp64"`` keep the average in at least that precision. ``"same"`` keeps
+            the dtype of the parameter, in which bf16 and fp16 averages stall for decays close to 1.
+            ``"stochastic"`` rounds stochastically; ``"compensated"`` adds a low-order error term.
+        device: Device of the averages. Default: that of each parameter.
+        buffers: ``"copy"`` copies the latest buffers, ``"average"`` averages floating-point ones,
+            ``"ignore"`` leaves those out, and a dict maps globs of names to one of the three. Integer
+            buffers are always copied.
+        include: Globs of names, or a predicate: parameters to average. Default: all.
+        exclude: Globs of names, or a predicate: parameters not to average.
+        trainable_only: Average only parameters that require gradients at the first update.
+        on_nonfinite: What happens if a parameter is infinite or NaN: ``"ignore"`` averages it,
+            ``"skip"`` skips the step, ``"raise"`` raises and synchronizes with the device each time.
+        seed: Seed for stochastic rounding.
+        asynchronous: With ``device="cpu"``, average in a worker thread. An update copies the parameters
+            into pinned memory without a host sync; results are the same.
 
     Attributes:
-        step: How many updates have been asked for.
-        n_averaged: How many models are in the average, the copy included.
+        step: Number of updates that were requested.
+        n_averaged: Number of models averaged so far, including the initial copy.
 
     Raises:
-        TypeError, ValueError: An option makes no sense, or no parameter is averaged.
+        TypeError, ValueError: If an argument is invalid or no parameter is selected.
 
     Example:
         >>> from modkit import EMA, nn
@@ -94,7 +104,7 @@ class EMA(Generic[ModelT]):
     def __init__(
         self,
         model: ModelT,
-        decay: float | Sequence[Decay] = DEFAULT_DECAY,
+        decay: Decays = None,
         *,
         schedule: Decay | Sequence[Decay] | None = None,
         update_after_step: int = 0,
@@ -104,152 +114,194 @@ class EMA(Generic[ModelT]):
         buffers: Buffers = "copy",
         include: Names = None,
         exclude: Names = None,
+        trainable_only: bool = False,
         on_nonfinite: OnNonfinite = "ignore",
         seed: int = 0,
         asynchronous: bool = False,
     ) -> None:
-        checked_choice("precision", precision, PRECISIONS)
-        checked_choice("on_nonfinite", on_nonfinite, ("ignore", "skip", "raise"))
+        _check_model(model)
         self.model = model
         self.update_after_step = checked_count("update_after_step", update_after_step, 0)
         self.update_every = checked_count("update_every", update_every, 1)
-        self.on_nonfinite: OnNonfinite = on_nonfinite
         self.schedules = schedules_of(decay, schedule)
         self.step = 0
         self.n_averaged = 0
         self._start: int | None = None
-        place = None if device is None else torch.device(device)
-        if asynchronous and place != torch.device("cpu"):
-            raise ValueError(f"EMA: asynchronous=True needs device='cpu', got device={device!r}")
-        selected = NameFilter(include, default=True), NameFilter(exclude, default=False)
-        self._tracked = Tracked(
-            model,
-            [average_for(one, precision, place, seed, on_nonfinite) for one in self.schedules],
-            Selection(*selected, PolicyOf(buffers)),
-            place,
-            on_nonfinite,
+        options = Options(
+            precision=precision,
+            device=None if device is None else torch.device(device),
+            buffers=buffers,
+            include=include,
+            exclude=exclude,
+            trainable_only=trainable_only,
+            on_nonfinite=on_nonfinite,
+            seed=seed,
             asynchronous=asynchronous,
         )
+        self._engine = Engine(model, self.schedules, options)
         self._stored: dict[str, Tensor] = {}
-        self._handles: list[RemovableHandle] = []
-        names = Members(model).parameters
-        if names and not any(map(self._tracked.selection.chooses, names)):
-            raise ValueError(f"EMA: include={include!r}, exclude={exclude!r} leave no parameter")
+        self._attached = _Attached()
+        self._module: ModelT | None = None
+        self._check_selection()
+
+    def _check_selection(self) -> None:
+        named = NamedTensors(self.model)
+        selection = self._engine.options.selection
+        if not named.parameters:
+            raise ValueError(
+                f"EMA: {type(self.model).__name__} has no parameters to average. Create the EMA when "
+                "the model has its parameters; a quantized model keeps its weights elsewhere."
+            )
+        if not any(map(selection.chooses, named.parameters.values())):
+            raise ValueError(
+                f"EMA: include={selection.include!r}, exclude={selection.exclude!r}, "
+                f"trainable_only={selection.trainable_only} select none of the "
+                f"{len(named.parameters)} parameters"
+            )
 
     @property
     def device(self) -> torch.device | None:
-        """Where the averages are kept; None if that is where the parameters are."""
-        return self._tracked.device
+        """Device of the averages; None if each is where its parameter is."""
+        return self._engine.options.device
+
+    def __repr__(self) -> str:
+        schedules = ", ".join(map(repr, self.schedules))
+        return (
+            f"{type(self).__name__}({type(self.model).__name__}, {schedules}, step={self.step}, "
+            f"n_averaged={self.n_averaged})"
+        )
 
     # Averaging.
 
     @property
     def decay(self) -> float:
-        """The decay of the latest step of the first average; 0 if there has been none."""
+        """Decay of the latest step of the first average; 0 before the first."""
         if self._start is None:
             return 0.0
         return self.schedules[0](self.step - self._start)
 
-    def update(self) -> None:
-        """Take the model's present weights into the averages; call it after ``optimizer.step()``.
+    def update(self, model: torch.nn.Module | None = None) -> None:
+        """Update the averages with the present parameters; call it after ``optimizer.step()``.
+
+        Args:
+            model: Model to take the parameters from, if not the tracked one: another object with
+                the same names and shapes.
 
         Raises:
-            NameMismatchError: The model's parameters are not those of the previous updates, by
-                name or by shape. Nothing has been changed.
-            RuntimeError: The averages are in the model (:meth:`applied`), or a parameter is still
-                uninitialized, or, with ``on_nonfinite="raise"``, not finite.
+            NameMismatchError: Names or shapes are not those of the previous updates. Nothing has been
+                changed. :meth:`rebind` adapts the averages to a model that has changed.
+            RuntimeError: If called inside :meth:`applied`, if a parameter is uninitialized or on the
+                meta device, or if one is not finite and ``on_nonfinite="raise"``.
         """
-        if self._is_swapped():
-            raise RuntimeError("EMA: update() inside applied() would average the averages")
+        source = self.model if model is None else model
+        if any_swapped(source):
+            raise RuntimeError(
+                "EMA.update() was called inside applied(): the model holds the averaged weights. "
+                "Call update() outside of the block."
+            )
         # In this order: leaving inference mode turns gradients on.
         with torch.inference_mode(False), torch.no_grad():
-            self._update(self.step + 1)
+            self._update(source, self.step + 1)
         self.step += 1
 
-    def _update(self, step: int) -> None:
+    def _update(self, model: torch.nn.Module, step: int) -> None:
         start = self._start
         if start is None:
             if step <= self.update_after_step:
                 return
         elif (step - start) % self.update_every:
             return
-        self._tracked.bind()
+        plan = self._engine.bind(model)
         if start is None:
-            if not self._tracked.begin():
+            if not self._engine.begin(plan):
                 return
             self._start = step
         else:
             n = step - start
-            self._tracked.step([1.0 - s.over(n, self.update_every) for s in self.schedules], n)
+            weights = [1.0 - one.over(n, self.update_every) for one in self.schedules]
+            self._engine.step(plan, weights, n)
         self.n_averaged += 1
 
     def flush(self) -> None:
-        """Wait for the update that is under way, with ``asynchronous=True``.
+        """Wait for the update that is in progress, with ``asynchronous=True``.
 
-        Whatever reads the averages does so by itself.
+        Every read method calls this implicitly.
 
         Raises:
-            RuntimeError: It has failed, now or earlier; each later update and reading raises that
-                too, until a state is loaded.
+            RuntimeError: If it failed. Each later update and read raises it too, until a state is
+                loaded.
         """
-        self._tracked.flush()
+        self._engine.flush()
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> Self:
-        """Update after each step that ``optimizer`` really takes, until :meth:`detach`.
+    def rebind(self) -> None:
+        """Adapt the averages to the parameters that the model has now, adapters for example.
 
-        With gradient accumulation that is once for all the backward passes of a step; a step that a
-        ``GradScaler`` leaves out is none.
+        A parameter that is new starts as a copy, and one that is gone is dropped.
 
-        Returns this object.
+        Raises:
+            RuntimeError: If called inside :meth:`applied`.
         """
+        if self._is_swapped():
+            raise RuntimeError("EMA.rebind() was called inside applied(). Call it outside.")
+        with torch.inference_mode(False), torch.no_grad():
+            self._engine.rebind()
+        self._module = None
 
-        def update(*_: object) -> None:
-            self.update()
+    def attach(self, *optimizers: torch.optim.Optimizer) -> Self:
+        """Update after each step that the optimizer really takes, until :meth:`detach`.
 
-        def refuse(*_: object) -> None:
-            if self._is_swapped():
-                raise RuntimeError("EMA: a step inside applied() would train the average")
+        With gradient accumulation that is once for all backward passes of a step; a step that a
+        ``GradScaler`` skips does not count. Pass all optimizers of the model at once: the averages are
+        then updated once per training step, when each has stepped or one steps again.
 
-        self._handles.append(optimizer.register_step_pre_hook(refuse))
-        self._handles.append(optimizer.register_step_post_hook(update))
+        Args:
+            optimizers: Optimizers of parameters of the model.
+
+        Returns:
+            This object.
+
+        Raises:
+            TypeError: If one is not a ``torch.optim.Optimizer``.
+            ValueError: If none is given, one is attached already, or one has no averaged parameter.
+        """
+        named = NamedTensors(self.model).parameters.values()
+        chosen = {id(one.tensor) for one in named if self._engine.options.selection.chooses(one)}
+        self._attached.add(self, optimizers, chosen)
         return self
 
     def detach(self) -> None:
-        """Stop updating after the steps of the optimizers that were attached."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Stop updating after the steps of attached optimizers."""
+        self._attached.remove()
 
-    # Using the averages.
+    # Reading.
 
     def named_averages(self, index: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``(name, tensor)``: the averages, then the buffers that are copied.
+        """Yield ``(name, tensor)`` of the averages, then of the copied buffers.
 
-        The tensors are those that are kept, not copies, and none before the first update.
+        The tensors are not copies. Before the first update there are none.
         """
-        yield from self._tracked.named(index).items()
+        yield from self._engine.named(index).items()
 
     @contextmanager
     def applied(self, model: torch.nn.Module | None = None, *, index: int = 0) -> Generator[None]:
-        """Put an average into the model for the length of a ``with`` block.
+        """Swap an average into the model for the length of a ``with`` block.
 
-        Nothing is copied: the parameters stay the same objects, and their data change places with the
-        averages (those of another dtype or device are cast). Before the first update the block sees
-        the raw weights. Blocks may be nested. A checkpoint that is written inside holds the raw
-        weights too, and :meth:`load_state_dict` puts them back.
+        The swap exchanges storage: nothing is copied (unless dtype or device differ), and parameters stay
+        the same objects. Before the first update the block sees the training weights. Blocks may be
+        nested. A checkpoint written inside contains the training weights too, which
+        :meth:`load_state_dict` restores.
 
         Args:
-            model: Another model to put the average into, for instance the one that is wrapped for
-                distributed training; by default the one that is averaged.
-            index: Which average, where there are several.
+            model: Another model to swap into, such as the wrapped one in distributed training.
+            index: Which average.
 
         Raises:
-            NameMismatchError: The averages do not fit ``model``. Nothing has been changed.
-            RuntimeError: At the end: the block has written to the weights, so that the average, which
-                was in their place, has changed with them. The raw weights are back.
+            NameMismatchError: If the averages do not fit ``model``. Nothing has been changed.
+            RuntimeError: After the block, if it has written to the parameters, and so to the average.
+                The training weights are restored.
         """
         target = self.model if model is None else model
-        with resharded(target), exchanged(self._tracked.pairs(model, index)):
+        with resharded(target), exchanged(self._engine.pairs(target, index)):
             yield
 
     def _is_swapped(self) -> bool:
@@ -259,79 +311,106 @@ class EMA(Generic[ModelT]):
     def copy_to(self, model: torch.nn.Module | None = None, *, index: int = 0) -> None:
         """Copy an average into a model; before the first update nothing happens.
 
-        If it is the averaged model, the values that are replaced are kept until :meth:`restore`.
+        Call :meth:`store` before, to be able to :meth:`restore` the training weights.
 
         Raises:
-            NameMismatchError: The averages do not fit ``model``. Nothing has been changed.
+            NameMismatchError: If the averages do not fit ``model``. Nothing has been changed.
         """
-        pairs = self._tracked.pairs(model, index)
-        if (model is None or model is self.model) and not self._stored:
-            self._stored = {name: tensor.detach().clone() for name, tensor, _ in pairs}
-        for _, tensor, value in pairs:
+        for _, tensor, value in self._engine.pairs(self.model if model is None else model, index):
             write(tensor, value)
 
     @torch.no_grad()
+    def store(self) -> None:
+        """Store a copy of what :meth:`copy_to` replaces, until :meth:`restore`."""
+        named = NamedTensors(self.model)
+        names = self._engine.named(0) or dict.fromkeys(named.all())
+        self._stored = {name: named.tensor(name).detach().clone() for name in names}
+
+    @torch.no_grad()
     def restore(self) -> None:
-        """Copy the values back that the last :meth:`copy_to` has replaced.
+        """Copy the stored training weights back into the model, and drop them.
 
         Raises:
-            RuntimeError: There has been none.
+            RuntimeError: If nothing is stored.
         """
         if not self._stored:
-            raise RuntimeError("EMA: restore() without a copy_to() before it")
-        members = Members(self.model)
-        found = {**members.parameters, **members.buffers}
+            raise RuntimeError("EMA.restore(): nothing is stored. Call store() before copy_to().")
+        named = NamedTensors(self.model)
         for name, value in self._stored.items():
-            write(found[name].tensor, value)
+            write(named.tensor(name), value)
         self._stored = {}
 
     def averaged_model(self, index: int = 0) -> ModelT:
-        """Return a copy of the model that holds an average, in evaluation mode, without gradients.
+        """Return a copy of the model with averaged weights, in eval mode, without gradients.
 
         What is not averaged is as it is in the model now.
         """
         model = copy_of(self.model)
-        if self._start is not None:
-            with torch.no_grad():
-                for _, tensor, value in self._tracked.pairs(model, index):
-                    write(tensor, value)
+        with torch.no_grad():
+            for _, tensor, value in self._engine.pairs(model, index):
+                write(tensor, value)
         return model.requires_grad_(False).eval()
 
-    def plot(self, n: int | None = None) -> "Figure":
-        """Draw how much the model of each past step counts in each of the averages.
+    @property
+    def module(self) -> ModelT:
+        """A copy of the model that stays at the first average, in eval mode, without gradients.
+
+        Reading it brings it up to date. Its tensors are the averages where dtype and device are the same;
+        it takes the memory of a model for the others.
+        """
+        if self._module is None:
+            self._module = self.averaged_model()
+        for _, tensor, value in self._engine.pairs(self._module, 0):
+            if (tensor.dtype, tensor.device) != (value.dtype, value.device):
+                write(tensor, value)
+            elif tensor.data_ptr() != value.data_ptr():
+                tensor.data = value
+        return self._module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call :attr:`module`, the averaged model."""
+        return self.module(*args, **kwargs)
+
+    @torch.no_grad()
+    def to(
+        self, device: int | str | torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> Self:
+        """Move and cast the averages, and keep later ones there.
 
         Args:
-            n: After how many steps; by default after those that there have been, or a thousand.
+            device: New device of the averages; None leaves it.
+            dtype: New dtype of floating-point averages; None leaves it.
 
         Returns:
-            A matplotlib figure: ``ema.plot().savefig("weights.png")``. It needs ``modkit[plot]``.
+            This object.
 
         Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: ``n`` is less than 1.
+            ValueError: If ``dtype`` is not a floating-point dtype of 16 bits or more, or the EMA is
+                asynchronous and ``device`` is not the CPU.
         """
-        done = 0 if self._start is None else self.step - self._start
-        steps = n if n is not None else (done or 1000)
-        checked_count("n", steps, 1)
-        return profile_figure(self.schedules, steps, self.update_every)
+        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+            raise ValueError(f"EMA.to(): dtype must be a floating-point dtype, got {dtype}")
+        self._engine.to(None if device is None else torch.device(device), dtype)
+        self._module = None
+        return self
 
     # Saving and loading.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the next update depends on, as plain numbers, strings and tensors.
+        """Return all that the next update depends on: numbers, strings and tensors.
 
-        The tensors are not copied. Inside :meth:`applied` the raw weights of the model are part of
-        it. The state can be saved with ``torch.save`` and loaded with ``weights_only=True``.
+        Tensors are not copied. Inside :meth:`applied` the training weights are part of it. The state can
+        be saved with ``torch.save`` and loaded with ``weights_only=True``.
         """
         state: dict[str, Any] = {
-            "version": _ema_state.VERSION,
+            "version": ema_state.VERSION,
             "step": self.step,
             "start": self._start,
             "n_averaged": self.n_averaged,
             "update_every": self.update_every,
             "update_after_step": self.update_after_step,
             "schedules": [schedule.to_config() for schedule in self.schedules],
-            **self._tracked.state_dict(),
+            **self._engine.state_dict(),
         }
         raw = raw_values(self.model)
         if raw:
@@ -339,30 +418,33 @@ class EMA(Generic[ModelT]):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the state of an ``EMA``, or of what another library averages with.
+        """Load the state of an ``EMA``, averages of another library, or plain averaged weights.
 
-        The next update is then the one that would have followed when the state was made. Schedule,
-        ``update_every`` and ``update_after_step`` are those of the state, with a warning where
-        they differ; precision and device stay. Known are the states of torch's ``AveragedModel``,
-        timm's ``ModelEmaV3``, diffusers' ``EMAModel``, ema-pytorch, torch_ema and Lightning.
+        The next update is then the one that would have followed when the state was saved. Schedule,
+        ``update_every`` and ``update_after_step`` are those of the state, with a warning where they
+        differ; precision and device stay. Supported are the states of torch's ``AveragedModel``, timm's
+        ``ModelEmaV3``, diffusers' ``EMAModel``, ema-pytorch, torch_ema and Lightning.
 
         Args:
             state_dict: What ``state_dict()`` returned. If it is empty, averaging starts anew, with a
-                warning. Raw weights in it, from a checkpoint written inside :meth:`applied`, are put
-                into the model, with a warning.
+                warning. Training weights in it, from a checkpoint that was written inside
+                :meth:`applied`, are loaded into the model, with a warning.
 
         Raises:
-            ValueError: The state is of no known kind, or of another number of averages.
-            NameMismatchError: Its tensors do not fit the model. Nothing has been changed.
-            RuntimeError: The averages are in the model (:meth:`applied`).
+            ValueError: If the state is not of a supported kind, not valid, or of another number of
+                averages. Nothing has been changed.
+            NameMismatchError: If its tensors do not fit the model. Nothing has been changed.
+            RuntimeError: If called inside :meth:`applied`.
         """
         if self._is_swapped():
-            raise RuntimeError("EMA: load_state_dict() inside applied()")
+            raise RuntimeError(
+                "EMA.load_state_dict() was called inside applied(). Call it outside."
+            )
         if not state_dict:
             warnings.warn("EMA: the state is empty, so averaging starts anew", stacklevel=2)
             self._reset()
             return
-        loaded = _ema_state.read(
+        loaded = ema_state.read(
             state_dict,
             self.model,
             schedules=self.schedules,
@@ -377,32 +459,147 @@ class EMA(Generic[ModelT]):
 
     def _reset(self) -> None:
         self.step, self.n_averaged, self._start = 0, 0, None
-        self._tracked.reset()
+        self._engine.reset()
 
-    def _load(self, loaded: _ema_state.LoadedState) -> None:
-        members = Members(self.model)
-        raw = [(name, members.tensor(name), value) for name, value in loaded.raw.items()]
+    def _load(self, loaded: ema_state.LoadedState) -> None:
+        named = NamedTensors(self.model)
+        raw = [(named.tensor(name), value) for name, value in loaded.raw.items()]
         if loaded.start is not None:
-            self._tracked.load(loaded, members)
+            self._engine.load(loaded, named)
         else:
             self._reset()
         if raw:
             warnings.warn(
-                "EMA: the state was saved inside applied(); its raw weights are put into the model",
+                "EMA: the state was saved inside applied(); its training weights are loaded into the model",
                 stacklevel=3,
             )
-            for _, tensor, value in raw:
+            for tensor, value in raw:
                 write(tensor, shards_of(value, tensor))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled and copied: all but the optimizers that are attached."""
-        return {**vars(self), "_handles": [], "_raw": raw_values(self.model)}
+        """Return what is pickled and copied: all but the attached optimizers."""
+        left_out = {"_attached": _Attached(), "_module": None, "_raw": raw_values(self.model)}
+        return {**vars(self), **left_out}
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, with the raw weights in its model if it was made inside ``applied``."""
+        """Restore a copy, with the training weights in its model if it was made inside ``applied``."""
         raw: dict[str, Tensor] = state.pop("_raw")
         self.__dict__.update(state)
-        members = Members(self.model)
+        named = NamedTensors(self.model)
         for name, value in raw.items():
-            write(members.tensor(name), value)
+            write(named.tensor(name), value)
+
+
+class _Attached:
+    """The optimizers whose steps update an ``EMA``: once when all have stepped, or one steps again."""
+
+    def __init__(self) -> None:
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._handles: list[RemovableHandle] = []
+        self._stepped: set[int] = set()
+
+    def add(
+        self,
+        ema: EMA[Any],
+        optimizers: Sequence[torch.optim.Optimizer],
+        averaged: Collection[int],
+    ) -> None:
+        """Attach optimizers that have averaged parameters, given by ``id``."""
+        if not optimizers:
+            raise ValueError("EMA.attach() needs an optimizer")
+        for place, one in enumerate(optimizers):
+            self._check(one, averaged)
+            if any(one is other for other in optimizers[:place]):
+                raise ValueError(f"EMA.attach(): the {type(one).__name__} is given twice")
+        self._optimizers += optimizers
+        for one in optimizers:
+            self._watch(ema, one)
+
+    def _check(self, optimizer: object, averaged: Collection[int]) -> None:
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"EMA.attach(): {kind} is not a torch.optim.Optimizer, so its steps cannot be tracked. "
+                "Call update() after each step instead."
+            )
+        if any(optimizer is one for one in self._optimizers):
+            raise ValueError(
+                f"EMA.attach(): the {kind} is attached already, and its steps would count twice"
+            )
+        mine = (id(p) for group in optimizer.param_groups for p in group["params"])
+        if not any(one in averaged for one in mine):
+            raise ValueError(
+                f"EMA.attach(): the {kind} has no averaged parameter of the model. Attach the optimizer "
+                "that trains it, after the model is where it is trained."
+            )
+
+    def _watch(self, ema: EMA[Any], optimizer: torch.optim.Optimizer) -> None:
+        def before(*_: object) -> None:
+            if any_swapped(ema.model):
+                raise RuntimeError(
+                    "EMA: optimizer.step() was called inside applied(), where it would train the average"
+                )
+            if id(optimizer) in self._stepped:
+                self._stepped.clear()
+                ema.update()
+
+        def after(*_: object) -> None:
+            self._stepped.add(id(optimizer))
+            if len(self._stepped) == len(self._optimizers):
+                self._stepped.clear()
+                ema.update()
+
+        self._handles.append(optimizer.register_step_pre_hook(before))
+        self._handles.append(optimizer.register_step_post_hook(after))
+
+    def remove(self) -> None:
+        """Detach all optimizers."""
+        for handle in self._handles:
+            handle.remove()
+        self._optimizers, self._handles = [], []
+        self._stepped.clear()
+
+
+def checked_count(name: str, value: int, least: int) -> int:
+    """Return a number of steps.
+
+    Raises:
+        TypeError, ValueError: If it is not an int, or less than ``least``.
+    """
+    if isinstance(cast("object", value), bool) or not isinstance(cast("object", value), int):
+        raise TypeError(f"EMA: {name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"EMA: {name} must be {least} or more, got {value}")
+    return value
+
+
+def schedules_of(decay: Decays, schedule: Decay | Sequence[Decay] | None) -> list[Schedule]:
+    """Return one schedule for each average that is asked for."""
+    if schedule is not None and decay is not None:
+        raise ValueError(f"EMA: give decay or schedule, not both: got {decay!r} and {schedule!r}")
+    chosen = schedule if schedule is not None else DEFAULT_DECAY if decay is None else decay
+    several: Sequence[Decay] = chosen if isinstance(chosen, Sequence) else (chosen,)
+    if not several:
+        raise ValueError("EMA: decay must not be an empty list")
+    for one in several:
+        if isinstance(one, (int, float)) and 0 < one < _LEAST_PLAUSIBLE:
+            warnings.warn(
+                f"EMA: decay={one} keeps {one:.2%} of the average in each update. If that is a momentum, "
+                f"pass decay={1 - one:g}.",
+                stacklevel=3,
+            )
+    return [as_schedule(one) for one in several]
+
+
+# Below it a decay is more likely a momentum, which is one minus the decay.
+_LEAST_PLAUSIBLE: Final = 0.1
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, torch.nn.Module):
+        return
+    raise TypeError(
+        f"EMA: model must be a torch.nn.Module, got {type(model).__name__}. Pass the model, not its "
+        "parameters: EMA(model, decay) averages by name and swaps them itself."
+    )

@@ -26,11 +26,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from modkit.averaging._average import Average
-from modkit.averaging._members import Members, canonical_names, check_match
-from modkit.averaging._precision import is_averaged
-from modkit.averaging._schedule import gamma_of
-from modkit.averaging.schedules import Power
+from modkit.averaging.averages import Options
+from modkit.averaging.engine import Engine
+from modkit.averaging.named_tensors import (
+    NamedTensors,
+    canonical_names,
+    check_match,
+    is_averaged,
+)
+from modkit.averaging.schedules import Power, Schedule, gamma_of
 from modkit.files.atomic_write import written_whole
 from modkit.files.safetensors_files import library
 from modkit.files.torch_files import load_checked, load_plain, narrowed
@@ -51,62 +55,49 @@ PathLike: TypeAlias = str | os.PathLike[str]
 _FORMATS = ("pt", "safetensors")
 
 
-# These four use the engine; nothing further down does.
+# These use the engine; nothing further down does.
 class _Averages:
     """Averages of the parameters of a model, by name, in float32 or wider."""
 
-    def __init__(self, model: torch.nn.Module, count: int) -> None:
+    def __init__(self, model: torch.nn.Module, schedules: Sequence[Schedule]) -> None:
         self.model = model
-        self._count = count
-        self._averages: list[Average] = []
-        self._members: Members | None = None
+        self._engine = Engine(model, schedules, Options(buffers="ignore", owner="PostHocEMA"))
 
     @property
     def tensors(self) -> list[dict[str, Tensor]]:
         """The tensors of each average; an empty list before the first update."""
-        return [average.tensors for average in self._averages]
+        if not self._engine.begun:
+            return []
+        return [average.state_dict()["tensors"] for average in self._engine.averages]
 
     @torch.no_grad()
     def update(self, weights: Sequence[float]) -> None:
         """Move each average by its weight towards the model; a weight of 1 copies."""
-        if self._members is None or self._members.changed():
-            members = Members(self.model)
-            current = _averaged(members)
-            averages = self._averages or self._started(current)
-            _check_match("the average", averages[0].tensors, current)
-            for average in averages:
-                average.bind(current)
-            self._averages, self._members = averages, members
-        for average, weight in zip(self._averages, weights, strict=True):
-            average.step(weight)
+        self._engine.step(self._engine.bind(self.model), weights, 0)
+        self._engine.begun = True
 
     @torch.no_grad()
     def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
         """Replace the averages by saved ones, or raise and change nothing."""
-        current = _averaged(Members(self.model))
-        averages = self._started(current) if saved else []
-        for average, tensors in zip(averages, saved, strict=True):
+        current = _averaged(NamedTensors(self.model))
+        for tensors in saved:
             _check_match("the state of the average", tensors, current)
+        self._engine.reset()
+        for average, tensors in zip(self._engine.averages, saved, strict=bool(saved)):
+            average.start(current)
             for name, tensor in average.tensors.items():
                 tensor.copy_(tensors[name])
-        self._averages, self._members = averages, None
-
-    def _started(self, current: Mapping[str, Tensor]) -> list[Average]:
-        """Return new averages, whose values are undefined until the first step copies."""
-        averages = [Average("fp32", None, 0) for _ in range(self._count)]
-        for average in averages:
-            average.start(current)
-        return averages
+        self._engine.begun = bool(saved)
 
 
-def _averaged(members: Members) -> dict[str, Tensor]:
+def _averaged(members: NamedTensors) -> dict[str, Tensor]:
     """Return the parameters that can be averaged, by name; tied ones once."""
     return {name: m.tensor for name, m in members.parameters.items() if is_averaged(m.tensor)}
 
 
 def _averaged_and_others(model: torch.nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return these parameters, and beside them persistent buffers and integer parameters."""
-    members = Members(model)
+    members = NamedTensors(model)
     averaged = _averaged(members)
     saved = set(canonical_names(model.state_dict(keep_vars=True)).values()).difference(averaged)
     found = {**members.parameters, **members.buffers}
@@ -475,7 +466,7 @@ class PostHocEMA:
         self._sigma_rels = [float(sigma_rel) for sigma_rel in sigma_rels]
         self._schedules = [Power(sigma_rel=sigma_rel) for sigma_rel in self._sigma_rels]
         self._update_every = update_every
-        self._averages = _Averages(model, len(self._sigma_rels))
+        self._averages = _Averages(model, self._schedules)
         self._step = 0
 
     @property

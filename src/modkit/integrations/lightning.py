@@ -5,7 +5,7 @@ It needs the extra ``lightning``, or a ``pytorch_lightning`` that is installed a
 
 import importlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,11 @@ from modkit._errors import (
     MSG_WEIGHTS_ONLY_RAW,
 )
 from modkit._upstream import RemovableHandle
-from modkit.averaging._members import Members
-from modkit.averaging._options import DEFAULT_DECAY, Decay
-from modkit.averaging._sharded import has_shards, split_up, whole
-from modkit.averaging._swap import exchanged, pairs_for, raw_values
 from modkit.averaging.callback import EMAOptions, Evaluation, averaged_parameters, checked_index
-from modkit.averaging.ema import EMA
+from modkit.averaging.ema import EMA, Decays
+from modkit.averaging.named_tensors import NamedTensors as Members
+from modkit.averaging.sharding import has_shards, split_up, whole
+from modkit.averaging.swap import exchanged, pairs_for, raw_values
 from modkit.checkpoints import verify
 
 
@@ -83,7 +82,7 @@ class EMACallback(Callback):
 
     def __init__(
         self,
-        decay: float | Sequence[Decay] = DEFAULT_DECAY,
+        decay: Decays = None,
         *,
         index: int = 0,
         swap_to_average_at_end: bool = False,

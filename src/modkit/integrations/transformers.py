@@ -5,7 +5,7 @@ import importlib
 import inspect
 import os
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -23,11 +23,10 @@ from modkit._errors import (
     MSG_STEPS_UNKNOWN,
     MSG_TRAINER_UNKNOWN,
 )
-from modkit.averaging._members import Members
-from modkit.averaging._options import DEFAULT_DECAY, Decay, checked_choice
-from modkit.averaging._swap import any_swapped, exchanged, pairs_for, raw_values, write
 from modkit.averaging.callback import EMAOptions, checked_index
-from modkit.averaging.ema import EMA
+from modkit.averaging.ema import EMA, Decays
+from modkit.averaging.named_tensors import NamedTensors as Members, check_choice as checked_choice
+from modkit.averaging.swap import any_swapped, exchanged, pairs_for, raw_values, write
 from modkit.checkpoints import checksums, verify
 from modkit.files.atomic_write import written_whole
 
@@ -108,14 +107,14 @@ class EMACallback(TrainerCallback):
 
     def __init__(
         self,
-        decay: float | Sequence[Decay] = DEFAULT_DECAY,
+        decay: Decays = None,
         *,
         save: Saved = "average",
         index: int = 0,
         swap_to_average_at_end: bool = False,
         **options: Unpack[EMAOptions],
     ) -> None:
-        checked_choice("save", save, ("average", "raw"))
+        checked_choice("EMACallback", "save", save, ("average", "raw"))
         # Options that make no sense are told now, and not when training starts.
         self.index = checked_index(index, EMA(torch.nn.Module(), decay, **options))
         self.save: Saved = save

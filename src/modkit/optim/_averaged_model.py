@@ -1,77 +1,98 @@
-"""The averaged model of ``modkit.optim.swa_utils``."""
+"""``AveragedModel``: torch's face of the averaging engine."""
 
-from collections.abc import Sequence
-from copy import deepcopy
-from typing import Any, Final, Generic, Literal, TypeAlias, cast, get_args
+from collections.abc import Callable
+from typing import Any, Generic, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel as _TorchAveragedModel
-from torch.overrides import TorchFunctionMode
 from typing_extensions import TypeVar, override
 
-from modkit.averaging._members import canonical_names
-from modkit.averaging._pairs import PairCache, Pairs, copy_slots
-from modkit.averaging._sharded import is_fully_sharded
-from modkit.averaging._sharded_copy import copy_fully_sharded
-from modkit.averaging._update import (
-    AvgFn,
+from modkit.averaging.averages import Average, Options, flat_buffers
+from modkit.averaging.engine import (
+    Copies,
     Group,
-    MultiAvgFn,
-    copy_each,
-    masked_sources,
-    step_,
-    step_traced_,
+    Plan,
+    PlanCache,
+    first_nonfinite_of,
+    step,
 )
+from modkit.averaging.named_tensors import (
+    Buffers,
+    Member,
+    NamedTensors,
+    Names,
+    Selection,
+    canonical_names,
+    check_match,
+    is_averaged,
+)
+from modkit.averaging.precision import (
+    OnNonfinite,
+    Precision,
+    TensorList,
+    Weight,
+    computable,
+    kept_dtype,
+    reads_are_free,
+    swa_,
+    swa_of,
+    swa_weight,
+)
+from modkit.averaging.swap import copy_of
 from modkit.nn.module import Module
 
 
-AveragePrecision: TypeAlias = Literal["same", "fp32", "fp64"]
-OnNonfinite: TypeAlias = Literal["ignore", "skip"]
+AvgFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | int], Tensor]
+MultiAvgFn: TypeAlias = Callable[[TensorList, TensorList, Tensor | int], None]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
 
-_WIDTHS: Final = {"fp32": torch.float32, "fp64": torch.float64}
-
 
 class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
-    """Keeps a running average of a model's weights, as a model of its own.
+    """Running average of a model's weights, as a model of its own.
 
     Use it for stochastic weight averaging (SWA, the equal mean of the weights at the end of
     training: https://arxiv.org/abs/1803.05407) and for exponential moving averages (EMA). The
     averaged copy is the attribute ``module``; calling the averaged model calls that copy.
 
     The first ``update_parameters`` copies the weights, each later one averages. Without an
-    averaging function all updates weigh the same. The functions are not part of ``state_dict()``:
-    pass them again when an average is loaded.
+    averaging function all updates have the same weight. The functions are not part of
+    ``state_dict()``: pass them again to load an average.
 
     With ``use_buffers=False`` each update copies the buffers, so the batch normalization statistics
     are those of the last model seen and not of the averaged weights: call ``update_bn`` at the end
     of training. With ``use_buffers=True`` they are averaged along the way. Integer and boolean
-    buffers have no average, and are always copied.
+    buffers are always copied.
 
     Args:
-        model: The model to average. It is deep-copied, and stays as it is.
-        device: Where the average is kept; by default where the model is.
+        model: Model to average. It is deep-copied and not modified.
+        device: Device of the average. Default: that of the model.
         avg_fn: Returns the new average from the averaged tensor, the model's tensor and the number
-            of models averaged so far. Not together with ``multi_avg_fn``.
-        multi_avg_fn: The same for a list of averaged tensors and a list of the model's tensors, all
-            of one device and dtype; it writes the first list in place.
+            of models averaged so far. Excludes ``multi_avg_fn``.
+        multi_avg_fn: Averages a list of tensors in place, from a list of averaged tensors, a list of
+            the model's tensors, all of one device and dtype, and the number of models so far.
         use_buffers: Whether buffers are averaged, not copied.
-        precision: ``"fp32"`` and ``"fp64"`` keep floating-point weights in at least that many bits,
-            without which the average of a bfloat16 model stands still from a decay of 0.99 on. The
-            averaged model then computes in that dtype. ``modkit.EMA`` has further ways.
-        on_nonfinite: ``"skip"`` leaves the average as it is, but for the count and the copied
-            buffers, in an update in which a weight is infinite or NaN.
+        precision: ``"fp32"`` and ``"fp64"`` keep floating-point weights in at least that precision;
+            the averaged model then computes in that dtype. ``"same"`` stalls for bf16 and fp16 models
+            from a decay of 0.99 on; ``"stochastic"`` rounds stochastically, and ``"compensated"``
+            keeps a low-order error term in the child module ``compensation``.
+        on_nonfinite: What happens if a weight is infinite or NaN: ``"ignore"`` averages it,
+            ``"skip"`` leaves the average as it is, ``"raise"`` raises and synchronizes with the device.
+        buffers: ``"copy"``, ``"average"``, ``"ignore"``, or a dict of globs, instead of ``use_buffers``.
+        include: Globs of names, or a predicate: parameters to average. The others are copied.
+        exclude: Globs of names, or a predicate: parameters to copy.
+        trainable_only: Average only parameters that require gradients, and copy the others.
+        seed: Seed for stochastic rounding.
 
     Attributes:
         module: The averaged copy; a type checker knows it by the type of ``model``.
-        n_averaged: Buffer, a 0-dimensional ``int64`` tensor: how many updates there were.
+        n_averaged: Buffer, a 0-dimensional ``int64`` tensor: number of updates.
 
     Raises:
-        AssertionError: Both averaging functions are given.
-        ValueError: ``precision`` or ``on_nonfinite`` is unknown.
+        AssertionError: If both averaging functions are given.
+        ValueError: If another option is invalid.
 
     Example:
         >>> from modkit import nn
@@ -84,9 +105,9 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         >>> ema.module.weight.item(), ema.n_averaged.item()
         (1.25, 2)
 
-    Differs from torch: it is typed by the class of the model, pairs tensors by name, never waits
-    for the device, and takes models that cannot be deep-copied because they hold results of autograd
-    or are split up by ``fully_shard``: the copy is split up in the same way.
+    Differs from torch: it is typed by the class of the model, pairs tensors by name, does not
+    synchronize with accelerators, and takes models that cannot be deep-copied because they hold
+    results of autograd or are sharded by ``fully_shard``: the copy is sharded in the same way.
     """
 
     __module__ = "modkit.optim.swa_utils"
@@ -105,38 +126,94 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         multi_avg_fn: MultiAvgFn | None = None,
         use_buffers: bool = False,
         *,
-        precision: AveragePrecision = "same",
+        precision: Precision = "same",
         on_nonfinite: OnNonfinite = "ignore",
+        buffers: Buffers | None = None,
+        include: Names = None,
+        exclude: Names = None,
+        trainable_only: bool = False,
+        seed: int = 0,
     ) -> None:
-        # Torch's class is a base only for ``isinstance``: its own initialization is passed over.
+        # Torch's class is a base only for ``isinstance``: its own initialization is not used.
         super(_TorchAveragedModel, self).__init__()
         if avg_fn is not None and multi_avg_fn is not None:
             message = "Only one of avg_fn and multi_avg_fn should be provided"
             raise AssertionError(message)
-        _check_choice("precision", precision, get_args(AveragePrecision))
-        _check_choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
-        self._average_options = device, precision, on_nonfinite
-        self._pair_cache = PairCache()
-        self._counter = _Counter()
+        if use_buffers and buffers is not None:
+            raise ValueError(
+                f"AveragedModel: give use_buffers or buffers, not both: got True and {buffers!r}"
+            )
+        self._runtime = _Runtime(
+            Options(
+                precision=precision,
+                buffers="copy" if buffers is None else buffers,
+                include=include,
+                exclude=exclude,
+                trainable_only=trainable_only,
+                on_nonfinite=on_nonfinite,
+                seed=seed,
+                owner="AveragedModel",
+            )
+        )
+        self._device = device
+        self.avg_fn = avg_fn
+        self.multi_avg_fn = multi_avg_fn
+        self.use_buffers = use_buffers
+        if precision in {"stochastic", "compensated"}:
+            self._check_rule()
         # Tensors that are made in inference mode could never be updated outside of it.
         with torch.inference_mode(False):
             self.module = self._copy_of(model)
             self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
-        self.avg_fn = avg_fn
-        self.multi_avg_fn = multi_avg_fn
-        self.use_buffers = use_buffers
+            if precision == "compensated":
+                self.compensation = self._error_terms()
+
+    def _check_rule(self) -> None:
+        if self.avg_fn is not None or not (
+            self.multi_avg_fn is None or _is_known(self.multi_avg_fn)
+        ):
+            raise ValueError(
+                f"AveragedModel: precision={self._runtime.options.precision!r} works with "
+                "get_ema_multi_avg_fn(), get_swa_multi_avg_fn() or no averaging function"
+            )
 
     def _copy_of(self, model: ModelT) -> ModelT:
-        """Return a copy of the model, where and in which dtype the average is kept."""
-        device, precision, _ = self._average_options
-        with _DetachedCopies():
-            sharded = is_fully_sharded(model)
-            copy = copy_fully_sharded(model, {}) if sharded else deepcopy(model)
-        if device is not None:
-            copy = copy.to(device)
+        """Return a copy of the model, on the device and in the dtypes of the average."""
+        precision = self._runtime.options.precision
+
+        def dtype_of(tensor: Tensor) -> torch.dtype:
+            return tensor.dtype if precision == "same" else kept_dtype(tensor.dtype, precision)
+
+        copies: dict[int, Tensor] = {}
+        if isinstance(cast("object", model), torch.nn.Module) and str(self._device) in {
+            "None",
+            "cpu",
+        }:
+            copies = self._runtime.flat_copies(model, dtype_of)
+        copy = copy_of(model, copies)
+        if self._device is not None:
+            copy = copy.to(self._device)
         if precision != "same":
-            _widen(copy, _WIDTHS[precision])
+
+            def widened(tensor: Tensor) -> Tensor:
+                return tensor.to(dtype_of(tensor))
+
+            cast("Any", copy)._apply(widened)
         return copy
+
+    def _error_terms(self) -> Module:
+        """Return a tree of buffers, which has the same names as the parameters that it belongs to."""
+        root: Module = Module()
+        for name, member in NamedTensors(self.module).all().items():
+            if is_averaged(member.tensor):
+                *path, last = name.split(".")
+                node = root
+                for part in path:
+                    if part not in node._modules:
+                        node.add_module(part, Module())
+                    node = cast("Module", node._modules[part])
+                node.register_buffer(last, torch.zeros_like(member.tensor, requires_grad=False))
+        return root
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,50 +222,161 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
 
     @override
     def update_parameters(self, model: torch.nn.Module) -> None:
-        """Take the model's present weights into the average.
+        """Update the average with the present weights of a model.
 
         Call it after ``optimizer.step()`` (EMA) or at the end of an epoch (SWA). The first call
-        copies. Parameters and buffers are paired by name, those of ``torch.compile``, data-parallel
-        and checkpoint wrappers put aside. Buffers that are not saved may come and go, and buffers
-        that are copied may change their shape.
+        copies. Parameters and buffers are paired by name, without the parts of names that
+        ``torch.compile``, data-parallel and checkpoint wrappers add. Buffers that are not persistent may
+        come and go, and copied buffers may change their shape.
 
         Args:
             model: The model in training, on any device.
 
         Raises:
-            NameMismatchError: Tensors are missing, unexpected, or of another shape. It is a
-                ValueError, lists their names, and is raised before anything is written.
+            NameMismatchError: If tensors are missing, unexpected, or of another shape. It is a
+                ValueError and lists their names. Nothing has been changed.
+            RuntimeError: If a weight is not finite and ``on_nonfinite="raise"``.
 
         Differs from torch, which pairs tensors by position and broadcasts their shapes.
         """
         # Whatever has no parameters is refused in torch's words.
         model.parameters  # noqa: B018
         if torch.compiler.is_compiling():
-            pairs = Pairs(self.module, model, self, use_buffers=self.use_buffers)
-            step_traced_(pairs.groups, self.n_averaged, self.avg_fn, self.multi_avg_fn)
-            copy_slots(pairs.copied)
-            self.n_averaged.add_(1)
+            self._update_traced(model)
             return
-        count = self._counter.read(self.n_averaged)
+        runtime = self._runtime
+        count = runtime.counter.read(self.n_averaged)
         if count == 0:
             self._materialize(model)
-        pairs = self._pair_cache.pairs(self.module, model, self, use_buffers=self.use_buffers)
-        groups: Sequence[Group] = pairs.groups
-        if self._average_options[2] == "skip":
-            groups = masked_sources(groups, pairs.meshes)
-        if count == 0:
-            for group in groups:
-                copy_each(group.targets, group.sources)
+        # Functions of the user get the tensors one by one, or as lists.
+        flat = self.avg_fn is None if self.multi_avg_fn is None else _is_known(self.multi_avg_fn)
+        key = id(self.module), self.use_buffers, flat
+        plan = runtime.plans.get(model, lambda: self._plan(model, flat=flat), key)
+        if self._take(plan, count):
+            with torch.no_grad():
+                plan.copies.run()
+            runtime.counter.advance(self.n_averaged)
+
+    def _take(self, plan: Plan, count: int) -> bool:
+        """Take a step; return False if there is still nothing to average."""
+        policy = self._runtime.options.on_nonfinite
+        if policy == "raise" or (policy == "skip" and count == 0):
+            # The first update of an average is the only one that reads a flag on the host.
+            bad = first_nonfinite_of(plan)
+            if bad is not None and policy == "raise":
+                raise RuntimeError(f"AveragedModel: {bad} is not finite. Nothing has been changed.")
+            if bad is not None:
+                return False
+        if self._runtime.options.precision == "stochastic":
+            # A seed for each step is all the state that there is.
+            self._runtime.average.seed(self._runtime.options.seed + count)
+        step(plan, lambda group, finite: self._step(group, count, finite), policy)
+        return True
+
+    def _step(self, group: Group, count: int, finite: Tensor | None) -> None:
+        weight = 1.0 if count == 0 else self._weight(count, group)
+        if weight is not None:
+            with torch.no_grad():
+                group.step([weight], finite)
+        elif finite is not None:
+            _step_masked(group, finite, lambda one: self._apply_rule(one, count))
         else:
-            step_(groups, count, self.n_averaged, self.avg_fn, self.multi_avg_fn)
-        copy_slots(pairs.copied)
-        self._counter.advance(self.n_averaged)
+            self._apply_rule(group, count)
+
+    def _weight(self, count: Tensor | int, group: Group) -> Weight | None:
+        """Return how far a step moves, for the rules of this library; None for other functions."""
+        if not is_averaged(group.averages[0][0]):
+            return None
+        if self.multi_avg_fn is None:
+            if self.avg_fn is not None:
+                return None
+            exact = self._runtime.options.precision in {"stochastic", "compensated"}
+            fused = has_foreach_kernels(group.averages[0][0].device)
+            return swa_weight(count) if fused or exact else None
+        weigh = getattr(self.multi_avg_fn, "lerp_weight", None)
+        return None if weigh is None else cast("Weight", weigh(count))
+
+    def _apply_rule(self, group: Group, count: int) -> None:
+        """Take a step by a function of the user, or by torch's rule for CPU and integers."""
+        averages = group.averages[0]
+        if self.multi_avg_fn is not None:
+            _step_lists(averages, group.currents, self.n_averaged, self.multi_avg_fn)
+        elif self.avg_fn is not None:
+            _step_each(averages, group.currents, self.n_averaged, self.avg_fn)
+        elif has_foreach_kernels(averages[0].device):
+            with torch.no_grad():
+                swa_(averages, group.currents, self.n_averaged)
+        else:
+            with torch.no_grad():
+                group.mean(count)
+
+    def _update_traced(self, model: torch.nn.Module) -> None:
+        """Take a first or a later step in operations that can be compiled: nothing reads the count."""
+        pairs = _Pairs(self, model)
+        counter = self.n_averaged
+        first = counter == 0
+        for name, found in pairs.currents.items():
+            target = pairs.averages[name].detach()
+            source = found.detach().to(target.device)
+            averages, currents = [target], [source]
+            count = counter.to(target.device, copy=True)
+            weight = self._weight(counter, Group([], [averages], [[]], currents))
+            if weight is not None:
+                value = torch.lerp(target, source.to(target.dtype), cast("float", weight))
+            elif self.multi_avg_fn is not None:
+                self.multi_avg_fn(averages, currents, count)
+                value = target
+            elif self.avg_fn is not None:
+                value = self.avg_fn(target, source, count)
+            else:
+                value = swa_of(target, source, count)
+            target.copy_(torch.where(first.to(target.device), source.to(value.dtype), value))
+        Copies(pairs.copied, follow=False).run()
+        counter.add_(1)
+
+    def _plan(self, model: torch.nn.Module, *, flat: bool) -> Plan:
+        pairs = _Pairs(self, model)
+        average = self._runtime.average
+        average.tensors = pairs.averages
+        average.errors = {}
+        if self._runtime.options.precision == "compensated":
+            terms = NamedTensors(self.compensation).buffers
+            average.errors = {name: terms[name].tensor for name in pairs.averages if name in terms}
+        average.expose()
+        copies = Copies(pairs.copied, follow=False)
+        models = pairs.models
+        return Plan(
+            model,
+            [average],
+            pairs.currents,
+            copies,
+            models=models,
+            more=pairs.averages.values(),
+            flat=flat,
+            buffers=self.use_buffers,
+        )
 
     def _materialize(self, model: torch.nn.Module) -> None:
         """Copy the model again if the copy was made before the model had got its shapes."""
         lazy = any(is_lazy(tensor) for tensor in self.module.parameters())
         if lazy and not any(is_lazy(tensor) for tensor in model.parameters()):
             self.module = self._copy_of(cast("ModelT", model))
+
+    def sync_n_averaged(self) -> None:
+        """Read ``n_averaged`` from the device in the next update.
+
+        On CPU each update reads it. On accelerators an update reads it only if the buffer is another
+        tensor or was written by an operation on it: reading is a host sync. Call this after any other
+        write: through ``.data``, by a collective or another process, or in a CUDA graph. Reading or
+        loading a ``state_dict()`` calls it.
+        """
+        self._runtime.counter.forget()
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state as :meth:`torch.nn.Module.state_dict` does."""
+        self.sync_n_averaged()
+        return super().state_dict(*args, **kwargs)
 
     def export_state_dict(self) -> dict[str, Tensor]:
         """Return the averaged weights and buffers as the plain model names them.
@@ -210,84 +398,190 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         return {names[name]: tensor for name, tensor in state.items()}
 
 
-class _Counter:
-    """The number of updates as a plain int, which no device has to be asked for.
+class _Runtime:
+    """What an averaged model needs for its updates and does not save. Copies of it are empty."""
 
-    The buffer is read again if it is another one, or if someone else has written it.
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.average = Average(options)
+        self.plans = PlanCache()
+        self.counter = _Counter()
+
+    def flat_copies(
+        self, model: torch.nn.Module, dtype_of: Callable[[Tensor], torch.dtype]
+    ) -> dict[int, Tensor]:
+        """Copy small parameters into flat buffers; return the copies by the ``id`` of the parameter."""
+        members = NamedTensors(model).parameters
+        plain = {
+            name: one.tensor
+            for name, one in members.items()
+            if type(one.tensor) is torch.nn.Parameter
+        }
+
+        def as_parameter(name: str, tensor: Tensor) -> Tensor:
+            return torch.nn.Parameter(tensor, requires_grad=plain[name].requires_grad)
+
+        self.average.flats = flat_buffers(plain, dtype_of, as_parameter)
+        copies: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for flat in self.average.flats:
+                flat.fill(plain)
+                copies.update({id(plain[name]): tensor for name, tensor in flat.tensors.items()})
+        return copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Runtime":
+        return _Runtime(self.options)
+
+    def __reduce__(self) -> tuple[type["_Runtime"], tuple[Options]]:
+        return _Runtime, (self.options,)
+
+
+class _Pairs:
+    """The tensors of an averaged copy and of a model, paired by name at one moment.
+
+    Attributes:
+        averages: Tensors of the copy that are averaged, by name, tied ones once.
+        currents: Those of the model, by the same names.
+        copied: Where each copied tensor is in the copy, and in the model.
+        models: Both models.
+    """
+
+    def __init__(self, owner: AveragedModel[Any], model: torch.nn.Module) -> None:
+        kept, found = NamedTensors(owner.module), NamedTensors(model, leave_out=owner)
+        self.models = kept, found
+        _check_pairs(kept, found)
+        options = owner._runtime.options
+        selection = Selection(
+            options.include,
+            options.exclude,
+            "average" if owner.use_buffers else options.buffers,
+            options.trainable_only,
+            copy_rest=True,
+            integers=True,
+            owner="AveragedModel",
+        )
+        averaged, copied = selection.split(kept)
+        self.averages: dict[str, Tensor] = {}
+        self.currents: dict[str, Tensor] = {}
+        for name, target in averaged.items():
+            source = found.member(name)
+            if source is None or not _have_average(target, source.tensor, kept.member(name)):
+                copied.append(cast("Member", kept.member(name)))
+            else:
+                self.averages[name], self.currents[name] = target, source.tensor
+        self.copied: list[tuple[dict[str, Any], str, Member]] = []
+        for place in (*copied, *kept.empty.values()):
+            source = found.member(place.name) or found.empty.get(place.name)
+            if source is not None:
+                self.copied.append((cast("dict[str, Any]", place.registry), place.key, source))
+
+
+def _have_average(target: Tensor, source: Tensor, member: Member | None) -> bool:
+    """Return True unless these are buffers without an average: integers, or of different shapes."""
+    if member is not None and member.is_parameter:
+        return True
+    return is_averaged(target) and is_averaged(source) and target.shape == source.shape
+
+
+def _check_pairs(kept: NamedTensors, found: NamedTensors) -> None:
+    """Raise unless both have the same names and shapes; buffers that are not saved may come and go."""
+    facts: list[dict[str, torch.Size | None]] = []
+    for one, other in ((kept, found), (found, kept)):
+        names = other.names() | set(other.empty)
+        shapes: dict[str, torch.Size | None] = {
+            name: member.tensor.shape if member.is_parameter else None
+            for name, member in one.all().items()
+            if member.persistent or name in names
+        }
+        for alias in one.aliases:
+            member = cast("Member", one.member(alias))
+            shapes[alias] = member.tensor.shape if member.is_parameter else None
+        shapes.update({name: None for name in one.empty if name in other.names()})
+        facts.append(shapes)
+    what = "AveragedModel: the model is not the one that is averaged"
+    check_match(what, *facts)
+    untied = [
+        f"{alias} (no longer tied to {first})"
+        for alias, first in kept.aliases.items()
+        if found.tensor(alias) is not found.tensor(first)
+    ]
+    if untied:
+        check_match(what, {}, dict.fromkeys(untied))
+
+
+def _is_known(multi_avg_fn: MultiAvgFn) -> bool:
+    return hasattr(multi_avg_fn, "lerp_weight")
+
+
+class _Counter:
+    """The number of updates on the host, so that accelerators need not be synchronized.
+
+    It is read again where that is free, and where the buffer is another one or has a new version.
     """
 
     def __init__(self) -> None:
         self._value = 0
-        self._buffer: Tensor | None = None
-        self._version = -1
+        self._facts: tuple[Any, ...] = ()
 
     def read(self, buffer: Tensor) -> int:
         """Return the number that ``buffer`` holds."""
-        if buffer is not self._buffer or _version(buffer) != self._version:
+        if reads_are_free(buffer.device) or buffer.is_inference() or self._facts != _facts(buffer):
             self._value = int(buffer)
-            self._note(buffer)
         return self._value
 
     def advance(self, buffer: Tensor) -> None:
         """Count one update, here and in ``buffer``."""
         buffer.add_(1)
         self._value += 1
-        self._note(buffer)
+        self._facts = () if buffer.is_inference() else _facts(buffer)
 
-    def _note(self, buffer: Tensor) -> None:
-        self._buffer, self._version = buffer, _version(buffer)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Counter":
-        return _Counter()
-
-    def __reduce__(self) -> tuple[type["_Counter"], tuple[()]]:
-        return _Counter, ()
+    def forget(self) -> None:
+        """Read the buffer next time."""
+        self._facts = ()
 
 
-def _version(buffer: Tensor) -> int:
-    """Return how often a tensor was written; one made in inference mode is read each time."""
-    return -2 if buffer.is_inference() else buffer._version
+def _facts(buffer: Tensor) -> tuple[Any, ...]:
+    return id(buffer), buffer.data_ptr(), buffer._version
 
 
-class _DetachedCopies(TorchFunctionMode):
-    """Lets tensors that autograd has computed be deep-copied, as values.
-
-    Modules keep such results, weight normalization for instance the weight of its last call.
-    """
-
-    @override
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            tensor, memo = args
-            memo[id(tensor)] = tensor.detach().clone()
-            return memo[id(tensor)]
-        return func(*args, **(kwargs or {}))
+# Steps by functions of the user.
 
 
-def _widen(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters and buffers that have fewer bits than ``dtype``."""
-
-    def widened(tensor: Tensor) -> Tensor:
-        if tensor.is_complex() or tensor.is_floating_point():
-            return tensor.to(torch.promote_types(_arithmetic(tensor.dtype), dtype))
-        return tensor
-
-    model._apply(widened)
-
-
-def _arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """Return a dtype that promotes: those of 8 bits do not."""
-    return torch.float16 if dtype.is_floating_point and dtype.itemsize == 1 else dtype
+def _step_each(
+    averages: list[Tensor], currents: list[Tensor], counter: Tensor, avg_fn: AvgFn
+) -> None:
+    device = averages[0].device
+    for target, source in zip(averages, currents, strict=True):
+        averaged, current = target.detach(), source.detach().to(device)
+        count = counter.to(device, copy=True)
+        averaged.copy_(avg_fn(computable(averaged), computable(current), count))
 
 
-def _check_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        expected = ", ".join(map(repr, choices))
-        message = f"AveragedModel: {argument} must be one of {expected}, got {value!r}"
-        raise ValueError(message)
+def _step_lists(
+    averages: list[Tensor], currents: list[Tensor], counter: Tensor, multi_avg_fn: MultiAvgFn
+) -> None:
+    device = averages[0].device
+    targets = [target.detach() for target in averages]
+    wide = [computable(target) for target in targets]
+    sources = [computable(source.detach().to(device)) for source in currents]
+    multi_avg_fn(wide, sources, counter.to(device, copy=True))
+    for target, value in zip(targets, wide, strict=True):
+        if value is not target:
+            target.copy_(value)
+
+
+def _step_masked(group: Group, finite: Tensor, take: Callable[[Group], None]) -> None:
+    """Take a step towards the average itself where the model has values that are not finite."""
+    averages = group.averages[0]
+    good = finite.to(averages[0].device)
+    currents = [
+        torch.where(good, source.detach().to(good.device), target.detach().to(source.dtype))
+        for target, source in zip(averages, group.currents, strict=True)
+    ]
+    take(Group(group.owners, group.averages, group.errors, currents))
+
+
+def has_foreach_kernels(device: torch.device) -> bool:
+    """Return True if lists of tensors have fused kernels on a device; torch's default depends on it."""
+    # An out-of-tree backend chooses its own name, which this spelling of its device type resolves.
+    return device.type in {"cuda", "xpu", "mtia", torch.device("privateuseone").type}

@@ -7,16 +7,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from modkit.averaging._update import (
-    AvgFn,
-    MultiAvgFn,
-    TensorList,
-    ema_,
-    ema_of,
-    swa_,
-    swa_of,
-    swa_weight,
-)
+from modkit.averaging.precision import TensorList, ema_, ema_of, swa_, swa_of, swa_weight
+from modkit.optim._averaged_model import AvgFn, MultiAvgFn
 
 
 PARAM_LIST: TypeAlias = TensorList

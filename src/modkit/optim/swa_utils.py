@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from torch.optim.swa_utils import SWALR
 
-from modkit.averaging._update import TensorList
+from modkit.averaging.precision import TensorList
 from modkit.optim._averaged_model import AveragedModel
 from modkit.optim._averaging_functions import (
     get_ema_avg_fn,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,7 +14,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import modkit
-from modkit.averaging._sharded import whole
+from modkit.averaging.sharding import whole
+from tests.unit.averaging.recipes import as_accelerator
 
 
 def network(
@@ -127,12 +129,14 @@ class Reads(TorchDispatchMode):
 
 
 def counted(function: Callable[[], object]) -> tuple[int, int]:
-    """Return how many collectives and how many reads of the host a call takes."""
+    """Return how many collectives and how many reads of the host a call takes on an accelerator."""
     counts = []
     mode: AbstractContextManager[Any]
-    with CommDebugMode() as mode:
-        function()
-    counts.append(mode.get_total_counts())
-    with Reads() as mode:
-        function()
+    with pytest.MonkeyPatch.context() as patch:
+        as_accelerator(patch)
+        with CommDebugMode() as mode:
+            function()
+        counts.append(mode.get_total_counts())
+        with Reads() as mode:
+            function()
     return counts[0], mode.count

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from modkit.averaging._sharded import is_sharded, local_shard, whole
+from modkit.averaging.sharding import is_sharded, local_shard, whole
 from modkit.optim import swa_utils
 from tests.distributed.averages import networks
 from tests.distributed.launcher import run
@@ -134,7 +134,7 @@ def refuse_two_ways() -> str:
     net = networks.network()
     parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
     fully_shard(net, mesh=mesh["dp"])
-    with pytest.raises(ValueError, match="split up by more") as caught:
+    with pytest.raises(ValueError, match="sharded by more") as caught:
         swa_utils.AveragedModel(net)
     return str(caught.value)
 
@@ -142,5 +142,5 @@ def refuse_two_ways() -> str:
 def test_models_that_are_split_up_twice_are_refused(tmp_path: Path) -> None:
     """The error says what averages them."""
     for message in run(2, refuse_two_ways, folder=tmp_path):
-        assert "Sequential: the parameter 0.weight is split up by more than fully_shard" in message
+        assert "Sequential: the parameter 0.weight is sharded by more than fully_shard" in message
         assert "modkit.EMA averages it without a copy" in message

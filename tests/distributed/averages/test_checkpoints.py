@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 import modkit
 from modkit import schedules
-from modkit.averaging._sharded import is_sharded, local_shard, whole
+from modkit.averaging.sharding import is_sharded, local_shard, whole
 from modkit.distributed import load_averages
 from tests.distributed.averages.networks import (
     averages_of,

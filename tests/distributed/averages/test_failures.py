@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import modkit
-from modkit.averaging._sharded import local_shard
+from modkit.averaging.sharding import local_shard
 from modkit.distributed import export_average
 from tests.distributed.averages.networks import (
     differing,

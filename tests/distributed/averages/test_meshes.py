@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import modkit
-from modkit.averaging._sharded import whole
+from modkit.averaging.sharding import whole
 from modkit.distributed import export_average, load_averages
 from modkit.optim.swa_utils import AveragedModel
 from tests.distributed.averages.networks import averages_of, counted, differing, state_of

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import modkit
 from modkit import nn
-from modkit.averaging._precision import PRECISIONS
+from modkit.averaging.precision import PRECISIONS
 from tests.distributed.modules.talk import Talk
 
 

@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import Implementation, freeze
+from tests.unit.averaging.recipes import as_accelerator
 
 
 EMA = "multi_avg_fn ema"
@@ -150,8 +151,11 @@ class CountReads(TorchDispatchMode):
 
 @every_rule
 @pytest.mark.parametrize("use_buffers", [False, True])
-def test_an_update_never_asks_for_a_value(impl: Implementation, rule: str, use_buffers) -> None:
-    """No update reads a tensor on the host, which would wait for the device."""
+def test_an_update_never_asks_for_a_value(
+    impl: Implementation, rule: str, use_buffers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No update on an accelerator reads a tensor on the host; the CPU stands in for one."""
+    as_accelerator(monkeypatch)
     model = impl.own.Linear(2, 2)
     model.register_buffer("mean", torch.zeros(2))
     averaged = impl.AveragedModel(model, **RULES[rule](impl), use_buffers=use_buffers)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,6 +47,12 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: in
         optimizer.zero_grad()
         net(batch).square().mean().backward()
         optimizer.step()
+
+
+def as_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let averages treat the CPU as an accelerator, where reading an element is a host sync."""
+    for module in ("averaging.precision", "averaging.engine", "optim._averaged_model"):
+        monkeypatch.setattr(f"modkit.{module}.reads_are_free", lambda device: False)
 
 
 class CountCalls(TorchDispatchMode):

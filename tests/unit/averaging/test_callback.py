@@ -278,9 +278,9 @@ def test_a_step_in_an_evaluation_is_refused() -> None:
     own.step()
     before = snapshot(net)
     ema.on_validation_start()
-    with pytest.raises(RuntimeError, match=r"a step inside applied\(\)"):
+    with pytest.raises(RuntimeError, match=r"optimizer.step\(\) was called inside applied\(\)"):
         optimizer.step()
-    with pytest.raises(RuntimeError, match=r"update\(\) inside applied\(\)"):
+    with pytest.raises(RuntimeError, match=r"update\(\) was called inside applied\(\)"):
         own.step()
     ema.on_validation_end()
 
@@ -419,7 +419,7 @@ def test_a_checkpoint_of_an_evaluation_says_so() -> None:
     before, kept = snapshot(net), averages(ema)
     net.load_state_dict(shown)
     other = modkit.EMACallback(net, decay=0.9)
-    with pytest.warns(UserWarning, match="its raw weights are put into the model"):
+    with pytest.warns(UserWarning, match="its training weights are loaded into the model"):
         other.load_state_dict(state)
 
     assert is_at(net, before)

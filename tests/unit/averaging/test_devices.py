@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import modkit
 from modkit import schedules
-from modkit.averaging._average import Average
+from modkit.averaging.engine import Engine
 from modkit.optim import swa_utils
-from tests.unit.averaging.recipes import PRECISIONS, CountCalls, model_of
+from tests.unit.averaging.recipes import PRECISIONS, CountCalls, as_accelerator, model_of
 
 
 # The same claims hold on the CPU, where nothing has to be waited for.
@@ -76,9 +76,10 @@ def move(net: nn.Module, amount: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", EMA_OPTIONS, ids=str)
 def test_no_update_of_ema_waits_for_the_device(
-    options: dict[str, Any], dtype: torch.dtype, device: str
+    options: dict[str, Any], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the first one, `update()` neither asks for a value nor waits, whatever the options."""
+    as_accelerator(monkeypatch)
     net = network(device, dtype)
     ema = modkit.EMA(net, **options)
     ema.update()
@@ -96,9 +97,10 @@ def test_no_update_of_ema_waits_for_the_device(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", MODEL_OPTIONS.values(), ids=MODEL_OPTIONS)
 def test_no_update_of_an_averaged_model_waits_for_the_device(
-    options: dict[str, Any], dtype: torch.dtype, device: str
+    options: dict[str, Any], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the first one, `update_parameters()` neither asks for a value nor waits."""
+    as_accelerator(monkeypatch)
     net = network(device, dtype)
     average = swa_utils.AveragedModel(net, **options)
     average.update_parameters(net)
@@ -117,16 +119,16 @@ def test_averages_in_host_memory_see_the_weights_of_the_update(
     dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However late the thread is, weights that change at once after an update do not race with it."""
-    step, dice = Average.step, random.Random(0)
+    step, dice = Engine._step, random.Random(0)
 
-    def late(average: Average, weight: float, finite: Tensor | None = None, n: int = 0) -> None:
+    def late(*args: Any) -> None:
         time.sleep(dice.random() * 2e-3)
-        step(average, weight, finite, n)
+        step(*args)
 
     net = nn.Linear(512, 512).to(device, dtype)
     expected = modkit.EMA(copy.deepcopy(net), decay=0.9, device="cpu")
     with monkeypatch.context() as patch:
-        patch.setattr(Average, "step", late)
+        patch.setattr(Engine, "_step", late)
         ema = modkit.EMA(net, decay=0.9, device="cpu", asynchronous=True)
         ema.update()
         ema.flush()

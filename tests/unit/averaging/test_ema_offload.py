@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import modkit
 from modkit import schedules
 from modkit._errors import NameMismatchError
-from modkit.averaging._average import Average
+from modkit.averaging.engine import Engine
 from tests.unit.averaging.recipes import (
     PRECISIONS,
     CountCalls,
@@ -37,13 +37,13 @@ def background(model: nn.Module, **options: Any) -> "modkit.EMA[nn.Module]":
 @pytest.fixture
 def _sleepy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each step in the thread take another time."""
-    step, dice = Average.step, random.Random(0)
+    step, dice = Engine._step, random.Random(0)
 
-    def slow(self: Average, weight: float, finite: Tensor | None = None, n: int = 0) -> None:
+    def slow(*args: Any) -> None:
         time.sleep(dice.random() * 2e-3)
-        step(self, weight, finite, n)
+        step(*args)
 
-    monkeypatch.setattr(Average, "step", slow)
+    monkeypatch.setattr(Engine, "_step", slow)
 
 
 class Gate:
@@ -51,13 +51,13 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
-        step = Average.step
+        step = Engine._step
 
-        def gated(average: Average, weight: float, *rest: Any) -> None:
+        def gated(*args: Any) -> None:
             assert self.open.wait(60)
-            step(average, weight, *rest)
+            step(*args)
 
-        monkeypatch.setattr(Average, "step", gated)
+        monkeypatch.setattr(Engine, "_step", gated)
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def broken(ema: "modkit.EMA[Any]", monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Average, "step", fail)
+        patch.setattr(Engine, "_step", fail)
         ema.update()
         with pytest.raises(RuntimeError, match="in the background"):
             ema.flush()
@@ -308,7 +308,7 @@ def test_a_forked_process_starts_a_thread_of_its_own(monkeypatch: pytest.MonkeyP
     ema.update()
     ema.flush()
     before = threading.active_count()
-    monkeypatch.setattr("modkit.averaging._offload.os.getpid", lambda: -1)
+    monkeypatch.setattr("modkit.averaging.offload.os.getpid", lambda: -1)
     set_to(model, 8.0)
     ema.update()
 

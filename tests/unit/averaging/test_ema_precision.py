@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import modkit
-from modkit.averaging._precision import kept_dtype
+from modkit.averaging.precision import kept_dtype
 from modkit.optim import swa_utils
 from tests.unit.averaging.recipes import PRECISIONS, averaged, model_of, set_to
 

@@ -62,5 +62,7 @@ def test_windows_that_make_no_sense() -> None:
     for window in (0, -1, 2.5):
         with pytest.raises(ValueError, match=f"Window: window must be a whole number.*{window}"):
             Window(window)
-    with pytest.raises(ValueError, match=r"on_nonfinite='skip' is not for Window\(window=2\)"):
+    with pytest.raises(
+        ValueError, match=r"on_nonfinite='skip' does not work with Window\(window=2\)"
+    ):
         modkit.EMA(model_of(1.0), schedule=Window(2), on_nonfinite="skip")

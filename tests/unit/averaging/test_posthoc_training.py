@@ -183,7 +183,7 @@ def test_model_that_changed(tmp_path):
     before = averages.state_dict()["averages"][0]["weight"].clone()
     nn.init.constant_(model.weight, 5)
 
-    with pytest.raises(NameMismatchError, match="the average: 1 unexpected: extra"):
+    with pytest.raises(NameMismatchError, match="averaged: 1 unexpected: extra"):
         averages.update()
     assert averages.step == 1
     assert torch.equal(averages.state_dict()["averages"][0]["weight"], before)

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import modkit
-from modkit.averaging._sharded import has_shards, is_sharded, split_up, whole
+from modkit.averaging.sharding import has_shards, is_sharded, split_up, whole
 from tests.unit.averaging.recipes import averaged, network, train
 
 

@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from modkit.averaging._members import Members
+from modkit.averaging.named_tensors import NamedTensors, Watch
+
+
+def watch_of(net: nn.Module) -> Watch:
+    """Watch the parameters of a model, as an average does."""
+    named = NamedTensors(net)
+    return Watch([named], [member.tensor for member in named.parameters.values()])
 
 
 class Net(nn.Module):
@@ -113,23 +119,23 @@ def test_a_change_is_seen(
 ) -> None:
     """Whatever changes which tensors a model has is seen, with dynamo's guards and without."""
     if not guarded:
-        monkeypatch.setattr("modkit.averaging._watch.tensor_guard", lambda tensors: None)
+        monkeypatch.setattr("modkit.averaging.named_tensors.tensor_guard", lambda tensors: None)
     net = Net()
-    members = Members(net)
-    before = members.changed()
+    watch = watch_of(net)
+    before = watch.changed()
     change(net)
 
     assert not before
-    assert members.changed()
+    assert watch.changed()
 
 
 @pytest.mark.parametrize("guarded", [True, False], ids=["guards", "no guards"])
 def test_new_values_are_no_change(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training, loading, data that are set, and buffers that are replaced leave all as it is."""
     if not guarded:
-        monkeypatch.setattr("modkit.averaging._watch.tensor_guard", lambda tensors: None)
+        monkeypatch.setattr("modkit.averaging.named_tensors.tensor_guard", lambda tensors: None)
     net = Net()
-    members = Members(net)
+    watch = watch_of(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     net.body(torch.ones(2)).sum().backward()
     optimizer.step()
@@ -138,29 +144,29 @@ def test_new_values_are_no_change(guarded: bool, monkeypatch: pytest.MonkeyPatch
     net.mean = torch.ones(3)
     net.eval()
 
-    assert not members.changed()
+    assert not watch.changed()
 
 
 def test_a_child_that_equals_every_other_is_told_apart() -> None:
     """The equality that a user's module defines does not count, only identity does."""
     net = nn.Sequential(nn.Linear(1, 1), Alike())
-    members = Members(net)
-    before = members.changed()
+    watch = watch_of(net)
+    before = watch.changed()
     net[1] = Alike()
 
     assert not before
-    assert members.changed()
+    assert watch.changed()
 
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_looking_runs_no_operation(replaced: bool) -> None:
     """A check does nothing with tensors, neither when nothing has changed nor when one has."""
     net = Net()
-    members = Members(net)
+    watch = watch_of(net)
     if replaced:
         replace_by_an_equal_parameter(net)
     with torch.autograd.profiler.profile() as profile:
-        changed = members.changed()
+        changed = watch.changed()
 
     assert changed is replaced
     assert [event.name for event in profile.function_events] == []

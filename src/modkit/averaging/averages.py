@@ -1,0 +1,512 @@
+"""What is kept of each average: its tensors in flat buffers, its precision, and what BEMA and Window add."""
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from modkit._upstream import foreach_copy_
+from modkit.averaging.named_tensors import Buffers, Names, Selection, check_choice
+from modkit.averaging.precision import PRECISIONS, OnNonfinite, Precision, full_value, kept_dtype
+from modkit.averaging.schedules import BEMA, Schedule, Window
+from modkit.averaging.sharding import local_shard, shards_of
+
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+
+# A tensor of at most so many elements shares a flat buffer with others: measured on CPU, gathering 512
+# tensors and one ``lerp_`` beat ``_foreach_lerp_`` up to 1,024 elements (4x at 16), and lose from 4,096 on.
+_SMALL: Final = 1024
+# Tensors of the same trailing shape are gathered by one ``torch.cat``, which pays from here on.
+_LEAST_RUN: Final = 4
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options that every kind of average takes, validated.
+
+    Raises:
+        TypeError, ValueError: An option is invalid; the text names it.
+    """
+
+    precision: Precision = "fp32"
+    device: torch.device | None = None
+    buffers: Buffers = "copy"
+    include: Names = None
+    exclude: Names = None
+    trainable_only: bool = False
+    on_nonfinite: OnNonfinite = "ignore"
+    seed: int = 0
+    asynchronous: bool = False
+    # The dtype that all averages were cast to after they were made, if any.
+    dtype: torch.dtype | None = None
+    owner: str = "EMA"
+
+    def __post_init__(self) -> None:
+        """Refuse what does not exist or does not go together."""
+        check_choice(self.owner, "precision", self.precision, PRECISIONS)
+        check_choice(self.owner, "on_nonfinite", self.on_nonfinite, ("ignore", "skip", "raise"))
+        if self.asynchronous and self.device != torch.device("cpu"):
+            device = None if self.device is None else str(self.device)
+            raise ValueError(
+                f"{self.owner}: asynchronous=True needs device='cpu', got device={device!r}"
+            )
+        _ = self.selection
+
+    @property
+    def selection(self) -> Selection:
+        """Which tensors are averaged and which are copied."""
+        return Selection(
+            self.include, self.exclude, self.buffers, self.trainable_only, owner=self.owner
+        )
+
+
+# Flat buffers.
+
+
+def can_share(tensor: Tensor) -> bool:
+    """Return True for small contiguous floating-point tensors in host memory."""
+    return (
+        tensor.device.type == "cpu"
+        and type(tensor) in {Tensor, torch.nn.Parameter, torch.nn.Buffer}
+        and 0 < tensor.numel() <= _SMALL
+        and tensor.dtype.itemsize > 1
+        and (tensor.is_floating_point() or tensor.is_complex())
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+    )
+
+
+class FlatBuffer:
+    """Small tensors in one piece of host memory, so that one kernel takes all of them.
+
+    Each tensor has a storage of its own, over its part of the memory, so it is saved, shared and
+    pickled like any other. What moves a tensor elsewhere (``tensor.data = ...``, ``share_memory()``)
+    ends the sharing, which :meth:`intact` detects.
+
+    Args:
+        likes: Tensors of one dtype by name, in runs of the same trailing shape.
+        dtype: Dtype of the buffer.
+        wrap: Applied to each tensor that is made.
+
+    Attributes:
+        data: All elements.
+        tensors: The tensors by name.
+        exposed: Whether code outside of the engine can reach the tensors.
+    """
+
+    def __init__(
+        self,
+        likes: Tensors,
+        dtype: torch.dtype,
+        wrap: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
+    ) -> None:
+        sizes = [like.numel() for like in likes.values()]
+        self.data = torch.zeros(sum(sizes), dtype=dtype)
+        self.tensors: dict[str, Tensor] = {}
+        self.exposed = False
+        start = 0
+        for (name, like), size in zip(likes.items(), sizes, strict=True):
+            memory = (ctypes.c_char * (size * dtype.itemsize)).from_address(
+                self.data.data_ptr() + start * dtype.itemsize
+            )
+            # It keeps the memory alive, as the tensor keeps it.
+            memory.flat_buffer = self.data  # type: ignore[attr-defined]
+            tensor = torch.frombuffer(memory, dtype=dtype).view(like.shape)
+            self.tensors[name] = wrap(name, tensor)
+            start += size
+        self._listed = list(self.tensors.values())
+        self._pointers = list(map(Tensor.data_ptr, self._listed))
+
+    def fill(self, sources: Tensors) -> None:
+        """Copy the values of other tensors, by name."""
+        foreach_copy_(self._listed, [sources[name] for name in self.tensors])
+
+    def intact(self) -> bool:
+        """Return True if all tensors are still where they were made."""
+        return not self.exposed or list(map(Tensor.data_ptr, self._listed)) == self._pointers
+
+    def holds(self, tensors: Tensors) -> bool:
+        """Return True if the named tensors are those of this buffer."""
+        return self.intact() and all(tensors.get(name) is t for name, t in self.tensors.items())
+
+
+def flat_buffers(
+    likes: Tensors,
+    dtype_of: Callable[[Tensor], torch.dtype],
+    wrap: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
+) -> list[FlatBuffer]:
+    """Make flat buffers for those tensors that are small enough, alike and in host memory."""
+    runs: dict[tuple[Any, ...], dict[str, Tensor]] = {}
+    for name, like in likes.items():
+        if can_share(like) and dtype_of(like).itemsize > 1:
+            runs.setdefault((like.dtype, like.dim() == 0, like.shape[1:]), {})[name] = like
+    flat: dict[torch.dtype, dict[str, Tensor]] = {}
+    for (dtype, *_), run in runs.items():
+        if len(run) >= _LEAST_RUN:
+            flat.setdefault(dtype, {}).update(run)
+    return [
+        FlatBuffer(found, dtype_of(next(iter(found.values()))), wrap) for found in flat.values()
+    ]
+
+
+# Averages.
+
+
+class Average:
+    """The average of named tensors: what is kept, and what a checkpoint holds of it.
+
+    Args:
+        options: Options of the average.
+
+    Attributes:
+        tensors: Averages by name.
+        errors: Low-order error terms by name, for ``precision="compensated"``.
+        flats: Flat buffers of the averages and, in the same order, of the error terms.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.tensors: dict[str, Tensor] = {}
+        self.errors: dict[str, Tensor] = {}
+        self.flats: list[FlatBuffer] = []
+        self.error_flats: list[FlatBuffer] = []
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+    @property
+    def moved(self) -> "Average | None":
+        """The average that a step moves towards the current values, if any."""
+        return self
+
+    def kept_dtype(self, tensor: Tensor) -> torch.dtype:
+        """Return the dtype of the average of a tensor."""
+        if self.options.dtype is not None and tensor.is_floating_point():
+            return self.options.dtype
+        return kept_dtype(tensor.dtype, self.options.precision)
+
+    def set_options(self, options: Options) -> None:
+        """Take other options, before there is anything to average."""
+        self.options = options
+
+    def expose(self) -> None:
+        """Note that users hold the tensors, so that they may give them other memory."""
+        for flat in (*self.flats, *self.error_flats):
+            flat.exposed = True
+
+    def reset(self) -> None:
+        """Forget everything, so that the next step is the first one."""
+        self.tensors, self.errors, self.flats, self.error_flats = {}, {}, [], []
+        self.generators = {}
+
+    def start(self, members: Tensors) -> None:
+        """Allocate an average of these tensors; the first step copies them."""
+        self.reset()
+        self.tensors, self.flats = self._allocated(members)
+        if self.options.precision == "compensated":
+            self._start_errors(members)
+
+    def _start_errors(self, members: Tensors) -> None:
+        narrow = {n: t for n, t in members.items() if self.tensors[n].dtype == t.dtype}
+        self.errors, self.error_flats = self._allocated(narrow)
+        for error in self.errors.values():
+            error.zero_()
+
+    def _allocated(self, members: Tensors) -> tuple[dict[str, Tensor], list[FlatBuffer]]:
+        flats: list[FlatBuffer] = []
+        if self.options.device is None or self.options.device.type == "cpu":
+            flats = flat_buffers(members, self.kept_dtype)
+        shared = {name: tensor for flat in flats for name, tensor in flat.tensors.items()}
+        tensors = {
+            name: shared[name] if name in shared else self._room_for(tensor)
+            for name, tensor in members.items()
+        }
+        return tensors, flats
+
+    def _room_for(self, tensor: Tensor) -> Tensor:
+        return torch.empty_like(
+            tensor,
+            dtype=self.kept_dtype(tensor),
+            device=self.options.device,
+            requires_grad=False,
+        )
+
+    def place(self, members: Tensors) -> None:
+        """Follow a model that was moved, unless the average has a device of its own."""
+        for name, current in members.items():
+            device = self.options.device or current.device
+            if self.tensors[name].device != device:
+                self.tensors[name] = self.tensors[name].to(device)
+                if name in self.errors:
+                    self.errors[name] = self.errors[name].to(device)
+
+    def cast(self, options: Options, members: Tensors) -> None:
+        """Move and cast what is kept, for other options, without a change of values beyond rounding."""
+        old, errors, generators = self.tensors, self.errors, self.generators
+        self.options = options
+        self.start(members)
+        for name, tensor in self.tensors.items():
+            tensor.copy_(full_value(old[name], errors.get(name)))
+        self.generators = generators
+
+    def resize(self, members: Tensors) -> None:
+        """Drop the averages of tensors that are gone; new ones start as a copy."""
+        old, errors, generators = self.tensors, self.errors, self.generators
+        self.start(members)
+        for name, tensor in self.tensors.items():
+            known = name in old and old[name].shape == tensor.shape
+            local_shard(tensor).copy_(local_shard(old[name] if known else members[name]))
+            if name in self.errors and known and name in errors:
+                local_shard(self.errors[name]).copy_(local_shard(errors[name]))
+        self.generators = generators
+
+    def observe(self, currents: Tensors, n: int, finite: Tensor | None) -> None:
+        """Take what the average needs of step ``n`` besides its move."""
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Return the generator of the stochastic rounding on a device."""
+        if device not in self.generators:
+            seeded = torch.Generator(device=device).manual_seed(self.options.seed)
+            self.generators[device] = seeded
+        return self.generators[device]
+
+    def seed(self, seed: int) -> None:
+        """Seed the generators of the stochastic rounding for one step."""
+        self.options = replace(self.options, seed=seed)
+        for generator in self.generators.values():
+            generator.manual_seed(seed)
+
+    def value(self, name: str) -> Tensor:
+        """Return the average of a name: not a copy, unless it has an error term that matters."""
+        return full_value(self.tensors[name], self.errors.get(name))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next step depends on; tensors are not copied."""
+        self.expose()
+        states = {str(device): one.get_state() for device, one in self.generators.items()}
+        return {"tensors": dict(self.tensors), "rests": dict(self.errors), "generators": states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load averages whose names and shapes have been checked."""
+        for name, tensor in self.tensors.items():
+            value = shards_of(state["tensors"][name], tensor)
+            tensor.copy_(value)
+            if name in self.errors:
+                error = self.errors[name]
+                saved = state["rests"].get(name)
+                # An average of another precision may hold more than the tensor that it is copied to.
+                lost = (
+                    value.to(tensor.device) - tensor if saved is None else shards_of(saved, error)
+                )
+                error.copy_(lost)
+        self.generators = {}
+        for device, random_state in state["generators"].items():
+            self.generator(torch.device(device)).set_state(random_state.cpu())
+
+
+class CorrectedAverage(Average):
+    """The average of :class:`~modkit.schedules.BEMA`: a plain average and its correction, added up."""
+
+    def __init__(self, schedule: BEMA, options: Options) -> None:
+        super().__init__(options)
+        self._schedule = schedule
+        self._plain = Average(options)
+        self._first: dict[str, Tensor] = {}
+
+    @property
+    @override
+    def moved(self) -> Average | None:
+        return self._plain
+
+    @override
+    def set_options(self, options: Options) -> None:
+        super().set_options(options)
+        self._plain.set_options(options)
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._plain.reset()
+        self._first = {}
+
+    @override
+    def start(self, members: Tensors) -> None:
+        super().start(members)
+        self.errors, self.error_flats = {}, []
+        self._plain.start(members)
+        self._first = {name: torch.empty_like(value) for name, value in self.tensors.items()}
+
+    @override
+    def place(self, members: Tensors) -> None:
+        super().place(members)
+        self._plain.place(members)
+        for name, value in self.tensors.items():
+            self._first[name] = self._first[name].to(value.device)
+
+    @override
+    def cast(self, options: Options, members: Tensors) -> None:
+        plain, first = self._plain, self._first
+        self._plain = Average(self.options)
+        super().cast(options, members)
+        plain.cast(options, members)
+        self._plain = plain
+        for name, value in self._first.items():
+            value.copy_(first[name])
+
+    @override
+    def resize(self, members: Tensors) -> None:
+        plain, first = self._plain, self._first
+        self._plain = Average(self.options)
+        super().resize(members)
+        plain.resize(members)
+        self._plain = plain
+        for name, value in self._first.items():
+            local_shard(value).copy_(local_shard(first.get(name, members[name])))
+
+    @override
+    def observe(self, currents: Tensors, n: int, finite: Tensor | None) -> None:
+        """Correct the average by the way that step ``n`` is away from the first."""
+        correction = self._schedule.correction(n)
+        for name, tensor in self.tensors.items():
+            value, first = local_shard(tensor), local_shard(self._first[name])
+            current = currents[name].to(value.device)
+            if n == 0:
+                first.copy_(current)
+            plain = local_shard(self._plain.value(name))
+            way = current.to(plain.dtype) - first
+            corrected = way.mul_(correction).add_(plain).to(value.dtype)
+            if finite is not None:
+                corrected = torch.where(finite.to(value.device), corrected, value)
+            value.copy_(corrected)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        more = {"plain": self._plain.state_dict(), "first": dict(self._first)}
+        return {**super().state_dict(), **more}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load an average; one of another kind counts as the first model as well."""
+        super().load_state_dict({**state, "rests": {}, "generators": {}})
+        self._plain.load_state_dict(state.get("plain", state))
+        first: Tensors = state.get("first", state["tensors"])
+        for name, value in self._first.items():
+            value.copy_(shards_of(first[name], value))
+
+
+class WindowAverage(Average):
+    """The average of :class:`~modkit.schedules.Window`: the mean of the latest models, kept in a ring.
+
+    The mean is computed from the copies each time: a running sum from which the oldest copy is
+    subtracted would drift.
+    """
+
+    def __init__(self, window: int, options: Options) -> None:
+        super().__init__(options)
+        self._window = window
+        self._ring: list[dict[str, Tensor]] = []
+        self._seen = 0
+
+    @property
+    @override
+    def moved(self) -> Average | None:
+        return None
+
+    @override
+    def kept_dtype(self, tensor: Tensor) -> torch.dtype:
+        if self.options.precision == "compensated" and self.options.dtype is None:
+            # The mean has no error term: copies are exact, and it is rounded once.
+            return kept_dtype(tensor.dtype, "fp32")
+        return super().kept_dtype(tensor)
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._ring, self._seen = [], 0
+
+    @override
+    def start(self, members: Tensors) -> None:
+        super().start(members)
+        self.errors, self.error_flats = {}, []
+
+    @override
+    def place(self, members: Tensors) -> None:
+        super().place(members)
+        for copies in self._ring:
+            for name, average in self.tensors.items():
+                copies[name] = copies[name].to(average.device)
+
+    @override
+    def cast(self, options: Options, members: Tensors) -> None:
+        ring, seen = self._ring, self._seen
+        super().cast(options, members)
+        self._seen = seen
+        self._ring = [
+            {name: copies[name].to(mean.device, mean.dtype) for name, mean in self.tensors.items()}
+            for copies in ring
+        ]
+
+    @override
+    def resize(self, members: Tensors) -> None:
+        ring, seen = self._ring, self._seen
+        super().resize(members)
+        self._seen = seen
+        for copies in ring:
+            kept = {name: torch.empty_like(mean) for name, mean in self.tensors.items()}
+            for name, copy in kept.items():
+                local_shard(copy).copy_(local_shard(copies.get(name, members[name])))
+            self._ring.append(kept)
+
+    @override
+    def observe(self, currents: Tensors, n: int, finite: Tensor | None) -> None:
+        """Replace the oldest copy by the current values, and take the mean."""
+        slot = self._seen % self._window
+        if slot == len(self._ring):
+            self._ring.append({name: torch.empty_like(mean) for name, mean in self.tensors.items()})
+        for name in self.tensors:
+            local_shard(self._ring[slot][name]).copy_(currents[name])
+        self._seen += 1
+        for name, mean in self.tensors.items():
+            wide = torch.float32 if mean.dtype.itemsize < torch.float32.itemsize else mean.dtype
+            copies = torch.stack([local_shard(copies[name]) for copies in self._ring])
+            local_shard(mean).copy_(copies.mean(0, dtype=wide))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        ring = [dict(copies) for copies in self._ring]
+        return {**super().state_dict(), "ring": ring, "seen": self._seen}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a mean; one without copies, of another kind of average, counts as one copy."""
+        super().load_state_dict(state)
+        ring: list[Tensors] = state.get("ring", [self.tensors])
+        self._ring = [
+            {
+                name: mean.clone().copy_(shards_of(copies[name], mean))
+                for name, mean in self.tensors.items()
+            }
+            for copies in ring
+        ]
+        self._seen = state.get("seen", 1)
+
+
+def average_for(schedule: Schedule, options: Options) -> Average:
+    """Return the kind of average that a schedule needs.
+
+    Raises:
+        ValueError: The schedule does not work with ``on_nonfinite="skip"``.
+    """
+    if isinstance(schedule, BEMA):
+        return CorrectedAverage(schedule, options)
+    if isinstance(schedule, Window):
+        if options.on_nonfinite == "skip":
+            # Which copies count would have to be read from the device.
+            raise ValueError(
+                f"{options.owner}: on_nonfinite='skip' does not work with {schedule}; 'raise' does"
+            )
+        return WindowAverage(schedule.window, options)
+    return Average(options)

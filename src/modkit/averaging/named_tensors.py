@@ -1,0 +1,404 @@
+"""The tensors of a model by canonical name: found in one walk, watched for changes, and selected."""
+
+import fnmatch
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final, Literal, TypeAlias, cast, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from modkit._errors import NameMismatchError
+from modkit._upstream import tensor_guard
+from modkit.averaging.sharding import is_sharded, local_shard, reshard
+
+
+# Globs of names (``"head.*"``), or a predicate.
+Names: TypeAlias = str | Iterable[str] | Callable[[str], bool] | None
+BufferPolicy: TypeAlias = Literal["copy", "average", "ignore"]
+# One policy for all buffers, or one for each glob of names; the first glob that matches counts.
+Buffers: TypeAlias = BufferPolicy | Mapping[str, BufferPolicy]
+Registry: TypeAlias = Mapping[str, Any]
+
+_WRAPPERS: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+def canonical_name(name: str) -> str:
+    """Return a tensor's name without the parts that compilers and distributed wrappers add.
+
+    Example:
+        >>> canonical_name("module._orig_mod.layers.0._checkpoint_wrapped_module.weight")
+        'layers.0.weight'
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while len(parts) > 1 and parts[0] == "module":
+        del parts[0]
+    return ".".join(parts)
+
+
+def canonical_names(names: Iterable[str]) -> dict[str, str]:
+    """Map each name to its canonical name, or to itself if two names would collide.
+
+    They collide where a user's model has a child that is called ``module``.
+    """
+    found = {name: canonical_name(name) for name in names}
+    return found if len(set(found.values())) == len(found) else {name: name for name in found}
+
+
+def check_match(
+    what: str,
+    expected: Mapping[str, torch.Size | None],
+    found: Mapping[str, torch.Size | None],
+) -> None:
+    """Raise unless the found names and shapes are the expected ones; None stands for any shape.
+
+    Raises:
+        NameMismatchError: It lists the names that are missing, unexpected, or of another shape.
+    """
+    missing = [name for name in expected if name not in found]
+    unexpected = [name for name in found if name not in expected]
+    shapes: list[str] = []
+    for name, wanted in expected.items():
+        shape = found.get(name)
+        if wanted is not None and shape is not None and shape != wanted:
+            shapes.append(f"{name} ({tuple(shape)} instead of {tuple(wanted)})")
+    if missing or unexpected or shapes:
+        raise NameMismatchError(what, missing=missing, unexpected=unexpected, shapes=shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A tensor of a model, and where it is registered.
+
+    Attributes:
+        name: Canonical name.
+        tensor: What was registered when the model was walked; None in an empty slot.
+        registry: ``_parameters`` or ``_buffers`` of its module.
+        key: Its key there.
+        is_parameter: Whether it is a parameter or a buffer.
+        persistent: Whether ``state_dict()`` has it.
+    """
+
+    name: str
+    tensor: Any
+    registry: Registry
+    key: str
+    is_parameter: bool
+    persistent: bool
+
+    def current(self) -> Tensor:
+        """Return what is registered now: forwards may replace buffers."""
+        tensor: Tensor = self.registry[self.key]
+        return tensor
+
+
+class NamedTensors:
+    """All parameters and buffers of a model by canonical name, at one moment.
+
+    Tied tensors are listed once, under their first name. Of a sharded model these are the shards.
+
+    Args:
+        model: The model.
+        leave_out: A module below it that is passed over, with all that it contains.
+
+    Attributes:
+        parameters: Parameters by name.
+        buffers: Buffers by name, including those that are not persistent.
+        aliases: Maps each further name of a tied tensor to its first name.
+        empty: Buffers that are None.
+    """
+
+    def __init__(self, model: torch.nn.Module, leave_out: torch.nn.Module | None = None) -> None:
+        # A forward may have left full parameters behind, which are not those that are trained.
+        reshard(model)
+        self.parameters: dict[str, Member] = {}
+        self.buffers: dict[str, Member] = {}
+        self.aliases: dict[str, str] = {}
+        self.empty: dict[str, Member] = {}
+        self.registries: list[Registry] = []
+        self.buffer_registries: list[Registry] = []
+        self.scripted = False
+        slots: list[tuple[str, Registry, str, Any, bool, bool]] = []
+        for prefix, module in _walk(model, "", leave_out):
+            slots += self._slots_of(prefix, module)
+        names = canonical_names(slot[0] for slot in slots)
+        first: dict[int, str] = {}
+        for name, registry, key, tensor, is_parameter, persistent in slots:
+            member = Member(names[name], tensor, registry, key, is_parameter, persistent)
+            if tensor is None:
+                if not is_parameter:
+                    self.empty[member.name] = member
+            elif id(tensor) in first:
+                self.aliases[member.name] = first[id(tensor)]
+            else:
+                first[id(tensor)] = member.name
+                (self.parameters if is_parameter else self.buffers)[member.name] = member
+
+    def _slots_of(
+        self, prefix: str, module: torch.nn.Module
+    ) -> Iterator[tuple[str, Registry, str, Any, bool, bool]]:
+        parameters: Registry = module._parameters
+        buffers: Registry = module._buffers
+        if isinstance(module, torch.jit.ScriptModule):
+            # C++ owns its registries, and makes new objects of them at each access.
+            self.scripted = True
+            parameters = dict(module.named_parameters(recurse=False))
+            buffers = dict(module.named_buffers(recurse=False))
+            transient: set[str] = set()
+        else:
+            self.registries += (module._modules, parameters)
+            self.buffer_registries.append(buffers)
+            transient = module._non_persistent_buffers_set
+        for key, tensor in parameters.items():
+            yield prefix + key, parameters, key, tensor, True, True
+        for key, tensor in buffers.items():
+            yield prefix + key, buffers, key, tensor, False, key not in transient
+
+    def all(self) -> dict[str, Member]:
+        """Return parameters and buffers together."""
+        return {**self.parameters, **self.buffers}
+
+    def names(self) -> set[str]:
+        """Return all names, further names of tied tensors included."""
+        return {*self.parameters, *self.buffers, *self.aliases}
+
+    def member(self, name: str) -> Member | None:
+        """Return the tensor of a name, which may be a further name of a tied one."""
+        name = self.aliases.get(name, name)
+        return self.parameters.get(name) or self.buffers.get(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the tensor of a name.
+
+        Raises:
+            NameMismatchError: The model has no tensor of that name.
+        """
+        member = self.member(name)
+        if member is None:
+            raise NameMismatchError(
+                "EMA: the state does not fit the model", missing=[], unexpected=[name], shapes=[]
+            )
+        tensor: Tensor = member.tensor
+        return tensor
+
+    def has_lazy(self) -> bool:
+        """Return True if a tensor has no shape yet, because its module has not been called."""
+        return any(is_lazy(member.tensor) for member in self.all().values())
+
+
+def _walk(
+    module: torch.nn.Module, prefix: str, leave_out: torch.nn.Module | None
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    if module is leave_out:
+        return
+    yield prefix, module
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, f"{prefix}{key}.", leave_out)
+
+
+# Change detection. It runs before each update, so it consists of loops in C.
+
+
+class Watch:
+    """Detects tensors that were added, removed, replaced, tied, renamed, moved, cast or reshaped.
+
+    Assigning to ``parameter.data`` is no change if shape, dtype and device stay, because the parameter is
+    the same object.
+
+    Args:
+        models: The models as they were found.
+        tensors: Tensors whose shape, dtype, device and layout must stay.
+        buffers: Whether replacing a buffer is a change; otherwise only their names are watched.
+    """
+
+    def __init__(
+        self, models: Iterable[NamedTensors], tensors: Iterable[Tensor], *, buffers: bool = False
+    ) -> None:
+        models = list(models)
+        # A scripted model cannot be watched, so it is walked again each time.
+        self._unknown = any(model.scripted for model in models)
+        registries = [table for model in models for table in model.registries]
+        named = [table for model in models for table in model.buffer_registries]
+        if buffers:
+            registries, named = registries + named, []
+        # Most tables are empty, and those are checked together.
+        self._empty = [table for table in (*registries, *named) if not table]
+        self._filled = [table for table in registries if table]
+        self._were = [dict(table) for table in self._filled]
+        self._with_own_equality = [
+            (table, key, value)
+            for table in self._filled
+            for key, value in table.items()
+            if isinstance(value, torch.nn.Module) and type(value).__eq__ is not object.__eq__
+        ]
+        self._named = [table for table in named if table]
+        self._names = list(chain.from_iterable(self._named))
+        self._alike = metadata_guard(list(tensors))
+
+    def changed(self) -> bool:
+        """Return True if anything is not as it was."""
+        with IdentityOnly():
+            same = self._filled == self._were
+        return (
+            not same
+            or self._unknown
+            or any(self._empty)
+            or any(table.get(key) is not value for table, key, value in self._with_own_equality)
+            or list(chain.from_iterable(self._named)) != self._names
+            or not self._alike()
+        )
+
+
+class IdentityOnly(TorchFunctionMode):
+    """Lets tables of tensors be compared: a tensor equals itself alone, whatever its elements.
+
+    Comparing tables first tests for identity, and only then for equality, which for tensors would
+    return a tensor.
+    """
+
+    @override
+    def __torch_function__(self, *_: Any, **__: Any) -> bool:
+        return False
+
+
+def metadata_guard(tensors: list[Tensor]) -> Callable[[], bool]:
+    """Return a function that returns True while the tensors have their present metadata."""
+    sharded = [tensor for tensor in tensors if is_sharded(tensor)]
+    if sharded:
+        return _alike_with_shards(tensors, sharded)
+    if all(type(tensor) in _PLAIN and tensor.layout is torch.strided for tensor in tensors):
+        guard = tensor_guard(tensors)
+        if guard is not None:
+            return guard
+    facts = _facts_of(tensors)
+    return lambda: _facts_of(tensors) == facts
+
+
+def _alike_with_shards(tensors: list[Tensor], sharded: list[Tensor]) -> Callable[[], bool]:
+    """Return the same function for sharded tensors: FSDP may replace the shards as well."""
+    alike = metadata_guard([local_shard(tensor) for tensor in tensors])
+    here = [local_shard(tensor) for tensor in sharded]
+
+    def same() -> bool:
+        with torch.no_grad():
+            now = [cast("Any", tensor).to_local() for tensor in sharded]
+        return all(map(operator.is_, now, here)) and alike()
+
+    return same
+
+
+def _facts_of(tensors: list[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
+    shapes = [tensor.shape for tensor in tensors]
+    return shapes, [tensor.dtype for tensor in tensors], [tensor.device for tensor in tensors]
+
+
+# Selection.
+
+
+def is_averaged(tensor: Tensor) -> bool:
+    """Return True for floating-point and complex tensors: integers have no average."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def check_choice(owner: str, name: str, value: str, choices: Iterable[str]) -> None:
+    """Raise ValueError if the value is not one of the choices."""
+    if value not in choices:
+        expected = ", ".join(map(repr, choices))
+        raise ValueError(f"{owner}: {name} must be one of {expected}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which tensors of a model are averaged, which are copied, and which are left out.
+
+    Args:
+        include: Parameters to average; None for all.
+        exclude: Parameters not to average; None for none.
+        buffers: What happens to buffers.
+        trainable_only: Average only parameters that require gradients when averaging begins.
+        copy_rest: Copy the parameters that are not averaged, rather than leave them out.
+        integers: Average integer parameters as well, which truncates.
+        owner: Class that error messages name.
+    """
+
+    include: Names = None
+    exclude: Names = None
+    buffers: Buffers = "copy"
+    trainable_only: bool = False
+    copy_rest: bool = False
+    integers: bool = False
+    owner: str = "EMA"
+
+    def __post_init__(self) -> None:
+        """Refuse policies that do not exist, and make lists of globs that can be read again."""
+        policies = [self.buffers] if isinstance(self.buffers, str) else self.buffers.values()
+        for policy in policies:
+            check_choice(self.owner, "buffers", policy, get_args(BufferPolicy))
+        for field in ("include", "exclude"):
+            names = getattr(self, field)
+            if names is not None and not isinstance(names, str) and not callable(names):
+                object.__setattr__(self, field, tuple(names))
+
+    def includes(self, name: str) -> bool:
+        """Return True if the parameter ``name`` passes ``include`` and ``exclude``."""
+        return _matches(self.include, name, default=True) and not _matches(
+            self.exclude, name, default=False
+        )
+
+    def chooses(self, member: Member, known: Iterable[str] = ()) -> bool:
+        """Return True if a parameter is averaged; one that is averaged already stays so."""
+        if not self.includes(member.name):
+            return False
+        return not self.trainable_only or member.tensor.requires_grad or member.name in known
+
+    def policy(self, name: str) -> BufferPolicy:
+        """Return the policy for the buffer ``name``."""
+        if isinstance(self.buffers, str):
+            return self.buffers
+        for glob, policy in self.buffers.items():
+            if fnmatch.fnmatchcase(name, glob):
+                return policy
+        return "copy"
+
+    def split(
+        self, model: NamedTensors, known: Iterable[str] = ()
+    ) -> tuple[dict[str, Tensor], list[Member]]:
+        """Return the tensors to average by name, and those to copy.
+
+        Args:
+            model: The tensors of a model.
+            known: Names that are averaged already.
+        """
+        averaged: dict[str, Tensor] = {}
+        copied: list[Member] = []
+        for name, member in model.parameters.items():
+            if not self.chooses(member, known):
+                if self.copy_rest:
+                    copied.append(member)
+            elif self.integers or is_averaged(member.tensor):
+                averaged[name] = member.tensor
+            else:
+                copied.append(member)
+        for name, member in model.buffers.items():
+            policy = self.policy(name) if is_averaged(member.tensor) else "copy"
+            if policy == "average":
+                averaged[name] = member.tensor
+            elif policy == "copy":
+                copied.append(member)
+        return averaged, copied
+
+
+def _matches(names: Names, name: str, *, default: bool) -> bool:
+    if names is None:
+        return default
+    if callable(names):
+        return bool(names(name))
+    globs = (names,) if isinstance(names, str) else names
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)

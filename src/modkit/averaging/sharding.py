@@ -1,0 +1,229 @@
+"""Sharded models, as ``fully_shard`` makes them: their tensors are ``DTensor``."""
+
+import copy
+import sys
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from modkit._upstream import FullyShardCall, class_before_fully_shard, fully_shard_calls
+
+
+ModelT = TypeVar("ModelT", bound=torch.nn.Module)
+
+
+def is_sharded(tensor: object) -> bool:
+    """Return True for a ``DTensor``, without importing ``torch.distributed.tensor``."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return the local shard of a tensor; a tensor that is not sharded is returned as it is."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        shard: Tensor = cast("Any", tensor).to_local()
+    return shard
+
+
+def has_shards(model: torch.nn.Module) -> bool:
+    """Return True if a parameter of the model is sharded."""
+    return any(map(is_sharded, model.parameters()))
+
+
+def sharded_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules that ``fully_shard`` was called for."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def is_fully_sharded(model: object) -> bool:
+    """Return True for a model with a part for which ``fully_shard`` was called."""
+    return isinstance(model, torch.nn.Module) and bool(sharded_modules(model))
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Free the full parameters that a forward may have left, so that the shards are registered."""
+    for module in sharded_modules(model):
+        cast("Any", module).reshard()
+
+
+def meshes_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return the device meshes of sharded tensors, in the order of the tensors."""
+    return list({cast("Any", t).device_mesh: None for t in tensors if is_sharded(t)})
+
+
+def true_everywhere(flag: Tensor, meshes: Iterable[Any]) -> Tensor:
+    """Return whether a flag is true on all ranks of the meshes: one all-reduce of an int32.
+
+    Without meshes there is no communication.
+    """
+    number = flag
+    # All ranks go through them in the same order.
+    for mesh in meshes:
+        number = number.to(torch.int32)
+        number = number.to(mesh.device_type)
+        for dimension in range(mesh.ndim):
+            group = mesh.get_group(dimension)
+            torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MIN, group=group)
+    return number.to(flag.device, torch.bool)
+
+
+@contextmanager
+def resharded(model: torch.nn.Module) -> Generator[None]:
+    """Reshard before and after a block: full parameters would hide what the shards hold."""
+    reshard(model)
+    try:
+        yield
+    finally:
+        reshard(model)
+
+
+def whole(state: Any) -> Any:
+    """Gather sharded tensors into host memory, in nested dicts and lists. This is a collective."""
+    if isinstance(state, Mapping):
+        return {key: whole(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [whole(value) for value in state]
+    return whole_tensor(state).cpu() if is_sharded(state) else state
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a sharded one. This is a collective."""
+    if not is_sharded(tensor):
+        return tensor
+    split: Any = tensor
+    # Offloaded shards go to the device of the mesh, where the collective runs.
+    found: Tensor = split.to(split.device_mesh.device_type).full_tensor()
+    return found
+
+
+def split_up(state: Any, members: Mapping[str, Tensor]) -> Any:
+    """Shard full tensors like the model's tensors of the same names."""
+    if isinstance(state, list):
+        return [split_up(value, members) for value in state]
+    if not isinstance(state, Mapping):
+        return state
+    return {
+        key: shards_of(value, members.get(key))
+        if isinstance(value, Tensor)
+        else split_up(value, members)
+        for key, value in state.items()
+    }
+
+
+def shards_of(value: Tensor, like: Any) -> Tensor:
+    """Shard a full tensor like another tensor, or return it if that is not sharded."""
+    if not is_sharded(like) or is_sharded(value):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    # Each rank has the full tensor, and takes its part without communication.
+    placed = value.to(like.device)
+    return distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)
+
+
+# Copies of sharded models: torch refuses to deep-copy them.
+
+
+def copy_fully_sharded(model: ModelT, memo: dict[int, Any]) -> ModelT:
+    """Return a copy of a model that is sharded like it. There is no communication.
+
+    Each rank copies its own shards. No parameter is gathered.
+
+    Args:
+        model: A model with parts for which ``fully_shard`` was called.
+        memo: Memo of ``deepcopy``.
+
+    Raises:
+        ValueError: A parameter is also sharded in another way, such as tensor parallelism.
+    """
+    reshard(model)
+    calls = fully_shard_calls(model)
+    parameters = dict(model.named_parameters())
+    _check(model, calls, parameters)
+    placements: dict[int, Any] = {}
+    for parameter in parameters.values():
+        if is_sharded(parameter):
+            memo[id(parameter)] = room = _room_for(parameter)
+            # ``fully_shard`` takes the dimension that is sharded; the first one may be of replicas.
+            placements[id(room)] = cast("Any", parameter).placements[-1]
+    copied = _unsharded_copy(model, calls, memo)
+    # Inner modules first, as in the model.
+    for call in calls:
+        call.repeat([memo[id(module)] for module in call.modules], placements)
+    _fill(copied, parameters)
+    return copied
+
+
+def _check(
+    model: torch.nn.Module, calls: list[FullyShardCall], parameters: Mapping[str, Tensor]
+) -> None:
+    meshes = [mesh for call in calls for mesh in call.meshes]
+    known = all(call.can_be_repeated() for call in calls)
+    for name, parameter in parameters.items():
+        if is_sharded(parameter) and not (known and cast("Any", parameter).device_mesh in meshes):
+            raise ValueError(
+                f"{type(model).__name__}: parameter {name} is sharded by more than fully_shard with "
+                "one mesh, so the model cannot be copied. modkit.EMA averages it without a copy."
+            )
+
+
+def _room_for(parameter: Tensor) -> torch.nn.Parameter:
+    """Return a full parameter without storage."""
+    room = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return torch.nn.Parameter(room, requires_grad=parameter.requires_grad)
+
+
+def _unsharded_copy(model: ModelT, calls: list[FullyShardCall], memo: dict[int, Any]) -> ModelT:
+    """Return a deep copy as if ``fully_shard`` had never been called for the model."""
+    hooks = {number for call in calls for number in call.hooks}
+    added = {key for call in calls for key in call.attributes}
+    modules = [module for call in calls for module in call.modules]
+    states: list[dict[str, Any]] = []
+    for module in modules:
+        original = class_before_fully_shard(module)
+        _, arguments, state, *_ = cast("tuple[Any, ...]", module.__reduce_ex__(4))
+        memo[id(module)] = original.__new__(original, *arguments[1:])
+        states.append(_without(state, added, hooks))
+    for module, state in zip(modules, states, strict=True):
+        memo[id(module)].__setstate__(copy.deepcopy(state, memo))
+    copied = copy.deepcopy(model, memo)
+    # The modules inside have hooks as well.
+    for module in copied.modules():
+        kept = _without(vars(module), added, hooks)
+        vars(module).clear()
+        vars(module).update(kept)
+    return copied
+
+
+def _without(state: dict[str, Any], added: set[str], hooks: set[int]) -> dict[str, Any]:
+    """Return the state of a module without some attributes and hooks."""
+    kept = {key: value for key, value in state.items() if key not in added}
+    for key, table in kept.items():
+        if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+            numbers = [number for number in table if number not in hooks]
+            if len(numbers) < len(table):
+                kept[key] = type(table)((number, table[number]) for number in numbers)
+    return kept
+
+
+def _fill(copied: torch.nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    """Materialize the parameters of a copy with the values of the model."""
+
+    def materialized(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    shards = [tensor for tensor in parameters.values() if is_sharded(tensor)]
+    device = local_shard(shards[0]).device if shards else None
+    copied._apply(materialized)
+    with torch.no_grad():
+        for name, parameter in copied.named_parameters():
+            if is_sharded(parameter):
+                local_shard(parameter).copy_(local_shard(parameters[name]))

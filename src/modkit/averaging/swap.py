@@ -1,0 +1,279 @@
+"""Swapping averages into a model and restoring the training weights, without copies."""
+
+import copy
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from modkit._errors import (
+    MSG_CONVERTED_INSIDE,
+    MSG_WRITTEN_IN_VAIN,
+    MSG_WRITTEN_INSIDE,
+    NameMismatchError,
+    add_note,
+)
+from modkit.averaging.named_tensors import NamedTensors
+from modkit.averaging.sharding import (
+    copy_fully_sharded,
+    is_fully_sharded,
+    is_sharded,
+    local_shard,
+    reshard,
+)
+
+
+ModelT = TypeVar("ModelT", bound=torch.nn.Module)
+
+# The name of a tensor, the tensor of a model, and the value that it is to have.
+Pair: TypeAlias = tuple[str, Tensor, Tensor]
+
+
+def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> list[Pair]:
+    """Pair values with the tensors of a model by name; buffers may have another shape.
+
+    Raises:
+        NameMismatchError: A name is missing, or a parameter has another shape.
+    """
+    parameters, buffers = named.parameters, named.buffers
+    pairs: list[Pair] = []
+    missing: list[str] = []
+    shapes: list[str] = []
+    for name, value in values.items():
+        member = parameters.get(name)
+        if member is not None:
+            tensor: Tensor = member.tensor
+            if tensor.shape != value.shape:
+                shapes.append(f"{name} ({tuple(tensor.shape)} instead of {tuple(value.shape)})")
+        elif name in buffers:
+            tensor = buffers[name].current()
+        elif name in named.aliases:
+            tensor = named.tensor(name)
+        else:
+            missing.append(name)
+            continue
+        pairs.append((name, tensor, value))
+    if missing or shapes:
+        what = "EMA: the averages do not fit the model"
+        raise NameMismatchError(what, missing=missing, unexpected=[], shapes=shapes)
+    return pairs
+
+
+class _DetachedCopies(TorchFunctionMode):
+    """Lets results of autograd be deep-copied, as values: modules keep such results as attributes."""
+
+    @override
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            memo[id(tensor)] = tensor.detach().clone()
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT:
+    """Return a deep copy of a model, which may be sharded or hold results of autograd.
+
+    Args:
+        model: The model.
+        copies: Copies of its parameters that were made already, by the ``id`` of the parameter.
+    """
+    if is_fully_sharded(model):
+        with _DetachedCopies():
+            return copy_fully_sharded(model, dict(copies or {}))
+    try:
+        return copy.deepcopy(model, dict(copies or {}))
+    except RuntimeError:
+        # ``weight_norm``, for one, leaves a computed tensor in its module, which torch refuses to copy.
+        with _DetachedCopies():
+            return copy.deepcopy(model, dict(copies or {}))
+
+
+def write(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor other values; a buffer may have had another shape."""
+    if tensor.shape == value.shape:
+        tensor.copy_(value)
+    else:
+        tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
+
+
+class Swap:
+    """An exchange of the data of tensors for other data, which can be undone.
+
+    The tensors stay the same objects, so optimizers, hooks and tied names are not affected. Data of the
+    same dtype and device change places as pointers; other data are cast or moved first.
+
+    Args:
+        pairs: Name, tensor of a model, and what it is to hold.
+    """
+
+    def __init__(self, pairs: Iterable[Pair]) -> None:
+        self.raws: list[Tensor] = []
+        self._names: list[str] = []
+        self._tensors: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._held: list[Tensor] = []
+        self._pointers: list[int] = []
+        self.versions: list[int] = []
+        self._index: dict[int, int] = {}
+        try:
+            with torch.no_grad():
+                for name, tensor, value in pairs:
+                    self._put_in(name, tensor, value)
+        except BaseException:
+            self._note()
+            self.undo()
+            raise
+        self._note()
+
+    def _put_in(self, name: str, tensor: Tensor, value: Tensor) -> None:
+        if is_sharded(tensor):
+            # FSDP has a pointer of its own to the shard, so the elements change places instead.
+            raw = tensor.detach().clone()
+            _write_shard(tensor, value)
+            held = local_shard(tensor)
+        else:
+            held = tensor
+            raw = tensor.data
+            if value.dtype == raw.dtype and value.device == raw.device:
+                tensor.data = value
+            else:
+                tensor.data = value.to(raw.device, raw.dtype)
+        self.raws.append(raw)
+        self._names.append(name)
+        self._tensors.append(tensor)
+        self._values.append(value)
+        self._held.append(held)
+
+    def _note(self) -> None:
+        """Note what the tensors hold now, and that they are swapped."""
+        self._pointers = list(map(Tensor.data_ptr, self._held))
+        self.versions = list(map(_version, self._held))
+        _active.append(self)
+
+    def position(self, tensor: Tensor) -> int | None:
+        """Return where a tensor stands in the lists, or None if it is not swapped."""
+        if len(self._index) != len(self._tensors):
+            self._index = {id(one): place for place, one in enumerate(self._tensors)}
+        return self._index.get(id(tensor))
+
+    @torch.no_grad()
+    def undo(self) -> str | None:
+        """Restore the data; return what is wrong if the tensors were changed in between.
+
+        Swaps need not be undone in order: the data that a later swap found are then restored by that.
+        """
+        problem = None
+        later = _active[_active.index(self) + 1 :]
+        pointers, versions = list(map(Tensor.data_ptr, self._held)), list(map(_version, self._held))
+        unchanged = pointers == self._pointers and versions == self.versions
+        if unchanged and not later and not any(map(is_sharded, self._tensors)):
+            for tensor, raw in zip(self._tensors, self.raws, strict=True):
+                tensor.data = raw
+            _active.remove(self)
+            return None
+        for place in reversed(range(len(self._tensors))):
+            tensor, raw = self._tensors[place], self.raws[place]
+            above = next((one for one in later if one.position(tensor) is not None), None)
+            if above is not None:
+                above.raws[above.position(tensor) or 0] = raw
+                continue
+            if not unchanged:
+                moved = pointers[place] != self._pointers[place]
+                written = versions[place] != self.versions[place]
+                problem = self._problem(place, moved=moved, written=written) or problem
+            if is_sharded(tensor):
+                _write_shard(tensor, raw)
+            else:
+                tensor.data = raw
+        _active.remove(self)
+        return problem
+
+    def _problem(self, place: int, *, moved: bool, written: bool) -> str | None:
+        if moved:
+            return MSG_CONVERTED_INSIDE.format(name=self._names[place])
+        if not written:
+            return None
+        shared = self._values[place].data_ptr() == self._pointers[place]
+        message = MSG_WRITTEN_INSIDE if shared else MSG_WRITTEN_IN_VAIN
+        return message.format(name=self._names[place])
+
+
+# All swaps that have not been undone, in order. Those of several averages, and of several models that
+# share tensors, see one another here, so that no training weights are lost.
+_active: list[Swap] = []
+
+
+def raw_value(tensor: Tensor) -> Tensor | None:
+    """Return the training weights of a tensor, or None if nothing is swapped in."""
+    for swap in _active:
+        place = swap.position(tensor)
+        if place is not None:
+            return swap.raws[place]
+    return None
+
+
+def any_swapped(model: torch.nn.Module) -> bool:
+    """Return True if an average is swapped into one of the model's parameters."""
+    if not _active:
+        return False
+    reshard(model)
+    return any(raw_value(parameter) is not None for parameter in model.parameters())
+
+
+def _write_shard(tensor: Tensor, value: Tensor) -> None:
+    """Copy into a shard, without making it look as if the user had written to it."""
+    held = local_shard(tensor)
+    before = _version(held)
+    held.copy_(local_shard(value))
+    for swap in _active:
+        place = swap.position(tensor)
+        if place is not None:
+            swap.versions[place] += _version(held) - before
+
+
+def _version(tensor: Tensor) -> int:
+    """Return the version counter of a tensor; inference tensors have none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
+@contextmanager
+def exchanged(pairs: Iterable[Pair]) -> Generator[None]:
+    """Exchange data for the length of a block.
+
+    Raises:
+        RuntimeError: At the end: the block has changed the tensors. If it has raised an error of its
+            own, that one gets a note.
+    """
+    swap = Swap(pairs)
+    try:
+        yield
+    except BaseException as error:
+        problem = swap.undo()
+        if problem is not None:
+            add_note(error, problem)
+        raise
+    problem = swap.undo()
+    if problem is not None:
+        raise RuntimeError(problem)
+
+
+def raw_values(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return the training weights of the tensors that averages are swapped into, by name."""
+    if not _active:
+        return {}
+    found = {name: raw_value(one.current()) for name, one in NamedTensors(model).all().items()}
+    return {name: raw for name, raw in found.items() if raw is not None}
