@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from modkit.averaging._average import Average
 from modkit.averaging._precision import Precision
-from modkit.averaging._schedules_with_models import BEMA
 from modkit.averaging._sharded import local_shard, shards_of
+from modkit.averaging.schedules import BEMA
 
 
 class CorrectedAverage(Average):

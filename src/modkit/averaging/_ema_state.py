@@ -10,9 +10,8 @@ from torch import Tensor
 
 from modkit.averaging import converters
 from modkit.averaging._members import Members, check_match
-from modkit.averaging._schedule import Schedule
 from modkit.averaging._selection import Selection
-from modkit.averaging.schedules import Custom, from_config
+from modkit.averaging.schedules import Schedule, from_config
 
 
 VERSION = 1
@@ -128,7 +127,7 @@ def _loaded(name: str, saved: int, own: int) -> int:
 
 
 def _loaded_schedule(config: Mapping[str, Any], own: Schedule) -> Schedule:
-    if config["name"] == Custom.__name__:
+    if config == own.to_config():
         return own
     saved = from_config(config)
     if saved != own:

@@ -6,9 +6,8 @@ from modkit.averaging._average import Average
 from modkit.averaging._bias_correction import CorrectedAverage
 from modkit.averaging._nonfinite import OnNonfinite
 from modkit.averaging._precision import Precision
-from modkit.averaging._schedule import Schedule
-from modkit.averaging._schedules_with_models import BEMA, Window
 from modkit.averaging._window import WindowAverage
+from modkit.averaging.schedules import BEMA, Schedule, Window
 
 
 def average_for(

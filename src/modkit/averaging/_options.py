@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, cast
 
-from modkit.averaging._schedule import Schedule
-from modkit.averaging.schedules import as_schedule
+from modkit.averaging.schedules import Schedule, as_schedule
 
 
 Decay: TypeAlias = float | Callable[[int], float]

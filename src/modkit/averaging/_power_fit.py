@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modkit.averaging._schedule import gamma_of
+from modkit.averaging.schedules import gamma_of
 
 
 @dataclass(frozen=True)

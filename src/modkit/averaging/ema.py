@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -21,16 +21,12 @@ from modkit.averaging._options import (
     checked_count,
     schedules_of,
 )
-from modkit.averaging._plots import profile_figure
 from modkit.averaging._precision import PRECISIONS, Precision
 from modkit.averaging._selection import Buffers, NameFilter, Names, PolicyOf, Selection
 from modkit.averaging._sharded import resharded, shards_of
 from modkit.averaging._swap import any_swapped, copy_of, exchanged, raw_values, write
 from modkit.averaging._tracked import Tracked
 
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["EMA"]
 
@@ -296,24 +292,6 @@ class EMA(Generic[ModelT]):
                 for _, tensor, value in self._tracked.pairs(model, index):
                     write(tensor, value)
         return model.requires_grad_(False).eval()
-
-    def plot(self, n: int | None = None) -> "Figure":
-        """Draw how much the model of each past step counts in each of the averages.
-
-        Args:
-            n: After how many steps; by default after those that there have been, or a thousand.
-
-        Returns:
-            A matplotlib figure: ``ema.plot().savefig("weights.png")``. It needs ``modkit[plot]``.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: ``n`` is less than 1.
-        """
-        done = 0 if self._start is None else self.step - self._start
-        steps = n if n is not None else (done or 1000)
-        checked_count("n", steps, 1)
-        return profile_figure(self.schedules, steps, self.update_every)
 
     # Saving and loading.
 

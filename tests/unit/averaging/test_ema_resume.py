@@ -22,10 +22,10 @@ SCHEDULES: list[Any] = [
     schedules.HalfLife(3),
     schedules.HalfLifeFraction(0.1),
     schedules.InverseGamma(power=0.75),
-    schedules.LinearRamp(0.95, steps=6),
     schedules.Power(sigma_rel=0.1),
     schedules.Window(3),
     schedules.BEMA(lag=2),
+    schedules.PerUpdate(schedules.Equal()),
     [schedules.Constant(0.9), schedules.Equal()],
 ]
 LENGTH = 9
