@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from modkit._files import written_whole
-from modkit.averaging._ema_state import with_empty_parts
 from modkit.averaging._members import Members, canonical_name, canonical_names
 from modkit.averaging._safetensors import Described, in_file_order, write_safetensors
 from modkit.averaging._sharded import is_sharded, whole_tensor
 from modkit.averaging._snapshots import compact
 from modkit.averaging.ema import EMA
+from modkit.averaging.state import with_empty_parts
 from modkit.checkpoints import save_checkpoint
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import modkit
-from modkit.averaging.converters import convert
+from modkit.averaging.state import convert
 from modkit.schedules import BEMA, InverseGamma, PerUpdate
 from tests.integration.peers import (
     Diffusers,

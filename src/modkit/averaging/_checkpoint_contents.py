@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from modkit._files import library
-from modkit.averaging import converters
 from modkit.averaging._checkpoint_files import Checkpoint, file_in, is_safetensors
 from modkit.averaging._torch_files import load_plain
+from modkit.averaging.state import recognise
 
 
 @dataclass(frozen=True)
@@ -153,5 +153,5 @@ def _owner(found: Any) -> str | None:
     if {"version", "step", "averages", "schedules"} <= state.keys():
         return "modkit.EMA"
     if all(isinstance(name, str) for name in state):
-        return converters.recognise(state)
+        return recognise(state)
     return None

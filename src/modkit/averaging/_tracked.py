@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modkit.averaging import _ema_state
+from modkit.averaging import state as _state
 from modkit.averaging._average import Average
 from modkit.averaging._members import Member, Members, check_match
 from modkit.averaging._nonfinite import OnNonfinite, all_finite, first_nonfinite
@@ -206,9 +206,9 @@ class Tracked:
         averages = [average.state_dict() for average in self._averages]
         return {"averages": averages, "buffers": dict(self._copies)}
 
-    def load(self, loaded: _ema_state.LoadedState, members: Members) -> None:
+    def load(self, loaded: _state.LoadedState, members: Members) -> None:
         """Take over a state; it is checked before anything is changed."""
-        bound, wanted, found = _ema_state.matched(loaded, members, self.selection)
+        bound, wanted, found = _state.matched(loaded, members, self.selection)
         if self._worker is not None:
             self._worker.forget()
         for average, state, tensors in zip(self._averages, loaded.averages, found, strict=True):

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Self, TypeVar
 
 from modkit._upstream import RemovableHandle
-from modkit.averaging import _ema_state
+from modkit.averaging import state as _state
 from modkit.averaging._kinds import average_for
 from modkit.averaging._members import Members
 from modkit.averaging._nonfinite import OnNonfinite
@@ -302,7 +302,7 @@ class EMA(Generic[ModelT]):
         it. The state can be saved with ``torch.save`` and loaded with ``weights_only=True``.
         """
         state: dict[str, Any] = {
-            "version": _ema_state.VERSION,
+            "version": _state.VERSION,
             "step": self.step,
             "start": self._start,
             "n_averaged": self.n_averaged,
@@ -340,7 +340,7 @@ class EMA(Generic[ModelT]):
             warnings.warn("EMA: the state is empty, so averaging starts anew", stacklevel=2)
             self._reset()
             return
-        loaded = _ema_state.read(
+        loaded = _state.read(
             state_dict,
             self.model,
             schedules=self.schedules,
@@ -357,7 +357,7 @@ class EMA(Generic[ModelT]):
         self.step, self.n_averaged, self._start = 0, 0, None
         self._tracked.reset()
 
-    def _load(self, loaded: _ema_state.LoadedState) -> None:
+    def _load(self, loaded: _state.LoadedState) -> None:
         members = Members(self.model)
         raw = [(name, members.tensor(name), value) for name, value in loaded.raw.items()]
         if loaded.start is not None:
