@@ -21,7 +21,7 @@ Example:
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -121,9 +121,8 @@ def read(
         ValueError: The state is of another kind, of a later version, of another number of averages, or
             a part of it is missing or invalid. Nothing has been changed.
     """
-    found: object = state
-    if not isinstance(found, Mapping):
-        raise _error(f"the state must be a mapping, got {_shown(found)}")
+    if not isinstance(cast("object", state), Mapping):
+        raise _error(f"the state must be a mapping, got {_shown(state)}")
     if "version" in state or {"averages", "schedules"} <= state.keys():
         loaded = _read_own(state, model, schedules)
     else:
@@ -176,15 +175,14 @@ def _read_own(state: State, model: torch.nn.Module, schedules: list[Schedule]) -
 
 def with_empty_parts(state: dict[str, Any]) -> dict[str, Any]:
     """Restore the empty dicts of a state, which flat checkpoints leave out."""
-    if not {"version", "step", "schedules"} <= state.keys():
+    given, schedules = state.get("averages", []), state.get("schedules")
+    if "version" not in state or not isinstance(given, list) or not isinstance(schedules, list):
         return state
-    given = state.get("averages", [])
-    count = len(state["schedules"])
-    averages = given if len(given) == count else [{} for _ in range(count)]
+    averages = given if len(given) == len(schedules) else [{}] * len(schedules)
     empty: dict[str, Any] = {"tensors": {}, "rests": {}, "generators": {}}
-    whole = [{**empty, **average} for average in averages]
+    whole = [{**empty, **one} if isinstance(one, Mapping) else one for one in averages]
     for average in whole:
-        if "plain" in average:
+        if isinstance(average, dict) and isinstance(average.get("plain"), Mapping):
             average["plain"] = {**empty, **average["plain"]}
     return {"buffers": {}, **state, "averages": whole}
 
@@ -507,7 +505,7 @@ def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
         'weights'
     """
     keys = state.keys()
-    if not all(isinstance(key, str) for key in keys):
+    if not all(isinstance(cast("object", key), str) for key in keys):
         return None
     if {"shadow_params", "optimization_step"} <= keys:
         return "diffusers"
