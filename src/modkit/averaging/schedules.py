@@ -648,16 +648,14 @@ def gamma_of(sigma_rel: float) -> float:
     It is the one positive root of ``x**3 + 7 * x**2 + (16 - s) * x + 12 - s`` with ``s = sigma_rel ** -2``.
 
     Raises:
-        ValueError: The width is not more than 0 and less than 0.288675, that of the equal average.
+        ValueError: The width is not above 0 and below 0.2886, that of the equal average.
 
     Example:
         >>> round(gamma_of(0.05), 2)
         16.97
     """
     if not 0 < sigma_rel < _WIDEST:
-        raise ValueError(
-            f"sigma_rel must be more than 0 and less than {_WIDEST:g}, got {sigma_rel!r}"
-        )
+        raise ValueError(f"sigma_rel must be above 0 and below 0.2886, got {sigma_rel!r}")
     inverse_square = sigma_rel**-2
     # 1 / sigma_rel is above the root, where the cubic is convex: Newton's steps only decrease.
     gamma, below = math.inf, 1 / sigma_rel

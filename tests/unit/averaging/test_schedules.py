@@ -284,7 +284,7 @@ def test_numbers_of_other_libraries():
         (lambda: Power(gamma=-0.5), "Power: gamma must be at least 0, got -0.5"),
         (
             lambda: schedules.gamma_of(0.3),
-            "sigma_rel must be more than 0 and less than 0.288675, got 0.3",
+            "sigma_rel must be above 0 and below 0.2886, got 0.3",
         ),
         (lambda: schedules.sigma_rel_of(-1), "gamma must be 0 or more, got -1"),
         (lambda: Constant(0.5).over(3, 0), "Constant: k must be 1 or more, got 0"),
