@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from modkit.averaging.checkpoints import average_checkpoints as average_checkpoints
     from modkit.averaging.ema import EMA as EMA
     from modkit.averaging.posthoc import PostHocEMA as PostHocEMA
-    from modkit.averaging.ranges import average_range as average_range
     from modkit.checkpoints import (
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
@@ -31,7 +30,6 @@ _HOMES = {
     "EMACallback": "averaging.callback",
     "PostHocEMA": "averaging.posthoc",
     "average_checkpoints": "averaging.checkpoints",
-    "average_range": "averaging.ranges",
     "distributed": "distributed",
     "jit": "jit",
     "load_checkpoint": "checkpoints",
@@ -46,7 +44,6 @@ __all__ = [
     "EMACallback",
     "PostHocEMA",
     "average_checkpoints",
-    "average_range",
     "distributed",
     "jit",
     "load_checkpoint",

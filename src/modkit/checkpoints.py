@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from modkit._files import written_whole
-from modkit._zip import Archive
+from modkit.files.atomic_write import written_whole
+from modkit.files.zip_check import Archive
 
 
 __all__ = ["load_checkpoint", "save_checkpoint"]

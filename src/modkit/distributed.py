@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from modkit._files import written_whole
 from modkit.averaging._members import Members, canonical_name, canonical_names
-from modkit.averaging._safetensors import Described, in_file_order, write_safetensors
 from modkit.averaging._sharded import is_sharded, whole_tensor
-from modkit.averaging._snapshots import compact
 from modkit.averaging.ema import EMA
 from modkit.averaging.state import with_empty_parts
 from modkit.checkpoints import save_checkpoint
+from modkit.files.atomic_write import written_whole
+from modkit.files.safetensors_files import Described, in_file_order, write_safetensors
+from modkit.files.torch_files import compact
 
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import modkit
 from modkit.cli import average as command
 from modkit.cli._commands import commands
+from modkit.files.checkpoint_files import Checkpoint
 
 
 State = dict[str, Tensor]
@@ -401,6 +402,21 @@ def test_the_inspection_names_every_tensor(tmp_path: Path, kind: str) -> None:
     assert all(name in done.output for name in states()[0])
     assert "4 x 3" in done.output
     assert "48 B" in done.output
+
+
+@pytest.mark.parametrize("kind", ["torch shards", "safetensors shards"])
+def test_the_inspection_of_shards_reads_no_tensor(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes follow from shapes and dtypes; the sizes of bfloat16 and int64 tensors are shown."""
+    (path,) = saved_as(tmp_path, kind, states(1))
+    read: list[str] = []
+    monkeypatch.setattr(Checkpoint, "tensor", lambda _, name: read.append(name))
+    done = run("--inspect", path)
+
+    assert done.exit_code == 0
+    assert read == []
+    assert [f"{size} B" in done.output for size in (48, 8, 8, 64)] == [True] * 4
 
 
 def test_the_inspection_tells_whose_averages_there_are(tmp_path: Path) -> None:

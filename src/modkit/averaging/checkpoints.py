@@ -1,9 +1,9 @@
-"""Averages of checkpoints that are on disk already."""
+"""Checkpoint files: their average, and what is in one of them."""
 
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modkit.averaging._checkpoint_files import Checkpoint
 from modkit.averaging._members import check_match
 from modkit.averaging._precision import is_averaged, kept_dtype
+from modkit.averaging.state import recognise
+from modkit.files.checkpoint_files import Checkpoint, dtype_name, file_in, is_safetensors
+from modkit.files.safetensors_files import library
+from modkit.files.torch_files import load_plain
 
 
 __all__ = ["average_checkpoints"]
@@ -29,37 +32,37 @@ def average_checkpoints(
     device: str | torch.device = "cpu",
     progress: Callable[[float], object] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the average of checkpoints: a model soup, or the last checkpoints of one run.
+    """Return the weighted average of checkpoints: a model soup, or the last checkpoints of a run.
 
-    The files are read one after the other, so that in memory there are the sum and one checkpoint. All
-    names and shapes are compared before the first tensor is read. Sums are kept in float32 at least;
-    tensors of integers and booleans are those of the last file.
+    The files are read one after the other: memory holds the sum and one checkpoint. All names and
+    shapes are compared before the first tensor is read. Sums are kept in float32 or wider. Integer and
+    boolean tensors are those of the last file.
 
     Sources: https://arxiv.org/abs/2203.05482 (model soups), https://arxiv.org/abs/2209.14981 (LAWA).
 
     Args:
-        paths: Files of ``torch.save`` (loaded with ``weights_only=True``), ``.safetensors``, the
-            ``.index.json`` of a sharded checkpoint of either kind, or directories that transformers
-            has saved to.
-        weights: How much each file counts, in proportion to their sum; by default all the same.
-        key: Where in files of torch the state dict is, as ``"model"`` or ``"ema.averages.0.tensors"``.
-        dtype: Of the averages; by default each has the dtype that it has in the first file. A real dtype
-            is not for complex tensors, nor the other way round.
-        device: Where to average.
-        progress: Called after each tensor with the part of all tensors that has been read.
+        paths: Files of ``torch.save`` (loaded with ``weights_only=True``), ``.safetensors`` files, the
+            ``.index.json`` of a sharded checkpoint of either kind, or directories written by
+            transformers.
+        weights: The weight of each file, normalized by their sum. Default: equal weights.
+        key: The path of the state dict in a torch file, as ``"model"`` or ``"ema.averages.0.tensors"``.
+        dtype: The dtype of the averages. Default: the dtype of each tensor in the first file. A real
+            dtype is not applied to complex tensors, nor a complex one to real tensors.
+        device: The device on which the sums are kept.
+        progress: Called after each tensor with the fraction of all tensors that has been read.
 
     Returns:
         The averages by name, in the order of the first file. ``load_state_dict`` takes them. Names that
-        are tied in all files have one tensor.
+        are tied in all files share one tensor.
 
     Raises:
-        TypeError: One path is given in place of a list.
-        FileNotFoundError: A file is missing.
-        NameMismatchError: A file does not have the names and shapes of the first one.
-        ValueError: A file cannot be read or holds something other than tensors, there is none, a
-            tensor does not fit the checksum that a file of torch has of it, a tensor is of integers in
-            one file and of floats in another, a value is too large for the dtype, or the weights are
-            not one for each file, finite, and positive in sum.
+        TypeError: If ``paths`` is a single path.
+        FileNotFoundError: If a file is missing.
+        NameMismatchError: If a file does not have the names and shapes of the first one.
+        ValueError: If there is no file, a file cannot be read or holds something other than tensors, a
+            tensor does not match its checksum in a torch file, a tensor has integers in one file and
+            floats in another, a value is too large for the dtype, or the weights are not one per file,
+            finite, and positive in sum.
 
     Example:
         >>> import tempfile, pathlib, torch
@@ -78,18 +81,16 @@ def average_checkpoints(
         raise ValueError("average_checkpoints: there is no file to average")
     shares = _checked_weights(weights, len(files))
     first = _Facts.of(Checkpoint(files[0], key))
-    ties = first.ties.intersection(
-        *(_ties(_fitting(path, key, first), first.shapes) for path in files[1:])
-    )
+    ties = first.ties.intersection(*(_ties(_fitting(path, key, first)) for path in files[1:]))
     second_names = dict(ties)
     names = [name for name in first.shapes if name not in second_names]
     averages: dict[str, Tensor] = {}
     total = 0.0
     for index, (path, share) in enumerate(zip(files, shares, strict=True)):
         total += share
-        # A mean that moves is exact for equal values, where a sum of parts is not.
+        # A running mean is exact for equal values, where a sum of parts is not.
         part = share / total if total else 0.0
-        # Compared again: somebody may have put another file in its place since.
+        # Compared again: a running training job may have replaced the file since.
         checkpoint = _fitting(path, key, first)
         for done, name in enumerate(names, 1):
             _take_in(checkpoint.tensor(name), name, averages, part, device)
@@ -98,7 +99,7 @@ def average_checkpoints(
         # Before the next one is opened.
         del checkpoint
     for name in names:
-        # One after the other: not all of them need to be there in two dtypes.
+        # One at a time: the averages are not all in memory in two dtypes.
         averages[name] = _finished(name, averages[name], first.dtypes[name], dtype)
     found = {name: averages[second_names.get(name, name)] for name in first.shapes}
     return _with_versions(found, first.versions)
@@ -106,7 +107,7 @@ def average_checkpoints(
 
 @dataclass(frozen=True)
 class _Facts:
-    """What of a file is looked at again when it is no longer open."""
+    """The metadata of a file, which outlives the open file."""
 
     path: Path
     shapes: Mapping[str, torch.Size]
@@ -116,9 +117,7 @@ class _Facts:
 
     @classmethod
     def of(cls, found: Checkpoint) -> "_Facts":
-        return cls(
-            found.path, found.shapes, found.dtypes, found.versions, _ties(found, found.shapes)
-        )
+        return cls(found.path, found.shapes, found.dtypes, found.versions, _ties(found))
 
 
 def _fitting(path: Path, key: str | None, first: _Facts) -> Checkpoint:
@@ -137,11 +136,11 @@ def _is_averaged(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
-def _ties(checkpoint: Checkpoint, names: Iterable[str]) -> frozenset[tuple[str, str]]:
-    """Return each name whose tensor has been met under another name before, with that name."""
+def _ties(checkpoint: Checkpoint) -> frozenset[tuple[str, str]]:
+    """Return each name whose tensor has an earlier name, with that name."""
     met: dict[Hashable, str] = {}
     ties: set[tuple[str, str]] = set()
-    for name in names:
+    for name in checkpoint.shapes:
         memory = checkpoint.memory(name)
         if memory is not None and met.setdefault(memory, name) != name:
             ties.add((name, met[memory]))
@@ -149,9 +148,9 @@ def _ties(checkpoint: Checkpoint, names: Iterable[str]) -> frozenset[tuple[str, 
 
 
 def _with_versions(found: dict[str, Tensor], versions: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors as ``state_dict()`` does, if the first file had been made by that.
+    """Return the tensors with the module versions of ``state_dict()``, if the first file has them.
 
-    Some modules, MNASNet of torchvision for instance, load nothing that does not tell its version.
+    Some modules, torchvision's MNASNet for instance, refuse to load a state without its version.
     """
     if not versions:
         return found
@@ -187,23 +186,150 @@ def _take_in(
 
 
 def _finished(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> Tensor:
+    """Cast an average to its final dtype; raise if that makes a finite value infinite."""
     if not is_averaged(average):
         return average
     if dtype is None or dtype.is_complex != average.is_complex():
         dtype = getattr(torch, first)
         assert isinstance(dtype, torch.dtype)
-    return cast_finite(name, average, dtype)
+    found = average.to(dtype)
+    if torch.finfo(dtype).max < torch.finfo(average.dtype).max:
+        lost = average.isfinite() & ~found.to(average.dtype).isfinite()
+        if lost.any():
+            raise ValueError(f"{name} has the value {average[lost][0]}, too large for {dtype}")
+    return found
 
 
-def cast_finite(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a tensor, and raise if a number in it is too large for that.
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: its name, its shape, its dtype and its size in bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """The tensors directly under one key of a checkpoint.
+
+    Args:
+        key: The names on the way to the tensors, joined by dots; empty for the file itself.
+        owner: The library whose averages these are, or None if unknown.
+        entries: The tensors.
+        averageable: True if the key holds nothing else, so that ``key=`` may name it.
+    """
+
+    key: str
+    owner: str | None
+    entries: tuple[Entry, ...]
+    averageable: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all tensors."""
+        return sum(entry.nbytes for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything in a checkpoint.
+
+    Args:
+        container: The kind of file: ``"torch"``, ``"safetensors"`` or ``"shards"``.
+        groups: The tensors, by key.
+        facts: All other entries: the key and the value as text.
+    """
+
+    container: str
+    groups: tuple[Group, ...]
+    facts: tuple[tuple[str, str], ...]
+
+
+def contents(path: Path) -> Contents:
+    """List what is in a checkpoint, without reading tensor data and without executing code.
 
     Raises:
-        ValueError: A finite number would become infinite.
+        FileNotFoundError: If there is no such file.
+        ValueError: If it cannot be read as a checkpoint.
     """
-    found = tensor.to(dtype)
-    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
-        lost = tensor.isfinite() & ~found.to(tensor.dtype).isfinite()
-        if lost.any():
-            raise ValueError(f"{name} has the value {tensor[lost][0]}, too large for {dtype}")
-    return found
+    file = file_in(path)
+    if not file.exists():
+        raise FileNotFoundError(f"{file} is not there")
+    if is_safetensors(file):
+        return _safetensors(file)
+    if file.name.endswith(".index.json"):
+        found = Checkpoint(file, None)
+        return _flat("shards", ((n, found.shapes[n], found.dtypes[n]) for n in found.shapes))
+    parts = list(_walk(load_plain(file), ""))
+    groups = tuple(part for part in parts if isinstance(part, Group))
+    return Contents("torch", groups, tuple(part for part in parts if not isinstance(part, Group)))
+
+
+def _safetensors(file: Path) -> Contents:
+    try:
+        with library("safetensors").safe_open(file, framework="pt") as opened:
+            slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 - no mapping
+            facts = tuple((opened.metadata() or {}).items())
+    except Exception as error:
+        raise ValueError(f"{file} cannot be read as a checkpoint: {error}") from error
+    listed = ((name, found.get_shape(), found.get_dtype()) for name, found in slices)
+    return _flat("safetensors", listed, facts)
+
+
+def _flat(
+    container: str,
+    listed: Iterable[tuple[str, Iterable[int], str]],
+    facts: tuple[tuple[str, str], ...] = (),
+) -> Contents:
+    """Return the contents of a checkpoint that has nothing but tensors: names, shapes and dtypes."""
+    entries: list[Entry] = []
+    for name, lengths, dtype in listed:
+        shape = tuple(lengths)
+        # F8_E4M3 and float8_e4m3fn both have 8 bits; booleans have no number, and take a byte.
+        bits = "".join(filter(str.isdigit, dtype.partition("_")[0])) or "8"
+        entries.append(Entry(name, shape, dtype, math.prod(shape) * int(bits) // 8))
+    return Contents(container, (Group("", None, tuple(entries), averageable=True),), facts)
+
+
+def _entries(tensors: Mapping[str, Tensor]) -> tuple[Entry, ...]:
+    return tuple(
+        Entry(name, tuple(tensor.shape), dtype_name(tensor), tensor.nbytes)
+        for name, tensor in tensors.items()
+    )
+
+
+def _walk(found: Any, key: str) -> Iterator[Group | tuple[str, str]]:
+    """Yield the groups of tensors and the other values below a key."""
+    if isinstance(found, Tensor):
+        yield Group(key, None, _entries({key.rpartition(".")[2]: found}), averageable=False)
+        return
+    if isinstance(found, Mapping):
+        items = [(str(name), value) for name, value in found.items()]
+    elif isinstance(found, Sequence) and any(
+        isinstance(value, (Tensor, Mapping)) for value in found
+    ):
+        items = [(str(index), value) for index, value in enumerate(found)]
+    else:
+        yield key, repr(found)
+        return
+    tensors = {name: value for name, value in items if isinstance(value, Tensor)}
+    owner = _owner(found)
+    if tensors or owner:
+        whole = isinstance(found, Mapping) and len(tensors) == len(items)
+        yield Group(key, owner, _entries(tensors), averageable=whole)
+    for name, value in items:
+        if not isinstance(value, Tensor):
+            yield from _walk(value, f"{key}.{name}" if key else name)
+
+
+def _owner(found: Any) -> str | None:
+    if not isinstance(found, Mapping):
+        return None
+    state: Mapping[Any, Any] = found
+    if {"version", "step", "averages", "schedules"} <= state.keys():
+        return "modkit.EMA"
+    if all(isinstance(name, str) for name in state):
+        return recognise(state)
+    return None

@@ -1,7 +1,7 @@
 """Post-hoc EMA: choose the width of the average after training (Karras et al. 2024, arXiv 2312.02696).
 
-In training, two power averages are kept, a narrow and a wide one, and saved now and then. Afterwards, an
-average of nearly any width, at nearly any step, is a combination of these snapshots.
+Training keeps two power averages, a narrow and a wide one, and saves a snapshot of each at intervals.
+Afterwards, the average of nearly any width, at nearly any step, is a linear combination of snapshots.
 
 Example:
     >>> import tempfile
@@ -15,9 +15,10 @@ Example:
     (1000, 821, 0.022)
 """
 
+import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,22 +26,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from modkit.averaging._members import Members, check_match
-from modkit.averaging._power_averages import (
-    PowerAverages,
-    averaged_parameters,
-    other_members,
-    shapes,
-)
-from modkit.averaging._power_fit import Fit, fit_power
-from modkit.averaging._snapshots import (
-    Snapshot,
-    check_options,
-    find_snapshots,
-    read_facts,
-    read_tensors,
-    save_snapshot,
-)
+from modkit.averaging._average import Average
+from modkit.averaging._members import Members, canonical_names, check_match
+from modkit.averaging._precision import is_averaged
+from modkit.averaging.schedules import Power, gamma_of
+from modkit.files.atomic_write import written_whole
+from modkit.files.safetensors_files import library
+from modkit.files.torch_files import load_checked, load_plain, narrowed
 
 
 __all__ = [
@@ -55,20 +47,276 @@ __all__ = [
 ]
 
 PathLike: TypeAlias = str | os.PathLike[str]
+_FORMATS = ("pt", "safetensors")
+
+
+# These four use the engine; nothing further down does.
+class _Averages:
+    """Averages of the parameters of a model, by name, in float32 or wider."""
+
+    def __init__(self, model: torch.nn.Module, count: int) -> None:
+        self.model = model
+        self._count = count
+        self._averages: list[Average] = []
+        self._members: Members | None = None
+
+    @property
+    def tensors(self) -> list[dict[str, Tensor]]:
+        """The tensors of each average; an empty list before the first update."""
+        return [average.tensors for average in self._averages]
+
+    @torch.no_grad()
+    def update(self, weights: Sequence[float]) -> None:
+        """Move each average by its weight towards the model; a weight of 1 copies."""
+        if self._members is None or self._members.changed():
+            members = Members(self.model)
+            current = _averaged(members)
+            averages = self._averages or self._started(current)
+            _check_match("the average", averages[0].tensors, current)
+            for average in averages:
+                average.bind(current)
+            self._averages, self._members = averages, members
+        for average, weight in zip(self._averages, weights, strict=True):
+            average.step(weight)
+
+    @torch.no_grad()
+    def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
+        """Replace the averages by saved ones, or raise and change nothing."""
+        current = _averaged(Members(self.model))
+        averages = self._started(current) if saved else []
+        for average, tensors in zip(averages, saved, strict=True):
+            _check_match("the state of the average", tensors, current)
+            for name, tensor in average.tensors.items():
+                tensor.copy_(tensors[name])
+        self._averages, self._members = averages, None
+
+    def _started(self, current: Mapping[str, Tensor]) -> list[Average]:
+        """Return new averages, whose values are undefined until the first step copies."""
+        averages = [Average("fp32", None, 0) for _ in range(self._count)]
+        for average in averages:
+            average.start(current)
+        return averages
+
+
+def _averaged(members: Members) -> dict[str, Tensor]:
+    """Return the parameters that can be averaged, by name; tied ones once."""
+    return {name: m.tensor for name, m in members.parameters.items() if is_averaged(m.tensor)}
+
+
+def _averaged_and_others(model: torch.nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return these parameters, and beside them persistent buffers and integer parameters."""
+    members = Members(model)
+    averaged = _averaged(members)
+    saved = set(canonical_names(model.state_dict(keep_vars=True)).values()).difference(averaged)
+    found = {**members.parameters, **members.buffers}
+    return averaged, {name: member.current() for name, member in found.items() if name in saved}
+
+
+def _check_match(what: str, own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Raise NameMismatchError if the names or shapes differ."""
+    shapes = ({name: tensor.shape for name, tensor in each.items()} for each in (own, found))
+    check_match(what, *shapes)
+
+
+@dataclass(frozen=True, order=True)
+class Snapshot:
+    """A file with one power average at one step.
+
+    Args:
+        step: The number of steps that the average spans, the initial copy included.
+        sigma_rel: The relative width of the average.
+        path: The file: ``.pt``, which ``torch.load(weights_only=True)`` reads, or ``.safetensors``.
+    """
+
+    step: int
+    sigma_rel: float
+    path: Path
+
+
+def save_snapshot(
+    directory: PathLike,
+    averages: Mapping[str, Tensor],
+    *,
+    step: int,
+    sigma_rel: float,
+    buffers: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    file_format: str = "pt",
+) -> Snapshot:
+    """Write an average to a file whose name contains the step and the width.
+
+    The write is atomic, and replaces a file of the same name.
+
+    Args:
+        directory: The folder of the file, created if missing.
+        averages: The averaged tensors by name.
+        step: The number of steps that the average spans, the initial copy included.
+        sigma_rel: The relative width of the average.
+        buffers: Tensors that are not averaged, by name.
+        dtype: A narrower floating-point dtype. A tensor with values too large or too small for it,
+            which would lose more than half a unit in the last place, keeps its own dtype.
+        file_format: ``"pt"`` or ``"safetensors"``.
+
+    Returns:
+        The step, the width and the path of the file.
+
+    Raises:
+        ValueError: If the format is not one of the two, or the dtype is not a floating-point dtype.
+        ImportError: If the package safetensors is needed and not installed.
+    """
+    _check_options(dtype, file_format)
+    tensors = {name: narrowed(tensor, dtype) for name, tensor in averages.items()}
+    others = {name: narrowed(tensor, None) for name, tensor in (buffers or {}).items()}
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"ema-{step:010d}-{sigma_rel:.6g}.{file_format}"
+    with written_whole(path) as unfinished:
+        if file_format == "pt":
+            facts = {"step": step, "sigma_rel": sigma_rel}
+            torch.save({**facts, "averages": tensors, "buffers": others}, unfinished)
+        else:
+            # The tensors have their own names, so that any reader of safetensors can use the file.
+            header = {"step": str(step), "sigma_rel": repr(sigma_rel)}
+            header["buffers"] = json.dumps([*others])
+            save = library("safetensors.torch").save_file
+            save({**tensors, **others}, unfinished, metadata=header)
+    return Snapshot(step, sigma_rel, path)
+
+
+def _check_options(dtype: torch.dtype | None, file_format: str) -> None:
+    """Raise for a dtype or a format that no average can be saved in."""
+    if file_format not in _FORMATS:
+        raise ValueError(f"file_format must be one of {_FORMATS}, got {file_format!r}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
+
+
+def find_snapshots(directory: PathLike) -> list[Snapshot]:
+    """Return the snapshots in a directory, sorted by step and then by width.
+
+    Their names begin with ``ema-``; the step and the width are read from the files themselves.
+    """
+    files = [path for kind in _FORMATS for path in Path(directory).glob(f"ema-*.{kind}")]
+    return sorted(_read_facts(path) for path in files)
+
+
+def _read_facts(path: Path) -> Snapshot:
+    """Return the step and the width in a file, without reading its tensors."""
+    try:
+        if path.suffix == ".safetensors":
+            with library("safetensors").safe_open(path, framework="pt") as file:
+                facts = file.metadata() or {}
+        else:
+            facts = load_plain(path)
+        return Snapshot(int(facts["step"]), float(facts["sigma_rel"]), path)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a snapshot of an average") from error
+
+
+def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield each name, its verified tensor, and True if it is averaged; one in memory at a time."""
+    if path.suffix == ".safetensors":
+        with library("safetensors").safe_open(path, framework="pt") as file:
+            buffers = set(json.loads(file.metadata()["buffers"]))
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                yield name, file.get_tensor(name), name not in buffers
+        return
+    content, checksums = load_checked(path)
+    for part in ("averages", "buffers"):
+        for name, tensor in content[part].items():
+            checksums.check(name, tensor)
+            yield name, tensor, part == "averages"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well a combination of averages approximates the wanted one.
+
+    Args:
+        coefficients: The weight of each average; their sum is 1. Some may be negative.
+        error: The distance between the wanted profile and the combined one, relative to the size of the
+            wanted one (both as root mean square over time): 0 is exact, 0.01 is very good.
+        bound: The largest error that a parameter can have, in units of the root mean square, over all
+            steps, of the distance between that parameter and its wanted average.
+
+    Example:
+        >>> fit_power([(0.05, 900), (0.05, 1000), (0.1, 900), (0.1, 1000)], 0.1, 1000)
+        Fit(coefficients=(0.0, 0.0, 0.0, 1.0), error=0.0, bound=0.0)
+    """
+
+    coefficients: tuple[float, ...]
+    error: float
+    bound: float
+
+
+def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int) -> Fit:
+    """Find the combination of power averages that is nearest to another one.
+
+    The power average at step ``T`` with exponent ``g`` weighs the model of time ``t`` by
+    ``(g + 1) / T * (t / T) ** g``, on ``0 < t <= T``. The integrals of products of two such profiles
+    have closed forms (section 3.2 of the paper). They are exact for averages of every step.
+
+    Args:
+        averages: The ``sigma_rel`` and the step of each available average. An average from after the
+            wanted step gets the weight 0.
+        sigma_rel: The relative width of the wanted average.
+        step: The step of the wanted average, counted like those of ``averages``.
+
+    Returns:
+        The coefficients, in the order of ``averages``, and the error of the fit.
+
+    Raises:
+        ValueError: If no average is from the wanted step or before it, two of them are the same, a
+            step is less than 1, or a width is not above 0 and below 0.2886.
+    """
+    if min([step, *(at for _, at in averages)]) < 1:
+        raise ValueError("steps must be 1 or more: at step 1, an average is the first model")
+    used = [index for index, (_, at) in enumerate(averages) if at <= step]
+    if not used:
+        raise ValueError(f"none of the {len(averages)} averages is from step {step} or before it")
+    if len({averages[index] for index in used}) < len(used):
+        raise ValueError("two averages have the same sigma_rel and the same step")
+
+    coefficients = [0.0] * len(averages)
+    if (sigma_rel, step) in averages:
+        coefficients[averages.index((sigma_rel, step))] = 1.0
+        return Fit(tuple(coefficients), 0.0, 0.0)
+
+    gammas = torch.tensor([gamma_of(averages[index][0]) for index in used], dtype=torch.float64)
+    # Time is measured in units of the wanted step, which keeps the numbers near 1.
+    ends = torch.tensor([averages[index][1] for index in used], dtype=torch.float64) / step
+    gamma, end = torch.tensor([gamma_of(sigma_rel), 1.0], dtype=torch.float64)
+    between = _products(gammas[:, None], ends[:, None], gammas, ends)
+    wanted = _products(gammas, ends, gamma, end)
+    solution = torch.linalg.solve(between, wanted)
+    solution = solution / solution.sum()
+
+    size = _products(gamma, end, gamma, end)
+    rest = solution @ between @ solution - 2 * (solution @ wanted) + size
+    distance = math.sqrt(max(0.0, float(rest)))
+    for index, coefficient in zip(used, solution.tolist(), strict=True):
+        coefficients[index] = coefficient
+    return Fit(tuple(coefficients), distance / math.sqrt(float(size)), distance)
+
+
+def _products(gammas: Tensor, ends: Tensor, other_gammas: Tensor, other_ends: Tensor) -> Tensor:
+    """Return the integrals of products of two profiles, for exponents and ends that broadcast."""
+    common = torch.minimum(ends, other_ends)
+    powers = (common / ends) ** (gammas + 1) * (common / other_ends) ** (other_gammas + 1)
+    return (gammas + 1) * (other_gammas + 1) / (gammas + other_gammas + 1) * powers / common
 
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """An average that was put together from snapshots.
+    """An average that was combined from snapshots.
 
     Args:
-        averages: The averaged tensors by name, in float32, or in the dtype of the snapshots if that
-            is wider.
+        averages: The averaged tensors by name, in float32 or wider.
         buffers: The tensors that are not averaged, from the latest of the snapshots.
-        sigma_rel: Relative width of the average.
-        step: The step at which it is the average.
-        fit: How near the average is to the one that was asked for.
-        snapshots: The files that it was made from, in the order of ``fit.coefficients``.
+        sigma_rel: The relative width of the average.
+        step: The step of the average.
+        fit: How well it approximates the requested average.
+        snapshots: The files it was made from, in the order of ``fit.coefficients``.
     """
 
     averages: dict[str, Tensor]
@@ -80,37 +328,122 @@ class Reconstruction:
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module) -> None:
-        """Write the average and the buffers into a model, whatever its dtype and device.
+        """Write the average and the buffers into a model, of any dtype and device.
 
         Raises:
-            NameMismatchError: The model does not have just these parameters and buffers. Nothing has
-                been written then.
+            NameMismatchError: If the model does not have exactly these parameters and buffers. It is
+                unchanged then.
         """
-        members = Members(model)
-        found = {**averaged_parameters(members), **other_members(model, members)}
         own = {**self.averages, **self.buffers}
-        check_match("the snapshots", shapes(own), shapes(found))
+        averaged, others = _averaged_and_others(model)
+        found = {**averaged, **others}
+        _check_match("the snapshots", own, found)
         for name, tensor in found.items():
             tensor.copy_(own[name])
 
 
+def reconstruct(
+    snapshots: PathLike | Iterable[Snapshot | PathLike],
+    sigma_rel: float,
+    step: int | None = None,
+    *,
+    max_error: float = 0.1,
+) -> Reconstruction:
+    """Combine snapshots into the average of another width.
+
+    The files are read one after the other: memory holds the result and one of them.
+
+    Args:
+        snapshots: A directory, or the files.
+        sigma_rel: The relative width of the wanted average: not narrower than the narrowest of the
+            snapshots, and below 0.2886. It may be wider than the widest.
+        step: The step of the wanted average. Default: the step of the latest snapshot.
+        max_error: The largest accepted relative error of the fit, see :class:`Fit`. It is small at the
+            steps of snapshots, and large between them, where no snapshot has the latest models.
+
+    Raises:
+        ValueError: If the average is narrower than all snapshots, its step is before the first or after
+            the last of them, the error is too large, or the snapshots do not hold the same tensors.
+        FileNotFoundError: If the directory holds no snapshots.
+    """
+    if isinstance(snapshots, (str, os.PathLike)):
+        found = find_snapshots(snapshots)
+    else:
+        given = (s if isinstance(s, Snapshot) else _read_facts(Path(s)) for s in snapshots)
+        found = sorted(given)
+    if not found:
+        raise FileNotFoundError(f"no snapshots of averages in {snapshots!r}")
+    step = found[-1].step if step is None else step
+    narrowest, first, last = min(s.sigma_rel for s in found), found[0].step, found[-1].step
+    if sigma_rel < narrowest and not math.isclose(sigma_rel, narrowest):
+        raise ValueError(
+            f"sigma_rel={sigma_rel} is narrower than all snapshots: {narrowest} or more"
+        )
+    if not first <= step <= last:
+        raise ValueError(
+            f"step {step} is outside of the snapshots, which are from {first} to {last}"
+        )
+    usable = [snapshot for snapshot in found if snapshot.step <= step]
+    fit = fit_power([(each.sigma_rel, each.step) for each in usable], sigma_rel, step)
+    if not fit.error <= max_error:
+        raise ValueError(
+            f"the average with sigma_rel={sigma_rel} at step {step} can be met with a relative error of "
+            f"{fit.error:.2g} only, more than max_error={max_error}. The nearest earlier snapshot is of "
+            f"step {usable[-1].step}; more frequent snapshots make the error smaller"
+        )
+    averages, buffers = _combine(usable, fit.coefficients)
+    return Reconstruction(averages, buffers, sigma_rel, step, fit, tuple(usable))
+
+
+def _combine(
+    snapshots: list[Snapshot], coefficients: Iterable[float]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Add up the averaged tensors of the files, and take the others from the last one."""
+    sums: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    needed = [pair for pair in zip(snapshots, coefficients, strict=True) if pair[1] != 0]
+    for snapshot, coefficient in needed:
+        seen: set[str] = set()
+        for name, tensor, averaged in _read_tensors(snapshot.path):
+            if not averaged:
+                buffers[name] = tensor.clone()
+                continue
+            seen.add(name)
+            wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+            if snapshot is needed[0][0]:
+                sums[name] = wide * coefficient
+            elif name in sums and sums[name].shape == wide.shape:
+                sums[name].add_(wide, alpha=coefficient)
+            else:
+                raise ValueError(
+                    f"{snapshot.path} has another tensor {name!r} than the snapshots before it"
+                )
+        if missing := sums.keys() - seen:
+            raise ValueError(f"{snapshot.path} has no tensor {min(missing)!r}")
+    return sums, buffers
+
+
 class PostHocEMA:
-    """Keeps power averages of a model in training, and saves them now and then.
+    """Power averages of a model in training, with snapshots at intervals.
+
+    At each step that ``update_every`` divides, the averages take the decay of all steps since the last
+    update; the first update copies. An average so weighs the model of each update by the integral of
+    its profile over these steps, as the reconstruction assumes.
 
     Args:
         model: The model in training.
-        directory: Where the snapshots go; it is made if it is not there.
-        sigma_rels: The relative widths of the averages, below 0.2886. Averages narrower than the first
-            of them cannot be reconstructed.
-        snapshot_every: After how many steps a snapshot of each is saved, a multiple of ``update_every``;
-            ``None`` for calls of :meth:`snapshot` only. Ten or more in a run make for a small error.
-        update_every: After how many steps the averages are updated; it does not change their width.
-        dtype: A narrower dtype for the files, see :func:`save_snapshot`. The averages themselves are in
-            float32, or in the dtype of the parameter if that is wider.
+        directory: The folder of the snapshots, created if missing.
+        sigma_rels: The relative widths of the averages, below 0.2886. Averages narrower than the
+            narrowest of them cannot be reconstructed.
+        snapshot_every: The number of steps between snapshots, a multiple of ``update_every``; ``None``
+            saves only in calls of :meth:`snapshot`. Ten or more snapshots in a run make the error small.
+        update_every: The number of steps between updates; the width does not depend on it.
+        dtype: A narrower dtype for the files, see :func:`save_snapshot`. The averages themselves are
+            kept in float32 or wider.
         file_format: ``"pt"`` or ``"safetensors"``.
 
     Raises:
-        ValueError: There are no widths, one of them is impossible, or the numbers of steps are.
+        ValueError: If there are no widths, a width is out of range, or the numbers of steps are invalid.
     """
 
     def __init__(
@@ -133,181 +466,94 @@ class PostHocEMA:
                 f"PostHocEMA: snapshot_every must be a multiple of update_every={update_every}, "
                 f"got {snapshot_every}"
             )
-        check_options(dtype, file_format)
+        _check_options(dtype, file_format)
         self.directory = Path(directory)
         self.snapshot_every = snapshot_every
         self.dtype = dtype
         self.file_format = file_format
-        self._averages = PowerAverages(model, sigma_rels, update_every)
+        self._sigma_rels = [float(sigma_rel) for sigma_rel in sigma_rels]
+        self._schedules = [Power(sigma_rel=sigma_rel) for sigma_rel in self._sigma_rels]
+        self._update_every = update_every
+        self._averages = _Averages(model, len(self._sigma_rels))
+        self._step = 0
 
     @property
     def step(self) -> int:
         """The number of steps so far."""
-        return self._averages.step
+        return self._step
 
     def update(self) -> None:
-        """Count a step of training; call it after each step of the optimizer.
+        """Count a step of training. Call it after each step of the optimizer.
 
         Raises:
-            NameMismatchError: The model does not have the parameters that it had at the first update.
+            NameMismatchError: If the parameters of the model are not those of the first update.
         """
-        self._averages.update()
-        if self.snapshot_every is not None and self.step % self.snapshot_every == 0:
+        step = self._step + 1
+        if step % self._update_every == 0:
+            decays = [each.over(step - 1, self._update_every) for each in self._schedules]
+            self._averages.update([1 - decay for decay in decays])
+        self._step = step
+        if self.snapshot_every is not None and step % self.snapshot_every == 0:
             self.snapshot()
 
     def snapshot(self) -> list[Snapshot]:
-        """Save each average in a file of its own.
-
-        Returns:
-            The files; their step is that of the latest update of the averages.
+        """Save each average to a file of its own, with the step of the latest update.
 
         Raises:
-            RuntimeError: There has been no update yet.
+            RuntimeError: If there has been no update yet.
         """
-        if not self._averages.averages:
+        averages, model = self._averages.tensors, self._averages.model
+        if not averages:
             raise RuntimeError("PostHocEMA: there is no average to save before the first update")
-        step = self.step - self.step % self._averages.update_every
-        model = self._averages.model
-        buffers = other_members(model, Members(model))
+        _, buffers = _averaged_and_others(model)
         return [
             save_snapshot(
                 self.directory,
-                average.tensors,
-                step=step,
+                tensors,
+                step=self._step - self._step % self._update_every,
                 sigma_rel=sigma_rel,
                 buffers=buffers,
                 dtype=self.dtype,
                 file_format=self.file_format,
             )
-            for average, sigma_rel in zip(
-                self._averages.averages, self._averages.sigma_rels, strict=True
-            )
+            for tensors, sigma_rel in zip(averages, self._sigma_rels, strict=True)
         ]
 
     def reconstruct(
         self, sigma_rel: float, step: int | None = None, *, max_error: float = 0.1
     ) -> Reconstruction:
-        """Put the average of another width together, see :func:`reconstruct`.
+        """Combine the snapshots into the average of another width, see :func:`reconstruct`.
 
-        Files of later steps than the present one, which are those of a run that was given up for an
-        earlier checkpoint, are not looked at.
+        Snapshots from after the present step are ignored: they belong to a run that was resumed from
+        an earlier checkpoint.
         """
-        found = [each for each in find_snapshots(self.directory) if each.step <= self.step]
+        found = [each for each in find_snapshots(self.directory) if each.step <= self._step]
         return reconstruct(found, sigma_rel, step, max_error=max_error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and the averages: what training needs to go on, besides the files.
+        """Return the step and the averages: the state that training resumes from, besides the files.
 
         ``torch.load`` reads it with ``weights_only=True``.
         """
-        return self._averages.state_dict()
+        return {
+            "step": self._step,
+            "update_every": self._update_every,
+            "sigma_rels": list(self._sigma_rels),
+            "averages": [dict(tensors) for tensors in self._averages.tensors],
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned.
+        """Resume from the result of :meth:`state_dict`.
 
         Raises:
-            ValueError: The state is of averages of other widths or of another interval, or, as a
-                NameMismatchError, of another model. Nothing has changed then.
+            ValueError: If the state has averages of other widths or another interval, or, as a
+                NameMismatchError, of another model. Nothing is changed then.
         """
-        self._averages.load_state_dict(state_dict)
-
-
-def reconstruct(
-    snapshots: PathLike | Iterable[Snapshot | PathLike],
-    sigma_rel: float,
-    step: int | None = None,
-    *,
-    max_error: float = 0.1,
-) -> Reconstruction:
-    """Put the average of any width together from snapshots of others.
-
-    The files are read one after the other: besides the result, one of them is in memory.
-
-    Args:
-        snapshots: A directory, or the files.
-        sigma_rel: Relative width of the wanted average: not narrower than the narrowest of the
-            snapshots, and below 0.2886. It may be wider than the widest.
-        step: The step at which it is wanted, by default that of the latest snapshot. Later snapshots
-            are left out.
-        max_error: The largest relative error of the fit that is accepted, see :class:`Fit`. It is
-            small at the steps of snapshots, and large between them, where no snapshot has seen
-            the latest models.
-
-    Returns:
-        The average, and the error of the fit.
-
-    Raises:
-        ValueError: The average would have to be extrapolated: it is narrower than all snapshots, its
-            step is later than all or earlier than all of them, or the error is too large.
-        ValueError: The snapshots do not hold the same tensors.
-        FileNotFoundError: The directory holds no snapshots.
-    """
-    found = collect(snapshots)
-    step = found[-1].step if step is None else step
-    refuse_extrapolation(found, sigma_rel, step)
-    usable = [snapshot for snapshot in found if snapshot.step <= step]
-    fit = fit_power([(each.sigma_rel, each.step) for each in usable], sigma_rel, step)
-    if not fit.error <= max_error:
-        raise ValueError(
-            f"the average with sigma_rel={sigma_rel} at step {step} can be met with a relative error of "
-            f"{fit.error:.2g} only, more than max_error={max_error}. The nearest earlier snapshot is of "
-            f"step {usable[-1].step}; more frequent snapshots make the error smaller"
-        )
-    averages, buffers = combine(usable, fit.coefficients)
-    return Reconstruction(averages, buffers, sigma_rel, step, fit, tuple(usable))
-
-
-def collect(snapshots: PathLike | Iterable[Snapshot | PathLike]) -> list[Snapshot]:
-    """Return the snapshots by step and width, whichever way they were named."""
-    if isinstance(snapshots, (str, os.PathLike)):
-        found = find_snapshots(snapshots)
-    else:
-        given = [
-            each if isinstance(each, Snapshot) else read_facts(Path(each)) for each in snapshots
-        ]
-        found = sorted(given)
-    if not found:
-        raise FileNotFoundError(f"no snapshots of averages in {snapshots!r}")
-    return found
-
-
-def refuse_extrapolation(snapshots: list[Snapshot], sigma_rel: float, step: int) -> None:
-    """Raise where no combination of the snapshots can be near the wanted average."""
-    narrowest = min(snapshot.sigma_rel for snapshot in snapshots)
-    if sigma_rel < narrowest and not math.isclose(sigma_rel, narrowest):
-        raise ValueError(
-            f"sigma_rel={sigma_rel} is narrower than all snapshots: {narrowest} or more"
-        )
-    first, last = snapshots[0].step, snapshots[-1].step
-    if not first <= step <= last:
-        raise ValueError(
-            f"step {step} is outside of the snapshots, which are from {first} to {last}"
-        )
-
-
-def combine(
-    snapshots: list[Snapshot], coefficients: Iterable[float]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Add up the averaged tensors of the files, and take the others from the last one."""
-    sums: dict[str, Tensor] = {}
-    buffers: dict[str, Tensor] = {}
-    needed = [pair for pair in zip(snapshots, coefficients, strict=True) if pair[1] != 0]
-    for snapshot, coefficient in needed:
-        seen: set[str] = set()
-        for name, tensor, averaged in read_tensors(snapshot.path):
-            if not averaged:
-                buffers[name] = tensor.clone()
-                continue
-            seen.add(name)
-            wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-            if snapshot is needed[0][0]:
-                sums[name] = wide * coefficient
-            elif name in sums and sums[name].shape == wide.shape:
-                sums[name].add_(wide, alpha=coefficient)
-            else:
+        for key, own in (("sigma_rels", self._sigma_rels), ("update_every", self._update_every)):
+            if state_dict[key] != own:
                 raise ValueError(
-                    f"{snapshot.path} has another tensor {name!r} than the snapshots before it"
+                    f"the state is of averages with {key}={state_dict[key]!r}, not {own!r}"
                 )
-        if missing := sums.keys() - seen:
-            raise ValueError(f"{snapshot.path} has no tensor {min(missing)!r}")
-    return sums, buffers
+        step = int(state_dict["step"])
+        self._averages.load(state_dict["averages"])
+        self._step = step

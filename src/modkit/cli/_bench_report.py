@@ -9,9 +9,9 @@ from typing import Literal, TypedDict
 
 import torch
 
-from modkit._files import written_whole
 from modkit.cli._growth import Series
 from modkit.cli._measure import Result, Verdict
+from modkit.files.atomic_write import written_whole
 
 
 class Machine(TypedDict):

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from modkit.averaging._checkpoint_contents import Contents, Group
-from modkit.averaging._checkpoint_files import Checkpoint
+from modkit.averaging.checkpoints import Contents, Group
+from modkit.files.checkpoint_files import Checkpoint
 
 
 # A checkpoint of an optimizer has an entry for each parameter.

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from modkit._files import library, written_whole
 from modkit.averaging import posthoc
-from modkit.averaging._checkpoint_contents import contents
-from modkit.averaging._checkpoint_files import file_in, is_safetensors
-from modkit.averaging.checkpoints import average_checkpoints
+from modkit.averaging.checkpoints import average_checkpoints, contents
 from modkit.cli._checkpoint_tables import contents_tables, match_table, print_tables
+from modkit.files.atomic_write import written_whole
+from modkit.files.checkpoint_files import file_in, is_safetensors
+from modkit.files.safetensors_files import library
 
 
 DTYPES: Final = {

@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from modkit import EMA, nn, schedules
-from modkit._files import written_whole
+from modkit.files.atomic_write import written_whole
 
 
 RAW: Final = "raw"

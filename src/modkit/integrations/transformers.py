@@ -23,13 +23,13 @@ from modkit._errors import (
     MSG_STEPS_UNKNOWN,
     MSG_TRAINER_UNKNOWN,
 )
-from modkit._files import written_whole
 from modkit.averaging._members import Members
 from modkit.averaging._options import DEFAULT_DECAY, Decay, checked_choice
 from modkit.averaging._swap import any_swapped, exchanged, pairs_for, raw_values, write
 from modkit.averaging.callback import EMAOptions, checked_index
 from modkit.averaging.ema import EMA
 from modkit.checkpoints import checksums, verify
+from modkit.files.atomic_write import written_whole
 
 
 __all__ = ["EMACallback", "EMATrainer"]

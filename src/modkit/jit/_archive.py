@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 from modkit._errors import ArchiveError
-from modkit._zip import Archive, Source, opened
+from modkit.files.zip_check import Archive, Source, opened
 from modkit.jit import _archive_kinds as kinds
 from modkit.jit._archive_code import ClassInfo, classes_in, runs_at_load
 from modkit.jit._archive_formats import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import IO, Any, Final
 
 from modkit._errors import ArchiveError
-from modkit._zip import Archive
+from modkit.files.zip_check import Archive
 from modkit.jit._archive_kinds import read_safetensors_header
 from modkit.jit._archive_pickle import Name, read_pickle
 from modkit.jit._archive_tensors import Kind, Reader, TensorInfo, itemsize_of

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import IO, Final
 
 from modkit._errors import ArchiveError
-from modkit._zip import Archive
+from modkit.files.zip_check import Archive
 
 
 TORCHSCRIPT: Final = "TorchScript archive"

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from modkit._errors import ArchiveError
-from modkit._zip import Archive
+from modkit.files.zip_check import Archive
 
 
 EXTRA: Final = "extra/"

@@ -20,8 +20,8 @@ from torch.export.passes import move_to_device_pass
 from torch.jit import ScriptFunction
 
 from modkit._errors import ConversionError
-from modkit._files import written_whole
-from modkit._zip import Archive, Source, opened
+from modkit.files.atomic_write import written_whole
+from modkit.files.zip_check import Archive, Source, opened
 from modkit.jit._archive_seal import EXTRA, add_files
 from modkit.jit._upstream import CompilationUnit, convert_script, import_module_from_buffer
 from modkit.jit._wrap import make_parameters, wrap_cpp

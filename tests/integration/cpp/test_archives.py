@@ -12,7 +12,7 @@ from torch.utils import cpp_extension
 
 import modkit.nn as nn
 from modkit import jit
-from modkit._files import written_whole
+from modkit.files.atomic_write import written_whole
 from tests.integration.torchscript import SharedLayer, scripted_tests
 
 

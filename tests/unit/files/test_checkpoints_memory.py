@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 import modkit
-from modkit.averaging._checkpoint_files import Checkpoint
+from modkit.files.checkpoint_files import Checkpoint
 
 
 NAMES = 4

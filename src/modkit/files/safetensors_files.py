@@ -1,6 +1,7 @@
 """Files of safetensors, written tensor by tensor: the library wants all of them in memory at once."""
 
 import ctypes
+import importlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,12 +11,32 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from modkit.averaging._checkpoint_files import DTYPES
 
-
+# What the format safetensors calls the dtypes of torch.
+DTYPES: Final[dict[str, str]] = {
+    "BOOL": "bool",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    "C64": "complex64",
+}
 # By what torch calls it, if this version of torch has it.
 _NAMES: Final[dict[Any, str]] = {getattr(torch, own, None): name for name, own in DTYPES.items()}
 _ALIGNMENT: Final = 8
+
+
+def library(name: str) -> Any:
+    """Import a part of safetensors, which modkit does not depend on."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError("files in the format safetensors need the package safetensors") from error
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Statistics of normalization layers, computed afresh in one pass over data.
+"""``update_bn``: statistics of normalization layers, computed in one pass over the data.
 
 Batch normalization layers run as in torch, where each call weighs the same. Beside that, the moments
 of what goes in are gathered here, weighted by samples. They are written into the layer at the end
@@ -25,10 +25,92 @@ InstanceNorm: TypeAlias = (
 )
 NormLayer: TypeAlias = BatchNormBase | InstanceNorm
 CallFn: TypeAlias = Callable[[Any, Any], Any]
-Device: TypeAlias = int | str | torch.device | None
+Device: TypeAlias = int | torch.device | None
 
 _SPATIAL = {torch.nn.InstanceNorm1d: 1, torch.nn.InstanceNorm2d: 2, torch.nn.InstanceNorm3d: 3}
 _STATISTICS = "running_mean", "running_var", "num_batches_tracked"
+
+
+def update_bn(
+    loader: Iterable[Any],
+    model: torch.nn.Module,
+    device: Device = None,
+    *,
+    call_fn: CallFn | None = None,
+    max_batches: int | None = None,
+    pooled: bool | None = None,
+    process_group: "ProcessGroup | None" = None,
+) -> None:
+    """Compute the batch normalization statistics of a model afresh, in one pass over the data.
+
+    Averaged weights produce activations that no training step has seen: call this on an
+    ``AveragedModel`` before it is evaluated. Every batch normalization layer, and every instance
+    normalization layer with ``track_running_stats``, gets the statistics of the data. A model
+    without such layers leaves the loader untouched.
+
+    The layers concerned run in training mode and everything else in evaluation mode, so dropout is
+    off. Each module has its own mode back afterwards. If anything fails, the loader included, the
+    statistics are those of before.
+
+    Args:
+        loader: Yields batches: a tensor, or a list or tuple whose first element is what the model
+            is called with. A mapping is taken for keyword arguments of the model.
+        model: The model whose statistics are replaced.
+        device: Where each batch is moved to before the call; by default it stays where it is.
+        call_fn: Called with the model and the batch, all of it, for batches of other forms, such
+            as ``lambda model, batch: model(batch["x"], mask=batch["mask"])``.
+        max_batches: How many batches to use; by default all.
+        pooled: True gives the mean and the variance of all samples together, however they are cut
+            into batches. False gives the plain mean of the batches' means and variances. By
+            default that is done where the batches are of one size, and samples are pooled where
+            they are not. Layers in compiled code are never pooled.
+        process_group: The processes that each see a part of the data, and are to end with the
+            statistics of all of it (pooled). All of them must call this.
+
+    Raises:
+        ValueError: The loader is empty, or ``max_batches`` is below 1.
+
+    Example:
+        >>> import torch
+        >>> from modkit import nn
+        >>> from modkit.optim.swa_utils import AveragedModel, update_bn
+        >>> average = AveragedModel(nn.BatchNorm1d(1))
+        >>> update_bn([torch.tensor([[2.0], [4.0]])], average)
+        >>> average.module.running_mean, average.module.running_var
+        (tensor([3.]), tensor([2.]))
+
+    Differs from torch: batches of several sizes are pooled, only the layers concerned are in
+    training mode, an error leaves the model as it was, and the keyword arguments are new.
+    """
+    if max_batches is not None and max_batches < 1:
+        raise ValueError(f"update_bn: max_batches must be at least 1, got {max_batches}")
+    layers = _norm_layers(model)
+    if not layers:
+        return
+    gathered = [_Moments(layer) for layer in layers if layer.track_running_stats]
+    with torch.no_grad(), _restored_on_error(layers), _statistics_mode(model, layers):
+        for layer in layers:
+            layer.reset_running_stats()
+        for layer in layers:
+            # Without a momentum, the layer keeps the mean over all batches.
+            cast("Any", layer).momentum = None
+        hooks = [
+            moments.layer.register_forward_pre_hook(moments.hook, with_kwargs=True)
+            for moments in gathered
+        ]
+        try:
+            seen = _run(itertools.islice(loader, max_batches), model, device, call_fn)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not seen:
+            raise ValueError("update_bn: the loader is empty, so there is nothing to compute from")
+        for moments in gathered:
+            _settle(moments, pooled, process_group)
+
+
+# Where users import it from.
+update_bn.__module__ = "modkit.optim.swa_utils"
 
 
 class _Moments:
@@ -112,7 +194,7 @@ class _Moments:
         return self.per_instance or tracked is None or self.calls == int(tracked)
 
 
-def norm_layers(model: torch.nn.Module) -> list[NormLayer]:
+def _norm_layers(model: torch.nn.Module) -> list[NormLayer]:
     """List the layers of ``model`` whose statistics come from data."""
     return [
         module
@@ -120,56 +202,6 @@ def norm_layers(model: torch.nn.Module) -> list[NormLayer]:
         if isinstance(module, BatchNormBase)
         or (isinstance(module, InstanceNorm) and module.track_running_stats)
     ]
-
-
-@torch.no_grad()
-def update_statistics(
-    layers: Sequence[NormLayer],
-    loader: Iterable[Any],
-    model: torch.nn.Module,
-    device: Device,
-    *,
-    call_fn: CallFn | None,
-    max_batches: int | None,
-    pooled: bool | None,
-    process_group: "ProcessGroup | None",
-) -> None:
-    """Run the model over the data and set the statistics of ``layers``; all or nothing.
-
-    Args:
-        layers: What :func:`norm_layers` has found in ``model``.
-        loader: Yields the batches.
-        model: The model to call.
-        device: Where each batch is moved to; None leaves it where it is.
-        call_fn: Calls the model with a batch; None calls it with the batch's first element.
-        max_batches: After how many batches to stop.
-        pooled: Whether samples weigh the same; None: where the sizes of the calls differ.
-        process_group: Processes that have seen other data, and are to share the result.
-
-    Raises:
-        ValueError: The loader is empty.
-    """
-    gathered = [_Moments(layer) for layer in layers if layer.track_running_stats]
-    with _restored_on_error(layers), _statistics_mode(model, layers):
-        for layer in layers:
-            layer.reset_running_stats()
-        for layer in layers:
-            # Without a momentum, the layer keeps the mean over all batches.
-            cast("Any", layer).momentum = None
-        hooks = [
-            moments.layer.register_forward_pre_hook(moments.hook, with_kwargs=True)
-            for moments in gathered
-        ]
-        try:
-            seen = _run(itertools.islice(loader, max_batches), model, device, call_fn)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if not seen:
-            message = "update_bn: the loader is empty, so there is nothing to compute from"
-            raise ValueError(message)
-        for moments in gathered:
-            _settle(moments, pooled, process_group)
 
 
 def _settle(moments: _Moments, pooled: bool | None, group: "ProcessGroup | None") -> None:

@@ -1,11 +1,9 @@
-"""Files that are written whole or not at all, and the optional libraries that read some of them."""
+"""Atomic writes: a file is complete under its name, or not there."""
 
-import importlib
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 
 @contextmanager
@@ -19,11 +17,3 @@ def written_whole(path: Path) -> Generator[Path]:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def library(name: str) -> Any:
-    """Import a part of safetensors, which modkit does not depend on."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError("files in the format safetensors need the package safetensors") from error

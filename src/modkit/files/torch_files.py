@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modkit._zip import Archive
+from modkit.files.zip_check import Archive
 
 
 class Checksums:
@@ -99,3 +99,22 @@ def _why(path: Path, error: Exception) -> str:
     if not names:
         return str(error)
     return f"it needs {names}, whose code would have to run. Nothing has been run"
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """Return a tensor that has its storage to itself: a file would hold all of a shared one."""
+    tensor = tensor.contiguous()
+    alone = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone else tensor.clone()
+
+
+def narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the tensor on the CPU, in a narrower dtype if its values survive that."""
+    own = tensor.detach().cpu()
+    if dtype is None or not own.is_floating_point() or dtype.itemsize >= own.dtype.itemsize:
+        return compact(own)
+    narrower = own.to(dtype)
+    lost = torch.linalg.vector_norm(narrower.to(own.dtype) - own, dtype=torch.float64)
+    allowed = torch.finfo(dtype).eps / 2 * torch.linalg.vector_norm(own, dtype=torch.float64)
+    # An overflow makes the left side infinite, and a NaN the comparison false.
+    return compact(narrower if bool(lost <= allowed) else own)

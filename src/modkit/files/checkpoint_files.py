@@ -4,13 +4,13 @@ import json
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from modkit._files import library
-from modkit.averaging._torch_files import load_checked
+from modkit.files.safetensors_files import DTYPES, library
+from modkit.files.torch_files import load_checked
 
 
 _INDEX = ".index.json"
@@ -20,20 +20,6 @@ _IN_DIRECTORIES = (
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
 )
-# What the format safetensors calls the dtypes of torch.
-DTYPES: Final[dict[str, str]] = {
-    "BOOL": "bool",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
-    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
-    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
-    "C64": "complex64",
-}
 
 
 class Checkpoint:

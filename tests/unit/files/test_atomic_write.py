@@ -1,9 +1,8 @@
 import os
-import sys
 
 import pytest
 
-from modkit._files import library, written_whole
+from modkit.files.atomic_write import written_whole
 
 
 def test_the_file_appears_when_it_is_complete(tmp_path):
@@ -51,11 +50,3 @@ def test_a_block_that_writes_nothing(tmp_path):
     with pytest.raises(FileNotFoundError), written_whole(tmp_path / "file.txt"):
         pass
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_library_that_is_missing_is_named(monkeypatch):
-    """Without the package for a format the error says which one is needed."""
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-
-    with pytest.raises(ImportError, match="need the package safetensors"):
-        library("safetensors")

@@ -1,0 +1,1 @@
+"""Files: atomic writes, verified zip files, and readers of torch and safetensors files."""
