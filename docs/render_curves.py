@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 import modkit
-from modkit.averaging._plots import draw_curves, new_figure
 from modkit.cli import demo
 
 
@@ -84,10 +83,11 @@ def measure() -> None:
 
 def figure(runs: Mapping[str, list[demo.Curves]]) -> Any:
     """Draw the curves of the first seed."""
-    drawn, (left, right) = new_figure(2)
-    draw_curves(left, runs["digits"][0], "Digits: loss on the test half", "epoch")
+    drawn = demo.new_figure(2)
+    left, right = drawn.axes
+    demo.draw_curves(left, runs["digits"][0], "Digits: loss on the test half", "epoch")
     period = f"{EVERY} steps"
-    draw_curves(right, runs["text"][0], "GPT-2 on text: loss on the last tenth", period)
+    demo.draw_curves(right, runs["text"][0], "GPT-2 on text: loss on the last tenth", period)
     return drawn
 
 

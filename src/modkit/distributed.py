@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from modkit.averaging._ema_state import with_empty_parts
 from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors, canonical_name, canonical_names
 from modkit.averaging.sharding import is_sharded, whole_tensor
+from modkit.averaging.state import with_empty_parts
 from modkit.checkpoints import save_checkpoint
 from modkit.files.atomic_write import written_whole
 from modkit.files.safetensors_files import Described, in_file_order, write_safetensors

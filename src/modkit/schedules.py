@@ -1,8 +1,100 @@
-"""Decays that change in training: a second name of :mod:`modkit.averaging.schedules`."""
+"""Decay schedules: the decay of each averaging step as a function of its number.
 
-import sys
+A schedule is called with ``n``, the number of steps since the average was a copy of the model, and
+returns the decay ``d`` of that step: ``average = d * average + (1 - d) * model``. Step 0 is the
+copy, for which every schedule returns 0, and ``n = 1`` is the first step that mixes. With
+``update_after_step = a`` and a counter ``step`` that is incremented before it is read, as in most
+libraries, ``n = max(0, step - a - 1)``.
 
-from modkit.averaging.schedules import *  # noqa: F403 - read by type checkers
+Schedules are frozen dataclasses: they compare, hash, print and pickle by their fields, and
+:meth:`Schedule.to_config` returns these fields as a dict of plain numbers for a checkpoint.
+
+Example:
+    >>> from modkit import schedules
+    >>> warm = schedules.CountWarmup(decay=0.999)
+    >>> [round(warm(n), 3) for n in (0, 1, 10, 100, 100_000)]
+    [0.0, 0.182, 0.55, 0.918, 0.999]
+    >>> schedules.from_config(warm.to_config()) == warm
+    True
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from modkit.averaging import schedules as _schedules
+from modkit.averaging.schedules import *  # noqa: F403 - its __all__ is part of the one below
+from modkit.averaging.schedules import Decay, Schedule, as_schedule, profile
 
 
-sys.modules[__name__] = sys.modules["modkit.averaging.schedules"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["plot"]
+__all__ += _schedules.__all__
+
+
+def plot(
+    schedules: "Decay | Sequence[Decay] | Mapping[str, Decay]",
+    n: int,
+    update_every: int = 1,
+    *,
+    axes: "Axes | None" = None,
+) -> "Figure":
+    """Plot the :func:`profile` of schedules: how much the model of each past step counts.
+
+    1 is the weight that a step has in the plain mean. A long run is drawn in about a thousand
+    points, each the mean of several updates. It needs ``modkit[plot]``.
+
+    Args:
+        schedules: A schedule or a decay, several of them, or a dict of them by label.
+        n: Number of steps since the copy, 1 or more.
+        update_every: The average is updated at every step whose number this divides.
+        axes: The matplotlib axes to draw into; by default those of a new figure.
+
+    Returns:
+        The figure: ``plot(Power(0.1), 1000).savefig("weights.png")``.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: ``n`` or ``update_every`` is less than 1.
+    """
+    for name, value in (("n", n), ("update_every", update_every)):
+        if value < 1:
+            raise ValueError(f"plot: {name} must be 1 or more, got {value}")
+    if axes is None:
+        try:
+            figures: Any = importlib.import_module("matplotlib.figure")
+        except ImportError as error:
+            raise ImportError("plot: matplotlib is needed: pip install modkit[plot]") from error
+        axes = cast("Axes", figures.Figure(figsize=(4.5, 3.4), layout="constrained").subplots())
+    highest = 1.0
+    for label, schedule in _labelled(schedules).items():
+        steps, weights = _points(profile(schedule, n, update_every), update_every)
+        axes.plot(steps, weights, label=label, drawstyle="steps-mid")
+        highest = max(highest, *weights)
+    axes.set(xlim=(0, n), xlabel="step", yscale="log", ylim=(0.01, 2 * highest))
+    axes.set_title("Weight of each step, relative to the plain mean", loc="left", fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9, frameon=False)
+    return cast("Figure", axes.figure)
+
+
+def _labelled(schedules: "Decay | Sequence[Decay] | Mapping[str, Decay]") -> dict[str, Schedule]:
+    if isinstance(schedules, Mapping):
+        return {label: as_schedule(one) for label, one in schedules.items()}
+    several = schedules if isinstance(schedules, Sequence) else [schedules]
+    return {str(one): one for one in map(as_schedule, several)}
+
+
+def _points(weights: list[float], update_every: int) -> tuple[list[float], list[float]]:
+    """Return steps and relative weights; in a long run a point is the mean of the updates up to it."""
+    together = max(1, len(weights) // 1000)
+    # The copy is a point of its own, so that the others end at steps with round numbers.
+    starts = range(1, len(weights), together)
+    parts = [weights[:1], *(weights[first : first + together] for first in starts)]
+    last = [min(index * together, len(weights) - 1) for index in range(len(parts))]
+    return [float(index * update_every) for index in last], [
+        sum(part) / len(part) * len(weights) for part in parts
+    ]

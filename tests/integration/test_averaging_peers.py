@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import modkit
-from modkit.averaging.converters import convert
-from modkit.schedules import BEMA, InverseGamma
+from modkit.averaging.state import convert
+from modkit.schedules import BEMA, InverseGamma, PerUpdate
 from tests.integration.peers import (
     Diffusers,
     EmaPytorch,
@@ -114,6 +114,51 @@ def test_ema_pytorch():
     epoch = int(average.step) - 3 - 1
     assert converted.n_averaged == epoch
     assert average.get_current_decay() == pytest.approx(1 - (1 + epoch) ** (-2 / 3), abs=1e-6)
+
+
+EMA_PYTORCH_OPTIONS = [
+    {},
+    {"beta": 0.99, "power": 0.75, "inv_gamma": 2.0},
+    {"beta": 0.9, "min_value": 0.5, "update_after_step": 0, "update_every": 1},
+    {"beta": 0.9, "update_after_step": 12, "update_every": 4},
+]
+
+
+@pytest.mark.parametrize("options", EMA_PYTORCH_OPTIONS, ids=str)
+def test_ema_pytorch_for_a_whole_run(options):
+    """With PerUpdate an EMA is that of ema-pytorch, with its defaults and others."""
+    ema_pytorch = pytest.importorskip("ema_pytorch")
+    model, step = network()
+    # It computes decays in the default dtype.
+    torch.set_default_dtype(torch.float64)
+    try:
+        model.double()
+        theirs = ema_pytorch.EMA(model, **options)
+        schedule = InverseGamma(
+            inv_gamma=theirs.inv_gamma,
+            power=theirs.power,
+            min_decay=theirs.min_value,
+            decay=theirs.beta,
+        )
+        ours = modkit.EMA(
+            model,
+            schedule=PerUpdate(schedule),
+            update_after_step=theirs.update_after_step,
+            update_every=theirs.update_every,
+            buffers="average",
+        )
+        for _ in range(2101):
+            step()
+            theirs.update()
+            ours.update()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    members = theirs.ema_model.state_dict()
+    averages = dict(ours.named_averages())
+    assert averages.keys() == members.keys()
+    for name in theirs.parameter_names | theirs.buffer_names:
+        torch.testing.assert_close(averages[name], members[name], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("use_num_updates", [False, True])

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modkit.averaging import converters
 from modkit.averaging.named_tensors import check_match, is_averaged
 from modkit.averaging.precision import kept_dtype
+from modkit.averaging.state import recognise
 from modkit.files.checkpoint_files import Checkpoint, dtype_name, file_in, is_safetensors
 from modkit.files.safetensors_files import library
 from modkit.files.torch_files import load_plain
@@ -331,5 +331,5 @@ def _owner(found: Any) -> str | None:
     if {"version", "step", "averages", "schedules"} <= state.keys():
         return "modkit.EMA"
     if all(isinstance(name, str) for name in state):
-        return converters.recognise(state)
+        return recognise(state)
     return None

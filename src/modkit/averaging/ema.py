@@ -1,7 +1,7 @@
 """``EMA``: averages of a model's parameters, stored by name, without a second model."""
 
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Generic, TypeAlias, TypedDict, cast
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from typing_extensions import Self, TypeVar
 
 from modkit._upstream import RemovableHandle
-from modkit.averaging import _ema_state as ema_state
+from modkit.averaging import state as ema_state
 from modkit.averaging.averages import Options
 from modkit.averaging.engine import Engine
 from modkit.averaging.named_tensors import Buffers, NamedTensors, Names
 from modkit.averaging.precision import OnNonfinite, Precision
-from modkit.averaging.schedules import Schedule, as_schedule
+from modkit.averaging.schedules import Decay, Schedule, as_schedule
 from modkit.averaging.sharding import resharded, shards_of
 from modkit.averaging.swap import any_swapped, copy_of, exchanged, raw_values, write
 
@@ -24,7 +24,6 @@ __all__ = ["EMA", "EMAOptions"]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
 
-Decay: TypeAlias = float | Callable[[int], float]
 Decays: TypeAlias = float | Sequence[Decay] | None
 
 DEFAULT_DECAY: Final = 0.999
@@ -450,6 +449,7 @@ class EMA(Generic[ModelT]):
             schedules=self.schedules,
             update_every=self.update_every,
             update_after_step=self.update_after_step,
+            on_nonfinite=self._engine.options.on_nonfinite,
         )
         with torch.inference_mode(False), torch.no_grad():
             self._load(loaded)

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from modkit._upstream import foreach_copy_
-from modkit.averaging import _ema_state as ema_state
+from modkit.averaging import state as ema_state
 from modkit.averaging.averages import Average, Options, Tensors, average_for, can_share
 from modkit.averaging.named_tensors import (
     IdentityOnly,

@@ -1,38 +1,18 @@
-"""Decays that change in training: each schedule tells the decay of every averaging step.
+"""Decay schedules: the decay of each averaging step as a function of its number.
 
-A schedule is called with ``n``, the number of steps since the average was a copy of the model, and
-returns the decay ``d`` of that step: ``average = d * average + (1 - d) * model``. Step 0 is the
-copy itself, so every schedule gives 0 there, and ``n = 1`` is the first step that mixes. With
-``update_after_step = a`` and a counter ``step`` that is incremented before it is read, as most
-libraries have it, ``n = max(0, step - a - 1)``.
-
-Schedules are frozen dataclasses: they compare, hash, print and pickle by their numbers, and
-:meth:`Schedule.to_config` turns them into a dict of plain numbers for a checkpoint.
-
-Example:
-    >>> from modkit import schedules
-    >>> warm = schedules.CountWarmup(decay=0.999)
-    >>> [round(warm(n), 3) for n in (0, 1, 10, 100, 100_000)]
-    [0.0, 0.182, 0.55, 0.918, 0.999]
-    >>> schedules.from_config(warm.to_config()) == warm
-    True
+Everything in ``__all__`` is public as :mod:`modkit.schedules`, whose docstring defines ``n``.
 """
 
-import dataclasses
 import math
+import numbers
+import operator
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Final, TypeAlias
 
 from typing_extensions import override
-
-from modkit.averaging._schedule import (
-    Config,
-    Schedule,
-    gamma_of,
-    sigma_rel_of,
-)
-from modkit.averaging._schedules_with_models import BEMA, Window
 
 
 __all__ = [
@@ -45,16 +25,174 @@ __all__ = [
     "HalfLife",
     "HalfLifeFraction",
     "InverseGamma",
-    "LinearRamp",
+    "PerUpdate",
     "Power",
     "Schedule",
     "Window",
     "as_schedule",
+    "bounds",
     "from_config",
     "gamma_of",
     "profile",
     "sigma_rel_of",
 ]
+
+# Strings and numbers, and for schedules that wrap another one its config.
+Config: TypeAlias = dict[str, Any]
+Decay: TypeAlias = float | Callable[[int], float]
+
+# The relative width of the equal average, the limit for power functions.
+_WIDEST: Final = 1 / math.sqrt(12)
+
+
+# Fields are validated by their annotation and by the bounds in their metadata.
+
+
+def bounds(
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> dict[str, Any]:
+    """Return metadata for a dataclass field that limits the values of the field.
+
+    Example:
+        >>> from dataclasses import dataclass, field
+        >>> @dataclass(frozen=True)
+        ... class Sine(Schedule):
+        ...     period: float = field(metadata=bounds(above=0))
+        ...
+        ...     def decay_at(self, n):
+        ...         return math.sin(n / self.period) ** 2
+        >>> Sine(period=-3)
+        Traceback (most recent call last):
+        ValueError: Sine: period must be more than 0, got -3
+    """
+    limits = (
+        ("at least", operator.ge, at_least),
+        ("more than", operator.gt, above),
+        ("at most", operator.le, at_most),
+        ("less than", operator.lt, below),
+    )
+    return {"bounds": [limit for limit in limits if limit[2] is not None]}
+
+
+_FRACTION: Final = bounds(at_least=0, at_most=1)
+_POSITIVE: Final = bounds(above=0)
+_NOT_NEGATIVE: Final = bounds(at_least=0)
+_OPTIONAL: Final = {"None", "NoneType", "Optional", "Union", "typing"}
+
+
+def _checked(owner: str, declared: "Field[Any]", value: Any) -> Any:
+    """Return the value of a field, a number as a plain ``int`` or ``float``; raise if it is invalid."""
+    annotation: object = declared.type
+    # Unions, and annotations that are not evaluated, are read as text.
+    text = annotation.__name__ if type(annotation) is type else str(annotation)
+    words = set(re.findall(r"[A-Za-z_]\w*", text))
+    if value is None and words & _OPTIONAL:
+        return None
+    limits = declared.metadata.get("bounds", [])
+    kinds = words - _OPTIONAL
+    is_number = bool(limits) or kinds in ({"int"}, {"float"}, {"int", "float"})
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        if is_number:
+            raise TypeError(f"{owner}: {declared.name} must be a number, got {value!r}")
+        return value
+    is_whole = kinds == {"int"}
+    wanted = ["a whole number" if is_whole else "a finite number"] if is_whole or not limits else []
+    wanted += [f"{words} {limit:g}" for words, _, limit in limits]
+    allowed = math.isfinite(value) and all(allows(value, limit) for _, allows, limit in limits)
+    if not allowed or (is_whole and not float(value).is_integer()):
+        text = " and ".join(wanted)
+        raise ValueError(f"{owner}: {declared.name} must be {text}, got {value!r}")
+    return int(float(value)) if is_whole else float(value) if is_number else value
+
+
+@dataclass(frozen=True)
+class Schedule(ABC):
+    """Base class of all schedules; a subclass implements :meth:`decay_at`.
+
+    A subclass should be a frozen dataclass with numbers as fields. Every number must be finite, and
+    :func:`bounds` limits it further. To resume such an average, create it with an equal schedule
+    again: a checkpoint stores the fields, and :func:`from_config` knows modkit's own classes only.
+    """
+
+    def __post_init__(self) -> None:
+        """Validate the fields and convert numbers to plain Python numbers."""
+        for declared in fields(self):
+            if declared.init:
+                value = _checked(type(self).__name__, declared, getattr(self, declared.name))
+                object.__setattr__(self, declared.name, value)
+
+    @abstractmethod
+    def decay_at(self, n: int) -> float:
+        """Return the decay of step ``n``, which is 1 or more."""
+
+    def decay_over(self, n: int, k: int) -> float:
+        """Return the decay of ``k`` steps together, for ``1 <= k <= n``."""
+        return math.prod(self(step) for step in range(n - k + 1, n + 1))
+
+    def __call__(self, n: int) -> float:
+        """Return the decay of the step with number ``n``; 0 for the copy, ``n = 0``, and before.
+
+        Raises:
+            ValueError: :meth:`decay_at` returned a value that is not between 0 and 1.
+        """
+        return self._checked_decay(self.decay_at(n), n) if n > 0 else 0.0
+
+    def _checked_decay(self, decay: float, n: int) -> float:
+        if 0.0 <= decay <= 1.0:
+            return float(decay)
+        raise ValueError(f"{self}: the decay of step {n} must be between 0 and 1, got {decay!r}")
+
+    def over(self, n: int, k: int) -> float:
+        """Return the decay of ``k`` steps together, the last of which is step ``n``.
+
+        An average that is updated at every ``k``-th step uses this decay. It then forgets as fast
+        as one that is updated at every step.
+
+        Args:
+            n: Number of the last of the steps.
+            k: How many steps.
+
+        Returns:
+            The product of the decays of the steps ``n - k + 1`` to ``n``; 0 if the copy is one of
+            them.
+
+        Raises:
+            ValueError: ``k`` is less than 1, or a decay is not between 0 and 1.
+
+        Example:
+            >>> from modkit.schedules import Constant
+            >>> Constant(0.99).over(20, 10) == 0.99**10
+            True
+        """
+        if k < 1:
+            raise ValueError(f"{type(self).__name__}: k must be 1 or more, got {k}")
+        return self._checked_decay(self.decay_over(n, k), n) if n >= k else 0.0
+
+    def to_config(self) -> Config:
+        """Return the name of the class and its fields, as a checkpoint stores them.
+
+        Example:
+            >>> from modkit.schedules import HalfLife
+            >>> HalfLife(1000).to_config()
+            {'name': 'HalfLife', 'half_life': 1000.0}
+        """
+        config: Config = {"name": type(self).__name__}
+        for name in (one.name for one in fields(self) if one.init):
+            value = getattr(self, name)
+            if value is not None:
+                config[name] = value.to_config() if isinstance(value, Schedule) else value
+        return config
+
+
+def _check_order(schedule: "InverseGamma | CountWarmup") -> None:
+    low, high = schedule.min_decay, schedule.decay
+    if low > high:
+        kind = type(schedule).__name__
+        raise ValueError(f"{kind}: min_decay must not exceed decay={high}, got {low}")
 
 
 @dataclass(frozen=True)
@@ -62,15 +200,15 @@ class Constant(Schedule):
     """The same decay at every step.
 
     Args:
-        decay: How much of the average is kept, from 0 to 1; ``1 / (1 - decay)`` steps are
-            remembered.
+        decay: The part of the average that each step keeps, from 0 to 1. The average spans about
+            ``1 / (1 - decay)`` steps.
 
     Example:
         >>> Constant(0.9)(5)
         0.9
     """
 
-    decay: float = 0.999
+    decay: float = field(default=0.999, metadata=_FRACTION)
 
     @override
     def decay_at(self, n: int) -> float:
@@ -83,9 +221,9 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class HalfLife(Schedule):
-    """A constant decay, named by the number of steps after which a model counts half as much.
+    """A constant decay, given as the number of steps after which a model's weight is halved.
 
-    ``d = 2 ** (-1 / half_life)``. This is how Composer names the decay.
+    ``d = 2 ** (-1 / half_life)``, the parametrization of Composer.
 
     Args:
         half_life: A number of steps, more than 0.
@@ -95,7 +233,7 @@ class HalfLife(Schedule):
         0.5
     """
 
-    half_life: float
+    half_life: float = field(metadata=_POSITIVE)
 
     @override
     def decay_at(self, n: int) -> float:
@@ -108,14 +246,14 @@ class HalfLife(Schedule):
 
 @dataclass(frozen=True)
 class HalfLifeFraction(Schedule):
-    """A half-life that is always the same fraction of the run so far.
+    """A half-life that is a fixed fraction of the run so far.
 
-    ``d = 2 ** (-1 / (fraction * (n + step_bias)))``, as torchtitan has it: the average fits runs of
-    any length, and one that continues.
+    ``d = 2 ** (-1 / (fraction * (n + step_bias)))``, as in torchtitan. The average fits runs of any
+    length, and runs that are extended.
 
     Args:
-        fraction: The half-life divided by the number of steps taken, more than 0.
-        step_bias: Added to the number of steps, so that the average does not begin so fast.
+        fraction: The half-life divided by the number of steps so far, more than 0.
+        step_bias: Added to the number of steps, so that the first decays are larger.
 
     Example:
         >>> slow = HalfLifeFraction(0.05)
@@ -123,27 +261,20 @@ class HalfLifeFraction(Schedule):
         True
     """
 
-    fraction: float = 0.05
-    step_bias: float = 0.0
+    fraction: float = field(default=0.05, metadata=_POSITIVE)
+    step_bias: float = field(default=0.0, metadata=_NOT_NEGATIVE)
 
     @override
     def decay_at(self, n: int) -> float:
         return math.pow(2.0, -1 / (self.fraction * (n + self.step_bias)))
 
-    @override
-    def decay_over(self, n: int, k: int) -> float:
-        steps = range(n - k + 1, n + 1)
-        return math.pow(
-            2.0, -math.fsum(1 / (step + self.step_bias) for step in steps) / self.fraction
-        )
-
 
 @dataclass(frozen=True)
 class InverseGamma(Schedule):
-    """A decay that approaches 1 like an inverse power of the number of steps.
+    """A decay that approaches 1 by an inverse power of the number of steps.
 
-    ``d = 1 - (1 + n / inv_gamma) ** -power``, held between ``min_decay`` and ``decay``. It came with
-    k-diffusion (``EMAWarmup``); ema-pytorch, diffusers and timm have it. With ``power=1`` it is
+    ``d = 1 - (1 + n / inv_gamma) ** -power``, clamped to ``min_decay`` and ``decay``. It comes from
+    k-diffusion (``EMAWarmup``); ema-pytorch, diffusers and timm use it. With ``power=1`` it is
     ``n / (inv_gamma + n)``, the warm-up of mmengine.
 
     Args:
@@ -158,10 +289,15 @@ class InverseGamma(Schedule):
         0.999
     """
 
-    inv_gamma: float = 1.0
-    power: float = 2 / 3
-    min_decay: float = 0.0
-    decay: float = 0.9999
+    inv_gamma: float = field(default=1.0, metadata=_POSITIVE)
+    power: float = field(default=2 / 3, metadata=_POSITIVE)
+    min_decay: float = field(default=0.0, metadata=_FRACTION)
+    decay: float = field(default=0.9999, metadata=_FRACTION)
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_order(self)
 
     @override
     def decay_at(self, n: int) -> float:
@@ -171,9 +307,9 @@ class InverseGamma(Schedule):
 
 @dataclass(frozen=True)
 class CountWarmup(Schedule):
-    """The warm-up of TensorFlow: ``d = min(decay, (1 + n) / (offset + n))``, but at least ``min_decay``.
+    """TensorFlow's warm-up: ``d = (1 + n) / (offset + n)``, clamped to ``min_decay`` and ``decay``.
 
-    torch_ema and diffusers have it too (there it is always on), d2go with another offset.
+    torch_ema and diffusers use it too, d2go with another offset.
 
     Args:
         decay: The largest decay. 0.999 is reached after 9,000 steps, 0.9999 after 90,000.
@@ -185,9 +321,14 @@ class CountWarmup(Schedule):
         True
     """
 
-    decay: float = 0.999
-    offset: float = 10.0
-    min_decay: float = 0.0
+    decay: float = field(default=0.999, metadata=_FRACTION)
+    offset: float = field(default=10.0, metadata=bounds(at_least=1))
+    min_decay: float = field(default=0.0, metadata=_FRACTION)
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_order(self)
 
     @override
     def decay_at(self, n: int) -> float:
@@ -195,39 +336,11 @@ class CountWarmup(Schedule):
 
 
 @dataclass(frozen=True)
-class LinearRamp(Schedule):
-    """A decay that rises along a straight line, and then stays.
-
-    ``d = start + (decay - start) * min(1, n / steps)``.
-
-    Args:
-        decay: The decay at the end of the ramp.
-        steps: The length of the ramp, more than 0.
-        start: Where the line begins, at step 0.
-
-    Example:
-        >>> ramp = LinearRamp(decay=0.9, steps=100, start=0.5)
-        >>> round(ramp(50), 12), ramp(1000)
-        (0.7, 0.9)
-    """
-
-    decay: float = 0.999
-    steps: int = 1000
-    start: float = 0.0
-
-    @override
-    def decay_at(self, n: int) -> float:
-        if n >= self.steps:
-            return self.decay
-        return self.start + (self.decay - self.start) * (n / self.steps)
-
-
-@dataclass(frozen=True)
 class ExponentialRamp(Schedule):
     """A decay that rises fast at first: ``d = decay * (1 - exp(-n / tau))``, as in Ultralytics.
 
     Args:
-        decay: The decay that it approaches.
+        decay: The limit of the decay.
         tau: The number of steps after which 63 percent of it are reached, more than 0.
 
     Example:
@@ -235,8 +348,8 @@ class ExponentialRamp(Schedule):
         0.632
     """
 
-    decay: float = 0.9999
-    tau: float = 2000.0
+    decay: float = field(default=0.9999, metadata=_FRACTION)
+    tau: float = field(default=2000.0, metadata=_POSITIVE)
 
     @override
     def decay_at(self, n: int) -> float:
@@ -245,11 +358,10 @@ class ExponentialRamp(Schedule):
 
 @dataclass(frozen=True)
 class Equal(Schedule):
-    """The plain mean of all models that the average has seen: SWA, ``d = n / (n + 1)``.
+    """The mean of all models that the average has seen (SWA): ``d = n / (n + 1)``.
 
-    What counts is the models, not the steps between them: ``over(n, k)`` is ``n / (n + k)``, so with
-    an update at every ``k``-th step the mean is that of the copy and of the models at the steps
-    ``k``, ``2k``, ``3k`` and so on, each with the same weight.
+    The mean is over updates: ``over(n, k)`` is ``n / (n + k)``. With an update at every ``k``-th step
+    the copy and the models of the steps ``k``, ``2k``, ``3k`` and so on have the same weight.
 
     Example:
         >>> Equal()(3), Equal().over(30, 10)
@@ -267,17 +379,17 @@ class Equal(Schedule):
 
 @dataclass(frozen=True)
 class Power(Schedule):
-    """An average that always spans the same part of the run, from Karras et al. 2024 (EDM2).
+    """An average that spans a fixed part of the run, from Karras et al. 2024 (EDM2).
 
-    The model of training step ``t`` has a weight in proportion to ``t ** gamma``. The width of that
-    profile, its standard deviation divided by the length of the run, is ``sigma_rel``: 0.05 and 0.1
-    are usual. ``d = (1 - 1 / t) ** (gamma + 1)`` with ``t = n + 1``, since the copy is the first of the
-    models; ``k`` steps together have ``(1 - k / t) ** (gamma + 1)``. Post-hoc averages are made of
-    these, see ``modkit.averaging.posthoc``.
+    The model of training step ``t`` has a weight proportional to ``t ** gamma``. ``sigma_rel`` is the
+    standard deviation of that profile divided by the length of the run; 0.05 and 0.1 are usual.
+    ``d = (1 - 1 / t) ** (gamma + 1)`` with ``t = n + 1``, as the copy is the first of the models, and
+    ``(1 - k / t) ** (gamma + 1)`` for ``k`` steps together. :class:`modkit.PostHocEMA` combines
+    averages of this kind.
 
     Args:
-        sigma_rel: The relative width, more than 0 and less than 0.2886, that of the equal average.
-        gamma: The exponent instead of the width, 0 or more.
+        sigma_rel: The relative width, more than 0 and less than 0.288675, that of the equal average.
+        gamma: The exponent, 0 or more, in place of the width.
 
     Raises:
         TypeError: Both are given, or neither.
@@ -288,9 +400,9 @@ class Power(Schedule):
         (6.94, 0.433)
     """
 
-    sigma_rel: float | None = None
-    gamma: float | None = None
-    exponent: float = dataclasses.field(init=False, repr=False, compare=False)
+    sigma_rel: float | None = field(default=None, metadata=bounds(above=0, below=_WIDEST))
+    gamma: float | None = field(default=None, metadata=_NOT_NEGATIVE)
+    exponent: float = field(init=False, repr=False, compare=False)
 
     @override
     def __post_init__(self) -> None:
@@ -310,12 +422,113 @@ class Power(Schedule):
 
 
 @dataclass(frozen=True)
+class Window(Schedule):
+    """The mean of the latest models that ``EMA`` has seen: LAWA, https://arxiv.org/abs/2209.14981.
+
+    Args:
+        window: The number of models, 1 or more. A copy of the weights is kept of each. The decay is
+            the weight of the other models beside the latest one.
+
+    Example:
+        >>> [Window(3).over(n, 1) for n in (0, 1, 100)]
+        [0.0, 0.5, 0.6666666666666667]
+    """
+
+    window: int = field(metadata=bounds(at_least=1))
+
+    @override
+    def decay_at(self, n: int) -> float:
+        return self.decay_over(n, 1)
+
+    @override
+    def decay_over(self, n: int, k: int) -> float:
+        return 1 - 1 / min(n // k + 1, self.window)
+
+
+@dataclass(frozen=True)
+class BEMA(Schedule):
+    """A bias-corrected average, without the lag of an EMA: BEMA, https://arxiv.org/abs/2508.00180.
+
+    A fraction of the change since the first update is added to the average:
+    ``average + (lag + multiplier * n) ** -bias_power * (model - first)``. An update at step ``n`` moves
+    the average by ``(lag + multiplier * n) ** -ema_power`` of the way to the model, for any
+    ``update_every``; the paper updates every 400 steps. To reproduce it, call ``EMA.update()`` once
+    before training, so that the first weights are the initial ones. trl counts from the beginning
+    of training: its ``update_after=a`` is ``update_after_step=a`` with the lag ``lag + multiplier * a``.
+
+    Args:
+        ema_power: How fast the average slows down; 0 keeps the latest model.
+        bias_power: How fast the correction fades; 0 keeps it constant.
+        lag: The initial age of the average, more than 0.
+        multiplier: The age that each step adds.
+        min_ema_multiplier: The smallest part of the way that an update moves by.
+
+    Example:
+        >>> [round(BEMA().over(n, 400), 3) for n in (400, 4000)]
+        [0.951, 0.984]
+    """
+
+    ema_power: float = field(default=0.5, metadata=_NOT_NEGATIVE)
+    bias_power: float = field(default=0.2, metadata=_NOT_NEGATIVE)
+    lag: float = field(default=10.0, metadata=_POSITIVE)
+    multiplier: float = field(default=1.0, metadata=_NOT_NEGATIVE)
+    min_ema_multiplier: float = field(default=0.0, metadata=_FRACTION)
+
+    @override
+    def decay_at(self, n: int) -> float:
+        part = float((self.lag + self.multiplier * n) ** -self.ema_power)
+        return 1 - min(max(part, self.min_ema_multiplier), 1.0)
+
+    @override
+    def decay_over(self, n: int, k: int) -> float:
+        return self.decay_at(n)
+
+    def correction(self, n: int) -> float:
+        """Return the factor of the change since the first update at step ``n``; 0 at the first."""
+        return float((self.lag + self.multiplier * n) ** -self.bias_power) if n > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class PerUpdate(Schedule):
+    """A schedule whose decay counts once per update, as in ema-pytorch.
+
+    With ``update_every=k``, the update at step ``n`` uses ``schedule(n)`` alone. Without this wrapper
+    it uses the decay of ``k`` steps together, ``schedule.over(n, k)``.
+
+    Args:
+        schedule: The schedule to wrap, a decay or a function; not :class:`Window` or :class:`BEMA`,
+            which count updates anyway.
+
+    Example:
+        >>> PerUpdate(0.99).over(20, 10)
+        0.99
+    """
+
+    schedule: Decay
+
+    @override
+    def __post_init__(self) -> None:
+        inner = as_schedule(self.schedule)
+        if isinstance(inner, (Window, BEMA)):
+            raise TypeError(f"PerUpdate: {inner} counts updates already; use it without PerUpdate")
+        object.__setattr__(self, "schedule", inner)
+
+    @override
+    def decay_at(self, n: int) -> float:
+        return as_schedule(self.schedule)(n)
+
+    @override
+    def decay_over(self, n: int, k: int) -> float:
+        return as_schedule(self.schedule)(n)
+
+
+@dataclass(frozen=True)
 class Custom(Schedule):
     """A function of the number of the step.
 
     Args:
-        function: Maps ``n``, 1 or more, to a decay from 0 to 1. It must be a function of ``n`` alone: the
-            average asks it about steps in any order. A checkpoint does not hold it.
+        function: Maps ``n``, 1 or more, to a decay from 0 to 1. It must depend on ``n`` only, since it
+            is called with the steps in any order. A checkpoint does not contain it.
 
     Example:
         >>> Custom(lambda n: 1 - 1 / (n + 1) ** 0.5)(3)
@@ -331,61 +544,47 @@ class Custom(Schedule):
 
     @override
     def decay_at(self, n: int) -> float:
-        decay = float(self.function(n))
-        if not 0 <= decay <= 1:
-            raise ValueError(f"Custom: {self.function!r} gave {decay} for step {n}, not 0 to 1")
-        return decay
+        return float(self.function(n))
 
     @override
     def to_config(self) -> Config:
         return {"name": "Custom"}
 
 
-_NAMED: dict[str, type[Schedule]] = {
-    kind.__name__: kind
-    for kind in (
-        BEMA,
-        Constant,
-        CountWarmup,
-        Equal,
-        ExponentialRamp,
-        HalfLife,
-        HalfLifeFraction,
-        InverseGamma,
-        LinearRamp,
-        Power,
-        Window,
-    )
-}
-
-
 def from_config(config: Mapping[str, Any]) -> Schedule:
     """Return the schedule that :meth:`Schedule.to_config` described.
 
     Args:
-        config: The name of a class of this module under ``"name"``, and its numbers.
+        config: The name of a class of this module under ``"name"``, and its fields.
 
     Raises:
-        ValueError: The name is none of this module's, or it is that of a function of your own, which a
-            checkpoint cannot hold.
-        TypeError: The numbers are not those of that class.
+        ValueError: The name is not that of a class of this module, or it is that of a function,
+            which a checkpoint cannot contain.
+        TypeError: The fields are not those of that class.
 
     Example:
         >>> from_config({"name": "Power", "sigma_rel": 0.1})
         Power(sigma_rel=0.1, gamma=None)
     """
-    fields = dict(config)
-    name = fields.pop("name", None)
-    if name not in _NAMED:
-        known = ", ".join(_NAMED)
-        raise ValueError(f"no schedule to make from {config!r}: the name must be one of {known}")
+    given = dict(config)
+    name = given.pop("name", None)
+    # Only classes of this module: a checkpoint must not choose code to run.
+    kinds = {one: globals()[one] for one in __all__ if isinstance(globals()[one], type)}
+    known = [one for one in kinds if kinds[one] not in (Schedule, Custom)]
+    if name not in known:
+        raise ValueError(
+            f"no schedule to make from {config!r}: the name must be one of {', '.join(known)}"
+        )
+    if isinstance(given.get("schedule"), Mapping):
+        given["schedule"] = from_config(given["schedule"])
     try:
-        return _NAMED[name](**fields)
+        made: Schedule = kinds[name](**given)
     except TypeError as error:
         raise TypeError(f"{name} cannot be made from {config!r}: {error}") from error
+    return made
 
 
-def as_schedule(decay: float | Callable[[int], float]) -> Schedule:
+def as_schedule(decay: Decay) -> Schedule:
     """Return a schedule for a constant decay, a schedule or a function of the number of the step.
 
     Example:
@@ -397,7 +596,10 @@ def as_schedule(decay: float | Callable[[int], float]) -> Schedule:
     return Custom(decay) if callable(decay) else Constant(decay)
 
 
-def profile(decay: float | Callable[[int], float], n: int, update_every: int = 1) -> list[float]:
+# The weights of past models in an average.
+
+
+def profile(decay: Decay, n: int, update_every: int = 1) -> list[float]:
     """Return the weight that the model of each update has in the average, the copy first.
 
     Args:
@@ -438,3 +640,40 @@ def _weights_backwards(schedule: Schedule, n: int, update_every: int) -> Iterato
         yield kept * (1 - decay)
         kept *= decay
     yield kept
+
+
+def gamma_of(sigma_rel: float) -> float:
+    """Return the exponent of the power function whose relative width is ``sigma_rel``.
+
+    It is the one positive root of ``x**3 + 7 * x**2 + (16 - s) * x + 12 - s`` with ``s = sigma_rel ** -2``.
+
+    Raises:
+        ValueError: The width is not above 0 and below 0.2886, that of the equal average.
+
+    Example:
+        >>> round(gamma_of(0.05), 2)
+        16.97
+    """
+    if not 0 < sigma_rel < _WIDEST:
+        raise ValueError(f"sigma_rel must be above 0 and below 0.2886, got {sigma_rel!r}")
+    inverse_square = sigma_rel**-2
+    # 1 / sigma_rel is above the root, where the cubic is convex: Newton's steps only decrease.
+    gamma, below = math.inf, 1 / sigma_rel
+    while below < gamma:
+        gamma = below
+        value = ((gamma + 7) * gamma + 16 - inverse_square) * gamma + 12 - inverse_square
+        slope = (3 * gamma + 14) * gamma + 16 - inverse_square
+        below = gamma - value / slope
+    return max(gamma, 0.0)
+
+
+def sigma_rel_of(gamma: float) -> float:
+    """Return the relative width of the power function with this exponent, 0 or more.
+
+    Example:
+        >>> round(sigma_rel_of(6.94), 3)
+        0.1
+    """
+    if not gamma >= 0:
+        raise ValueError(f"gamma must be 0 or more, got {gamma!r}")
+    return math.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2)

@@ -1,7 +1,7 @@
 """``python -m modkit demo``: see what averages of weights do, in half a minute."""
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,6 @@ from rich.table import Table
 from torch import Tensor
 
 from modkit import EMA, nn, schedules
-from modkit.averaging._plots import draw_curves, draw_profiles, new_figure
 from modkit.files.atomic_write import written_whole
 
 
@@ -82,6 +81,32 @@ def train(
     return curves
 
 
+def new_figure(columns: int) -> Any:
+    """Return an empty matplotlib figure with axes side by side.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        figures: Any = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ImportError("figures need matplotlib: pip install modkit[plot]") from error
+    figure = figures.Figure(figsize=(4.5 * columns, 3.4), dpi=150, layout="constrained")
+    figure.subplots(1, columns, squeeze=False)
+    return figure
+
+
+def draw_curves(axes: Any, curves: Mapping[str, Sequence[float]], title: str, label: str) -> None:
+    """Draw a line for each sequence of positive figures, one per period; the first is grey."""
+    for index, (name, values) in enumerate(curves.items()):
+        style = {"color": "0.6"} if index == 0 else {}
+        axes.plot(range(1, len(values) + 1), values, ".-", label=name, **style)
+    axes.set(yscale="log", xlabel=label)
+    axes.set_title(title, loc="left", fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9, frameon=False)
+
+
 def table_of(curves: Curves) -> Table:
     """Return the last losses and the best ones."""
     table = Table("weights", title="Loss on the test half", title_justify="left")
@@ -112,11 +137,12 @@ def demo(output: Path, epochs: int, seed: int) -> None:
         raise click.ClickException(f"there is no directory {output.parent}")
     console = Console()
     try:
-        figure, (left, right) = new_figure(2)
+        figure = new_figure(2)
+        left, right = figure.axes
         curves = train(
             epochs, seed, lambda steps: track(steps, "training", console=console, transient=True)
         )
-        draw_profiles(left, AVERAGES, epochs * 28, 1)
+        schedules.plot(AVERAGES, epochs * 28, axes=left)
         draw_curves(right, curves, "Loss on the test half", "epoch")
         with written_whole(output) as unfinished:
             figure.savefig(unfinished, format=output.suffix.lstrip(".") or "png")

@@ -219,7 +219,7 @@ def test_no_average_yet(tmp_path):
     ("options", "text"),
     [
         ({"sigma_rels": ()}, "sigma_rels must name one width or more"),
-        ({"sigma_rels": (0.5,)}, "sigma_rel must be above 0 and below 0.2886, got 0.5"),
+        ({"sigma_rels": (0.5,)}, "sigma_rel must be more than 0 and less than 0.288675, got 0.5"),
         ({"update_every": 0}, "update_every must be 1 or more, got 0"),
         ({"snapshot_every": 0}, "snapshot_every must be a multiple of update_every=1, got 0"),
         (

@@ -3,8 +3,10 @@ import importlib
 import math
 import pickle
 import random
+import sys
 from fractions import Fraction
 
+import matplotlib.figure
 import numpy as np
 import pytest
 
@@ -19,7 +21,7 @@ from modkit.schedules import (
     HalfLife,
     HalfLifeFraction,
     InverseGamma,
-    LinearRamp,
+    PerUpdate,
     Power,
 )
 
@@ -77,11 +79,6 @@ REFERENCES = [
         HalfLifeFraction(0.05, step_bias=3),
         lambda n: 2 ** (-1 / (0.05 * (n + 3))),
         id="torchtitan",
-    ),
-    pytest.param(
-        LinearRamp(0.99, steps=5000, start=0.5),
-        lambda n: np.interp(n, [0, 5000], [0.5, 0.99]),
-        id="linear",
     ),
     pytest.param(Equal(), lambda n: 1 - 1 / (n + 1), id="swa"),
     pytest.param(
@@ -253,21 +250,20 @@ def test_numbers_of_other_libraries():
 
     assert schedule == InverseGamma(2.0, 1.0, 0.0, 1.0)
     assert {type(v) for v in dataclasses.astuple(schedule)} == {float}
-    assert type(LinearRamp(0.9, steps=np.int64(10)).to_config()["steps"]) is int
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Constant(1.5), "Constant: decay must be between 0 and 1, got 1.5"),
-        (lambda: Constant(-0.1), "Constant: decay must be between 0 and 1, got -0.1"),
-        (lambda: Constant(math.nan), "Constant: decay must be between 0 and 1, got nan"),
+        (lambda: Constant(1.5), "Constant: decay must be at least 0 and at most 1, got 1.5"),
+        (lambda: Constant(-0.1), "Constant: decay must be at least 0 and at most 1, got -0.1"),
+        (lambda: Constant(math.nan), "Constant: decay must be at least 0 and at most 1, got nan"),
         (lambda: HalfLife(0), "HalfLife: half_life must be more than 0, got 0"),
         (lambda: HalfLife(math.inf), "HalfLife: half_life must be more than 0, got inf"),
         (lambda: HalfLifeFraction(-1), "HalfLifeFraction: fraction must be more than 0, got -1"),
         (
             lambda: HalfLifeFraction(0.1, step_bias=-1),
-            "HalfLifeFraction: step_bias must be 0 or more, got -1",
+            "HalfLifeFraction: step_bias must be at least 0, got -1",
         ),
         (lambda: InverseGamma(inv_gamma=0), "InverseGamma: inv_gamma must be more than 0, got 0"),
         (lambda: InverseGamma(power=-2), "InverseGamma: power must be more than 0, got -2"),
@@ -279,13 +275,17 @@ def test_numbers_of_other_libraries():
             lambda: CountWarmup(0.9, min_decay=0.95),
             "CountWarmup: min_decay must not exceed decay=0.9, got 0.95",
         ),
-        (lambda: CountWarmup(offset=0), "CountWarmup: offset must be 1 or more, got 0"),
-        (lambda: LinearRamp(steps=0), "LinearRamp: steps must be more than 0, got 0"),
-        (lambda: LinearRamp(start=2), "LinearRamp: start must be between 0 and 1, got 2"),
+        (lambda: CountWarmup(offset=0), "CountWarmup: offset must be at least 1, got 0"),
         (lambda: ExponentialRamp(tau=0), "ExponentialRamp: tau must be more than 0, got 0"),
-        (lambda: Power(0.3), "Power: sigma_rel must be above 0 and below 0.2886, got 0.3"),
-        (lambda: Power(gamma=-0.5), "Power: gamma must be 0 or more, got -0.5"),
-        (lambda: schedules.gamma_of(0.3), "sigma_rel must be above 0 and below 0.2886, got 0.3"),
+        (
+            lambda: Power(0.3),
+            "Power: sigma_rel must be more than 0 and less than 0.288675, got 0.3",
+        ),
+        (lambda: Power(gamma=-0.5), "Power: gamma must be at least 0, got -0.5"),
+        (
+            lambda: schedules.gamma_of(0.3),
+            "sigma_rel must be above 0 and below 0.2886, got 0.3",
+        ),
         (lambda: schedules.sigma_rel_of(-1), "gamma must be 0 or more, got -1"),
         (lambda: Constant(0.5).over(3, 0), "Constant: k must be 1 or more, got 0"),
     ],
@@ -306,6 +306,10 @@ def test_refused_values(make, text):
         (Power, "Power: give either sigma_rel or gamma"),
         (lambda: Power(0.1, gamma=7), "Power: give either sigma_rel or gamma"),
         (lambda: Custom(0.9), "Custom: function must be callable, got 0.9"),
+        (
+            lambda: PerUpdate(schedules.Window(3)),
+            "PerUpdate: Window(window=3) counts updates already; use it without PerUpdate",
+        ),
     ],
 )
 def test_refused_types(make, text):
@@ -322,7 +326,7 @@ def test_functions():
 
     assert [schedule(n) for n in (0, 1, 2)] == [0.0, 0.5, 0.75]
     assert schedule.over(2, 2) == 0.375
-    with pytest.raises(ValueError, match=r"gave 2\.0 for step 3, not 0 to 1"):
+    with pytest.raises(ValueError, match=r"the decay of step 3 must be .* got 2\.0"):
         Custom(lambda n: 2.0)(3)
 
 
@@ -349,10 +353,183 @@ def test_config_with_unknown_numbers():
         schedules.from_config({"name": "Constant", "momentum": 0.1})
 
 
+@pytest.mark.parametrize("inner", EXAMPLES, ids=repr)
+def test_decay_per_update(inner):
+    """PerUpdate uses the decay of the step at every interval, and survives its config."""
+    schedule = PerUpdate(inner)
+
+    assert schedule(40) == schedule.over(40, 1) == schedule.over(40, 10) == inner(40)
+    assert schedule.over(3, 4) == 0.0
+    assert schedules.from_config(schedule.to_config()) == schedule
+
+
+def test_wrapped_numbers_and_functions():
+    """PerUpdate takes whatever EMA takes as a schedule."""
+    assert PerUpdate(0.9) == PerUpdate(Constant(0.9))
+    assert PerUpdate(lambda n: 1 / n).over(4, 2) == 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class CosineRamp(schedules.Schedule):
+    """A schedule of a user, without bounds."""
+
+    decay: float = 0.9
+    ramp_steps: int = 10
+    floor: "float | None" = None
+    name: str = ""
+
+    def decay_at(self, n):
+        """Return the decay of a step."""
+        part = (1 - math.cos(math.pi * min(1, n / self.ramp_steps))) / 2
+        floor = self.floor or 0.0
+        return floor + (self.decay - floor) * part
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounded(schedules.Schedule):
+    """A schedule of a user, with bounds."""
+
+    low: float = dataclasses.field(default=0.5, metadata=schedules.bounds(at_least=0, below=1))
+    count: int = dataclasses.field(default=3, metadata=schedules.bounds(at_most=10))
+    free: object = None
+
+    def decay_at(self, n):
+        """Return the decay of a step."""
+        return self.low
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: CosineRamp("0.9"), TypeError, "CosineRamp: decay must be a number, got '0.9'"),
+        (lambda: CosineRamp(None), TypeError, "CosineRamp: decay must be a number, got None"),
+        (lambda: CosineRamp(True), TypeError, "CosineRamp: decay must be a number, got True"),
+        (
+            lambda: CosineRamp(math.nan),
+            ValueError,
+            "CosineRamp: decay must be a finite number, got nan",
+        ),
+        (
+            lambda: CosineRamp(floor=-math.inf),
+            ValueError,
+            "CosineRamp: floor must be a finite number, got -inf",
+        ),
+        (
+            lambda: CosineRamp(ramp_steps=2.5),
+            ValueError,
+            "CosineRamp: ramp_steps must be a whole number, got 2.5",
+        ),
+        (
+            lambda: Bounded(1),
+            ValueError,
+            "Bounded: low must be at least 0 and less than 1, got 1",
+        ),
+        (
+            lambda: Bounded(count=11),
+            ValueError,
+            "Bounded: count must be a whole number and at most 10, got 11",
+        ),
+        (lambda: Bounded(low=[0.5]), TypeError, "Bounded: low must be a number, got [0.5]"),
+        (
+            lambda: Bounded(free=math.inf),
+            ValueError,
+            "Bounded: free must be a finite number, got inf",
+        ),
+    ],
+)
+def test_fields_of_other_classes_are_validated(make, error, text):
+    """Numbers in fields of a user's class must be finite and within their bounds."""
+    with pytest.raises(error) as raised:
+        make()
+
+    assert str(raised.value) == text
+
+
+def test_fields_of_other_classes_are_plain_numbers():
+    """Whole numbers become int, other numbers float, and the rest stays as it is."""
+    schedule = CosineRamp(np.float32(0.5), np.int64(4), name="slow")
+
+    assert schedule.to_config() == {
+        "name": "slow",
+        "decay": 0.5,
+        "ramp_steps": 4,
+    }
+    assert type(schedule.decay) is float
+    assert type(schedule.ramp_steps) is type(CosineRamp(ramp_steps=4.0).ramp_steps) is int
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_decays_out_of_range_are_refused(k):
+    """A decay that would make an average diverge is an error with the class, the step and the value."""
+    schedule = CosineRamp(decay=0.9, ramp_steps=-5, floor=7.0)
+    text = (
+        r"CosineRamp\(decay=0.9, ramp_steps=-5.*the decay of step \d must be between 0 and 1, got "
+    )
+
+    for call in (lambda: schedule(3), lambda: schedule.over(3, k)):
+        with pytest.raises(ValueError, match=text):
+            call()
+    with pytest.raises(ValueError, match=r"of step 1 .* got nan"):
+        schedules.as_schedule(lambda n: math.nan)(1)
+
+
 def test_public_name():
     """The schedules are a module of modkit, under one public name."""
     module = importlib.import_module("modkit.schedules")
 
     assert module is modkit.schedules
     assert module.Power is Power
+    assert len(set(module.__all__)) == len(module.__all__)
     assert set(module.__all__) <= set(dir(module))
+
+
+# --- the plot ------------------------------------------------------------------------------------------
+
+
+def test_plot_of_profiles():
+    """Each schedule has a line, whose heights are its weights relative to the plain mean."""
+    (axes,) = schedules.plot([Constant(0.5), Equal()], 3).axes
+    constant, equal = axes.lines
+
+    assert [line.get_label() for line in axes.lines] == ["Constant(decay=0.5)", "Equal()"]
+    assert constant.get_ydata().tolist() == [0.5, 0.5, 1.0, 2.0]
+    assert equal.get_ydata().tolist() == [1.0, 1.0, 1.0, 1.0]
+    assert constant.get_xdata().tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_plot_with_labels_into_axes():
+    """A dict gives the labels, and the lines go into the axes that are given."""
+    figure = matplotlib.figure.Figure()
+    axes = figure.subplots()
+
+    assert schedules.plot({"slow": 0.9}, 20, 2, axes=axes) is figure
+    assert schedules.plot(0.9, 20).axes[0].lines[0].get_label() == "Constant(decay=0.9)"
+    assert [line.get_label() for line in axes.lines] == ["slow"]
+    assert axes.lines[0].get_xdata().tolist() == list(range(0, 21, 2))
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("schedule", [Constant(0.999), schedules.Window(50), schedules.BEMA()])
+def test_plot_of_a_long_run(schedule, every):
+    """Each of about a thousand points is the mean of the updates up to it, and none is left out."""
+    n = 10_002 * every
+    weights = np.array(schedules.profile(schedule, n, every)) * 10_003
+    line = schedules.plot(schedule, n, every).axes[0].lines[0]
+    steps, heights = line.get_xdata(), line.get_ydata()
+
+    ends = [int(step) // every + 1 for step in steps]
+    means = [weights[a:b].mean() for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    assert len(steps) <= 1010
+    assert (steps[0], steps[-1]) == (0, n)
+    assert heights == pytest.approx(means)
+
+
+def test_plot_refuses_bad_numbers(monkeypatch):
+    """The error names the argument; without matplotlib it names the extra."""
+    with pytest.raises(ValueError, match="plot: n must be 1 or more, got 0"):
+        schedules.plot(0.9, 0)
+    with pytest.raises(ValueError, match="plot: update_every must be 1 or more, got 0"):
+        schedules.plot(0.9, 1, 0)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"modkit\[plot\]"):
+        schedules.plot(0.9, 1)

@@ -15,7 +15,7 @@ from modkit.schedules import (
     HalfLife,
     HalfLifeFraction,
     InverseGamma,
-    LinearRamp,
+    PerUpdate,
     Power,
     Window,
     profile,
@@ -30,11 +30,11 @@ SCHEDULES = [
     HalfLife(7),
     HalfLifeFraction(0.1),
     InverseGamma(power=0.75),
-    LinearRamp(0.95, steps=10),
     Power(sigma_rel=0.1),
     Custom(lambda n: n / (n + 2)),
     Window(3),
     BEMA(lag=2),
+    PerUpdate(InverseGamma(power=0.75)),
 ]
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from modkit.averaging.converters import convert, recognise
+from modkit.averaging.state import convert, recognise
 from modkit.schedules import Constant, CountWarmup, InverseGamma
 
 
@@ -90,14 +90,25 @@ def test_states(source, state, expected, n_averaged, schedule):
 
 @pytest.mark.parametrize(
     "state",
-    [{}, MEMBERS, {"model": MEMBERS, "epoch": 3}, {"step": 3, "initted": True}],
-    ids=["empty", "model", "checkpoint", "counter"],
+    [{}, {"model": MEMBERS, "epoch": 3}, {"step": 3, "initted": True}, {"other": torch.ones(1)}],
+    ids=["empty", "checkpoint", "counter", "other"],
 )
 def test_unknown_states(state):
-    """The state of a model, or of something else, is not taken for an average."""
+    """A state of something else is not taken for an average."""
     assert recognise(state) is None
-    with pytest.raises(ValueError, match="no averages of a library that is known"):
+    with pytest.raises(ValueError, match="nor from a supported library"):
         convert(state, Net())
+
+
+def test_plain_weights():
+    """The state of a model is averaged weights, if the model is known."""
+    converted = convert(MEMBERS, Net())
+
+    assert recognise(MEMBERS) is None
+    assert recognise(MEMBERS, Net()) == converted.source == "weights"
+    assert converted.averages.keys() == MEMBERS.keys()
+    assert all(torch.equal(converted.averages[name], MEMBERS[name]) for name in MEMBERS)
+    assert (converted.n_averaged, converted.schedule) == (1, None)
 
 
 @pytest.mark.parametrize(

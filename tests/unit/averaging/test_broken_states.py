@@ -1,0 +1,522 @@
+import copy
+import dataclasses
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modkit
+from modkit import schedules
+from modkit.averaging import state as states
+from tests.helpers import freeze
+from tests.unit.averaging.recipes import network, set_to
+
+
+State = dict[str, Any]
+END = "Nothing has been changed."
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"decay": 0.9},
+    "several": {"decay": [0.5, 0.9]},
+    "rounded": {"decay": 0.9, "precision": "stochastic"},
+    "compensated": {"decay": 0.9, "precision": "compensated"},
+    "window": {"schedule": schedules.Window(2)},
+    "bema": {"schedule": schedules.BEMA()},
+}
+
+
+def started(kind: str) -> "modkit.EMA[Any]":
+    """Return an average of a bfloat16 network after three updates."""
+    ema = modkit.EMA(network(torch.bfloat16), **KINDS[kind])
+    for value in (1.0, 2.0, 3.0):
+        set_to(ema.model, value)
+        ema.update()
+    return ema
+
+
+def put(value: Any, *path: Any) -> Callable[[State], None]:
+    """Return a function that replaces a part of a state."""
+
+    def change(state: State) -> None:
+        part: Any = state
+        for key in path[:-1]:
+            part = part[key]
+        part[path[-1]] = value
+
+    return change
+
+
+def drop(*path: Any) -> Callable[[State], None]:
+    """Return a function that deletes a part of a state."""
+
+    def change(state: State) -> None:
+        part: Any = state
+        for key in path[:-1]:
+            part = part[key]
+        del part[path[-1]]
+
+    return change
+
+
+def many(values: dict[str, Any]) -> Callable[[State], None]:
+    """Return a function that replaces several parts of a state."""
+    return lambda state: state.update(values)
+
+
+ONES = torch.ones(6, 4)
+FIRST = ("averages", 0)
+TENSORS = (*FIRST, "tensors")
+WEIGHT = (*TENSORS, "0.weight")
+
+# The kind of average, the change to its state, and what the error says.
+BROKEN: list[tuple[str, Callable[[State], None], str]] = [
+    # The counters.
+    ("plain", put(-5, "step"), "step must be an int of at least 0, got -5"),
+    ("plain", put(3.0, "step"), "step must be an int of at least 0, got 3.0"),
+    ("plain", put(True, "step"), "step must be an int of at least 0, got True"),
+    ("plain", put(None, "step"), "step must be an int of at least 0, got None"),
+    ("plain", put("3", "step"), "step must be an int of at least 0, got '3'"),
+    ("plain", put(torch.tensor(3), "step"), "step must be an int .* got a tensor of dtype"),
+    ("plain", put(0, "step"), "start must be an int from 1 to 0, got 1"),
+    ("plain", put(10**9, "start"), "start must be an int from 1 to 3, got 1000000000"),
+    ("plain", put(0, "start"), "start must be an int from 1 to 3, got 0"),
+    ("plain", put(-1, "start"), "start must be an int from 1 to 3, got -1"),
+    ("plain", put(None, "start"), "start must be an int from 1 to 3, got None"),
+    ("plain", put(True, "start"), "start must be an int from 1 to 3, got True"),
+    ("plain", put(None, "n_averaged"), "n_averaged must be an int of at least 0, got None"),
+    ("plain", put(-1, "n_averaged"), "n_averaged must be an int of at least 0, got -1"),
+    ("plain", put(1.5, "n_averaged"), "n_averaged must be an int of at least 0, got 1.5"),
+    ("plain", put(4, "n_averaged"), "n_averaged must be an int from 0 to 3, got 4"),
+    ("plain", put(0, "n_averaged"), "start must be None, as n_averaged is 0, got 1"),
+    ("plain", put(0, "update_every"), "update_every must be an int of at least 1, got 0"),
+    ("plain", put(-3, "update_every"), "update_every must be an int of at least 1, got -3"),
+    ("plain", put(2.0, "update_every"), "update_every must be an int of at least 1, got 2.0"),
+    ("plain", put(None, "update_every"), "update_every must be an int of at least 1, got None"),
+    ("plain", put(-1, "update_after_step"), "update_after_step must be an int of at least 0"),
+    ("plain", put("a", "update_after_step"), "update_after_step must be an int of at least 0"),
+    ("plain", put(99, "version"), "version 99, newer than 1"),
+    ("plain", put(0, "version"), "version must be an int of at least 1, got 0"),
+    ("plain", put("1", "version"), "version must be an int of at least 1, got '1'"),
+    *[
+        ("plain", drop(key), f"has no {key}")
+        for key in (
+            "version",
+            "step",
+            "start",
+            "n_averaged",
+            "update_every",
+            "update_after_step",
+            "schedules",
+            "averages",
+            "buffers",
+        )
+    ],
+    # The schedules.
+    ("plain", put([], "schedules"), "schedules must be a list that is not empty"),
+    ("plain", put(None, "schedules"), "schedules must be a list, got None"),
+    ("plain", put({"name": "Equal"}, "schedules"), "schedules must be a list, got"),
+    ("plain", put(["Equal"], "schedules"), r"schedules\[0\] must be a mapping, got 'Equal'"),
+    ("plain", put([{}], "schedules"), r"schedules\[0\] of the state, \{\}, cannot be created"),
+    ("plain", put([{"name": "Mine", "a": 1.0}], "schedules"), "pass an equal one to EMA"),
+    ("plain", put([{"name": "Custom"}], "schedules"), "this one has Constant"),
+    ("plain", put([{"name": "Constant"}], "schedules"), "its fields must be those of Constant"),
+    ("plain", put([{"name": "Constant", "decay": 7.0}], "schedules"), "at most 1, got 7.0"),
+    ("plain", put([{"name": "Constant", "decay": math.nan}], "schedules"), "got nan"),
+    ("plain", put([{"name": "Constant", "decay": "0.9"}], "schedules"), "must be a number"),
+    ("plain", put([{"name": "Constant", "rate": 0.9}], "schedules"), "cannot be made from"),
+    ("plain", put([{"name": ["Constant"]}], "schedules"), "no schedule to make"),
+    ("plain", put([{"name": "PerUpdate"}], "schedules"), "cannot be made from"),
+    ("plain", put([schedules.Window(2).to_config()], "schedules"), r"pass schedule=Window"),
+    ("window", put([{"name": "Window", "window": 3}], "schedules"), r"schedule=Window\(window=3\)"),
+    ("window", put([{"name": "Equal"}], "schedules"), r"pass schedule=Equal\(\) to EMA"),
+    ("several", drop("schedules", 1), "holds 1 averages, and this object 2"),
+    ("plain", put([{"name": "Equal"}] * 2, "schedules"), "holds 2 averages, and this object 1"),
+    # The averages.
+    ("plain", put([], "averages"), "averages must be a list of 1, one for each schedule"),
+    ("several", drop("averages", 1), "averages must be a list of 2, one for each schedule"),
+    ("plain", put(None, "averages"), "averages must be a list, got None"),
+    ("plain", put([None], "averages"), r"averages\[0\] must be a mapping, got None"),
+    ("plain", drop(*FIRST, "tensors"), r"has no averages\[0\]\['tensors'\]"),
+    ("plain", drop(*FIRST, "rests"), r"has no averages\[0\]\['rests'\]"),
+    ("plain", drop(*FIRST, "generators"), r"has no averages\[0\]\['generators'\]"),
+    ("plain", put([ONES], *TENSORS), r"averages\[0\]\['tensors'\] must be a mapping"),
+    ("plain", put(1.0, *WEIGHT), r"\['0.weight'\] must be a tensor, got 1.0"),
+    ("plain", put([1.0], *WEIGHT), r"\['0.weight'\] must be a tensor, got \[1.0\]"),
+    ("plain", put(ONES, *TENSORS, 3), r"\[3\] must be a tensor under a name of type str"),
+    ("plain", put(ONES.int(), *WEIGHT), "must be of a floating point or complex dtype, got a"),
+    ("plain", put(ONES.bool(), *WEIGHT), "must be of a floating point or complex dtype, got a"),
+    ("plain", put(ONES.cfloat(), *WEIGHT), "0.weight must be of a dtype like torch.bfloat16"),
+    ("plain", put(ONES.to("meta"), *WEIGHT), "must be a dense tensor with data"),
+    ("plain", put(ONES.to_sparse(), *WEIGHT), "must be a dense tensor with data"),
+    ("plain", put(ONES.T, *WEIGHT), r"0.weight \(\(4, 6\) instead of \(6, 4\)\)"),
+    ("plain", put(ONES, *TENSORS, "more"), "1 unexpected: more"),
+    ("plain", drop(*WEIGHT), "1 missing: 0.weight"),
+    ("several", drop("averages", 1, "tensors", "0.weight"), "1 missing: 0.weight"),
+    ("several", put(ONES.cfloat(), "averages", 1, "tensors", "0.weight"), "dtype like"),
+    # What the precisions add.
+    ("compensated", put(None, *FIRST, "rests"), r"\['rests'\] must be a mapping, got None"),
+    ("compensated", put(0.0, *FIRST, "rests", "0.weight"), "must be a tensor, got 0.0"),
+    ("compensated", put(ONES.T, *FIRST, "rests", "0.weight"), r"of shape \(6, 4\), that of"),
+    ("compensated", put(ONES.int(), *FIRST, "rests", "0.weight"), "floating point"),
+    ("compensated", put(ONES, *FIRST, "rests", "more"), "must be absent"),
+    ("rounded", put([], *FIRST, "generators"), r"\['generators'\] must be a mapping"),
+    ("rounded", put(7, *FIRST, "generators", "cpu"), r"\['cpu'\] must be a tensor, got 7"),
+    ("rounded", put(ONES, *FIRST, "generators", "cpu"), "of dtype torch.uint8"),
+    ("rounded", put(torch.zeros(3).byte(), *FIRST, "generators", "cpu"), "state of a generator"),
+    ("rounded", put(torch.zeros(3).byte(), *FIRST, "generators", "banana"), "name of a device"),
+    ("rounded", put(torch.zeros(3).byte(), *FIRST, "generators", 0), "name of type str"),
+    # What the schedules add.
+    ("bema", drop(*FIRST, "plain"), r"has no averages\[0\]\['plain'\]"),
+    ("bema", drop(*FIRST, "first"), r"has no averages\[0\]\['first'\]"),
+    ("bema", put(1, *FIRST, "first"), r"\['first'\] must be a mapping, got 1"),
+    ("bema", drop(*FIRST, "first", "0.bias"), r"has no averages\[0\]\['first'\]\['0.bias'\]"),
+    ("bema", put(ONES.T, *FIRST, "first", "0.weight"), r"of shape \(6, 4\), that of the average"),
+    ("bema", drop(*FIRST, "plain", "rests"), r"has no averages\[0\]\['plain'\]\['rests'\]"),
+    ("bema", drop(*FIRST, "plain", "tensors", "0.bias"), r"\['plain'\]\['tensors'\]\['0.bias'\]"),
+    ("bema", put(ONES.T, *FIRST, "plain", "tensors", "0.weight"), r"of shape \(6, 4\)"),
+    ("window", drop(*FIRST, "ring"), r"has no averages\[0\]\['ring'\]"),
+    ("window", drop(*FIRST, "seen"), r"has no averages\[0\]\['seen'\]"),
+    ("window", put(-1, *FIRST, "seen"), r"\['seen'\] must be an int from 1 to 3, got -1"),
+    ("window", put(2.5, *FIRST, "seen"), r"\['seen'\] must be an int from 1 to 3, got 2.5"),
+    ("window", put(1, *FIRST, "seen"), "a list of 1, the smaller of seen and the window"),
+    ("window", put([], *FIRST, "ring"), "a list of 2, the smaller of seen and the window"),
+    ("window", put(None, *FIRST, "ring"), r"\['ring'\] must be a list, got None"),
+    ("window", put(None, *FIRST, "ring", 1), r"\['ring'\]\[1\] must be a mapping, got None"),
+    ("window", drop(*FIRST, "ring", 1, "0.bias"), r"\['ring'\]\[1\]\['0.bias'\]"),
+    ("window", put(ONES.T, *FIRST, "ring", 0, "0.weight"), r"of shape \(6, 4\)"),
+    # Buffers and training weights.
+    ("plain", put(None, "buffers"), "buffers must be a mapping, got None"),
+    ("plain", put(1, "buffers", "1.running_mean"), "must be a tensor, got 1"),
+    ("plain", put([], "raw"), r"raw must be a mapping, got \[\]"),
+    ("plain", put({"0.weight": 1}, "raw"), r"raw\['0.weight'\] must be a tensor, got 1"),
+    ("plain", put({"0.weight": ONES.T}, "raw"), "training weights of the state do not fit"),
+    ("plain", put({"0.weight": ONES.cfloat()}, "raw"), "must be of a dtype like torch.bfloat16"),
+    ("plain", put({"more": ONES}, "raw"), "1 unexpected: more"),
+]
+
+
+def test_there_are_many() -> None:
+    """The list covers every key of a state."""
+    assert len(BROKEN) >= 100
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "text"),
+    BROKEN,
+    ids=[f"{number} {kind}: {text}" for number, (kind, _, text) in enumerate(BROKEN)],
+)
+def test_a_broken_state_changes_nothing(
+    kind: str, change: Callable[[State], None], text: str
+) -> None:
+    """Every wrong state is a ValueError that says what is wrong, and the average stays bitwise equal."""
+    ema = started(kind)
+    state = copy.deepcopy(started(kind).state_dict())
+    change(state)
+    before, weights = freeze(ema.state_dict()), freeze(ema.model.state_dict())
+
+    with pytest.raises(ValueError, match=text) as raised:
+        ema.load_state_dict(state)
+
+    assert str(raised.value).endswith(END)
+    assert str(raised.value).startswith("EMA: ")
+    assert freeze(ema.state_dict()) == before
+    assert freeze(ema.model.state_dict()) == weights
+    ema.update()
+
+
+def below(prefix: str) -> State:
+    """Return the tensors of the network under other names."""
+    return {prefix + name: value for name, value in network(torch.bfloat16).state_dict().items()}
+
+
+PARAMETERS = list(network(torch.bfloat16).parameters())
+DIFFUSERS = {
+    "decay": 0.9999,
+    "min_decay": 0.0,
+    "optimization_step": 120,
+    "update_after_step": 100,
+    "use_ema_warmup": True,
+    "inv_gamma": 1.0,
+    "power": 0.75,
+    "shadow_params": PARAMETERS,
+}
+TORCH_EMA = {"decay": 0.995, "num_updates": 40, "shadow_params": PARAMETERS}
+EMA_PYTORCH = {
+    "initted": torch.tensor(True),
+    "step": torch.tensor(130),
+    **below("ema_model."),
+}
+TORCH = {"n_averaged": torch.tensor(3), **below("module.")}
+LIGHTNING = {"state_dict": below(""), "averaging_state": {"n_averaged": torch.tensor(5)}}
+FOREIGN: list[tuple[State, str]] = [
+    (TORCH | {"n_averaged": torch.tensor(-1)}, "state of torch .* n_averaged must be an int"),
+    (TORCH | {"n_averaged": torch.tensor(1.5)}, "n_averaged must be an int of at least 0, got a"),
+    (TORCH | {"n_averaged": torch.tensor(True)}, "n_averaged must be an int of at least 0"),
+    (TORCH | {"n_averaged": None}, "n_averaged must be an int of at least 0, got None"),
+    (TORCH | {"n_averaged": torch.tensor([1, 2])}, "n_averaged must be an int of at least 0"),
+    (TORCH | {"module.0.weight": ONES.int()}, "0.weight must be of a dtype like torch.bfloat16"),
+    (TORCH | {"module.0.weight": ONES.cfloat()}, "0.weight must be of a dtype like"),
+    (TORCH | {"module.0.weight": ONES.to("meta")}, "must be a dense tensor with data"),
+    (TORCH | {"module.0.weight": ONES.T}, r"0.weight \(\(4, 6\) instead of"),
+    (TORCH | {"module.more": ONES}, "1 unexpected: more"),
+    (below("module.") | {"module.0.weight": 1}, "1 missing: 0.weight"),
+    (LIGHTNING | {"averaging_state": {}}, r"lightning has no averaging_state\['n_averaged'\]"),
+    (LIGHTNING | {"averaging_state": 5}, "averaging_state must be a mapping, got 5"),
+    (LIGHTNING | {"state_dict": None}, "state_dict must be a mapping, got None"),
+    (EMA_PYTORCH | {"step": -3}, "state of ema_pytorch is invalid: step must be"),
+    (EMA_PYTORCH | {"initted": "yes"}, "initted must be True or False, got 'yes'"),
+    (EMA_PYTORCH | {"initted": ONES}, "initted must be True or False, got a tensor"),
+    (DIFFUSERS | {"decay": 2}, "its decay gives InverseGamma: decay must be .* got 2"),
+    (DIFFUSERS | {"power": "x"}, "its decay gives InverseGamma: power must be a number"),
+    (DIFFUSERS | {"use_ema_warmup": None}, "use_ema_warmup must be True or False, got None"),
+    (DIFFUSERS | {"optimization_step": 1.5}, "optimization_step must be an int"),
+    (DIFFUSERS | {"update_after_step": None}, "update_after_step must be an int"),
+    ({k: v for k, v in DIFFUSERS.items() if k != "decay"}, "state of diffusers has no decay"),
+    (DIFFUSERS | {"shadow_params": None}, "shadow_params must be a list, got None"),
+    (DIFFUSERS | {"shadow_params": [1.0] * 6}, "a list of tensors, which .0. is not"),
+    (DIFFUSERS | {"shadow_params": PARAMETERS[:-1]}, "5 tensors without names"),
+    (DIFFUSERS | {"shadow_params": PARAMETERS[::-1]}, "its order is not that of the model"),
+    (TORCH_EMA | {"decay": -1}, "its decay gives CountWarmup: decay must be .* got -1"),
+    (TORCH_EMA | {"num_updates": "40"}, "num_updates must be an int of at least 0, got '40'"),
+    ({k: v for k, v in TORCH_EMA.items() if k != "decay"}, "state of torch_ema has no decay"),
+    (below("") | {"0.weight": ONES.T}, r"0.weight \(\(4, 6\) instead of"),
+    (below("") | {"0.weight": ONES.int()}, "0.weight must be of a dtype like torch.bfloat16"),
+    (below("") | {"more": ONES}, "1 unexpected: more"),
+    ({"0.weight": ONES}, "missing: 0.bias"),
+    ({"other": ONES}, "it begins with 'other'"),
+    (below("") | {"epoch": 3}, "neither from modkit.EMA, nor from a supported library"),
+    ({3: ONES}, "it begins with 3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    FOREIGN,
+    ids=[f"{number} {text}" for number, (_, text) in enumerate(FOREIGN)],
+)
+def test_a_broken_state_of_another_library_changes_nothing(state: State, text: str) -> None:
+    """The same holds for the states of other libraries and for plain weights."""
+    ema = started("plain")
+    before = freeze(ema.state_dict())
+
+    with pytest.raises(ValueError, match=text) as raised:
+        ema.load_state_dict(state)
+
+    assert str(raised.value).endswith(END)
+    assert freeze(ema.state_dict()) == before
+
+
+@pytest.mark.parametrize("state", [[1, 2], "state", 3, torch.ones(2)])
+def test_what_is_not_a_mapping_is_refused(state: Any) -> None:
+    """The error shows what was given."""
+    with pytest.raises(ValueError, match=r"the state must be a mapping, got .*\. Nothing has been"):
+        read(state, started("plain"))
+
+
+def read(state: Any, ema: "modkit.EMA[Any]", **options: Any) -> states.LoadedState:
+    """Read a state for an average."""
+    return states.read(
+        state,
+        ema.model,
+        schedules=ema.schedules,
+        update_every=ema.update_every,
+        update_after_step=ema.update_after_step,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("plain", WEIGHT),
+        ("several", ("averages", 1, "tensors", "3.bias")),
+        ("compensated", (*FIRST, "rests", "0.weight")),
+        ("bema", (*FIRST, "first", "0.weight")),
+        ("bema", (*FIRST, "plain", "tensors", "0.weight")),
+        ("window", (*FIRST, "ring", 1, "0.weight")),
+    ],
+)
+def test_averages_must_be_finite_where_weights_must(
+    kind: str, path: tuple[Any, ...], value: float
+) -> None:
+    """With on_nonfinite "skip" or "raise" a state that is not finite is refused; "ignore" takes it."""
+    ema = started(kind)
+    state = copy.deepcopy(ema.state_dict())
+    part: Any = state
+    for key in path:
+        part = part[key]
+    part.view(-1)[-1] = value
+    where = "".join(f"[{key!r}]" for key in path).replace("['averages']", "averages", 1)
+
+    for choice in ("skip", "raise"):
+        with pytest.raises(ValueError, match="the loaded averages must be finite") as raised:
+            read(state, ema, on_nonfinite=choice)
+        assert f"{where} contains inf or nan" in str(raised.value)
+        assert f"on_nonfinite={choice!r}" in str(raised.value)
+    assert read(state, ema).n_averaged == 3
+
+
+def test_averages_that_have_not_started_may_hold_anything() -> None:
+    """Before the first update the tensors of a state are not used."""
+    ema = modkit.EMA(network(torch.bfloat16), on_nonfinite="skip")
+    state = ema.state_dict()
+    state["averages"][0]["tensors"] = {"0.weight": torch.full((6, 4), math.nan)}
+
+    assert read(state, ema, on_nonfinite="skip").start is None
+
+
+def test_generators_of_missing_devices_are_left_out() -> None:
+    """A state from a machine with other devices loads; rounding there starts from the seed."""
+    ema = started("rounded")
+    state = copy.deepcopy(ema.state_dict())
+    state["averages"][0]["generators"]["cuda:77"] = torch.zeros(16, dtype=torch.uint8)
+
+    loaded = read(state, ema)
+
+    assert [*loaded.averages[0]["generators"]] == ["cpu"]
+    ema.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (put(None, "averages"), "averages must be a list"),
+        (put([None], "averages"), "must be a mapping"),
+        (put(None, "schedules"), "schedules must be a list"),
+        (drop("version"), "has no version"),
+        (put(None, *FIRST, "plain"), r"\['plain'\] must be a mapping"),
+    ],
+)
+def test_empty_parts_of_broken_states(change: Callable[[State], None], text: str) -> None:
+    """A broken state of a flat checkpoint gives the same errors."""
+    ema = started("bema")
+    state = copy.deepcopy(ema.state_dict())
+    change(state)
+
+    with pytest.raises(ValueError, match=text):
+        read(states.with_empty_parts(state), ema)
+
+
+# --- schedules of users --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine(schedules.Schedule):
+    """A schedule of a user."""
+
+    rate: float = 0.5
+    steps: tuple[int, ...] = ()
+
+    def decay_at(self, n: int) -> float:
+        """Return the decay of a step."""
+        return self.rate
+
+
+@pytest.mark.parametrize("make", [Mine, lambda: schedules.PerUpdate(Mine(steps=(1, 2)))])
+def test_a_schedule_of_a_user_resumes(make: Callable[[], schedules.Schedule]) -> None:
+    """An average goes on with the schedule that was passed, if it is equal to the saved one."""
+    ema = modkit.EMA(network(), schedule=make())
+    ema.update()
+    resumed = modkit.EMA(ema.model, schedule=make())
+    own = resumed.schedules[0]
+    state = ema.state_dict()
+    # As JSON returns it.
+    state["schedules"] = [states._plain(config) for config in state["schedules"]]
+    resumed.load_state_dict(state)
+    for one in (ema, resumed):
+        set_to(one.model, 2.0)
+        one.update()
+
+    assert resumed.schedules[0] is own
+    assert freeze(resumed.state_dict()["averages"]) == freeze(ema.state_dict()["averages"])
+
+
+@pytest.mark.parametrize("own", [Mine(0.25), schedules.Constant(0.5), lambda n: 0.5])
+def test_another_schedule_than_that_of_a_user_is_refused(own: Any) -> None:
+    """The error names the saved schedule and says what to pass."""
+    ema = modkit.EMA(network(), schedule=Mine())
+    ema.update()
+    other = modkit.EMA(ema.model, schedule=own)
+
+    with pytest.raises(ValueError, match=r"'name': 'Mine', 'rate': 0.5.*pass an equal one to EMA"):
+        other.load_state_dict(ema.state_dict())
+
+
+def test_a_schedule_of_modkit_replaces_a_function() -> None:
+    """The state of a schedule that can be created again wins, with a warning."""
+    ema = modkit.EMA(network(), schedule=schedules.PerUpdate(0.75))
+    other = modkit.EMA(ema.model, schedule=lambda n: 0.5)
+    with pytest.warns(UserWarning, match="the schedule is PerUpdate") as warned:
+        other.load_state_dict(ema.state_dict())
+
+    assert other.schedules == ema.schedules
+    assert [one.filename for one in warned] == [__file__]
+
+
+# --- plain averaged weights ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", [0.5, schedules.BEMA(), schedules.Window(2), Mine()])
+def test_plain_weights_start_an_average(schedule: Any) -> None:
+    """Averaged weights under the names of the model are an average of one model."""
+    source = started("plain").averaged_model()
+    model = network(torch.bfloat16)
+    ema = modkit.EMA(model, schedule=schedule, update_after_step=3, update_every=2)
+    ema.load_state_dict(source.state_dict())
+    averages = dict(ema.named_averages())
+
+    assert (ema.n_averaged, ema.step) == (1, 4)
+    for name, value in source.state_dict().items():
+        assert torch.equal(averages[name], value.to(averages[name].dtype))
+    ema.update()
+    ema.update()
+    assert ema.n_averaged == 2
+
+
+def test_plain_weights_may_lack_buffers_and_have_other_names() -> None:
+    """Buffers are optional, and wrappers in names are ignored."""
+    model = network()
+    ema = modkit.EMA(model, decay=0.5)
+    ema.load_state_dict({f"_orig_mod.{k}": v for k, v in model.named_parameters()})
+
+    assert ema.n_averaged == 1
+    assert {k for k, _ in ema.named_averages()} == {k for k, _ in model.named_parameters()}
+
+
+def test_tied_weights_under_their_second_name() -> None:
+    """A file that stores a tied weight once may have chosen the other name."""
+    model: Any = nn.Module()
+    model.first, model.second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    model.second.weight = model.first.weight
+    ema = modkit.EMA(model, decay=0.5)
+    ema.load_state_dict({"second.weight": torch.full((2, 2), 3.0)})
+
+    assert dict(ema.named_averages())["first.weight"].tolist() == [[3.0, 3.0]] * 2
+
+
+def test_weights_of_excluded_parameters_are_ignored() -> None:
+    """A complete set of weights starts an average of some of them."""
+    ema = modkit.EMA(network(), decay=0.5, include="0.*", buffers="ignore")
+    ema.load_state_dict(network().state_dict())
+
+    assert {name for name, _ in ema.named_averages()} == {
+        "0.weight",
+        "0.bias",
+        "1.num_batches_tracked",
+    }
+
+
+def test_messages_stay_short() -> None:
+    """Long values are cut in error messages."""
+    ema = started("plain")
+    state = {**ema.state_dict(), "step": "x" * 10_000}
+
+    with pytest.raises(ValueError, match=r"step must be an int .*x\.\.\.\. Nothing") as raised:
+        ema.load_state_dict(state)
+    assert len(str(raised.value)) < 300
+    assert states._shown(SimpleNamespace()) == "namespace()"
