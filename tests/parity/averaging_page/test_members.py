@@ -3,7 +3,7 @@ import inspect
 import pytest
 import torch
 
-from tests.helpers import Implementation, freeze, same
+from tests.helpers import MODKIT, TORCH, Implementation, freeze, same
 from tests.parity.averaging.networks import training_states
 from tests.parity.averaging_page.nets import (
     averaged_of,
@@ -28,15 +28,34 @@ DOCUMENTED = {
     "update_parameters": {"model": REQUIRED},
     "zero_grad": {"set_to_none": True},
 }
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @pytest.mark.parametrize("method", DOCUMENTED)
 def test_methods_have_the_documented_parameters(impl: Implementation, method: str) -> None:
     """Names and defaults are those of the page."""
     parameters = list(inspect.signature(getattr(impl.AveragedModel, method)).parameters.values())
-    named = {p.name: p.default for p in parameters[1:] if p.kind not in (p.VAR_POSITIONAL, 4)}
+    named = {p.name: p.default for p in parameters[1:] if p.kind not in VARIABLE}
 
     assert named == DOCUMENTED[method]
+
+
+PUBLIC = [
+    name
+    for name, member in inspect.getmembers(torch.optim.swa_utils.AveragedModel, callable)
+    if not name.startswith("_")
+]
+
+
+@pytest.mark.parametrize("method", PUBLIC)
+def test_methods_have_the_signatures_of_torch(method: str) -> None:
+    """Each public method takes the parameters of torch's, in their order and with their defaults."""
+
+    def parameters(impl: Implementation) -> list[tuple[str, object, object]]:
+        signature = inspect.signature(getattr(impl.AveragedModel, method))
+        return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+
+    assert parameters(MODKIT) == parameters(TORCH)
 
 
 @every_subject
@@ -232,7 +251,7 @@ NAMES = ["n_averaged", "module", "avg_fn", "update_parameters", "with.dot", ""]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", ["register_buffer", "register_parameter", "add_module"])
 def test_names_that_are_taken(method: str, name: str) -> None:
-    """Registering under a name of the averaged model does what torch does."""
+    """A member may be registered anew; any other name that is taken or bad is torch's KeyError."""
 
     def scenario(impl: Implementation) -> object:
         averaged = averaged_of(impl, "layer")[1]
@@ -240,7 +259,11 @@ def test_names_that_are_taken(method: str, name: str) -> None:
         getattr(averaged, method)(name, member)
         return list(averaged._buffers), list(averaged._parameters), list(averaged._modules)
 
-    assert same(scenario)[0] in {"raised", "returned"}
+    anew = {("register_buffer", "n_averaged"), ("add_module", "module")}
+    kind, *text = same(scenario)
+
+    assert kind == ("returned" if (method, name) in anew else "raised")
+    assert kind == "returned" or text[0] == "KeyError"
 
 
 # --- set_submodule ---------------------------------------------------------------------------------
