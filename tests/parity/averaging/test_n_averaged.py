@@ -1,0 +1,377 @@
+import copy
+import io
+import pickle
+import sys
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from tests.helpers import Implementation, same
+from tests.parity.averaging.networks import RULES, one_weight, set_weight, state_after_updates
+
+
+every_rule = pytest.mark.parametrize("rule", RULES)
+
+
+def assign(averaged, count: int) -> None:
+    """Replace the buffer."""
+    averaged.n_averaged = torch.tensor(count)
+
+
+def assign_data(averaged, count: int) -> None:
+    """Replace the storage of the buffer."""
+    averaged.n_averaged.data = torch.tensor(count)
+
+
+def add_in_place(averaged, count: int) -> None:
+    """Add the difference with an augmented assignment to the attribute."""
+    averaged.n_averaged += count - averaged.n_averaged
+
+
+def write_all_buffers(averaged, count: int) -> None:
+    """Write every buffer through `.data`, as a routine that broadcasts buffers does."""
+    for buffer in averaged.buffers():
+        buffer.data.copy_(count)
+
+
+def write_in_numpy(averaged, count: int) -> None:
+    """Write into the memory that NumPy shares."""
+    averaged.n_averaged.numpy()[...] = count
+
+
+def write_by_dlpack(averaged, count: int) -> None:
+    """Write into the memory that DLPack shares."""
+    torch.from_dlpack(averaged.n_averaged).fill_(count)
+
+
+def write_in_inference_mode(averaged, count: int) -> None:
+    """Write to the buffer in inference mode."""
+    with torch.inference_mode():
+        averaged.n_averaged.fill_(count)
+
+
+def write_state_dict(averaged, count: int) -> None:
+    """Write to the entry of a state dict, which shares the buffer's memory."""
+    averaged.state_dict()["n_averaged"].fill_(count)
+
+
+def write_kept_vars(averaged, count: int) -> None:
+    """Write to the entry of a state dict that is the buffer itself."""
+    averaged.state_dict(keep_vars=True)["n_averaged"].data.fill_(count)
+
+
+def load(averaged, count: int) -> None:
+    """Load a state with that count."""
+    averaged.load_state_dict({**averaged.state_dict(), "n_averaged": torch.tensor(count)})
+
+
+def load_assigning(averaged, count: int) -> None:
+    """Load a state with that count, and assign its tensors."""
+    state = {**averaged.state_dict(), "n_averaged": torch.tensor(count)}
+    averaged.load_state_dict(state, assign=True)
+
+
+def load_swapping(averaged, count: int) -> None:
+    """Load a state with that count, and exchange the tensors behind the Python objects."""
+    previous = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        load_assigning(averaged, count)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(previous)
+
+
+WRITES = {
+    "fill_": lambda averaged, count: averaged.n_averaged.fill_(count),
+    "copy_": lambda averaged, count: averaged.n_averaged.copy_(torch.tensor(count)),
+    "+=": add_in_place,
+    "detach": lambda averaged, count: averaged.n_averaged.detach().fill_(count),
+    "view": lambda averaged, count: averaged.n_averaged.view(1).fill_(count),
+    "data": lambda averaged, count: averaged.n_averaged.data.fill_(count),
+    "data of all buffers": write_all_buffers,
+    "assigned data": assign_data,
+    "numpy": write_in_numpy,
+    "dlpack": write_by_dlpack,
+    "set_": lambda averaged, count: averaged.n_averaged.set_(torch.tensor(count)),
+    "swap_tensors": lambda averaged, count: torch.utils.swap_tensors(
+        averaged.n_averaged, torch.tensor(count)
+    ),
+    "inference mode": write_in_inference_mode,
+    "replaced": assign,
+    "registered anew": lambda averaged, count: averaged.register_buffer(
+        "n_averaged", torch.tensor(count)
+    ),
+    "_buffers": lambda averaged, count: averaged._buffers.update(n_averaged=torch.tensor(count)),
+    "state_dict": write_state_dict,
+    "state_dict(keep_vars=True)": write_kept_vars,
+    "load_state_dict": load,
+    "load_state_dict(assign=True)": load_assigning,
+    "load_state_dict with swap_tensors": load_swapping,
+}
+every_write = pytest.mark.parametrize("write", WRITES)
+
+
+def average_of_two(impl: Implementation, rule: str = "default"):
+    """Build a model and its average after updates with the weights 1 and 3."""
+    model = one_weight(impl, 1.0)
+    averaged = impl.AveragedModel(model, **RULES[rule](impl))
+    averaged.update_parameters(model)
+    averaged.update_parameters(set_weight(model, 3.0))
+    return model, averaged
+
+
+def values(averaged) -> tuple[float, int]:
+    """Return the averaged weight and the count."""
+    return averaged.module.weight.item(), averaged.n_averaged.item()
+
+
+@every_write
+def test_a_count_set_to_zero_starts_anew(impl: Implementation, write: str) -> None:
+    """The next update copies, however the zero came into `n_averaged`; then averaging goes on."""
+    model, averaged = average_of_two(impl)
+    WRITES[write](averaged, 0)
+    averaged.update_parameters(set_weight(model, 5.0))
+    copied = values(averaged)
+    averaged.update_parameters(set_weight(model, 7.0))
+
+    assert copied == (5.0, 1)
+    assert values(averaged) == (6.0, 2)
+
+
+@every_write
+def test_a_count_sets_the_weight_of_the_next_update(impl: Implementation, write: str) -> None:
+    """An equal average weighs the next model by one over the count plus one."""
+    model, averaged = average_of_two(impl)
+    WRITES[write](averaged, 3)
+    averaged.update_parameters(set_weight(model, 6.0))
+
+    assert values(averaged) == (3.0, 4)
+
+
+@every_write
+def test_a_count_written_before_each_update_is_used_by_each(
+    impl: Implementation, write: str
+) -> None:
+    """Every update sees the latest write, not only the first one after a write."""
+    model, averaged = average_of_two(impl)
+    found = []
+    for count, value in (1, 4.0), (0, 8.0), (3, 12.0), (0, 2.0):
+        WRITES[write](averaged, count)
+        averaged.update_parameters(set_weight(model, value))
+        found.append(values(averaged))
+
+    assert found == [(3.0, 2), (8.0, 1), (9.0, 4), (2.0, 1)]
+
+
+@every_rule
+@every_write
+def test_a_written_count_reaches_every_rule(rule: str, write: str) -> None:
+    """Each rule copies or averages by the written count with the bits of torch."""
+
+    def scenario(impl: Implementation):
+        model, averaged = average_of_two(impl, rule)
+        found = []
+        for count in 5, 0:
+            WRITES[write](averaged, count)
+            for value in 0.3, 0.7:
+                averaged.update_parameters(set_weight(model, value))
+                found.append(values(averaged))
+        return found
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_functions_get_a_written_count(impl: Implementation) -> None:
+    """avg_fn and multi_avg_fn are called with the count that was written through `.data`."""
+    seen = []
+
+    def keep(averaged, current, count):
+        seen.append(int(count))
+        return averaged
+
+    model = one_weight(impl)
+    for arguments in {"avg_fn": keep}, {"multi_avg_fn": keep}:
+        averaged = impl.AveragedModel(model, **arguments)
+        averaged.update_parameters(model)
+        averaged.n_averaged.data.fill_(41)
+        averaged.update_parameters(model)
+        averaged.update_parameters(model)
+
+    assert seen == [41, 42, 41, 42]
+
+
+@pytest.mark.parametrize("write", ["zero_", "replaced"])
+def test_a_count_made_in_inference_mode_is_read_at_each_update(
+    impl: Implementation, write: str
+) -> None:
+    """A counter made and updated in inference mode may be set to zero there."""
+    model = one_weight(impl, 1.0)
+    averaged = impl.AveragedModel(model)
+    with torch.inference_mode():
+        averaged.n_averaged = torch.tensor(1)
+        averaged.update_parameters(model)
+        set_weight(model, 5.0)
+        if write == "zero_":
+            averaged.n_averaged.zero_()
+        else:
+            averaged.n_averaged = torch.tensor(0)
+        averaged.update_parameters(model)
+
+    assert values(averaged) == (5.0, 1)
+
+
+def test_a_count_loaded_in_inference_mode_is_read_at_each_update() -> None:
+    """A counter assigned by a load in inference mode may be written there."""
+
+    def scenario(impl: Implementation):
+        model, averaged = average_of_two(impl)
+        with torch.inference_mode():
+            state = {name: tensor.clone() for name, tensor in averaged.state_dict().items()}
+            averaged.load_state_dict(state, assign=True)
+            averaged.update_parameters(set_weight(model, 1.0))
+            averaged.n_averaged.fill_(9)
+            averaged.update_parameters(set_weight(model, 3.0))
+        return values(averaged)
+
+    assert same(scenario)[0] == "returned"
+
+
+def through_file(averaged):
+    """Return what comes back from a file that holds the whole object."""
+    file = io.BytesIO()
+    torch.save(averaged, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda averaged: pickle.loads(pickle.dumps(averaged)),
+    "torch.save": through_file,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("write", ["fill_", "data", "numpy", "replaced"])
+def test_a_copy_has_a_count_of_its_own(impl: Implementation, way: str, write: str) -> None:
+    """A write to the count of a copy affects the copy, and a write to the original the original."""
+    model, averaged = average_of_two(impl)
+    other = COPIES[way](averaged)
+    WRITES[write](other, 0)
+    for each in averaged, other:
+        each.update_parameters(set_weight(model, 8.0))
+    found = values(averaged), values(other)
+    WRITES[write](averaged, 0)
+    for each in averaged, other:
+        each.update_parameters(set_weight(model, 2.0))
+
+    assert found == ((4.0, 3), (8.0, 1))
+    assert (values(averaged), values(other)) == ((2.0, 1), (5.0, 2))
+
+
+@pytest.mark.parametrize("write", ["fill_", "data", "data of all buffers", "replaced"])
+@pytest.mark.parametrize("first", ["compiled", "eager"])
+def test_compiled_and_eager_updates_share_the_count(
+    impl: Implementation, first: str, write: str
+) -> None:
+    """Interleaved compiled and eager updates count alike, and both see a written count."""
+    torch._dynamo.reset()
+    model = one_weight(impl)
+    averaged = impl.AveragedModel(model)
+    updates = [torch.compile(averaged.update_parameters, backend="eager")]
+    updates.insert(first == "compiled", averaged.update_parameters)
+    found = []
+    for number in range(6):
+        if number == 4:
+            WRITES[write](averaged, 0)
+        set_weight(model, 4.0 * number)
+        updates[number % 2](model)
+        found.append(values(averaged))
+    torch._dynamo.reset()
+
+    assert found == [(0.0, 1), (2.0, 2), (4.0, 3), (6.0, 4), (16.0, 1), (18.0, 2)]
+
+
+def test_conversions_keep_the_count(impl: Implementation) -> None:
+    """Averaging goes on after `to`, `share_memory` and `_apply`, which may replace the buffer."""
+    model, averaged = average_of_two(impl)
+    averaged.double().share_memory()
+    averaged._apply(lambda tensor: tensor.clone())
+    averaged.update_parameters(set_weight(model, 8.0).double())
+
+    assert values(averaged) == (4.0, 3)
+
+
+def update_elsewhere(averaged, model) -> None:
+    """Update with the weights 2 and 3, in a process of its own."""
+    for value in 2.0, 3.0:
+        averaged.update_parameters(set_weight(model, value))
+
+
+def zero_elsewhere(averaged, model) -> None:
+    """Set the count to zero, in a process of its own."""
+    averaged.n_averaged.zero_()
+
+
+CHILDREN = {
+    "updates": (update_elsewhere, (3.0, 3), (3.0, 4)),
+    "sets to zero": (zero_elsewhere, (1.0, 0), (6.0, 1)),
+}
+START_METHODS = [name for name in ("spawn", "fork") if name in mp.get_all_start_methods()]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="shared memory of processes is POSIX's")
+@pytest.mark.parametrize("method", START_METHODS)
+@pytest.mark.parametrize("child", CHILDREN)
+def test_a_child_process_shares_the_count(impl: Implementation, method: str, child: str) -> None:
+    """After `share_memory`, an update sees what a child process did to the count.
+
+    The parent updates with 1, the child with 2 and 3, and the parent with 6: the mean is 3.
+    """
+    function, between, after = CHILDREN[child]
+    model = one_weight(impl, 1.0)
+    averaged = impl.AveragedModel(model).share_memory()
+    averaged.update_parameters(model)
+    process = mp.get_context(method).Process(target=function, args=(averaged, model))
+    process.start()
+    process.join(120)
+    seen = averaged.n_averaged.item()
+    averaged.update_parameters(set_weight(model, 6.0))
+
+    assert process.exitcode == 0
+    assert seen == between[1]
+    assert values(averaged) == after
+
+
+def integers(impl: Implementation, *numbers: int, dtype: torch.dtype = torch.int64):
+    """Build a model with one parameter of integers and one of floats."""
+    model = one_weight(impl)
+    model.index = impl.nn.Parameter(torch.tensor(numbers, dtype=dtype), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_integer_parameters_are_averaged(impl: Implementation, use_buffers: bool) -> None:
+    """Parameters of integers are averaged by default, and the mean is cut off to an integer."""
+    averaged = impl.AveragedModel(integers(impl, 1, 2), use_buffers=use_buffers)
+    for numbers in (1, 2), (7, 7):
+        averaged.update_parameters(integers(impl, *numbers))
+
+    assert averaged.module.index.tolist() == [4, 4]
+    assert averaged.module.index.dtype == torch.int64
+
+
+@every_rule
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool], ids=str)
+def test_integer_parameters_do_what_torch_does(rule: str, use_buffers: bool, dtype) -> None:
+    """Each rule gives torch's integers, or torch's error where a kernel takes none."""
+
+    def scenario(impl: Implementation):
+        first, second = (integers(impl, *n, dtype=dtype) for n in [(0, 1, 3), (1, 1, 120)])
+        averaged = impl.AveragedModel(first, use_buffers=use_buffers, **RULES[rule](impl))
+        state, problem = state_after_updates(averaged, first, second)
+        return state["module.index"], problem
+
+    assert same(scenario)[0] == "returned"

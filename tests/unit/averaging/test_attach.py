@@ -1,0 +1,412 @@
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modkit
+from modkit import schedules
+from tests.helpers import freeze
+from tests.unit.averaging.recipes import averaged, model_of, network, set_to
+
+
+def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of the parameters of all modules."""
+    return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+
+
+def two_parts() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.Optimizer]:
+    """Return a model, an optimizer of its first layer, and one of its last."""
+    net = network()
+    return net, sgd(net[0]), sgd(net[1], net[3])
+
+
+def gradients(net: nn.Module, number: int = 0) -> None:
+    """Compute new gradients."""
+    net.zero_grad()
+    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+    net(batch).square().mean().backward()
+
+
+# --- one optimizer ---------------------------------------------------------------------------------
+
+
+def test_an_optimizer_is_attached_once() -> None:
+    """Attaching it again is a ValueError that names EMA, and each step still counts once."""
+    net = network()
+    optimizer = sgd(net)
+    ema = modkit.EMA(net).attach(optimizer)
+    with pytest.raises(ValueError, match="EMA"):
+        ema.attach(optimizer)
+    gradients(net)
+    optimizer.step()
+
+    assert (ema.step, ema.n_averaged) == (1, 1)
+
+
+def test_an_optimizer_is_named_once_in_a_call() -> None:
+    """The same optimizer twice in one call is a ValueError, and it is not attached."""
+    net = network()
+    optimizer = sgd(net)
+    ema = modkit.EMA(net)
+    with pytest.raises(ValueError, match="EMA"):
+        ema.attach(optimizer, optimizer)
+    gradients(net)
+    optimizer.step()
+
+    assert ema.step == 0
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    """An optimizer without any parameter of the model is a ValueError, and its steps do not count."""
+    net, other = network(), network()
+    optimizer = sgd(other)
+    ema = modkit.EMA(net)
+    with pytest.raises(ValueError, match="EMA"):
+        ema.attach(optimizer)
+    gradients(other)
+    optimizer.step()
+
+    assert ema.step == 0
+
+
+def test_an_optimizer_of_a_copy_is_refused() -> None:
+    """Equal values and names are not the model's parameters."""
+    net = network()
+    ema = modkit.EMA(net)
+    with pytest.raises(ValueError, match="EMA"):
+        ema.attach(sgd(copy.deepcopy(net)))
+
+    assert ema.step == 0
+
+
+def test_one_wrong_optimizer_leaves_all_detached() -> None:
+    """If one of several optimizers is refused, none of them is attached."""
+    net, first, second = two_parts()
+    ema = modkit.EMA(net)
+    with pytest.raises(ValueError, match="EMA"):
+        ema.attach(first, second, sgd(network()))
+    gradients(net)
+    first.step()
+    second.step()
+    ema.attach(first, second)
+    first.step()
+    second.step()
+
+    assert ema.step == 1
+
+
+def test_an_optimizer_may_train_more_than_the_model() -> None:
+    """One parameter of the model is enough, whatever else the optimizer trains."""
+    net, head = network(), nn.Linear(2, 1)
+    optimizer = sgd(head, net[0])
+    ema = modkit.EMA(net).attach(optimizer)
+    gradients(net)
+    optimizer.step()
+
+    assert ema.step == 1
+
+
+def test_an_optimizer_serves_several_averages() -> None:
+    """Two averages of one model, and one of a part, are attached to the same optimizer."""
+    net = network()
+    optimizer = sgd(net)
+    averages = [modkit.EMA(one).attach(optimizer) for one in (net, net, net[0])]
+    for number in range(3):
+        gradients(net, number)
+        optimizer.step()
+
+    assert [ema.step for ema in averages] == [3, 3, 3]
+
+
+def test_attach_returns_the_average() -> None:
+    """The call can follow the construction, with one optimizer or several."""
+    net, first, second = two_parts()
+    ema = modkit.EMA(net)
+
+    assert ema.attach(first, second) is ema
+    assert modkit.EMA(net).attach(first).model is net
+
+
+# --- several optimizers ----------------------------------------------------------------------------
+
+
+def test_two_optimizers_make_one_update_per_training_step() -> None:
+    """The update comes after both have stepped, in either order, with the weights of that moment."""
+    net, first, second = two_parts()
+    attached = modkit.EMA(net, decay=0.5).attach(first, second)
+    by_hand = modkit.EMA(net, decay=0.5)
+    steps = []
+    for number, order in enumerate([(first, second), (second, first), (first, second)]):
+        gradients(net, number)
+        for optimizer in order:
+            optimizer.step()
+            steps.append(attached.step)
+        by_hand.update()
+
+    assert steps == [0, 1, 1, 2, 2, 3]
+    assert freeze(dict(attached.named_averages())) == freeze(dict(by_hand.named_averages()))
+
+
+def test_three_optimizers_make_one_update_per_training_step() -> None:
+    """The update waits for the last of them."""
+    net = network()
+    optimizers = [sgd(net[0]), sgd(net[1]), sgd(net[3])]
+    ema = modkit.EMA(net).attach(*optimizers)
+    steps = []
+    for number in range(2):
+        gradients(net, number)
+        for optimizer in optimizers:
+            optimizer.step()
+            steps.append(ema.step)
+
+    assert steps == [0, 0, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [("aa", 1), ("aaa", 2), ("aab", 2), ("abb", 1), ("abaab", 3), ("bbab", 2)],
+)
+def test_a_second_step_of_one_optimizer_ends_the_training_step(order: str, expected: int) -> None:
+    """Where one optimizer steps again before the other did, that is a new training step."""
+    net, first, second = two_parts()
+    ema = modkit.EMA(net).attach(first, second)
+    gradients(net)
+    for name in order:
+        {"a": first, "b": second}[name].step()
+
+    assert ema.step == expected
+
+
+def test_optimizers_may_share_parameters() -> None:
+    """Two optimizers of the same parameters make one update per training step too."""
+    net = network()
+    first, second = sgd(net), torch.optim.AdamW(net.parameters(), lr=0.01)
+    ema = modkit.EMA(net).attach(first, second)
+    for number in range(2):
+        gradients(net, number)
+        first.step()
+        second.step()
+
+    assert ema.step == 2
+
+
+# --- steps that a GradScaler skips -----------------------------------------------------------------
+
+
+def scaled_steps(net: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    """Take three training steps, the second of which overflows."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor in (1.0, float("inf"), 1.0):
+        net.zero_grad()
+        scaler.scale((net(torch.ones(2, 4)) * factor).sum()).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+
+
+def test_a_skipped_step_does_not_count() -> None:
+    """A step that the GradScaler skips is not an update."""
+    net = network()
+    optimizer = sgd(net)
+    ema = modkit.EMA(net).attach(optimizer)
+    scaled_steps(net, optimizer)
+
+    assert (ema.step, ema.n_averaged) == (2, 2)
+
+
+def test_a_training_step_skipped_by_all_optimizers_does_not_count() -> None:
+    """If the GradScaler skips the steps of both optimizers, there is no update."""
+    net, first, second = two_parts()
+    ema = modkit.EMA(net).attach(first, second)
+    scaled_steps(net, first, second)
+
+    assert (ema.step, ema.n_averaged) == (2, 2)
+
+
+# --- detach ----------------------------------------------------------------------------------------
+
+
+def test_detach_undoes_attach() -> None:
+    """After it no step counts, and the optimizers can be attached again."""
+    net, first, second = two_parts()
+    ema = modkit.EMA(net).attach(first, second)
+    gradients(net)
+    ema.detach()
+    for optimizer in (first, second, first, second):
+        optimizer.step()
+    detached = ema.step
+    ema.attach(first)
+    first.step()
+
+    assert (detached, ema.step) == (0, 1)
+
+
+def test_detach_forgets_a_training_step_that_has_begun() -> None:
+    """A step before `detach` does not complete a training step after the next `attach`."""
+    net, first, second = two_parts()
+    ema = modkit.EMA(net).attach(first, second)
+    gradients(net)
+    first.step()
+    ema.detach()
+    ema.attach(first, second)
+    second.step()
+    half = ema.step
+    first.step()
+
+    assert (half, ema.step) == (0, 1)
+
+
+def test_detach_without_attach_does_nothing() -> None:
+    """It may be called at any time, and twice."""
+    net = network()
+    ema = modkit.EMA(net)
+    ema.detach()
+    ema.detach()
+    ema.update()
+
+    assert ema.step == 1
+
+
+def test_a_detached_optimizer_may_step_inside_applied() -> None:
+    """The guard against training the average goes with the optimizer."""
+    net = network()
+    optimizer = sgd(net)
+    ema = modkit.EMA(net).attach(optimizer)
+    ema.detach()
+    ema.update()
+    weight = averaged(ema, "0.weight").clone()
+    with ema.applied():
+        net.zero_grad()
+        optimizer.step()
+
+    assert torch.equal(averaged(ema, "0.weight"), weight)
+    assert ema.step == 1
+
+
+# --- arguments -------------------------------------------------------------------------------------
+
+NOT_MODELS: dict[str, Any] = {
+    "parameters()": lambda net: net.parameters(),
+    "list of parameters": lambda net: list(net.parameters()),
+    "named_parameters()": lambda net: net.named_parameters(),
+    "state_dict()": lambda net: net.state_dict(),
+    "tensor": lambda net: net[0].weight,
+    "None": lambda net: None,
+    "class": type,
+}
+
+
+@pytest.mark.parametrize("kind", NOT_MODELS)
+def test_the_first_argument_is_the_model(kind: str) -> None:
+    """The call of other libraries, with the parameters, is a TypeError that says what to pass."""
+    with pytest.raises(TypeError, match=r"EMA.*pass.*model"):
+        modkit.EMA(NOT_MODELS[kind](network()), 0.9)
+
+
+SCHEDULES: dict[str, Any] = {
+    "number": 0.999,
+    "schedule": schedules.Constant(0.999),
+    "list": [schedules.Equal()],
+    "function": lambda n: 0.5,
+}
+
+
+@pytest.mark.parametrize("decay", [0.999, 0.9, 0.0, 1.0, 1, [0.999], [0.9, 0.99]], ids=str)
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_decay_and_schedule_exclude_each_other(decay: Any, kind: str) -> None:
+    """Giving both is a ValueError, also where the decay is the default or the same."""
+    schedule = SCHEDULES[kind]
+    with pytest.raises(ValueError, match=r"EMA.*decay.*schedule"):
+        modkit.EMA(network(), decay, schedule=schedule)
+    with pytest.raises(ValueError, match=r"EMA.*decay.*schedule"):
+        modkit.EMA(network(), schedule=schedule, decay=decay)
+
+
+def test_either_decay_or_schedule_is_enough() -> None:
+    """Both can be given alone; without either the decay is 0.999."""
+    found = [
+        modkit.EMA(network(), decay=0.9),
+        modkit.EMA(network(), schedule=schedules.Constant(0.9)),
+        modkit.EMA(network()),
+    ]
+
+    assert [ema.schedules for ema in found] == [
+        [schedules.Constant(0.9)],
+        [schedules.Constant(0.9)],
+        [schedules.Constant(0.999)],
+    ]
+
+
+WITHOUT_PARAMETERS = {
+    "layer": nn.ReLU,
+    "container": nn.Sequential,
+    "buffers only": lambda: nn.BatchNorm1d(2, affine=False),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_PARAMETERS)
+def test_a_model_without_parameters_is_refused(kind: str) -> None:
+    """There is nothing to average: a ValueError that names EMA and the class of the model."""
+    model = WITHOUT_PARAMETERS[kind]()
+    with pytest.raises(ValueError, match=rf"EMA.*{re.escape(type(model).__name__)}"):
+        modkit.EMA(model)
+
+
+# --- parameters without data -----------------------------------------------------------------------
+
+
+def unchanged(ema: "modkit.EMA[Any]") -> None:
+    """Assert that an update is a RuntimeError that changes nothing."""
+    before = freeze(ema.state_dict())
+    counters = ema.step, ema.n_averaged
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"EMA.*meta"):
+            ema.update()
+
+    assert freeze(ema.state_dict()) == before
+    assert (ema.step, ema.n_averaged) == counters
+
+
+def test_meta_parameters_are_refused_until_they_have_data() -> None:
+    """An update with parameters on the meta device fails; with data the average starts."""
+    net = network().to("meta")
+    ema = modkit.EMA(net, decay=0.5)
+    unchanged(ema)
+    net.to_empty(device="cpu")
+    for value in 2.0, 4.0:
+        set_to(net, value)
+        ema.update()
+
+    assert averaged(ema, "0.weight").unique().tolist() == [3.0]
+    assert (ema.step, ema.n_averaged) == (2, 2)
+
+
+def test_one_meta_parameter_is_refused() -> None:
+    """A model of which a part has no data is refused too, by the name of the parameter."""
+    net = network()
+    net[3].to("meta")
+    ema = modkit.EMA(net)
+    unchanged(ema)
+    with pytest.raises(RuntimeError, match=r"3\.weight"):
+        ema.update()
+
+    assert list(ema.named_averages()) == []
+
+
+def test_a_model_that_was_moved_to_meta_leaves_its_average() -> None:
+    """An average that has started keeps its values, and goes on when the model has data again."""
+    model = model_of([1.0, 3.0])
+    ema = modkit.EMA(model, decay=0.5)
+    ema.update()
+    model.to("meta")
+    unchanged(ema)
+    kept = averaged(ema).clone()
+    model.to_empty(device="cpu")
+    set_to(model, [3.0, 5.0])
+    ema.update()
+
+    assert kept.tolist() == [1.0, 3.0]
+    assert averaged(ema).tolist() == [2.0, 4.0]
