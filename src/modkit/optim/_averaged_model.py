@@ -373,10 +373,12 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         self._runtime.counter.forget()
 
     @override
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state as :meth:`torch.nn.Module.state_dict` does."""
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        # Whoever has the state may write to the count.
         self.sync_n_averaged()
-        return super().state_dict(*args, **kwargs)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def export_state_dict(self) -> dict[str, Tensor]:
         """Return the averaged weights and buffers as the plain model names them.

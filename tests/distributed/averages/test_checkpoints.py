@@ -235,7 +235,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         assert found["no key"] == (
             "ValueError: load_averages: nothing was saved as 'averages', but ['ema', 'other']"
         )
-        assert "this is no state of averages that is known" in found["no average"]
+        assert "the state is neither from modkit.EMA" in found["no average"]
         assert "0.weight (7, 5) instead of (7, 6)" in found["other model"].replace("((", "(")
         assert "holds 1 averages, and this object 2" in found["other count"]
         assert "inside applied()" in found["inside"]

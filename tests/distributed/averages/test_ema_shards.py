@@ -281,14 +281,14 @@ def test_a_bad_shard_is_a_bad_step_for_all(tmp_path: Path) -> None:
         assert found["skipped"] == found["raised"] == []
         assert found["moved"] > 0
         assert found["counts"] == (2, 2)
-    assert "a parameter of another process is not finite" in first["message"]
+    assert "a parameter on another rank is not finite" in first["message"]
     assert "0.weight is not finite" in second["message"]
 
 
 def refuse_to_wait_in_a_thread() -> str:
     """Ask for what would exchange numbers in a thread."""
     ema = modkit.EMA(split(network()), device="cpu", asynchronous=True, on_nonfinite="skip")
-    with pytest.raises(ValueError, match="is split up") as caught:
+    with pytest.raises(ValueError, match="is sharded") as caught:
         ema.update()
     return str(caught.value)
 

@@ -302,7 +302,7 @@ NOT_MODELS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", NOT_MODELS)
 def test_the_first_argument_is_the_model(kind: str) -> None:
     """The call of other libraries, with the parameters, is a TypeError that says what to pass."""
-    with pytest.raises(TypeError, match=r"EMA.*pass.*model"):
+    with pytest.raises(TypeError, match=r"EMA.*Pass the model"):
         modkit.EMA(NOT_MODELS[kind](network()), 0.9)
 
 
