@@ -294,7 +294,9 @@ class EMACallback(TrainerCallback):
             yield
 
     @contextmanager
-    def _saving(self, output_dir: Any = None, _internal_call: bool = False) -> Generator[None]:
+    def _saving(
+        self, output_dir: Any = None, _internal_call: bool = False, *_: object, **__: object
+    ) -> Generator[None]:
         """Save what ``save`` says; in a checkpoint, the state of the averages beside it."""
         trainer = self._trainer
         ema, step = self._averages_of(trainer.model), trainer.state.global_step
