@@ -109,7 +109,7 @@ def ecosystem(session: nox.Session) -> None:
         # Without its dependencies: brevitas requires setuptools<81.
         session.install("--no-deps", "brevitas==0.13.4")
     averages = ("averaging_peers", "averaging_peer_table")
-    lightning = ("lightning", "lightning_faults", "lightning_runs")
+    lightning = ("lightning", "lightning_faults", "lightning_runs", "lightning_weight_averaging")
     transformers = ("attach", "callback", "faults", "resume")
     trainers = (*lightning, *(f"trainer_{what}" for what in transformers), "accelerate_loop")
     names = (*averages, "ecosystem", *trainers)

@@ -137,55 +137,6 @@ MSG_NOT_INITIALIZED: Final = (
 )
 
 
-MSG_NO_LIGHTNING: Final = (
-    "modkit.integrations.lightning needs Lightning 2.6 or later: pip install 'modkit[lightning]'"
-)
-
-MSG_NO_AVERAGES: Final = (
-    "EMACallback: the checkpoint holds no averages, so averaging starts anew from its weights"
-)
-
-MSG_WEIGHTS_ONLY_RAW: Final = (
-    "EMACallback: a model that is split up among processes is saved with its raw weights where "
-    "save_weights_only=True, since Lightning asks no callback there"
-)
-
-MSG_FSDP1: Final = (
-    "EMACallback: FullyShardedDataParallel merges parameters into others that have no names of the "
-    "model's; take ModelParallelStrategy with torch's fully_shard"
-)
-
-MSG_STEPS_UNKNOWN: Final = (
-    "EMACallback: {kind} is no torch.optim.Optimizer, and does not tell of its steps"
-)
-
-MSG_NO_TRANSFORMERS: Final = (
-    "modkit.integrations.transformers needs transformers 5 or later and accelerate: "
-    "pip install 'modkit[transformers]'"
-)
-
-MSG_TRAINER_UNKNOWN: Final = (
-    "EMACallback: the Trainer is not known. Give the callback to the Trainer when it is made, or call "
-    "attach(trainer) instead of trainer.add_callback()"
-)
-
-MSG_SHARDED_TRAINER: Final = (
-    "EMACallback: models that are sharded (FSDP, DeepSpeed, tensor parallel) are not supported in the "
-    "Trainer; modkit.EMA averages shards in a loop of one's own"
-)
-
-MSG_BEST_WITHOUT_AVERAGES: Final = "EMACallback: the best checkpoint holds no averages, so its raw weights are what is evaluated now"
-
-MSG_STATE_UNREADABLE: Final = (
-    "EMACallback: {path} cannot be read ({error}). The averages of this checkpoint are lost, and the raw "
-    "weights where its model is the average. Without the file, training goes on from its model."
-)
-
-MSG_STATE_OF_ANOTHER_STEP: Final = (
-    "EMACallback: {path} was written at step {found}, and the checkpoint at step {step}"
-)
-
-
 def add_note(error: BaseException, note: str) -> None:
     """Add a line below the error's text, where the version of Python can show one."""
     if sys.version_info >= (3, 11):
@@ -206,10 +157,6 @@ MSG_WRITTEN_IN_VAIN: Final = (
 MSG_CONVERTED_INSIDE: Final = (
     "EMA: {name} was cast, moved or replaced inside applied(); the change is lost, and the raw weights "
     "are back"
-)
-
-MSG_DAMAGED_CHECKPOINT: Final = (
-    "{path} is damaged, and nothing has been loaded: {error}. Resume from an earlier checkpoint."
 )
 
 

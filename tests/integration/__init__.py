@@ -8,12 +8,10 @@ import torch
 # transformers and Lightning import torchvision where it is installed. One that was built for another
 # accelerator than torch cannot load its C++ operators, which only detection needs; it imports all the
 # same if their schemas are known. Processes that tests start need that too.
-torchvision_fits = True
 if importlib.util.find_spec("torchvision") is not None:
     try:
         importlib.import_module("torchvision")
     except RuntimeError:
-        torchvision_fits = False
         for name in ("nms", "qnms"):
             schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             torch.library.define(f"torchvision::{name}", schema)

@@ -51,7 +51,7 @@ def test_a_truncated_checkpoint(tmp_path: Path, saved, damage: Callable[[bytes],
     path.write_bytes(damage(saved[1]))
 
     with pytest.raises(
-        ValueError, match=r"last\.ckpt is damaged, and nothing has been loaded: it is a damaged zip"
+        ValueError, match=r"last\.ckpt is corrupt, nothing has been loaded: it is a damaged zip"
     ):
         resumed(path)
 
@@ -72,7 +72,7 @@ def test_a_flipped_bit_is_an_error_or_means_nothing(tmp_path: Path, saved) -> No
 
         assert found == through
     assert 0 < len(errors) < 40
-    assert all("last.ckpt is damaged" in error for error in errors)
+    assert all("last.ckpt is corrupt" in error for error in errors)
 
 
 @pytest.mark.parametrize("older", [False, True])

@@ -1,11 +1,12 @@
 import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-
-from tests.integration import torchvision_fits
 
 
 pl = pytest.importorskip(
@@ -20,6 +21,7 @@ pytestmark = [
     # Advice about loaders and checkpoints.
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
 ]
+ROOT = Path(__file__).parents[2]
 
 
 def fit_on_two(folder, *callbacks, strategy="ddp_fork", ema=None, **options):
@@ -47,16 +49,23 @@ def test_two_processes_resume(place, tmp_path) -> None:
     assert [one["step"] for one in through] == [runs.BATCHES, runs.BATCHES]
 
 
-@pytest.mark.skipif(
-    not torchvision_fits, reason="Lightning imports torchvision first in spawned processes"
-)
 def test_spawned_processes_bring_the_average_home(tmp_path) -> None:
     """The callback stays behind with its process, and the model comes back with the average."""
-    ema = EMACallback(decay=0.9, swap_to_average_at_end=True)
-    net, reports = fit_on_two(tmp_path / "spawned", strategy="ddp_spawn", ema=ema)
+    subprocess.run(
+        [sys.executable, "-m", "tests.integration.lightning_spawned", str(tmp_path)],
+        check=True,
+        cwd=ROOT,
+        timeout=480,
+    )
+    found = {}
+    for name in ("whole", "resumed"):
+        reports = [torch.load(tmp_path / name / f"{i}.pt", weights_only=True) for i in (0, 1)]
+        end = torch.load(tmp_path / name / "end", weights_only=True)
+        found[name] = [one["numbers"] for one in reports]
 
-    assert torch.equal(net.net[0].weight, reports[0]["average"])
-    assert ema.ema is None
+        assert torch.equal(end["weight"], reports[0]["average"])
+        assert end["stayed"]
+    assert found["resumed"] == found["whole"]
 
 
 # Models that are split up.
@@ -139,5 +148,5 @@ def test_the_older_way_to_split_up_is_refused() -> None:
         pl.Trainer(accelerator="cpu", strategy="fsdp", logger=False)
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer._accelerator_connector.strategy = strategies.FSDPStrategy()
-    with pytest.raises(TypeError, match="take ModelParallelStrategy"):
+    with pytest.raises(TypeError, match="use ModelParallelStrategy"):
         EMACallback().on_fit_start(trainer, runs.Net())

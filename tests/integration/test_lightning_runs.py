@@ -75,7 +75,7 @@ def test_an_optimizer_that_tells_nothing_is_refused(tmp_path) -> None:
 
     trainer = runs.trainer_for(tmp_path)
     trainer.strategy.optimizers = [Wrapper()]
-    with pytest.raises(TypeError, match=r"Wrapper is no torch\.optim\.Optimizer"):
+    with pytest.raises(TypeError, match=r"Wrapper is not a torch\.optim\.Optimizer"):
         EMACallback().on_fit_start(trainer, runs.Net())
 
 

@@ -36,37 +36,104 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], match: str
 
 
 def test_attach(tmp_path: Path) -> None:
-    """A Trainer that is there already averages from `attach` on, and stays of its class."""
+    """A Trainer averages from `attach` on, and keeps its class."""
     run, callback = trainer(tmp_path), EMACallback(0.9)
 
     returned = callback.attach(run)
     run.train()
 
-    assert returned is run
-    assert callback.attach(run) is run
-    assert isinstance(run, EMATrainer)
-    assert type(run).__name__ == "Trainer"
-    assert run.ema_callback is callback
+    assert returned is callback
+    assert callback.attach(run) is callback
+    assert type(run) is transformers.Trainer
+    assert run.callback_handler.callbacks.count(callback) == 1
     assert callback.ema.n_averaged == 12
     plain = trainer(tmp_path, model=callback.ema.averaged_model())
     assert run.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
 
 
-def test_a_class_of_ones_own(tmp_path: Path) -> None:
-    """A Trainer may have `EMATrainer` as its base, and override what it evaluates."""
+def test_detach(tmp_path: Path) -> None:
+    """After `detach` the Trainer is as it was, and the averages are kept."""
+    run, callback = trainer(tmp_path), EMACallback(0.9)
+    callback.attach(run)
+    run.train()
+    inside = run.evaluate()["eval_loss"]
+    callback.detach()
+    callback.detach()
 
-    class Own(EMATrainer):
+    assert not {"train", "evaluate", "predict", "evaluation_loop", "save_model"} & {*vars(run)}
+    assert callback not in run.callback_handler.callbacks
+    assert run.evaluate()["eval_loss"] == trainer(tmp_path, model=run.model).evaluate()["eval_loss"]
+    assert run.evaluate()["eval_loss"] != inside
+    assert callback.ema.n_averaged == 12
+    assert not callback.ema._handles
+
+
+def test_another_trainer(tmp_path: Path) -> None:
+    """A callback that is attached to another Trainer leaves the one before."""
+    first, second, callback = trainer(tmp_path), trainer(tmp_path), EMACallback(0.9)
+    callback.attach(first)
+    callback.attach(second)
+    second.train()
+
+    assert callback not in first.callback_handler.callbacks
+    assert "evaluate" not in vars(first)
+    assert callback.ema.model is second.model
+
+
+def test_detach_below_a_wrapper(tmp_path: Path) -> None:
+    """Methods that the user has wrapped, before `attach` or after it, stay wrapped."""
+    run, callback, calls = trainer(tmp_path), EMACallback(0.9), []
+
+    def wrap(name: str, text: str) -> Any:
+        inner = getattr(run, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(text)
+            return inner(*args, **kwargs)
+
+        setattr(run, name, call)
+        return call
+
+    first = wrap("predict", "below")
+    callback.attach(run)
+    last = wrap("evaluate", "above")
+    run.train()
+    callback.detach()
+
+    assert run.predict == first
+    assert run.evaluate == last
+    assert run.evaluate()["eval_loss"] == trainer(tmp_path, model=run.model).evaluate()["eval_loss"]
+    run.predict(Texts(4))
+    assert calls == ["above", "below"]
+
+
+@pytest.mark.parametrize("added", ["in the constructor", "afterwards", "as a class"])
+def test_a_class_of_ones_own(tmp_path: Path, added: str) -> None:
+    """A class with `EMATrainer` as its first base attaches its callback, however it is added."""
+
+    class Base(transformers.Trainer):  # type: ignore[misc]
         def evaluate(self, *args: Any, **kwargs: Any) -> Any:
             inside.append(weights(self.model))
             return super().evaluate(*args, **kwargs)
 
+    class Own(EMATrainer, Base):
+        pass
+
     inside: list[Any] = []
-    callback = EMACallback(0.9)
-    run = trainer(tmp_path, kind=Own)
-    run.add_callback(callback)
+    run = Own(
+        gpt2(),
+        arguments(tmp_path),
+        train_dataset=Texts(),
+        eval_dataset=Texts(8, seed=1),
+        callbacks=[EMACallback(0.9)] if added == "in the constructor" else [],
+    )
+    if added == "afterwards":
+        run.add_callback(EMACallback(0.9))
+    elif added == "as a class":
+        run.add_callback(EMACallback)
+    (callback,) = (one for one in run.callback_handler.callbacks if isinstance(one, EMACallback))
     run.train()
-    with run.ema_callback.ema.applied():
-        run.evaluate()
+    run.evaluate()
 
     assert type(run) is Own
     assert equal(inside[0], average(callback.ema))
@@ -111,7 +178,7 @@ def test_a_trainer_that_is_not_known(tmp_path: Path) -> None:
     before = weights(run.model)
     run.add_callback(EMACallback(0.9))
 
-    with pytest.raises(RuntimeError, match=r"attach\(trainer\)"):
+    with pytest.raises(RuntimeError, match=r"Call callback\.attach\(trainer\) before train"):
         run.train()
     assert equal(weights(run.model), before)
 
@@ -120,12 +187,12 @@ def test_refused_trainers(tmp_path: Path) -> None:
     """What is no Trainer, has a callback already, or is sharded, is refused."""
     run = trainer(tmp_path, EMACallback(0.9))
 
-    with pytest.raises(TypeError, match="Linear is no transformers"):
+    with pytest.raises(TypeError, match="Linear is not a transformers"):
         EMACallback().attach(torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match="the Trainer has one already"):
         EMACallback().attach(run)
     with pytest.raises(ValueError, match="the Trainer has one already"):
-        trainer(tmp_path, EMACallback(0.9), EMACallback(0.99))
+        trainer(tmp_path, EMACallback(0.9), EMACallback(0.99), kind=EMATrainer)
     run.is_fsdp_enabled = True
     with pytest.raises(NotImplementedError, match="sharded"):
         run.train()
@@ -186,8 +253,8 @@ def test_a_model_that_training_makes(tmp_path: Path) -> None:
         model_init=gpt2,
         train_dataset=Texts(),
         eval_dataset=Texts(8, seed=1),
-        callbacks=[callback],
     )
+    callback.attach(run)
     run.train()
 
     assert callback.ema.model is run.model

@@ -271,7 +271,7 @@ def test_the_best_raw_model_without_states(tmp_path: Path) -> None:
         load_best_model_at_end=True,
     )
 
-    with pytest.warns(UserWarning, match="holds no averages, so its raw weights"):
+    with pytest.warns(UserWarning, match="holds no averages, so its training weights"):
         run.train()
 
 

@@ -224,6 +224,52 @@ def test_a_checkpoint_without_averages(tmp_path: Path) -> None:
     assert callback.ema.n_averaged == 7
 
 
+@pytest.mark.parametrize("only_model", [False, True])
+def test_a_checkpoint_that_has_lost_its_averages(tmp_path: Path, only_model: bool) -> None:
+    """Without `ema.pt` a model that is the average is refused, and not trained."""
+    options = {"save_strategy": "steps", "save_steps": 5, "save_only_model": only_model}
+    trainer(tmp_path, EMACallback(0.9), **options).train()
+    folder = tmp_path / "checkpoint-5"
+    (folder / "ema.pt").unlink(missing_ok=only_model)
+    callback, steps = EMACallback(0.9), []
+    run = trainer(tmp_path / "again", callback, At("on_step_begin", steps.append))
+
+    with pytest.raises(ValueError, match=r"checkpoint-5 is the average, and ema\.pt .* missing"):
+        run.train(resume_from_checkpoint=str(folder))
+    assert not steps
+    assert callback.ema is None
+
+
+def test_training_weights_without_averages(tmp_path: Path) -> None:
+    """Where the model file has the training weights, averaging starts anew, with a warning."""
+    raw = EMACallback(0.9, save="raw")
+    early = EMACallback(0.9, update_after_step=100)
+    for name, callback in (("raw", raw), ("early", early)):
+        trainer(tmp_path / name, callback, save_strategy="steps", save_steps=5).train()
+        folder = tmp_path / name / "checkpoint-5"
+        (folder / "ema.pt").unlink()
+        again = EMACallback(0.9)
+        run = trainer(tmp_path / "again", again)
+
+        with pytest.warns(UserWarning, match="the checkpoint holds no averages"):
+            run.train(resume_from_checkpoint=str(folder))
+        assert again.ema.n_averaged == 7
+
+
+def test_a_run_without_the_callback_in_between(tmp_path: Path) -> None:
+    """What a plain Trainer has saved after it resumed is not taken for an average."""
+    options = {"save_strategy": "steps", "save_steps": 3}
+    trainer(tmp_path, EMACallback(0.9), **options).train()
+    plain = trainer(tmp_path / "plain", **options)
+    plain.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    callback = EMACallback(0.9)
+    run = trainer(tmp_path / "again", callback)
+
+    with pytest.warns(UserWarning, match="the checkpoint holds no averages"):
+        run.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-6"))
+    assert callback.ema.n_averaged == 6
+
+
 def test_a_checkpoint_with_averages_needs_no_callback(tmp_path: Path) -> None:
     """A plain Trainer goes on from it; with `save="raw"` to the weights of the whole run."""
     whole = trainer(tmp_path, EMACallback(0.9, save="raw"), save_strategy="steps", save_steps=5)

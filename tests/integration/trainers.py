@@ -105,7 +105,7 @@ def trainer(
     hears: Any = None,
     **options: Any,
 ) -> Any:
-    """Return a Trainer of a tiny model.
+    """Return a Trainer of a tiny model, with its `EMACallback` attached.
 
     Args:
         folder: Where checkpoints go.
@@ -115,7 +115,7 @@ def trainer(
         hears: What computes metrics.
         **options: Training arguments.
     """
-    return (kind or transformers.Trainer)(
+    run = (kind or transformers.Trainer)(
         gpt2() if model is None else model,
         arguments(folder, **options),
         train_dataset=Texts(),
@@ -123,6 +123,10 @@ def trainer(
         compute_metrics=hears,
         callbacks=list(callbacks),
     )
+    for one in callbacks:
+        if isinstance(one, EMACallback):
+            one.attach(run)
+    return run
 
 
 class At(transformers.TrainerCallback):  # type: ignore[misc]

@@ -1,62 +1,93 @@
 """``EMACallback``: an ``EMA`` behind the hooks that training loops call."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Generic
+from typing import Any, Final, Generic
 
 import torch
 from typing_extensions import TypeVar, Unpack
 
 from modkit.averaging.ema import EMA, Decays, EMAOptions, checked_count
-from modkit.averaging.named_tensors import NamedTensors as Members
+from modkit.averaging.named_tensors import NamedTensors, Selection
+from modkit.averaging.swap import exchanged, pairs_for, raw_values
 
 
 __all__ = ["EMACallback", "EMAOptions"]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
 
+NO_AVERAGES: Final = (
+    "EMACallback: the checkpoint holds no averages, so averaging starts anew from its weights"
+)
 
-def checked_index(index: int, ema: EMA[Any]) -> int:
-    """Return which average is meant; raise where there is no such one."""
+
+# For the callbacks that meet their model when training starts.
+
+
+def check_options(decay: Decays, index: int, options: EMAOptions) -> None:
+    """Raise TypeError or ValueError if ``EMA`` would refuse the options, without a model."""
+    Selection(options.get("include"), options.get("exclude"))
+    probe: EMAOptions = {**options, "include": None, "exclude": None}
+    _check_index(index, EMA(torch.nn.Linear(1, 1), decay, **probe))
+
+
+def _check_index(index: int, ema: EMA[Any]) -> None:
     checked_count("index", index, 0)
     if index >= len(ema.schedules):
         raise ValueError(f"EMA: index is {index}, and there are {len(ema.schedules)} averages")
-    return index
+
+
+def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer; raise TypeError if it has no hooks that report its steps."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"EMACallback: {type(optimizer).__name__} is not a torch.optim.Optimizer, so its steps "
+            "cannot be tracked"
+        )
+    return optimizer
 
 
 def averaged_parameters(ema: EMA[Any]) -> list[torch.Tensor]:
-    """Return the parameters of the model that are averaged, or will be at the first update."""
-    members = Members(ema.model).parameters
-    return [
-        member.tensor
-        for member in members.values()
-        if ema._engine.options.selection.chooses(member)
-    ]
+    """Return the model's parameters that are averaged, or will be from the first update on."""
+    chooses = ema._engine.options.selection.chooses
+    return [one.tensor for one in NamedTensors(ema.model).parameters.values() if chooses(one)]
+
+
+def training_weights(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Swap the training weights in for a ``with`` block, inside an evaluation of an average too."""
+    return exchanged(pairs_for(NamedTensors(model), raw_values(model)))
+
+
+def swap_at_end(ema: EMA[Any], index: int) -> None:
+    """Copy an average into its model, so that ``ema.restore()`` restores the training weights."""
+    ema.store()
+    ema.copy_to(index=index)
 
 
 class Evaluation:
-    """An average in its model from one call to another, for loops that have hooks and no block.
+    """An average swapped in from one call to another, for loops that call hooks.
 
-    If it is lost without :meth:`end`, the raw weights come back with that.
+    If the object is deleted without :meth:`end`, the training weights are restored.
     """
 
     def __init__(self) -> None:
         self._block: AbstractContextManager[None] | None = None
 
     def start(self, ema: EMA[Any], index: int = 0) -> None:
-        """Put an average into the model, unless this has been done and not ended."""
+        """Swap an average in; without effect during an evaluation."""
         if self._block is None:
             block = ema.applied(index=index)
-            # Loops like to evaluate in inference mode, and what is made there cannot be trained.
+            # Loops often evaluate in inference mode. Tensors made there could not be trained.
             with torch.inference_mode(False), torch.no_grad():
                 block.__enter__()
             self._block = block
 
     def end(self) -> None:
-        """Put the raw weights back; without a start nothing happens.
+        """Restore the training weights; without effect outside an evaluation.
 
         Raises:
-            RuntimeError: The weights were written to meanwhile. The raw ones are back nevertheless.
+            RuntimeError: If the weights were written to meanwhile. The training weights are restored
+                nevertheless.
         """
         block, self._block = self._block, None
         if block is not None:
@@ -64,32 +95,33 @@ class Evaluation:
                 block.__exit__(None, None, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return nothing: a copy of the model has its raw weights, as ``EMA`` sees to."""
+        """Return no state: ``EMA`` gives the copy of a model its training weights."""
         return {"_block": None}
 
 
 class EMACallback(Generic[ModelT]):
-    """Averages a model in any training loop, and puts the average into it for evaluation.
+    """Averages a model in any training loop, and swaps the average in for evaluation.
 
-    In a loop of one's own it is two lines: this one, and ``with ema.evaluating():`` around the
-    validation. A loop that calls hooks may call those below, with whatever arguments it has.
+    A hand-written loop needs two lines: this one, and ``with ema.evaluating():`` around the
+    validation. A loop that calls hooks calls the methods below, with any arguments.
 
-    With an optimizer, each step that it really takes updates the average, and :meth:`step` does
-    nothing. Without one, call :meth:`step` or :meth:`on_train_batch_end` after each step.
+    With optimizers, each training step updates the average, and :meth:`step` does nothing. Without
+    one, call :meth:`step` or :meth:`on_train_batch_end` after each step.
 
     Args:
         model: The model in training.
-        optimizer: What trains it, or None to say when to update.
-        decay: How much of the average stays in each step, or several of that.
-        index: Which average to evaluate, where there are several.
-        swap_to_average_at_end: Whether :meth:`on_train_end` copies the average into the model.
+        optimizer: The optimizer, or a sequence of them for a model with several: one update for each
+            training step. None to call :meth:`step` by hand.
+        decay: Fraction of the average that each update keeps, or a list of them for several averages.
+        index: Index of the average to evaluate, if there are several.
+        swap_to_average_at_end: If True, :meth:`on_train_end` copies the average into the model.
         **options: All other options of :class:`~modkit.averaging.ema.EMA`.
 
     Attributes:
-        ema: The averages.
+        ema: The :class:`~modkit.averaging.ema.EMA`.
 
     Raises:
-        TypeError, ValueError: An option makes no sense, or no parameter is averaged.
+        TypeError, ValueError: If an argument is invalid or no parameter is selected.
 
     Example:
         >>> import torch
@@ -101,18 +133,18 @@ class EMACallback(Generic[ModelT]):
         ...     optimizer.zero_grad()
         ...     model(torch.ones(1, 1)).backward()
         ...     _ = optimizer.step()
-        >>> raw = model.weight.item()
+        >>> trained = model.weight.item()
         >>> with ema.evaluating():
-        ...     print(round(model.weight.item() - raw, 4), model.training)
+        ...     print(round(model.weight.item() - trained, 4), model.training)
         0.75 False
-        >>> model.weight.item() == raw, model.training
+        >>> model.weight.item() == trained, model.training
         (True, True)
     """
 
     def __init__(
         self,
         model: ModelT,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         decay: Decays = None,
         *,
         index: int = 0,
@@ -120,12 +152,15 @@ class EMACallback(Generic[ModelT]):
         **options: Unpack[EMAOptions],
     ) -> None:
         self.ema = EMA(model, decay, **options)
-        self.index = checked_index(index, self.ema)
+        _check_index(index, self.ema)
+        self.index = index
         self.swap_to_average_at_end = swap_to_average_at_end
         self._evaluation = Evaluation()
-        self._attached = optimizer is not None
-        if optimizer is not None:
-            self.ema.attach(optimizer)
+        several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        optimizers = [check_optimizer(one) for one in several if one is not None]
+        self._attached = bool(optimizers)
+        if optimizers:
+            self.ema.attach(*optimizers)
 
     @property
     def model(self) -> ModelT:
@@ -135,50 +170,50 @@ class EMACallback(Generic[ModelT]):
     # Training.
 
     def step(self) -> None:
-        """Take the weights into the average, if no optimizer does that already.
+        """Update the average, unless an optimizer does so.
 
         Raises:
-            RuntimeError: The average is in the model.
+            RuntimeError: If the average is swapped in.
         """
         if not self._attached:
             self.ema.update()
 
     def on_train_batch_start(self, *args: object, **kwargs: object) -> None:
-        """Put the raw weights back if an evaluation has not come to its end."""
+        """Restore the training weights, if an evaluation was left without its end hook."""
         self._evaluation.end()
 
     def on_train_batch_end(self, *args: object, **kwargs: object) -> None:
-        """Do what :meth:`step` does."""
+        """Call :meth:`step`."""
         self.step()
 
     def on_train_end(self, *args: object, **kwargs: object) -> None:
-        """Copy the average into the model, if ``swap_to_average_at_end`` says so.
+        """Copy the average into the model, if ``swap_to_average_at_end=True``.
 
-        ``ema.restore()`` puts the raw weights back.
+        The training weights are stored: ``ema.restore()`` copies them back.
         """
         self._evaluation.end()
         if self.swap_to_average_at_end:
-            self.ema.store()
-            self.ema.copy_to(index=self.index)
+            swap_at_end(self.ema, self.index)
 
     def on_exception(self, *args: object, **kwargs: object) -> None:
-        """Put the raw weights back."""
+        """Restore the training weights."""
         self._evaluation.end()
 
     # Evaluation.
 
     @contextmanager
     def evaluating(self) -> Generator[ModelT]:
-        """Put the average into the model, and the model into evaluation mode, for a ``with`` block.
+        """Swap the average in and set evaluation mode, for a ``with`` block.
 
-        Before the first update the block sees the raw weights. Blocks may be nested. After the
-        block, and after an error in it, the raw weights and the mode of each module are back.
+        Before the first update the block sees the training weights. Blocks may be nested. After the
+        block, and after an error in it, the training weights and the mode of each module are restored.
 
         Yields:
             The model.
 
         Raises:
-            RuntimeError: At the end: the block has written to the weights. The raw ones are back.
+            RuntimeError: At the end, if the block has written to the weights. The training weights
+                are restored nevertheless.
         """
         modes = [(module, module.training) for module in self.model.modules()]
         try:
@@ -190,11 +225,11 @@ class EMACallback(Generic[ModelT]):
                 module.training = training
 
     def on_validation_start(self, *args: object, **kwargs: object) -> None:
-        """Put the average into the model until :meth:`on_validation_end`; twice is as once."""
+        """Swap the average in until :meth:`on_validation_end`; a second call has no effect."""
         self._evaluation.start(self.ema, self.index)
 
     def on_validation_end(self, *args: object, **kwargs: object) -> None:
-        """Put the raw weights back; without a start nothing happens."""
+        """Restore the training weights; without effect outside an evaluation."""
         self._evaluation.end()
 
     on_test_start = on_predict_start = on_validation_start
@@ -203,17 +238,17 @@ class EMACallback(Generic[ModelT]):
     # Saving and loading.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the averages, and of the raw weights while the average is in the model."""
+        """Return the state of the averages, and the training weights while the average is swapped in."""
         return self.ema.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state, as :meth:`EMA.load_state_dict <modkit.averaging.ema.EMA.load_state_dict>`.
+        """Load a state, as :meth:`EMA.load_state_dict <modkit.averaging.ema.EMA.load_state_dict>`.
 
-        Load the model first: where the state was saved in an evaluation, what was saved of the model
-        is the average, and this puts the raw weights into it, with a warning.
+        Load the model first. If the checkpoint was written in an evaluation, the weights saved for the
+        model are the average; this method then restores the training weights, with a warning.
         """
         self.ema.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled and copied: all but the optimizer, so that a copy has none."""
+        """Return the state to pickle or copy. A copy has no optimizer."""
         return {**vars(self), "_attached": False}

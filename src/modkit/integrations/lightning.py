@@ -1,6 +1,6 @@
-"""``EMACallback`` for the Trainer of Lightning.
+"""``EMACallback`` for Lightning's Trainer.
 
-It needs the extra ``lightning``, or a ``pytorch_lightning`` that is installed already.
+It needs the extra ``lightning``, or an installed ``pytorch_lightning``.
 """
 
 import importlib
@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from modkit._errors import (
-    MSG_DAMAGED_CHECKPOINT,
-    MSG_FSDP1,
-    MSG_NO_AVERAGES,
-    MSG_NO_LIGHTNING,
-    MSG_STEPS_UNKNOWN,
-    MSG_WEIGHTS_ONLY_RAW,
-)
 from modkit._upstream import RemovableHandle
-from modkit.averaging.callback import EMAOptions, Evaluation, averaged_parameters, checked_index
-from modkit.averaging.ema import EMA, Decays
-from modkit.averaging.named_tensors import NamedTensors as Members
+from modkit.averaging.callback import (
+    NO_AVERAGES,
+    EMAOptions,
+    Evaluation,
+    averaged_parameters,
+    check_optimizer,
+    check_options,
+    swap_at_end,
+    training_weights,
+)
+from modkit.averaging.ema import EMA, Decays, checked_count
+from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.sharding import has_shards, split_up, whole
-from modkit.averaging.swap import exchanged, pairs_for, raw_values
 from modkit.checkpoints import verify
 
 
@@ -34,11 +34,15 @@ __all__ = ["EMACallback"]
 
 
 def _package() -> Any:
-    """Return Lightning under either of its names; to type checkers it may be anything."""
+    """Return Lightning under either of its names. To type checkers it is Any."""
     for name in ("lightning", "pytorch_lightning"):
         if importlib.util.find_spec(name) is not None:
             return importlib.import_module("lightning.pytorch" if name == "lightning" else name)
-    raise ModuleNotFoundError(MSG_NO_LIGHTNING, name="lightning")
+    raise ModuleNotFoundError(
+        "modkit.integrations.lightning needs Lightning 2.6 or later: "
+        "pip install 'modkit[lightning]'",
+        name="lightning",
+    )
 
 
 _pl = _package()
@@ -49,28 +53,35 @@ CheckpointIO: Any = _pl.plugins.CheckpointIO
 class EMACallback(Callback):
     """Averages a model that Lightning trains; evaluates and saves the average.
 
-    After each batch in which an optimizer has really taken a step on an averaged parameter, the
-    averages are updated: gradient accumulation, several optimizers, manual optimization and steps that
-    a gradient scaler leaves out are counted right. Validation, tests and predictions see the average,
-    and before the first update the raw weights.
+    The average is updated after each batch in which an optimizer stepped on an averaged parameter:
+    once per step with gradient accumulation, once per batch with several optimizers or manual
+    optimization, and not for steps that a gradient scaler skips. Override :meth:`should_update` to
+    update on other steps or at the end of epochs. Validation, test and prediction see the average,
+    and before the first update the training weights.
 
-    A checkpoint holds the average as its ``state_dict``, so that it loads into the model without this
-    callback. The raw weights and the state of the averages are part of it, and
-    ``trainer.fit(ckpt_path=...)`` goes on with both, bit for bit. It also goes on from checkpoints of
-    Lightning's own ``WeightAveraging``. Weights that are loaded for an evaluation are evaluated as they
+    The ``state_dict`` of a checkpoint is the average, so that it loads without this callback. The
+    checkpoint also holds the training weights and the state of the averages:
+    ``trainer.fit(ckpt_path=...)`` resumes bitwise identically. Checkpoints of Lightning's
+    ``WeightAveraging`` can be resumed from too. Weights loaded for an evaluation are evaluated as they
     are.
 
     Args:
-        decay: How much of the average stays in each step, or several of that.
-        index: Which average to evaluate and to save as the ``state_dict``, where there are several.
-        swap_to_average_at_end: Whether to copy the average into the model when ``fit`` ends.
+        decay: Fraction of the average that each update keeps, or a list of them for several averages.
+        index: Index of the average to evaluate and to save as the ``state_dict``, if there are several.
+        update_every_n_steps: Update on steps whose index is a multiple of this, with ``decay`` as it
+            is. The option ``update_every`` of ``EMA`` adjusts the decay instead.
+        update_starting_at_step: Index of the first step to update on; by default 0.
+        update_starting_at_epoch: Index of the first epoch at whose end to update as well; by default
+            no epoch. Steps are not affected.
+        swap_to_average_at_end: If True, ``fit`` ends with the average in the model;
+            ``callback.ema.restore()`` restores the training weights.
         **options: All other options of :class:`~modkit.averaging.ema.EMA`.
 
     Attributes:
-        ema: The averages, once a fit has started.
+        ema: The :class:`~modkit.averaging.ema.EMA` of the latest fit, or None.
 
     Raises:
-        TypeError, ValueError: An option makes no sense.
+        TypeError, ValueError: If an argument is invalid.
 
     Example::
 
@@ -85,11 +96,20 @@ class EMACallback(Callback):
         decay: Decays = None,
         *,
         index: int = 0,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
         swap_to_average_at_end: bool = False,
         **options: Unpack[EMAOptions],
     ) -> None:
-        # Options that make no sense are told now, and not when a fit starts.
-        self.index = checked_index(index, EMA(torch.nn.Module(), decay, **options))
+        check_options(decay, index, options)
+        checked_count("update_every_n_steps", update_every_n_steps, 1)
+        checked_count("update_starting_at_step", update_starting_at_step or 0, 0)
+        checked_count("update_starting_at_epoch", update_starting_at_epoch or 0, 0)
+        self.index = index
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step
+        self.update_starting_at_epoch = update_starting_at_epoch
         self.swap_to_average_at_end = swap_to_average_at_end
         self.ema: EMA[Any] | None = None
         self._decay = decay
@@ -99,105 +119,123 @@ class EMACallback(Callback):
         self._handles: list[RemovableHandle] = []
         self._fitting = False
         self._training = False
-        self._stepped = False
+        self._latest_step: int | None = None  # taken, and not yet shown to should_update()
+        self._latest_epoch = -1
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return True to update the average after this step or epoch. Meant to be overridden.
+
+        The arguments are those of Lightning's ``WeightAveraging.should_update``: one of them is set.
+
+        Args:
+            step_idx: Zero-based index of the optimizer step that was just taken, or None.
+            epoch_idx: Zero-based index of the training epoch that ends, or None.
+        """
+        if step_idx is not None:
+            first = self.update_starting_at_step or 0
+            return step_idx >= first and step_idx % self.update_every_n_steps == 0
+        first_epoch = self.update_starting_at_epoch
+        return epoch_idx is not None and first_epoch is not None and epoch_idx >= first_epoch
 
     # Training.
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Forget what an interrupted run has left, and see to the checkpoints of this one."""
+        """Reset what an interrupted run has left, and wrap the checkpoint plugin of this one."""
         self._leave()
-        self._loaded = None
-        _CheckpointIO.put_into(trainer, self)
+        self._loaded, self._latest_epoch = None, -1
+        _CheckpointIO.install(trainer, self)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start or go on averaging, now that the model is where it is trained."""
+        """Start or resume averaging, with the model on its device and sharded."""
         if isinstance(trainer.strategy, _pl.strategies.FSDPStrategy):
-            raise TypeError(MSG_FSDP1)
+            raise TypeError(
+                "EMACallback: FSDPStrategy (FullyShardedDataParallel) flattens parameters, so they "
+                "have no names to average by; use ModelParallelStrategy with torch's fully_shard"
+            )
         if has_shards(pl_module) and any(
             getattr(one, "save_weights_only", False) for one in trainer.checkpoint_callbacks
         ):
-            _pl.utilities.rank_zero_warn(MSG_WEIGHTS_ONLY_RAW)
-        self._forget_optimizers()
-        ema = self._ema_for(pl_module)
+            _pl.utilities.rank_zero_warn(
+                "EMACallback: with save_weights_only=True Lightning calls no callback, so the "
+                "checkpoints of a sharded model hold its training weights"
+            )
+        self._leave()
+        if self.ema is None or self.ema.model is not pl_module:
+            self.ema = EMA(pl_module, self._decay, **self._options)
         if self._loaded is not None:
-            ema.load_state_dict(split_up(self._loaded, _parameters_of(pl_module)))
+            self.ema.load_state_dict(split_up(self._loaded, _parameters_of(pl_module)))
             self._loaded = None
         self._fitting = True
         for optimizer in trainer.optimizers:
-            self._watch(optimizer, ema)
+            self._watch(check_optimizer(optimizer), self.ema, trainer)
 
-    def _ema_for(self, pl_module: Any) -> EMA[Any]:
-        if self.ema is None or self.ema.model is not pl_module:
-            self.ema = EMA(pl_module, self._decay, **self._options)
-        return self.ema
+    def _watch(self, optimizer: torch.optim.Optimizer, ema: EMA[Any], trainer: Any) -> None:
+        """Note the steps that an optimizer takes, if it has averaged parameters."""
+        averaged: set[int] = set()
 
-    def _watch(self, optimizer: Any, ema: EMA[Any]) -> None:
-        """Notice the steps that an optimizer really takes, if it has averaged parameters."""
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(MSG_STEPS_UNKNOWN.format(kind=type(optimizer).__name__))
-
-        chosen: set[int] = set()
-
-        def is_averaged() -> bool:
-            mine = (id(p) for group in optimizer.param_groups for p in group["params"])
-            return any(one in chosen for one in mine)
+        def has_averaged() -> bool:
+            return any(
+                id(p) in averaged for group in optimizer.param_groups for p in group["params"]
+            )
 
         def before(*_: object) -> None:
-            # An error in an evaluation that somebody has caught would leave the average there.
+            # If the user caught an error of an evaluation, the average is still swapped in.
             self._evaluation.end()
 
         def after(*_: object) -> None:
             if not self._training:
                 return
-            if not is_averaged():
-                # The model may have got new parameters since.
-                chosen.update(map(id, averaged_parameters(ema)))
-            self._stepped = self._stepped or is_averaged()
+            if not has_averaged():
+                # The model or the optimizer may have got new parameters.
+                averaged.update(map(id, averaged_parameters(ema)))
+            if has_averaged():
+                # Lightning counts the step only after this hook.
+                self._latest_step = trainer.global_step
 
         self._handles.append(optimizer.register_step_pre_hook(before))
         self._handles.append(optimizer.register_step_post_hook(after))
 
     def _update(self) -> None:
-        if self._stepped and self.ema is not None:
-            self._stepped = False
+        """Update the average for the latest step, unless that has been done."""
+        step, self._latest_step = self._latest_step, None
+        if step is not None and self.ema is not None and self.should_update(step_idx=step):
             self.ema.update()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Count steps from here on; before, optimizers take some to make room for a loaded state."""
+        """Track steps from here on; loading the state of an optimizer may take a step before."""
         self._training = True
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Put the raw weights back if an evaluation has not come to its end."""
-        self._evaluation.end()
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Take the weights into the averages, if an optimizer has taken a step."""
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Update the average, if an optimizer stepped and :meth:`should_update` returns True."""
         self._update()
 
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Update the average, if :meth:`should_update` returns True for this epoch."""
+        self._update_for_epoch(trainer)
+
+    def _update_for_epoch(self, trainer: Any) -> None:
+        """Update the average for the epoch that ends now, unless that has been done."""
+        epoch = trainer.fit_loop.epoch_progress.current
+        # Lightning counts an epoch as processed before on_train_epoch_end(), as completed after it.
+        if epoch.completed > self._latest_epoch and epoch.processed > epoch.completed:
+            self._latest_epoch = epoch.completed
+            if self.ema is not None and self.should_update(epoch_idx=epoch.completed):
+                self.ema.update()
+
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Copy the average into the model, if ``swap_to_average_at_end`` says so."""
+        """Copy the average into the model, if ``swap_to_average_at_end=True``."""
         self._leave()
         if self.swap_to_average_at_end and self.ema is not None:
-            self.ema.copy_to(index=self.index)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Put the raw weights back."""
-        self._evaluation.end()
+            swap_at_end(self.ema, self.index)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let go of the optimizers."""
+        """Remove the hooks of the optimizers."""
         self._leave()
 
     def _leave(self) -> None:
         self._evaluation.end()
-        self._forget_optimizers()
-        self._fitting = self._training = self._stepped = False
-
-    def _forget_optimizers(self) -> None:
+        self._fitting = self._training = False
+        self._latest_step = None
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -205,52 +243,57 @@ class EMACallback(Callback):
     # Evaluation.
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put the average into the model, until the end of the validation, test or prediction."""
+        """Swap the average in until the end of the validation, test or prediction."""
         if self.ema is None or self.ema.model is not pl_module:
             return
         if not self._fitting and trainer.ckpt_path:
-            # These weights have been loaded to be evaluated, and the averages are not theirs.
+            # These weights were loaded to be evaluated, and the averages belong to others.
             self.ema = None
             return
         self._update()
         self._evaluation.start(self.ema, self.index)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Put the raw weights back."""
+    def on_validation_end(self, *_: Any) -> None:
+        """Restore the training weights; without effect outside an evaluation."""
         self._evaluation.end()
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
+    # An error may have left an evaluation before its end.
+    on_train_batch_start = on_exception = on_validation_end
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """Count the step before a checkpoint; what is saved is added when the weights are there."""
+        """Update for the latest step before a checkpoint; :meth:`on_save_checkpoint` adds the state."""
         self._update()
         return {}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Make the average the ``state_dict``, and keep the raw weights and the averages beside it."""
+        """Make the average the ``state_dict``; add the training weights and the state of the averages."""
         if self.ema is None or self.ema.model is not pl_module:
             return
-        # To have a state, the optimizer may have taken a step of no length since then.
-        self._stepped = False
+        # Lightning may have made an optimizer take a step of length zero, to have a state to save.
+        self._latest_step = None
+        # Another callback may save at the end of an epoch, before on_train_epoch_end() of this one.
+        self._update_for_epoch(trainer)
         state = self.ema.state_dict()
         state.pop("raw", None)
         average = self.average_of(trainer, checkpoint)
-        as_raw = exchanged(pairs_for(Members(pl_module), raw_values(pl_module)))
+        as_raw = training_weights(pl_module)
         if has_shards(pl_module):
-            # All but the state_dict and the optimizers is saved by one process, for all of them.
+            # Lightning saves all other entries from rank 0, so they must be gathered.
             with torch.inference_mode(False), torch.no_grad(), as_raw:
                 raw, state = whole(dict(pl_module.state_dict())), whole(state)
         else:
             raw = self._members_of(trainer, checkpoint, as_raw)
             raw = {name: raw[name] for name in raw if not _same_memory(raw[name], average[name])}
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **average}
-        checkpoint["callbacks"][self.state_key] = {"ema": state, "raw": raw}
+        entry = {"ema": state, "raw": raw, "latest_epoch": self._latest_epoch}
+        checkpoint["callbacks"][self.state_key] = entry
 
     def average_of(self, trainer: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is the ``state_dict`` of a checkpoint while the average is in the model."""
+        """Return the entries of a checkpoint's ``state_dict`` with the average swapped in."""
         assert self.ema is not None
         return self._members_of(trainer, checkpoint, self.ema.applied(index=self.index))
 
@@ -258,28 +301,26 @@ class EMACallback(Callback):
     def _members_of(
         trainer: Any, checkpoint: Mapping[str, Any], block: AbstractContextManager[None]
     ) -> dict[str, Any]:
-        """Return the entries of the ``state_dict`` of a checkpoint as they are inside the block.
-
-        The strategy is asked, and not the model: it knows how its checkpoints are made.
-        """
+        """Return the entries of a checkpoint's ``state_dict`` as the strategy gives them in a block."""
         with torch.inference_mode(False), torch.no_grad(), block:
             found = trainer.strategy.lightning_module_state_dict()
         return {name: value for name, value in found.items() if name in checkpoint["state_dict"]}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Put the raw weights into the model, and remember the averages for the start of the fit."""
+        """Load the training weights into the model; the averages are loaded when the fit starts."""
         if trainer.state.fn != "fit":
             return
-        # Without the entry Lightning has no copy to make of it.
+        # Lightning would deepcopy the entry for load_state_dict().
         saved = checkpoint["callbacks"].pop(self.state_key, None)
         self.ema = None
         if saved is not None:
             raw, self._loaded = saved["raw"], saved["ema"]
+            self._latest_epoch = saved.get("latest_epoch", -1)
         elif {"current_model_state", "averaging_state"} <= checkpoint.keys():
             raw = checkpoint["current_model_state"]
             self._loaded = {key: checkpoint[key] for key in ("averaging_state", "state_dict")}
         else:
-            _pl.utilities.rank_zero_warn(MSG_NO_AVERAGES)
+            _pl.utilities.rank_zero_warn(NO_AVERAGES)
             raw = {}
         if has_shards(pl_module):
             raw = split_up(raw, _parameters_of(pl_module))
@@ -293,7 +334,7 @@ class EMACallback(Callback):
 
 
 def _parameters_of(pl_module: Any) -> dict[str, torch.Tensor]:
-    return {name: member.tensor for name, member in Members(pl_module).parameters.items()}
+    return {name: member.tensor for name, member in NamedTensors(pl_module).parameters.items()}
 
 
 def _same_memory(first: Any, second: Any) -> bool:
@@ -305,18 +346,18 @@ def _same_memory(first: Any, second: Any) -> bool:
 
 
 class _CheckpointIO(CheckpointIO):
-    """Makes the average the ``state_dict`` of checkpoints without states as well, and verifies files.
+    """Saves the average in weights-only checkpoints too, and verifies checksums on load.
 
-    Lightning calls no callback for those (``save_weights_only=True``), and they would hold the raw
-    weights. All else is left to the plugin that the strategy had before.
+    Lightning calls no callback for ``save_weights_only=True``. Everything else is done by the plugin
+    that the strategy had before.
     """
 
     def __init__(self, inner: Any, trainer: Any, callback: EMACallback) -> None:
         self.inner, self.trainer, self.callback = inner, trainer, callback
 
     @classmethod
-    def put_into(cls, trainer: Any, callback: EMACallback) -> None:
-        """Give a strategy this plugin instead of its own, which it goes on using."""
+    def install(cls, trainer: Any, callback: EMACallback) -> None:
+        """Wrap the plugin of the Trainer's strategy."""
         inner = trainer.strategy.checkpoint_io
         if isinstance(inner, cls):
             inner = inner.inner
@@ -325,28 +366,31 @@ class _CheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Save the checkpoint, with the average in it."""
+        """Save the checkpoint, with the average as its ``state_dict``."""
         ema = self.callback.ema
-        is_whole = "pytorch-lightning_version" in checkpoint
-        if is_whole and "callbacks" not in checkpoint and ema and not has_shards(ema.model):
+        weights_only = "pytorch-lightning_version" in checkpoint and "callbacks" not in checkpoint
+        if weights_only and ema is not None and not has_shards(ema.model):
             average = self.callback.average_of(self.trainer, checkpoint)
             checkpoint = {**checkpoint, "state_dict": {**checkpoint["state_dict"], **average}}
         self.inner.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do what the other plugin does, if the checksums of a file on this machine are right."""
-        # Checkpoints may also be folders, and what only the other plugin can open.
+        """Verify the checksums of a local file, then load it with the wrapped plugin."""
+        # A checkpoint may also be a folder, or a URL that only the wrapped plugin can open.
         if Path(path).is_file():
             try:
                 verify(Path(path), required=False)
             except Exception as error:
-                raise ValueError(MSG_DAMAGED_CHECKPOINT.format(path=path, error=error)) from error
+                raise ValueError(
+                    f"{path} is corrupt, nothing has been loaded: {error}. Resume from an earlier "
+                    "checkpoint."
+                ) from error
         return self.inner.load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Do what the other plugin does."""
+        """Remove it with the wrapped plugin."""
         self.inner.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Do what the other plugin does."""
+        """Tear down the wrapped plugin."""
         self.inner.teardown()

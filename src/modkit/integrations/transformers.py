@@ -1,60 +1,65 @@
-"""``EMACallback`` for the Trainer of transformers; it needs the extra ``transformers``."""
+"""``EMACallback`` for the Trainer of transformers. It needs the extra ``transformers``."""
 
 import functools
 import importlib
-import inspect
-import os
 import warnings
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
-from modkit._errors import (
-    MSG_BEST_WITHOUT_AVERAGES,
-    MSG_NO_AVERAGES,
-    MSG_NO_TRANSFORMERS,
-    MSG_SHARDED_TRAINER,
-    MSG_STATE_OF_ANOTHER_STEP,
-    MSG_STATE_UNREADABLE,
-    MSG_STEPS_UNKNOWN,
-    MSG_TRAINER_UNKNOWN,
+from modkit.averaging.callback import (
+    NO_AVERAGES,
+    EMAOptions,
+    check_optimizer,
+    check_options,
+    swap_at_end,
+    training_weights,
 )
-from modkit.averaging.callback import EMAOptions, checked_index
 from modkit.averaging.ema import EMA, Decays
-from modkit.averaging.named_tensors import NamedTensors as Members, check_choice as checked_choice
-from modkit.averaging.swap import any_swapped, exchanged, pairs_for, raw_values, write
-from modkit.checkpoints import checksums, verify
-from modkit.files.atomic_write import written_whole
+from modkit.averaging.named_tensors import NamedTensors, check_choice
+from modkit.averaging.swap import any_swapped, pairs_for, write
+from modkit.checkpoints import load_checkpoint, save_checkpoint
 
 
 __all__ = ["EMACallback", "EMATrainer"]
 
 Saved: TypeAlias = Literal["average", "raw"]
-TrainerT = TypeVar("TrainerT")
 
-FILE = "ema.pt"
-VERSION = 1
+FILE: Final = "ema.pt"
+VERSION: Final = 1
 
-# What a Trainer calls the ways in which each process holds another part of the model.
-_SHARDED = (
+# The entry of ``trainer_state.json`` that says what the model file of a checkpoint holds. Without
+# that file a Trainer does not resume, so the entry cannot get lost as ``ema.pt`` can.
+MARK: Final = "modkit.EMA"
+
+# The flags of a Trainer whose ranks hold shards of the model.
+_SHARDED: Final = (
     "is_deepspeed_enabled",
     "is_fsdp_enabled",
     "is_fsdp_xla_enabled",
     "is_distributed_loading_by_transformers",
 )
 
+BEST_WITHOUT_AVERAGES: Final = (
+    "EMACallback: the best checkpoint holds no averages, so its training weights are evaluated now"
+)
+
 
 def _package() -> Any:
-    """Return transformers; to type checkers it may be anything."""
+    """Return transformers. To type checkers it is Any."""
     try:
         importlib.import_module("accelerate")
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(MSG_NO_TRANSFORMERS, name=error.name) from error
+        raise ModuleNotFoundError(
+            "modkit.integrations.transformers needs transformers 5 or later and accelerate: "
+            "pip install 'modkit[transformers]'",
+            name=error.name,
+        ) from error
 
 
 _hf = _package()
@@ -65,43 +70,43 @@ TrainerCallback: Any = _hf.TrainerCallback
 class EMACallback(TrainerCallback):
     """Averages a model that the Trainer of transformers trains; evaluates and saves the average.
 
-    Each step that the optimizer really takes updates the averages: gradient accumulation is counted
-    right, and so are steps that a gradient scaler leaves out. (A fused optimizer leaves them out by
-    itself, on the device; they count as steps, here as in the Trainer.) ``evaluate()`` and ``predict()`` see the
-    average, called by the Trainer or by you, in training or after it; before the first update they
-    see the raw weights. The raw weights are back afterwards, and after any error in them.
+    Each optimizer step updates the average: once per step with gradient accumulation, and not for
+    steps that a gradient scaler skips. (Fused optimizers skip them on the device, without notice; the
+    Trainer and the average count them.) ``evaluate()`` and ``predict()`` see the average, in training
+    and after it, and before the first update the training weights. The training weights are restored
+    afterwards, and after any error.
 
-    A checkpoint holds what ``save`` says as its ``model.safetensors``, so that it loads without this
-    callback. Beside it lies ``ema.pt`` with the averages, and with the raw weights where those are not
-    the model; ``train(resume_from_checkpoint=...)`` goes on with both, bit for bit. After
-    ``load_best_model_at_end`` the averages are those of the best checkpoint too. A ``train()``
-    that does not resume begins to average anew.
+    ``save`` chooses the content of ``model.safetensors`` in a checkpoint, which loads without this
+    callback. ``ema.pt`` beside it holds the averages, and the training weights if the model file does
+    not. ``train(resume_from_checkpoint=...)`` resumes bitwise identically. After
+    ``load_best_model_at_end`` the averages are those of the best checkpoint. A ``train()`` that does
+    not resume starts averaging anew.
 
-    A Trainer does not tell its callbacks when an evaluation begins. So it becomes an
-    :class:`EMATrainer` in place: the same object, whose class is derived from its own. Given as one
-    of the ``callbacks`` of a Trainer, this is done by itself; a Trainer that is there already
-    takes :meth:`attach`.
-
-    Models that FSDP or DeepSpeed shard are refused.
+    Callbacks are not notified when an evaluation begins. :meth:`attach` therefore wraps the methods
+    ``train``, ``evaluate``, ``predict``, ``evaluation_loop`` and ``save_model`` of one Trainer;
+    :meth:`detach` unwraps them. :class:`EMATrainer` attaches its callback by itself. Without either,
+    training is refused. Models that FSDP or DeepSpeed shard are refused.
 
     Args:
-        decay: How much of the average stays in each step, or several of that.
-        save: What ``model.safetensors`` holds: the ``"average"`` or the ``"raw"`` weights.
-        index: Which average to evaluate and to save, where there are several.
-        swap_to_average_at_end: Whether to copy the average into the model when training ends.
+        decay: Fraction of the average that each update keeps, or a list of them for several averages.
+        save: Content of ``model.safetensors``: ``"average"``, or ``"raw"`` for the training weights.
+        index: Index of the average to evaluate and to save, if there are several.
+        swap_to_average_at_end: If True, training ends with the average in the model;
+            ``callback.ema.restore()`` restores the training weights.
         **options: All other options of :class:`~modkit.averaging.ema.EMA`.
 
     Attributes:
-        ema: The averages, once training has begun.
+        ema: The :class:`~modkit.averaging.ema.EMA` of the latest training, or None.
 
     Raises:
-        TypeError, ValueError: An option makes no sense.
+        TypeError, ValueError: If an argument is invalid.
 
     Example::
 
         from modkit.integrations.transformers import EMACallback
 
-        trainer = Trainer(model, args, train_dataset=data, callbacks=[EMACallback(decay=0.999)])
+        trainer = Trainer(model, args, train_dataset=data)
+        ema = EMACallback(decay=0.999).attach(trainer)
         trainer.train(resume_from_checkpoint=True)
     """
 
@@ -114,107 +119,156 @@ class EMACallback(TrainerCallback):
         swap_to_average_at_end: bool = False,
         **options: Unpack[EMAOptions],
     ) -> None:
-        checked_choice("EMACallback", "save", save, ("average", "raw"))
-        # Options that make no sense are told now, and not when training starts.
-        self.index = checked_index(index, EMA(torch.nn.Module(), decay, **options))
+        check_choice("EMACallback", "save", save, ("average", "raw"))
+        check_options(decay, index, options)
+        self.index = index
         self.save: Saved = save
         self.swap_to_average_at_end = swap_to_average_at_end
         self.ema: EMA[Any] | None = None
         self._decay = decay
         self._options = options
+        self._trainer: Any = None
+        self._wrapped: dict[str, tuple[Callable[..., Any], Any]] = {}
         self._is_training = False
         self._resumed: Path | None = None
 
-    def attach(self, trainer: TrainerT) -> TrainerT:
-        """Let a Trainer average its model, from its next ``train()`` on.
+    def attach(self, trainer: Any) -> Self:
+        """Average the model of a Trainer, from its next ``train()`` on.
 
-        Returns the Trainer.
+        The callback is added to the Trainer's callbacks, unless it is one of them already. It is
+        detached from the Trainer that it was attached to before.
+
+        Args:
+            trainer: A ``transformers.Trainer`` or an instance of a class derived from it.
+
+        Returns:
+            This callback.
 
         Raises:
-            TypeError: It is no Trainer of transformers.
-            ValueError: It has a callback of this kind already.
+            TypeError: If ``trainer`` is not a ``transformers.Trainer``.
+            ValueError: If the Trainer has another callback of this class.
         """
         if not isinstance(trainer, Trainer):
-            raise TypeError(f"EMACallback: {type(trainer).__name__} is no transformers.Trainer")
+            kind = type(trainer).__name__
+            raise TypeError(f"EMACallback.attach: {kind} is not a transformers.Trainer")
         found: Any = trainer
-        others = [one for one in _callbacks_of(found) if one is not self]
-        if others:
-            raise ValueError("EMACallback: the Trainer has one already; it takes several decays")
-        if not isinstance(found, EMATrainer):
-            kind: Any = type(found)
-            found.__class__ = _averaging(kind)
-        if self not in found.callback_handler.callbacks:
-            found.add_callback(self)
-        return trainer
+        if self._trainer is found:
+            return self
+        callbacks: list[Any] = found.callback_handler.callbacks
+        if any(isinstance(one, EMACallback) and one is not self for one in callbacks):
+            raise ValueError(
+                "EMACallback: the Trainer has one already; give it a list of decays instead"
+            )
+        self.detach()
+        if self not in callbacks:
+            found.callback_handler.add_callback(self)
+        self._trainer = found
+        self._wrap("train", self._training)
+        for name in ("evaluate", "predict", "evaluation_loop"):
+            self._wrap(name, self._evaluating)
+        self._wrap("save_model", self._saving)
+        return self
+
+    def _wrap(self, name: str, block: Callable[..., AbstractContextManager[None]]) -> None:
+        """Run a method of the Trainer inside a block that gets its arguments."""
+        trainer = self._trainer
+        inner = getattr(trainer, name)
+
+        @functools.wraps(inner)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # The callback may have been removed, or detached below a later wrapper.
+            if self._trainer is not trainer or self not in trainer.callback_handler.callbacks:
+                return inner(*args, **kwargs)
+            with block(*args, **kwargs):
+                return inner(*args, **kwargs)
+
+        self._wrapped[name] = (call, vars(trainer).get(name))
+        setattr(trainer, name, call)
+
+    def detach(self) -> None:
+        """Remove the callback from its Trainer and unwrap the Trainer's methods.
+
+        The averages stay in ``ema``. Without a Trainer nothing happens.
+        """
+        trainer, self._trainer = self._trainer, None
+        wrapped, self._wrapped = self._wrapped, {}
+        for name, (call, before) in wrapped.items():
+            if vars(trainer).get(name) is not call:
+                continue  # wrapped again by the user; this wrapper has no effect from now on
+            delattr(trainer, name)
+            if before is not None:
+                setattr(trainer, name, before)
+        if trainer is not None and self in trainer.callback_handler.callbacks:
+            trainer.remove_callback(self)
+        if self.ema is not None:
+            self.ema.detach()
 
     # Events of the Trainer.
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make the Trainer that is calling one that averages."""
-        trainer = _caller(self)
-        if trainer is not None:
-            self.attach(trainer)
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start averaging, or go on with the averages and the raw weights of a checkpoint."""
+        """Start averaging, or resume with the averages and training weights of a checkpoint."""
         if not self._is_training:
-            raise RuntimeError(MSG_TRAINER_UNKNOWN)
-        self._leave()
+            raise RuntimeError(
+                "EMACallback: not attached to the Trainer, which passes itself to no callback. Call "
+                "callback.attach(trainer) before train(), or derive the Trainer from EMATrainer"
+            )
+        if self.ema is not None:
+            self.ema.detach()
+        self.ema = None
         optimizer = _innermost(kwargs["optimizer"])
         ema = EMA(kwargs["model"], self._decay, **self._options)
-        if self._resumed is not None:
-            content = _read(self._resumed, state.global_step)
-            if content is not None:
-                _restore(ema, content)
-            elif state.is_world_process_zero:
-                warnings.warn(MSG_NO_AVERAGES, stacklevel=2)
+        folder, step = self._resumed, state.global_step
+        content = None if folder is None else _read(folder, step)
+        if content is not None:
+            _restore(ema, content)
+        elif folder is not None and state.stateful_callbacks.get(MARK) == _mark(step):
+            raise ValueError(
+                f"EMACallback: the model in {folder} is the average, and {FILE} with the training "
+                "weights is missing, so training would go on from the average. Put the file back or "
+                "resume from another checkpoint. To train the average, load it with "
+                "from_pretrained() and call train() without resume_from_checkpoint"
+            )
+        elif folder is not None and state.is_world_process_zero:
+            warnings.warn(NO_AVERAGES, stacklevel=2)
         self.ema = ema.attach(optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Go back to the averages of the best model, or copy them into the model, if asked to."""
+        """Load the averages of the best model, or copy the average into the model, if asked to."""
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         if best is not None and self.ema is not None:
             self.ema = self._averages_in(Path(best), state)
         if self.swap_to_average_at_end and self.ema is not None:
-            self.ema.copy_to(index=self.index)
+            swap_at_end(self.ema, self.index)
 
     def _averages_in(self, folder: Path, state: Any) -> EMA[Any] | None:
         """Return the averages of the best checkpoint, whose model the Trainer has loaded."""
         assert self.ema is not None
         content = _read(folder, state.best_global_step)
         if content is None:
-            # What has been loaded is then evaluated as it is.
+            # From now on the loaded model is evaluated as it is.
             if self.save == "raw" and state.is_world_process_zero:
-                warnings.warn(MSG_BEST_WITHOUT_AVERAGES, stacklevel=3)
+                warnings.warn(BEST_WITHOUT_AVERAGES, stacklevel=3)
             return None
         ema = EMA(self.ema.model, self._decay, **self._options)
         ema.load_state_dict(content["ema"])
         return ema
 
-    def _leave(self) -> None:
-        if self.ema is not None:
-            self.ema.detach()
-        self.ema = None
-
-    # What the Trainer asks for.
-
-    def averages_of(self, model: torch.nn.Module) -> EMA[Any] | None:
-        """Return the averages if they are those of this model, or of what it wraps."""
-        ema = self.ema
-        if ema is None or ema.model is model:
-            return ema
-        mine = set(map(id, ema.model.parameters()))
-        return ema if any(id(one) in mine for one in model.parameters()) else None
+    # Blocks around methods of the Trainer, with their arguments.
 
     @contextmanager
-    def training(self, resumed: str | os.PathLike[str] | None = None) -> Generator[None]:
-        """Remember for the length of a ``train()`` which checkpoint it goes on from.
-
-        Args:
-            resumed: The folder of the checkpoint.
-        """
-        self._is_training = True
-        self._resumed = None if resumed is None else Path(resumed)
+    def _training(
+        self, resume_from_checkpoint: Any = None, *args: object, **kwargs: object
+    ) -> Generator[None]:
+        if any(getattr(self._trainer, flag, False) for flag in _SHARDED):
+            raise NotImplementedError(
+                "EMACallback: models that are sharded (FSDP, DeepSpeed, tensor parallel) are not "
+                "supported in the Trainer; use modkit.EMA in a hand-written loop"
+            )
+        folder = resume_from_checkpoint
+        if folder is True:
+            # If there is none, the Trainer raises an error.
+            folder = _hf.trainer_utils.get_last_checkpoint(self._trainer.args.output_dir)
+        self._is_training, self._resumed = True, Path(folder) if folder else None
         try:
             yield
         finally:
@@ -223,183 +277,121 @@ class EMACallback(TrainerCallback):
                 self.ema.detach()
 
     @contextmanager
-    def evaluating(self, model: torch.nn.Module) -> Generator[None]:
-        """Put the average into the model for the length of a ``with`` block.
-
-        A block inside another one changes nothing, nor does one around a model that has no
-        parameter in common with the averaged one.
-        """
-        ema = self.averages_of(model)
-        if ema is None or any_swapped(model):
+    def _evaluating(self, *_: object, **__: object) -> Generator[None]:
+        trainer = self._trainer
+        ema, args = self._averages_of(trainer.model), trainer.args
+        narrow = (args.fp16_full_eval or args.bf16_full_eval) and not trainer.is_in_train
+        if ema is not None and narrow:
+            # The Trainer would cast the model inside the block, while the average is swapped in.
+            dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
+            trainer.model.to(dtype=dtype, device=args.device)
+        # predict() calls evaluation_loop(), and the user may evaluate inside ema.applied().
+        if ema is None or any_swapped(trainer.model):
             yield
             return
         with ema.applied(index=self.index):
             yield
 
     @contextmanager
-    def saving(self, model: torch.nn.Module) -> Generator[None]:
-        """Put what is to be saved into the model for the length of a ``with`` block."""
-        ema = self.averages_of(model)
+    def _saving(
+        self, output_dir: Any = None, _internal_call: bool = False, *_: object, **__: object
+    ) -> Generator[None]:
+        """Save what ``save`` says; in a checkpoint, the state of the averages beside it."""
+        trainer = self._trainer
+        ema, step = self._averages_of(trainer.model), trainer.state.global_step
         if ema is None:
-            block: Any = nullcontext()
-        elif self.save == "average":
-            block = ema.applied(index=self.index)
-        else:
-            # Inside an evaluation the model holds the average.
-            block = exchanged(pairs_for(Members(model), raw_values(model)))
+            yield
+            return
+        is_average = self.save == "average"
+        # Inside an evaluation the model holds the average.
+        block = ema.applied(index=self.index) if is_average else training_weights(trainer.model)
         with block:
             yield
+            if output_dir is None or not _internal_call or not trainer.args.should_save:
+                return
+            trainer.state.stateful_callbacks.pop(MARK, None)
+            if is_average and ema.n_averaged:
+                trainer.state.stateful_callbacks[MARK] = _mark(step)
+            if not trainer.args.save_only_model:
+                state = ema.state_dict()
+                raw = state.pop("raw", {})
+                content = {"ema": state, "raw": raw if is_average else {}}
+                content |= {"version": VERSION, "global_step": step}
+                save_checkpoint(content, Path(output_dir) / FILE)
 
-    def write_state(self, folder: str | os.PathLike[str], step: int) -> None:
-        """Write ``ema.pt`` into a checkpoint; call it inside :meth:`saving`.
-
-        Args:
-            folder: The folder of the checkpoint.
-            step: The number of steps that the Trainer has taken.
-        """
-        assert self.ema is not None
-        state = self.ema.state_dict()
-        raw = state.pop("raw", {})
-        content = {
-            "version": VERSION,
-            "global_step": step,
-            "ema": state,
-            "raw": raw if self.save == "average" else {},
-        }
-        with written_whole(Path(folder) / FILE) as unfinished, checksums():
-            torch.save(content, unfinished)
+    def _averages_of(self, model: torch.nn.Module) -> EMA[Any] | None:
+        """Return the averages if they belong to this model, or to a model that it wraps."""
+        ema = self.ema
+        if ema is None or ema.model is model:
+            return ema
+        averaged = set(map(id, ema.model.parameters()))
+        return ema if any(id(one) in averaged for one in model.parameters()) else None
 
 
 class EMATrainer(Trainer):
-    """The Trainer of transformers, with the calls that an :class:`EMACallback` has to know of.
+    """A Trainer that attaches the :class:`EMACallback` among its callbacks.
 
-    There is no need to name it: the callback makes any Trainer one. A class of one's own may have it as
-    its first base.
+    Use it in place of ``transformers.Trainer``, or as the first base of a class:
+    ``class MyTrainer(EMATrainer, SFTTrainer)``. Without the callback it is a plain Trainer.
     """
 
-    @property
-    def ema_callback(self) -> EMACallback | None:
-        """The callback that averages, or None."""
-        found = _callbacks_of(self)
-        return found[0] if found else None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._attach_ema()
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does, and go on with the averages of a checkpoint."""
-        callback = self.ema_callback
-        if callback is None:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        if any(getattr(self, flag, False) for flag in _SHARDED):
-            raise NotImplementedError(MSG_SHARDED_TRAINER)
-        if resume_from_checkpoint is True:
-            # If there is none, the Trainer says so.
-            last = _hf.trainer_utils.get_last_checkpoint(self.args.output_dir)
-            resume_from_checkpoint = True if last is None else last
-        is_path = not isinstance(resume_from_checkpoint, bool)
-        with callback.training(resume_from_checkpoint if is_path else None):
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, and attach it if it is an :class:`EMACallback`."""
+        super().add_callback(callback)
+        self._attach_ema()
 
-    @contextmanager
-    def _evaluating(self) -> Generator[None]:
-        callback = self.ema_callback
-        if callback is None or callback.averages_of(self.model) is None:
-            yield
-            return
-        if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):
-            # The Trainer does so after this, when the model holds the average: too late.
-            dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16
-            self.model.to(dtype=dtype, device=self.args.device)
-        with callback.evaluating(self.model):
-            yield
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the average."""
-        with self._evaluating():
-            return super().evaluate(*args, **kwargs)
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict with the average."""
-        with self._evaluating():
-            return super().predict(*args, **kwargs)
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the loop that both have in common on the average."""
-        with self._evaluating():
-            return super().evaluation_loop(*args, **kwargs)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save what the callback says, and in a checkpoint the state of the averages beside it."""
-        callback = self.ema_callback
-        if callback is None or callback.averages_of(self.model) is None:
-            super().save_model(output_dir, _internal_call)
-            return
-        with callback.saving(self.model):
-            super().save_model(output_dir, _internal_call)
-            if output_dir is None or not _internal_call:
-                return
-            if self.args.should_save and not self.args.save_only_model:
-                callback.write_state(output_dir, self.state.global_step)
-
-
-@functools.cache
-def _averaging(kind: Any) -> Any:
-    """Return the class that a Trainer of this class gets; it bears the same name."""
-    facts = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (EMATrainer, kind), facts)
-
-
-def _callbacks_of(trainer: Any) -> list[EMACallback]:
-    return [one for one in trainer.callback_handler.callbacks if isinstance(one, EMACallback)]
-
-
-def _caller(callback: EMACallback) -> Any:
-    """Return the Trainer that is calling the callback, or None.
-
-    An event carries all that a Trainer has, and not the Trainer.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        found: Any = frame.f_locals.get("self")
-        if isinstance(found, Trainer) and callback in found.callback_handler.callbacks:
-            return found
-        frame = frame.f_back
-    return None
+    def _attach_ema(self) -> None:
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, EMACallback):
+                callback.attach(self)
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that tells of the steps that it really takes.
-
-    That of accelerate wraps another one, and is called where no step is due as well.
-    """
+    """Return the optimizer that accelerate has wrapped: its hooks run for steps that are taken."""
     accelerated = importlib.import_module("accelerate.optimizer").AcceleratedOptimizer
     while isinstance(optimizer, accelerated):
         optimizer = optimizer.optimizer
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(MSG_STEPS_UNKNOWN.format(kind=type(optimizer).__name__))
-    return optimizer
+    return check_optimizer(optimizer)
+
+
+def _mark(step: int) -> dict[str, Any]:
+    """Return the entry of a checkpoint whose model file holds the average.
+
+    A run without the callback copies the entry to its checkpoints, where the step is another one.
+    """
+    return {"model": "average", "global_step": step}
 
 
 def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
-    """Return what the ``ema.pt`` of a checkpoint holds, or None if there is none."""
+    """Return the content of a checkpoint's ``ema.pt``, or None if there is no such file."""
     path = folder / FILE
     if not path.exists():
         return None
     try:
-        verify(path)
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        content: dict[str, Any] = load_checkpoint(path, map_location="cpu")
         version, found = content["version"], content["global_step"]
     except Exception as error:
-        raise ValueError(MSG_STATE_UNREADABLE.format(path=path, error=error)) from error
+        raise ValueError(
+            f"EMACallback: {path} cannot be read ({error}). The averages of this checkpoint are lost, "
+            "and the training weights too if its model is the average. Resume from another checkpoint."
+        ) from error
     if version > VERSION:
         raise ValueError(f"EMACallback: {path} has version {version}, newer than {VERSION}")
     if step is not None and found != step:
-        raise ValueError(MSG_STATE_OF_ANOTHER_STEP.format(path=path, found=found, step=step))
+        raise ValueError(
+            f"EMACallback: {path} was written at step {found}, and the checkpoint at step {step}"
+        )
     return content
 
 
 @torch.no_grad()
 def _restore(ema: EMA[Any], content: dict[str, Any]) -> None:
-    """Give averages their state, and their model its raw weights, if both fit."""
-    pairs = pairs_for(Members(ema.model), content["raw"])
+    """Load averages and training weights, if both fit the model."""
+    pairs = pairs_for(NamedTensors(ema.model), content["raw"])
     ema.load_state_dict(content["ema"])
     for _, tensor, value in pairs:
         write(tensor, value)

@@ -83,6 +83,45 @@ def test_an_optimizer_counts_each_step_once() -> None:
     assert ema.ema.step == ema.ema.n_averaged == 3
 
 
+def test_a_list_with_one_optimizer() -> None:
+    """One optimizer may be given by itself or in a list, and an empty list is none."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ema, by_hand = modkit.EMACallback(net, [optimizer]), modkit.EMACallback(net, [])
+    batch_of(net, 0)
+    optimizer.step()
+    ema.step()
+    by_hand.step()
+
+    assert ema.ema.step == by_hand.ema.step == 1
+
+
+def test_what_is_not_an_optimizer() -> None:
+    """Steps of other objects cannot be tracked, so they are refused with their class."""
+    with pytest.raises(TypeError, match=r"Linear is not a torch\.optim\.Optimizer"):
+        modkit.EMACallback(network(), [nn.Linear(1, 1)])
+
+
+@pytest.mark.skipif(
+    not any(
+        p.kind is p.VAR_POSITIONAL for p in inspect.signature(modkit.EMA.attach).parameters.values()
+    ),
+    reason="EMA.attach() takes one optimizer",
+)
+def test_several_optimizers_of_one_model() -> None:
+    """A training step of all optimizers is one update."""
+    net = network()
+    optimizers = [torch.optim.SGD(net[i].parameters(), lr=0.1) for i in (0, 1, 3)]
+    ema = modkit.EMACallback(net, optimizers)
+    for step in range(3):
+        batch_of(net, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert ema.ema.step == 3
+
+
 @pytest.mark.parametrize("name", ["step", "on_train_batch_end"])
 def test_without_an_optimizer_the_loop_says_when(name) -> None:
     """Each call of the hook is one update, with the weights that EMA would have."""
