@@ -114,9 +114,10 @@ def ecosystem(session: nox.Session) -> None:
     trainers = (*lightning, *(f"trainer_{what}" for what in transformers), "accelerate_loop")
     names = (*averages, "ecosystem", *trainers)
     files = [f"tests/integration/test_{name}.py" for name in names]
-    files.append("tests/integration/third_party")
+    files += [f"tests/integration/{folder}" for folder in ("migration", "third_party")]
     # The pages show what these libraries and modkit have for the same purpose.
-    files += ["docs/callbacks.md", "docs/callbacks_transformers.md"]
+    pages = ("callbacks", "callbacks_transformers", "migration")
+    files += [f"docs/{page}.md" for page in pages]
     session.run("pytest", *files, *session.posargs, env=TEST_ENVIRONMENT)
     launched = ("lightning_processes", "trainer_distributed")
     files = [f"tests/integration/test_{name}.py" for name in launched]
