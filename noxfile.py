@@ -114,7 +114,9 @@ def ecosystem(session: nox.Session) -> None:
     trainers = (*lightning, *(f"trainer_{what}" for what in transformers), "accelerate_loop")
     names = (*averages, "ecosystem", *trainers)
     files = [f"tests/integration/test_{name}.py" for name in names]
-    files += [f"tests/integration/{folder}" for folder in ("migration", "peer_suites", "third_party")]
+    files += [
+        f"tests/integration/{folder}" for folder in ("migration", "peer_suites", "third_party")
+    ]
     # The pages show what these libraries and modkit have for the same purpose.
     pages = ("callbacks", "callbacks_transformers", "migration")
     files += [f"docs/{page}.md" for page in pages]
