@@ -173,9 +173,9 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="virtualenv")
 def peers(session: nox.Session) -> None:
-    """Time the weight averages of modkit, torch, timm, ema-pytorch, diffusers and torch_ema."""
+    """Time the weight averages of modkit and of other libraries; `-- --json FILE` keeps the rows."""
     install(session, "peers")
-    session.run("python", "benchmarks/peers.py", *session.posargs)
+    session.run("python", "-m", "benchmarks.averaging_peers", *session.posargs)
 
 
 @nox.session(default=False)
