@@ -114,9 +114,12 @@ def ecosystem(session: nox.Session) -> None:
     trainers = (*lightning, *(f"trainer_{what}" for what in transformers), "accelerate_loop")
     names = (*averages, "ecosystem", *trainers)
     files = [f"tests/integration/test_{name}.py" for name in names]
-    files.append("tests/integration/third_party")
+    files += [
+        f"tests/integration/{folder}" for folder in ("migration", "peer_suites", "third_party")
+    ]
     # The pages show what these libraries and modkit have for the same purpose.
-    files += ["docs/callbacks.md", "docs/callbacks_transformers.md"]
+    pages = ("callbacks", "callbacks_transformers", "migration")
+    files += [f"docs/{page}.md" for page in pages]
     session.run("pytest", *files, *session.posargs, env=TEST_ENVIRONMENT)
     launched = ("lightning_processes", "trainer_distributed")
     files = [f"tests/integration/test_{name}.py" for name in launched]
@@ -170,9 +173,9 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="virtualenv")
 def peers(session: nox.Session) -> None:
-    """Time the weight averages of modkit, torch, timm, ema-pytorch, diffusers and torch_ema."""
+    """Time the weight averages of modkit and of other libraries; `-- --json FILE` keeps the rows."""
     install(session, "peers")
-    session.run("python", "benchmarks/peers.py", *session.posargs)
+    session.run("python", "-m", "benchmarks.averaging_peers", *session.posargs)
 
 
 @nox.session(default=False)

@@ -102,12 +102,6 @@ def test_what_is_not_an_optimizer() -> None:
         modkit.EMACallback(network(), [nn.Linear(1, 1)])
 
 
-@pytest.mark.skipif(
-    not any(
-        p.kind is p.VAR_POSITIONAL for p in inspect.signature(modkit.EMA.attach).parameters.values()
-    ),
-    reason="EMA.attach() takes one optimizer",
-)
 def test_several_optimizers_of_one_model() -> None:
     """A training step of all optimizers is one update."""
     net = network()

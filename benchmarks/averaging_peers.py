@@ -1,0 +1,163 @@
+"""Time the updates and swaps of weight averages: modkit beside torch, timm, diffusers and others.
+
+    python -m benchmarks.averaging_peers                            # print the table: minutes
+    python -m benchmarks.averaging_peers --json build/peers.json    # write every row as well
+    python -m benchmarks.averaging_peers --seconds 0.2 --divide 8   # check that it runs
+
+All run in this process, interleaved: a round times each contestant once, in random order. A time is the CPU
+time of one thread. With warm caches, an untimed call precedes the timed one; with evicted caches, a buffer of
+64 MB is read and written in between. A ratio is the median over the rounds of modkit's time divided by the
+peer's. modkit is compared with peers that keep averages of the same dtype, and parameters alone with
+parameters alone. Libraries that cannot be imported are named and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from benchmarks.averaging_contestants import CASES, OPERATIONS, PARAMETERS_ALONE, Action
+
+
+EVICTING = torch.zeros(16 * 2**20)
+
+
+class Measured(NamedTuple):
+    """The times of one contestant, in milliseconds, one for each round."""
+
+    case: str
+    operation: str
+    caches: str
+    name: str
+    times: list[float]
+
+    def quartiles(self) -> list[float]:
+        """Return the lower quartile, the median and the upper quartile."""
+        return statistics.quantiles(self.times, n=4, method="inclusive")
+
+    def shown(self) -> str:
+        """Return the median and the quartiles as text."""
+        low, middle, high = self.quartiles()
+        return f"{middle:.3g} ({low:.3g} to {high:.3g})"
+
+
+def milliseconds_of(action: Action, caches: str) -> float:
+    """Return the CPU time of one call, with warm or evicted caches."""
+    if caches == "warm":
+        action()
+    else:
+        EVICTING.add_(1)
+    start = time.thread_time()
+    action()
+    return 1e3 * (time.thread_time() - start)
+
+
+def actions_of(
+    operation: str, model: nn.Module, dtype: torch.dtype, unavailable: set[str]
+) -> dict[str, Action]:
+    """Make the contestants that can be imported and that keep averages in the dtype."""
+
+    def prepared(name: str) -> Action | None:
+        try:
+            action = OPERATIONS[operation][name](model, dtype)
+        except NotImplementedError:
+            return None
+        except (ImportError, RuntimeError) as error:
+            unavailable.add(f"{name} ({str(error).partition(chr(10))[0]})")
+            return None
+        for _ in range(3):
+            action()
+        return action
+
+    actions = {name: prepared(name) for name in OPERATIONS[operation]}
+    return {name: action for name, action in actions.items() if action is not None}
+
+
+def measure(case: str, dtype: torch.dtype, options: argparse.Namespace) -> Iterator[Measured]:
+    """Time both operations of all contestants, for a model, with averages in the dtype."""
+    model = CASES[case](options.divide)
+    # In a fixed order each would find the caches as the same other one has left them.
+    order = random.Random(0)  # noqa: S311 - no secret
+    for operation in OPERATIONS:
+        actions = actions_of(operation, model, dtype, options.unavailable)
+        names = list(actions)
+        for caches in ("warm", "evicted"):
+            times: dict[str, list[float]] = {name: [] for name in names}
+            deadline = time.thread_time() + options.seconds
+            while len(times[names[0]]) < 3 or time.thread_time() < deadline:
+                order.shuffle(names)
+                for name in names:
+                    times[name].append(milliseconds_of(actions[name], caches))
+            label = f"{case}, averages in {str(dtype).removeprefix('torch.')}"
+            yield from (Measured(label, operation, caches, name, times[name]) for name in times)
+
+
+def ratios(found: list[Measured]) -> list[tuple[float, Measured, Measured]]:
+    """Compare each contestant of modkit with each peer, the slowest of modkit first."""
+    pairs = [
+        (statistics.median(a / b for a, b in zip(ours.times, peer.times, strict=True)), ours, peer)
+        for ours in found
+        for peer in found
+        if ours.name.startswith("modkit") and not peer.name.startswith("modkit")
+        if ours[:3] == peer[:3]
+        if (ours.name in PARAMETERS_ALONE) == (peer.name in PARAMETERS_ALONE)
+    ]
+    return sorted(pairs, key=lambda pair: -pair[0])
+
+
+def report(found: list[Measured]) -> str:
+    """Return the comparison as a table in Markdown."""
+    lines = ["| case | operation | caches | modkit | ms | peer | ms | ratio |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for ratio, ours, peer in ratios(found):
+        cells = (*ours[:4], ours.shown(), peer.name, peer.shown(), f"{ratio:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write_json(found: list[Measured], file: Path, unavailable: set[str]) -> None:
+    """Write the quartiles of all contestants, and the machine."""
+    rows = [
+        {**one._asdict(), "times": len(one.times), "quartiles_ms": one.quartiles()} for one in found
+    ]
+    machine = f"{platform.machine()}, torch {torch.__version__}, one thread"
+    content = {"machine": machine, "unavailable": sorted(unavailable), "rows": rows}
+    file.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def main() -> int:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=5.0, help="time for each group of rows")
+    parser.add_argument("--only", default="", help="a part of the names of the cases to measure")
+    parser.add_argument("--divide", type=int, default=1, help="divide the widths, for a check")
+    parser.add_argument("--json", type=Path, help="a file to write")
+    options = parser.parse_args()
+    options.unavailable = set()
+    torch.set_num_threads(1)
+    found: list[Measured] = []
+    for case in (name for name in CASES if options.only in name):
+        found += measure(case, torch.float32, options)
+        if case.endswith("bf16"):
+            found += measure(case, torch.bfloat16, options)
+    print(report(found))
+    for name in sorted(options.unavailable):
+        print("left out:", name)
+    if options.json:
+        write_json(found, options.json, options.unavailable)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
