@@ -35,7 +35,6 @@ def table(cells: dict[str, list[str]]) -> str:
 
 def cells() -> dict[str, list[str]]:
     """Run every cell, and return the outcomes of each feature in the order of the libraries."""
-    sys.path.insert(0, str(ROOT))
     features = importlib.import_module("tests.integration.peer_features")
     return {
         feature: [features.outcome(feature, library) for library in CLASSES]
@@ -65,5 +64,6 @@ def render() -> str:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
     warnings.simplefilter("ignore")
     PAGE.write_text(render(), encoding="utf-8")

@@ -42,14 +42,15 @@ _BY_POSITION: Final = Divergence(
 )
 _READS: Final = Divergence(
     "torch",
-    "Each update of torch's `AveragedModel` reads the count on the host, which waits for the device "
-    "and cannot be compiled as a whole; modkit keeps an int beside it.",
+    "Each update of torch's `AveragedModel` reads the count on the host, which synchronizes with the "
+    "device and breaks the graph of `torch.compile`. On CPU modkit reads it too. On accelerators it reads "
+    "it only if the buffer was replaced or written, and compiled updates never read it.",
     PULLS + "157705",
 )
 _INTEGERS: Final = Divergence(
     "torch",
-    "With `use_buffers=True` torch averages integer and boolean buffers: values are cut off, wrap "
-    "around, or raise. In modkit they are copied, as counters and masks have no average.",
+    "With `use_buffers=True` torch averages integer and boolean buffers: values are truncated, wrap "
+    "around, or raise. In modkit they are copied. Integer parameters are averaged as in torch.",
     NO_ISSUE,
 )
 _NO_COPY: Final = Divergence(
@@ -85,8 +86,8 @@ SWA_DIVERGENCES: Final = {
     _AVERAGED + "test_models_that_keep_results_are_copied": _NO_COPY,
     _AVERAGED + "test_models_that_are_split_up_are_copied": Divergence(
         "torch",
-        "Torch refuses to copy a model that `fully_shard` has split up, so it has no "
-        "`AveragedModel`; modkit makes a copy whose shards are where those of the model are.",
+        "Torch refuses to copy a model that `fully_shard` has sharded, so it has no `AveragedModel`; "
+        "modkit makes a copy that is sharded in the same way.",
         ISSUES + "149138",
     ),
     _AVERAGED + "test_lazy_models_are_averaged_once_they_have_shapes": Divergence(

@@ -54,7 +54,8 @@ class EMA(Generic[ModelT]):
     later one computes ``average = decay * average + (1 - decay) * parameter``.
 
     Tensors are matched by name, and an update that does not match changes nothing. Tied tensors are
-    averaged once. No update synchronizes with an accelerator (except ``on_nonfinite="raise"``).
+    averaged once. No update synchronizes with an accelerator, except with ``on_nonfinite="raise"``, and the
+    first one with ``"skip"``.
 
     Args:
         model: Model to track. It is neither copied nor modified.
@@ -352,10 +353,10 @@ class EMA(Generic[ModelT]):
 
     @property
     def module(self) -> ModelT:
-        """A copy of the model that stays at the first average, in eval mode, without gradients.
+        """A copy of the model that holds the first average, in eval mode, without gradients.
 
-        Reading it brings it up to date. Its tensors are the averages where dtype and device are the same;
-        it takes the memory of a model for the others.
+        Each read brings the averages in it up to date; what is not averaged stays as it was at the first
+        read. Its tensors are the averages where dtype and device are the same; the others take memory.
         """
         if self._module is None:
             self._module = self.averaged_model()

@@ -83,7 +83,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         buffers: ``"copy"``, ``"average"``, ``"ignore"``, or a dict of globs, instead of ``use_buffers``.
         include: Globs of names, or a predicate: parameters to average. The others are copied.
         exclude: Globs of names, or a predicate: parameters to copy.
-        trainable_only: Average only parameters that require gradients, and copy the others.
+        trainable_only: Average only parameters that require gradients in the copy, and copy the others.
         seed: Seed for stochastic rounding.
 
     Attributes:
@@ -367,8 +367,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
 
         On CPU each update reads it. On accelerators an update reads it only if the buffer is another
         tensor or was written by an operation on it: reading is a host sync. Call this after any other
-        write: through ``.data``, by a collective or another process, or in a CUDA graph. Reading or
-        loading a ``state_dict()`` calls it.
+        write: through ``.data``, by a collective or another process, or in a CUDA graph. ``state_dict()``
+        calls it, and after ``load_state_dict()`` it is not needed.
         """
         self._runtime.counter.forget()
 
