@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel as _TorchAveragedModel
 from typing_extensions import TypeVar, override
 
+from modkit._upstream import make_parameter
 from modkit.averaging.averages import Average, Options, flat_buffers
 from modkit.averaging.engine import (
     Copies,
@@ -343,6 +344,9 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             terms = NamedTensors(self.compensation).buffers
             average.errors = {name: terms[name].tensor for name in pairs.averages if name in terms}
         average.expose()
+        names = {id(tensor): name for name, tensor in pairs.averages.items()}
+        for flat_buffer in average.flats:
+            flat_buffer.rename(names)
         copies = Copies(pairs.copied, follow=False)
         models = pairs.models
         return Plan(
@@ -413,15 +417,14 @@ class _Runtime:
         self, model: torch.nn.Module, dtype_of: Callable[[Tensor], torch.dtype]
     ) -> dict[int, Tensor]:
         """Copy small parameters into flat buffers; return the copies by the ``id`` of the parameter."""
-        members = NamedTensors(model).parameters
         plain = {
-            name: one.tensor
-            for name, one in members.items()
-            if type(one.tensor) is torch.nn.Parameter
+            str(number): parameter
+            for number, parameter in enumerate(model.parameters())
+            if type(parameter) is torch.nn.Parameter
         }
 
         def as_parameter(name: str, tensor: Tensor) -> Tensor:
-            return torch.nn.Parameter(tensor, requires_grad=plain[name].requires_grad)
+            return make_parameter(tensor, plain[name].requires_grad)
 
         self.average.flats = flat_buffers(plain, dtype_of, as_parameter)
         copies: dict[int, Tensor] = {}
