@@ -336,6 +336,11 @@ class Plan:
             and all(flat.intact() for flat in self._flats)
         )
 
+    def fetch(self) -> None:
+        """Gather the present values of small tensors."""
+        for group in self.groups:
+            group.fetch()
+
     def finite(self) -> Tensor:
         """Return whether all current values are finite; the values have been fetched."""
         flag = all_finite([tensor for group in self.groups for tensor in group.currents])
@@ -382,8 +387,7 @@ def step(
     Returns:
         None if the step was taken. Otherwise the flag: on CPU it is False, and nothing was done.
     """
-    for group in plan.groups:
-        group.fetch()
+    plan.fetch()
     finite: Tensor | None = None
     if on_nonfinite == "skip":
         finite = plan.finite()
