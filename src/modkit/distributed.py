@@ -72,7 +72,7 @@ def export_average(
     file = Path(path)
     contents = _Contents(ema, index, dtype, streamed=file.suffix == ".safetensors")
     gathered = contents.gathered()
-    group = _Group(process_group)
+    group = _Ranks(process_group)
     error: Exception | None = None
     if group.rank == 0:
         try:
@@ -95,7 +95,7 @@ def export_average(
         raise RuntimeError(f"export_average: the first process could not write {file}: {message}")
 
 
-class _Group:
+class _Ranks:
     """The processes that export together; one alone where there is no group."""
 
     def __init__(self, group: "ProcessGroup | None") -> None:

@@ -22,7 +22,7 @@ from tests.integration.trainers import (
     ("options", "error", "match"),
     [
         ({"decay": 2.0}, ValueError, "decay"),
-        ({"save": "both"}, ValueError, "save must be one of average, raw, got 'both'"),
+        ({"save": "both"}, ValueError, "save must be one of 'average', 'raw', got 'both'"),
         ({"index": 1}, ValueError, "index is 1, and there are 1 averages"),
         ({"precision": "half"}, ValueError, "precision must be one of"),
         ({"update_every": 0}, ValueError, "update_every must be 1 or more, got 0"),
@@ -65,7 +65,7 @@ def test_detach(tmp_path: Path) -> None:
     assert run.evaluate()["eval_loss"] == trainer(tmp_path, model=run.model).evaluate()["eval_loss"]
     assert run.evaluate()["eval_loss"] != inside
     assert callback.ema.n_averaged == 12
-    assert not callback.ema._handles
+    assert not callback.ema._attached._handles
 
 
 def test_another_trainer(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from modkit._upstream import foreach_copy_
-from modkit.averaging.named_tensors import Buffers, Names, Selection, check_choice
+from modkit.averaging.named_tensors import PLAIN, Buffers, Names, Selection, check_choice
 from modkit.averaging.precision import PRECISIONS, OnNonfinite, Precision, full_value, kept_dtype
 from modkit.averaging.schedules import BEMA, Schedule, Window
 from modkit.averaging.sharding import local_shard, shards_of
@@ -21,6 +21,12 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 # A tensor of at most so many elements shares a flat buffer with others: measured on CPU, gathering 512
 # tensors and one ``lerp_`` beat ``_foreach_lerp_`` up to 1,024 elements (4x at 16), and lose from 4,096 on.
 _SMALL: Final = 1024
+_SHARED: Final = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.complex128, torch.complex64),
+    }
+)
 # Tensors of the same trailing shape are gathered by one ``torch.cat``, which pays from here on.
 _LEAST_RUN: Final = 4
 
@@ -71,13 +77,12 @@ class Options:
 def can_share(tensor: Tensor) -> bool:
     """Return True for small contiguous floating-point tensors in host memory."""
     return (
-        tensor.device.type == "cpu"
-        and type(tensor) in {Tensor, torch.nn.Parameter, torch.nn.Buffer}
+        type(tensor) in PLAIN
         and 0 < tensor.numel() <= _SMALL
-        and tensor.dtype.itemsize > 1
-        and (tensor.is_floating_point() or tensor.is_complex())
-        and tensor.layout is torch.strided
+        and tensor.is_cpu
         and tensor.is_contiguous()
+        and tensor.layout is torch.strided
+        and tensor.dtype in _SHARED
     )
 
 
@@ -105,22 +110,25 @@ class FlatBuffer:
         dtype: torch.dtype,
         wrap: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
     ) -> None:
-        sizes = [like.numel() for like in likes.values()]
+        shapes = [like.shape for like in likes.values()]
+        sizes = [shape.numel() for shape in shapes]
         self.data = torch.zeros(sum(sizes), dtype=dtype)
+        memory = (ctypes.c_char * self.data.nbytes).from_address(self.data.data_ptr())
+        # Each tensor keeps the ctypes object alive, and that keeps the memory.
+        memory.flat_buffer = self.data  # type: ignore[attr-defined]
         self.tensors: dict[str, Tensor] = {}
         self.exposed = False
-        start = 0
-        for (name, like), size in zip(likes.items(), sizes, strict=True):
-            memory = (ctypes.c_char * (size * dtype.itemsize)).from_address(
-                self.data.data_ptr() + start * dtype.itemsize
-            )
-            # It keeps the memory alive, as the tensor keeps it.
-            memory.flat_buffer = self.data  # type: ignore[attr-defined]
-            tensor = torch.frombuffer(memory, dtype=dtype).view(like.shape)
-            self.tensors[name] = wrap(name, tensor)
-            start += size
+        offset = 0
+        for name, shape, size in zip(likes, shapes, sizes, strict=True):
+            tensor = torch.frombuffer(memory, dtype=dtype, count=size, offset=offset)
+            self.tensors[name] = wrap(name, tensor.view(shape))
+            offset += size * dtype.itemsize
         self._listed = list(self.tensors.values())
         self._pointers = list(map(Tensor.data_ptr, self._listed))
+
+    def rename(self, names: Mapping[int, str]) -> None:
+        """Give the tensors other names, by the ``id`` of the tensor."""
+        self.tensors = {names.get(id(tensor), key): tensor for key, tensor in self.tensors.items()}
 
     def fill(self, sources: Tensors) -> None:
         """Copy the values of other tensors, by name."""
@@ -143,8 +151,9 @@ def flat_buffers(
     """Make flat buffers for those tensors that are small enough, alike and in host memory."""
     runs: dict[tuple[Any, ...], dict[str, Tensor]] = {}
     for name, like in likes.items():
-        if can_share(like) and dtype_of(like).itemsize > 1:
-            runs.setdefault((like.dtype, like.dim() == 0, like.shape[1:]), {})[name] = like
+        if can_share(like):
+            # Scalars have the trailing shape of vectors, but are gathered in another way.
+            runs.setdefault((like.dtype, like.ndim == 0, like.shape[1:]), {})[name] = like
     flat: dict[torch.dtype, dict[str, Tensor]] = {}
     for (dtype, *_), run in runs.items():
         if len(run) >= _LEAST_RUN:
@@ -279,15 +288,22 @@ class Average:
         for generator in self.generators.values():
             generator.manual_seed(seed)
 
-    def value(self, name: str) -> Tensor:
-        """Return the average of a name: not a copy, unless it has an error term that matters."""
-        return full_value(self.tensors[name], self.errors.get(name))
+    def values(self) -> dict[str, Tensor]:
+        """Return the averages by name: not copies, except of tensors with error terms that matter."""
+        self.expose()
+        if not self.errors:
+            return self.tensors
+        return {name: full_value(one, self.errors.get(name)) for name, one in self.tensors.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next step depends on; tensors are not copied."""
         self.expose()
         states = {str(device): one.get_state() for device, one in self.generators.items()}
         return {"tensors": dict(self.tensors), "rests": dict(self.errors), "generators": states}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled and copied: tensors of a copy do not share a flat buffer."""
+        return {**vars(self), "flats": [], "error_flats": []}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load averages whose names and shapes have been checked."""
@@ -370,12 +386,13 @@ class CorrectedAverage(Average):
     def observe(self, currents: Tensors, n: int, finite: Tensor | None) -> None:
         """Correct the average by the way that step ``n`` is away from the first."""
         correction = self._schedule.correction(n)
+        plains = self._plain.values()
         for name, tensor in self.tensors.items():
             value, first = local_shard(tensor), local_shard(self._first[name])
             current = currents[name].to(value.device)
             if n == 0:
                 first.copy_(current)
-            plain = local_shard(self._plain.value(name))
+            plain = local_shard(plains[name])
             way = current.to(plain.dtype) - first
             corrected = way.mul_(correction).add_(plain).to(value.dtype)
             if finite is not None:

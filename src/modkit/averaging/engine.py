@@ -336,6 +336,11 @@ class Plan:
             and all(flat.intact() for flat in self._flats)
         )
 
+    def fetch(self) -> None:
+        """Gather the present values of small tensors."""
+        for group in self.groups:
+            group.fetch()
+
     def finite(self) -> Tensor:
         """Return whether all current values are finite; the values have been fetched."""
         flag = all_finite([tensor for group in self.groups for tensor in group.currents])
@@ -382,8 +387,7 @@ def step(
     Returns:
         None if the step was taken. Otherwise the flag: on CPU it is False, and nothing was done.
     """
-    for group in plan.groups:
-        group.fetch()
+    plan.fetch()
     finite: Tensor | None = None
     if on_nonfinite == "skip":
         finite = plan.finite()
@@ -530,10 +534,8 @@ class Engine:
         self.flush()
         if not self.begun:
             return {}
-        average = self.averages[index]
-        average.expose()
         copies = {name: copy for name, copy in self._copies.items() if copy is not None}
-        return {**{name: average.value(name) for name in average.tensors}, **copies}
+        return {**self.averages[index].values(), **copies}
 
     def pairs(self, model: torch.nn.Module, index: int) -> list[Pair]:
         """Pair an average with the tensors of a model."""
@@ -619,8 +621,9 @@ class PairCache:
 
     def __init__(self) -> None:
         self._model: Any = None
-        self._named: NamedTensors | None = None
         self._watch: Watch | None = None
+        self._values: Mapping[str, Tensor] = {}
+        self._pairs: list[Pair] = []
 
     def get(self, model: torch.nn.Module, values: Mapping[str, Tensor]) -> list[Pair]:
         """Return the pairs.
@@ -628,17 +631,20 @@ class PairCache:
         Raises:
             NameMismatchError: The averages do not fit the model.
         """
-        same = self._model is not None and self._model() is model
-        if self._named is None or self._watch is None or not same or self._watch.changed():
-            self._named = NamedTensors(model)
-            tensors = [member.tensor for member in self._named.parameters.values()]
-            lazy = self._named.has_lazy()
-            self._watch = None if lazy else Watch([self._named], tensors)
+        with IdentityOnly():
+            known = values == self._values
+        same = known and self._model is not None and self._model() is model
+        if not same or self._watch is None or self._watch.changed():
+            self._watch = None
+            named = NamedTensors(model)
+            self._pairs, self._values = pairs_for(named, values), values
+            if not named.has_lazy():
+                self._watch = Watch([named], [one for _, one, _ in self._pairs], buffers=True)
             self._model = weakref.ref(model, self._forget)
-        return pairs_for(self._named, values)
+        return self._pairs
 
     def _forget(self, _: object) -> None:
-        self._named = self._watch = None
+        self._watch, self._values, self._pairs = None, {}, []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PairCache":
         return PairCache()

@@ -26,7 +26,7 @@ Buffers: TypeAlias = BufferPolicy | Mapping[str, BufferPolicy]
 Registry: TypeAlias = Mapping[str, Any]
 
 _WRAPPERS: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 def canonical_name(name: str) -> str:
@@ -273,7 +273,7 @@ def metadata_guard(tensors: list[Tensor]) -> Callable[[], bool]:
     sharded = [tensor for tensor in tensors if is_sharded(tensor)]
     if sharded:
         return _alike_with_shards(tensors, sharded)
-    if all(type(tensor) in _PLAIN and tensor.layout is torch.strided for tensor in tensors):
+    if all(type(tensor) in PLAIN and tensor.layout is torch.strided for tensor in tensors):
         guard = tensor_guard(tensors)
         if guard is not None:
             return guard

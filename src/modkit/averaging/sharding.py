@@ -21,6 +21,13 @@ def is_sharded(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def sharded_places(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the positions of the sharded tensors."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return []
+    return [place for place, tensor in enumerate(tensors) if is_sharded(tensor)]
+
+
 def local_shard(tensor: Tensor) -> Tensor:
     """Return the local shard of a tensor; a tensor that is not sharded is returned as it is."""
     if not is_sharded(tensor):

@@ -24,6 +24,7 @@ from modkit.averaging.sharding import (
     is_sharded,
     local_shard,
     reshard,
+    sharded_places,
 )
 
 
@@ -118,47 +119,46 @@ class Swap:
     """
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
+        self._pairs = list(pairs)
+        self._tensors = [tensor for _, tensor, _ in self._pairs]
+        self._sharded = sharded_places(self._tensors)
         self.raws: list[Tensor] = []
-        self._names: list[str] = []
-        self._tensors: list[Tensor] = []
-        self._values: list[Tensor] = []
-        self._held: list[Tensor] = []
+        self._held = self._tensors
         self._pointers: list[int] = []
         self.versions: list[int] = []
         self._index: dict[int, int] = {}
         try:
             with torch.no_grad():
-                for name, tensor, value in pairs:
-                    self._put_in(name, tensor, value)
+                self._swap_in()
         except BaseException:
+            self._tensors = self._tensors[: len(self.raws)]
             self._note()
             self.undo()
             raise
         self._note()
 
-    def _put_in(self, name: str, tensor: Tensor, value: Tensor) -> None:
-        if is_sharded(tensor):
-            # FSDP has a pointer of its own to the shard, so the elements change places instead.
-            raw = tensor.detach().clone()
-            _write_shard(tensor, value)
-            held = local_shard(tensor)
-        else:
-            held = tensor
+    def _swap_in(self) -> None:
+        if self._sharded:
+            self._held = list(self._tensors)
+        sharded = frozenset(self._sharded)
+        for place, (_, tensor, value) in enumerate(self._pairs):
+            if place in sharded:
+                # FSDP has a pointer of its own to the shard, so the elements change places instead.
+                self.raws.append(tensor.detach().clone())
+                _write_shard(tensor, value)
+                self._held[place] = local_shard(tensor)
+                continue
             raw = tensor.data
-            if value.dtype == raw.dtype and value.device == raw.device:
-                tensor.data = value
-            else:
-                tensor.data = value.to(raw.device, raw.dtype)
-        self.raws.append(raw)
-        self._names.append(name)
-        self._tensors.append(tensor)
-        self._values.append(value)
-        self._held.append(held)
+            if value.dtype is not raw.dtype or value.device != raw.device:
+                value = value.to(raw.device, raw.dtype)
+            tensor.data = value
+            self.raws.append(raw)
 
     def _note(self) -> None:
         """Note what the tensors hold now, and that they are swapped."""
+        self._held = self._held[: len(self._tensors)]
         self._pointers = list(map(Tensor.data_ptr, self._held))
-        self.versions = list(map(_version, self._held))
+        self.versions = _versions(self._held)
         _active.append(self)
 
     def position(self, tensor: Tensor) -> int | None:
@@ -175,9 +175,9 @@ class Swap:
         """
         problem = None
         later = _active[_active.index(self) + 1 :]
-        pointers, versions = list(map(Tensor.data_ptr, self._held)), list(map(_version, self._held))
+        pointers, versions = list(map(Tensor.data_ptr, self._held)), _versions(self._held)
         unchanged = pointers == self._pointers and versions == self.versions
-        if unchanged and not later and not any(map(is_sharded, self._tensors)):
+        if unchanged and not later and not self._sharded:
             for tensor, raw in zip(self._tensors, self.raws, strict=True):
                 tensor.data = raw
             _active.remove(self)
@@ -200,13 +200,13 @@ class Swap:
         return problem
 
     def _problem(self, place: int, *, moved: bool, written: bool) -> str | None:
+        name, _, value = self._pairs[place]
         if moved:
-            return MSG_CONVERTED_INSIDE.format(name=self._names[place])
+            return MSG_CONVERTED_INSIDE.format(name=name)
         if not written:
             return None
-        shared = self._values[place].data_ptr() == self._pointers[place]
-        message = MSG_WRITTEN_INSIDE if shared else MSG_WRITTEN_IN_VAIN
-        return message.format(name=self._names[place])
+        shared = value.data_ptr() == self._pointers[place]
+        return (MSG_WRITTEN_INSIDE if shared else MSG_WRITTEN_IN_VAIN).format(name=name)
 
 
 # All swaps that have not been undone, in order. Those of several averages, and of several models that
@@ -234,20 +234,20 @@ def any_swapped(model: torch.nn.Module) -> bool:
 def _write_shard(tensor: Tensor, value: Tensor) -> None:
     """Copy into a shard, without making it look as if the user had written to it."""
     held = local_shard(tensor)
-    before = _version(held)
+    (before,) = _versions([held])
     held.copy_(local_shard(value))
     for swap in _active:
         place = swap.position(tensor)
         if place is not None:
-            swap.versions[place] += _version(held) - before
+            swap.versions[place] += _versions([held])[0] - before
 
 
-def _version(tensor: Tensor) -> int:
-    """Return the version counter of a tensor; inference tensors have none."""
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """Return the version counters of tensors; inference tensors have none."""
     try:
-        return tensor._version
+        return [tensor._version for tensor in tensors]
     except RuntimeError:
-        return 0
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @contextmanager

@@ -64,6 +64,41 @@ class Time:
 
 
 @dataclass(frozen=True)
+class Cold:
+    """The time of an operation relative to torch, with the caches of the processor evicted before it.
+
+    Args:
+        name: What the table calls it.
+        budget: The largest acceptable ratio modkit / torch.
+        statement: The code that is timed.
+        names: Makes the names that the statement uses, from ``torch.nn`` or ``modkit.nn``.
+    """
+
+    name: str
+    budget: float
+    statement: str
+    names: Callable[[ModuleType], Names]
+
+    def measure(self, seconds: float) -> Result:
+        """Time torch and modkit in turns, each once after the caches were filled with other data."""
+        timers = [timer(self.statement, self.names(nn)) for nn in (torch.nn, modkit.nn)]
+        other_data = torch.zeros(16 * 1024 * 1024)
+        bases: list[float] = []
+        ratios: list[float] = []
+        end = time.monotonic() + seconds
+        while len(ratios) < MIN_ROUNDS or time.monotonic() < end:
+            times: list[float] = []
+            for subject in timers:
+                other_data.add_(1)
+                times.append(subject.timeit(1))
+            bases.append(times[0])
+            ratios.append(times[1] / times[0])
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        base = statistics.median(bases)
+        return Result(self.name, self.budget, middle, low, high, base, "s", len(ratios))
+
+
+@dataclass(frozen=True)
 class Growth:
     """The time of an operation of modkit, relative to the same with fewer modules.
 

@@ -9,6 +9,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel as _TorchAveragedModel
 from typing_extensions import TypeVar, override
 
+from modkit._errors import add_note
+from modkit._upstream import make_parameter
 from modkit.averaging.averages import Average, Options, flat_buffers
 from modkit.averaging.engine import (
     Copies,
@@ -192,7 +194,12 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             copies = self._runtime.flat_copies(model, dtype_of)
         copy = copy_of(model, copies)
         if self._device is not None:
-            copy = copy.to(self._device)
+            try:
+                copy = copy.to(self._device)
+            except TypeError as error:
+                if callable(self._device):
+                    add_note(error, "device is an averaging function: pass it as multi_avg_fn=")
+                raise
         if precision != "same":
 
             def widened(tensor: Tensor) -> Tensor:
@@ -293,8 +300,10 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             exact = self._runtime.options.precision in {"stochastic", "compensated"}
             fused = has_foreach_kernels(group.averages[0][0].device)
             return swa_weight(count) if fused or exact else None
-        weigh = getattr(self.multi_avg_fn, "lerp_weight", None)
-        return None if weigh is None else cast("Weight", weigh(count))
+        if not _is_known(self.multi_avg_fn):
+            return None
+        rule = cast("Any", self.multi_avg_fn)
+        return swa_weight(count) if rule.modkit_rule == "swa" else 1 - rule.decay
 
     def _apply_rule(self, group: Group, count: int) -> None:
         """Take a step by a function of the user, or by torch's rule for CPU and integers."""
@@ -343,6 +352,9 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             terms = NamedTensors(self.compensation).buffers
             average.errors = {name: terms[name].tensor for name in pairs.averages if name in terms}
         average.expose()
+        names = {id(tensor): name for name, tensor in pairs.averages.items()}
+        for flat_buffer in average.flats:
+            flat_buffer.rename(names)
         copies = Copies(pairs.copied, follow=False)
         models = pairs.models
         return Plan(
@@ -413,15 +425,14 @@ class _Runtime:
         self, model: torch.nn.Module, dtype_of: Callable[[Tensor], torch.dtype]
     ) -> dict[int, Tensor]:
         """Copy small parameters into flat buffers; return the copies by the ``id`` of the parameter."""
-        members = NamedTensors(model).parameters
         plain = {
-            name: one.tensor
-            for name, one in members.items()
-            if type(one.tensor) is torch.nn.Parameter
+            str(number): parameter
+            for number, parameter in enumerate(model.parameters())
+            if type(parameter) is torch.nn.Parameter
         }
 
         def as_parameter(name: str, tensor: Tensor) -> Tensor:
-            return torch.nn.Parameter(tensor, requires_grad=plain[name].requires_grad)
+            return make_parameter(tensor, plain[name].requires_grad)
 
         self.average.flats = flat_buffers(plain, dtype_of, as_parameter)
         copies: dict[int, Tensor] = {}
@@ -512,7 +523,8 @@ def _check_pairs(kept: NamedTensors, found: NamedTensors) -> None:
 
 
 def _is_known(multi_avg_fn: MultiAvgFn) -> bool:
-    return hasattr(multi_avg_fn, "lerp_weight")
+    """Return True for the functions of this library, which the engine has kernels for."""
+    return hasattr(multi_avg_fn, "modkit_rule")
 
 
 class _Counter:

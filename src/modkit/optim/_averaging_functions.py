@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from modkit.averaging.precision import TensorList, ema_, ema_of, swa_, swa_of, swa_weight
+from modkit.averaging.precision import TensorList, ema_, ema_of, swa_, swa_of
 from modkit.optim._averaged_model import AvgFn, MultiAvgFn
 
 
@@ -130,16 +130,13 @@ class MultiEMA:
     """Exponential averaging of lists."""
 
     decay: float
+    modkit_rule: ClassVar = "ema"
 
     def __call__(
         self, ema_param_list: PARAM_LIST, current_param_list: PARAM_LIST, _: Tensor | int
     ) -> None:
         with torch.no_grad():
             ema_(ema_param_list, current_param_list, self.decay)
-
-    def lerp_weight(self, _: Tensor | int) -> float:
-        """Return the part of the way that a step goes to the current value."""
-        return 1 - self.decay
 
     def __reduce__(self) -> tuple[Callable[[float], MultiAvgFn], tuple[float]]:
         return get_ema_multi_avg_fn, (self.decay,)
@@ -149,6 +146,8 @@ class MultiEMA:
 class MultiSWA:
     """Equal averaging of lists."""
 
+    modkit_rule: ClassVar = "swa"
+
     def __call__(
         self,
         averaged_param_list: PARAM_LIST,
@@ -157,10 +156,6 @@ class MultiSWA:
     ) -> None:
         with torch.no_grad():
             swa_(averaged_param_list, current_param_list, num_averaged)
-
-    def lerp_weight(self, count: Tensor | int) -> Tensor | float:
-        """Return the part of the way that a step goes to the current value."""
-        return swa_weight(count)
 
     def __reduce__(self) -> tuple[Callable[[], MultiAvgFn], tuple[()]]:
         return get_swa_multi_avg_fn, ()

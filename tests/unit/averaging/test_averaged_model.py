@@ -1,6 +1,7 @@
 import copy
 import gc
 import pickle
+import sys
 import weakref
 
 import pytest
@@ -240,3 +241,12 @@ def test_buffers_that_are_not_saved_may_come_and_go() -> None:
     assert first.tolist() == [1.0, 1.0, 1.0]
     assert average.module.cache is None
     assert "late" not in dict(average.module.named_buffers())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_a_function_in_the_place_of_the_device_is_named() -> None:
+    """The example of torch's page fails as in torch, and a note names the keyword."""
+    with pytest.raises(TypeError) as caught:
+        AveragedModel(nn.Linear(1, 1), get_ema_multi_avg_fn(0.9))
+
+    assert "pass it as multi_avg_fn=" in caught.value.__notes__[0]
