@@ -384,7 +384,7 @@ class Power(Schedule):
     The model of training step ``t`` has a weight proportional to ``t ** gamma``. ``sigma_rel`` is the
     standard deviation of that profile divided by the length of the run; 0.05 and 0.1 are usual.
     ``d = (1 - 1 / t) ** (gamma + 1)`` with ``t = n + 1``, as the copy is the first of the models, and
-    ``(1 - k / t) ** (gamma + 1)`` for ``k`` steps together. :class:`modkit.PostHocEMA` combines
+    ``(1 - k / t) ** (gamma + 1)`` for ``k`` steps together. ``modkit.PostHocEMA`` combines
     averages of this kind.
 
     Args:
