@@ -251,12 +251,9 @@ class Copies:
     def _plan(self, sources: list[Any]) -> None:
         lists: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
         for (registry, key, _), source in zip(self.pairs, sources, strict=True):
-            kept = registry.get(key)
-            if source is None or kept is source:
-                registry[key] = source
+            kept = self._target(registry, key, source)
+            if kept is None:
                 continue
-            if kept is None or kept.shape != source.shape or self._differs(kept, source):
-                kept = registry[key] = self._copy_of(source, kept)
             place = kept.device, kept.dtype, source.device, source.dtype
             to, by = lists.setdefault(place, ([], []))
             to.append(kept)
@@ -267,6 +264,23 @@ class Copies:
         tables = {id(t): t for to, _, member in self.pairs for t in (to, member.registry)}
         self._tables = list(tables.values())
         self._were = [dict(table) for table in self._tables]
+
+    def run_traced(self) -> None:
+        """Bring all copies up to date in operations that can be compiled."""
+        for (registry, key, _), source in zip(self.pairs, self.sources(), strict=True):
+            kept = self._target(registry, key, source)
+            if kept is not None:
+                kept.detach().copy_(source.detach())
+
+    def _target(self, registry: dict[str, Any], key: str, source: Tensor | None) -> Tensor | None:
+        """Return the tensor to copy into, made anew if it does not fit; None if there is none."""
+        kept: Tensor | None = registry.get(key)
+        if source is None or kept is source:
+            registry[key] = source
+            return None
+        if kept is None or kept.shape != source.shape or self._differs(kept, source):
+            kept = registry[key] = self._copy_of(source, kept)
+        return kept
 
     def _differs(self, kept: Tensor, source: Tensor) -> bool:
         if not self._follow:

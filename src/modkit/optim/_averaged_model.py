@@ -197,7 +197,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             try:
                 copy = copy.to(self._device)
             except TypeError as error:
-                if callable(self._device):
+                if callable(cast("object", self._device)):
                     add_note(error, "device is an averaging function: pass it as multi_avg_fn=")
                 raise
         if precision != "same":
@@ -340,7 +340,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             else:
                 value = swa_of(target, source, count)
             target.copy_(torch.where(first.to(target.device), source.to(value.dtype), value))
-        Copies(pairs.copied, follow=False).run()
+        Copies(pairs.copied, follow=False).run_traced()
         counter.add_(1)
 
     def _plan(self, model: torch.nn.Module, *, flat: bool) -> Plan:

@@ -259,15 +259,18 @@ def test_an_update_is_one_graph_for_the_compiler(impl: Implementation, rule: str
     """The update compiles as a whole, the first one too, and gives the values of an eager one."""
     torch._dynamo.reset()
     model = impl.own.Linear(2, 2)
+    model.register_buffer("mean", torch.zeros(2))
     averaged, eager = (impl.AveragedModel(model, **RULES[rule](impl)) for _ in range(2))
     update = torch.compile(averaged.update_parameters, backend="eager", fullgraph=True)
     for value in 1.0, 2.0, 4.0:
         with torch.no_grad():
             model.weight.fill_(value)
+            model.mean.fill_(value)
         update(model)
         eager.update_parameters(model)
 
     assert averaged.n_averaged == 3
+    assert torch.equal(averaged.module.mean, model.mean)
     torch.testing.assert_close(averaged.module.weight, eager.module.weight)
 
 
