@@ -11,7 +11,7 @@ from tests.integration.pages import run_section
 @pytest.fixture(scope="module")
 def recipe() -> Any:
     """Return the recipe that the page shows, which has run once."""
-    return run_section("callbacks_transformers.md", "A recipe in the manner of torchtune")["Recipe"]
+    return run_section("callbacks_transformers.md", "A recipe in the style of torchtune")["Recipe"]
 
 
 def run(recipe: Any, folder: Path, epochs: int, *, resume: bool = False, every: int = 2) -> Any:

@@ -246,7 +246,7 @@ AVERAGING = _averaging_rows.AVERAGING
 def test_a_row_of_an_average_measures_something(each, monkeypatch):
     """Each kind of row names its result, and has a ratio between its quartiles and a base."""
     monkeypatch.setattr(_measure, "SAMPLE_SECONDS", 1e-6)
-    monkeypatch.setattr(_averaging_rows, "parameters", lambda *_: make_parameters(2, 3))
+    monkeypatch.setattr(_averaging_rows, "parameters", lambda *_: make_parameters([(3,)] * 2))
     found = each.measure(0.001)
 
     assert found.name == each.name

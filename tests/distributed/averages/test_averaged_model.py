@@ -142,5 +142,5 @@ def refuse_two_ways() -> str:
 def test_models_that_are_split_up_twice_are_refused(tmp_path: Path) -> None:
     """The error says what averages them."""
     for message in run(2, refuse_two_ways, folder=tmp_path):
-        assert "Sequential: the parameter 0.weight is sharded by more than fully_shard" in message
+        assert "Sequential: parameter 0.weight is sharded by more than fully_shard" in message
         assert "modkit.EMA averages it without a copy" in message

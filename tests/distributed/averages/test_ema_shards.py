@@ -296,7 +296,7 @@ def refuse_to_wait_in_a_thread() -> str:
 def test_a_thread_does_not_ask_other_processes(tmp_path: Path) -> None:
     """What would need that is refused before anything is averaged."""
     for message in run(2, refuse_to_wait_in_a_thread, folder=tmp_path):
-        assert "cannot be done in a thread" in message
+        assert "cannot run in a thread" in message
 
 
 def share_weights() -> dict[str, Any]:
