@@ -266,6 +266,12 @@ class Average:
     def observe(self, currents: Tensors, n: int, finite: Tensor | None) -> None:
         """Take what the average needs of step ``n`` besides its move."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled and copied: copies of the tensors do not share a flat buffer."""
+        # Pickling for another process moves the tensors into shared memory.
+        self.expose()
+        return {**vars(self), "flats": [], "error_flats": []}
+
     def generator(self, device: torch.device) -> torch.Generator:
         """Return the generator of the stochastic rounding on a device."""
         if device not in self.generators:
