@@ -191,7 +191,8 @@ def _flat_groups(owners: list[Average], currents: Tensors) -> list[tuple[list[st
         if names[0] in owners[0].errors:
             kept = [one.error_flats[index] for one in owners if index < len(one.error_flats)]
             if len(kept) < len(owners) or not all(
-                one.holds(owner.errors) for one, owner in zip(kept, owners, strict=True)
+                list(one.tensors) == names and one.holds(owner.errors)
+                for one, owner in zip(kept, owners, strict=True)
             ):
                 continue
             errors = [[one.data] for one in kept]

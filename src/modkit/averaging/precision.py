@@ -256,7 +256,7 @@ def compensated_(weight: Weight) -> Kernel:
     def step(averages: list[Tensor], errors: list[Tensor], currents: list[Tensor]) -> None:
         for rows in parts(averages, errors, currents):
             for average, error, current in zip(*rows, strict=True):
-                _compensate_(average, error, current.to(average.device, average.dtype), weight)
+                _compensate_(average, error, current.to(average.device), weight)
 
     return step
 
@@ -269,7 +269,7 @@ def _compensate_(average: Tensor, error: Tensor, current: Tensor, weight: Weight
         average.copy_(wide)
         error.copy_(wide.sub_(average))
         return
-    step = (current - average).sub_(error).mul_(fraction).add_(error)
+    step = (current.to(average.dtype) - average).sub_(error).mul_(fraction).add_(error)
     total = average + step
     error.copy_(step.sub_(total - average))
     average.copy_(total)
