@@ -264,10 +264,11 @@ class Average:
         old, errors, generators = self.tensors, self.errors, self.generators
         self.start(members)
         for name, tensor in self.tensors.items():
-            if name in old and old[name].shape == tensor.shape:
-                self._take_over(name, old[name], errors.get(name))
-            else:
+            kept = _same_shape(old, name, tensor)
+            if kept is None:
                 self._take_over(name, members[name], None)
+            else:
+                self._take_over(name, kept, errors.get(name))
         self.generators = generators
 
     def _take_over(self, name: str, value: Tensor, error: Tensor | None) -> None:
@@ -378,7 +379,9 @@ class CorrectedAverage(Average):
         plain.resize(members)
         self._plain = plain
         for name, value in self._first.items():
-            local_shard(value).copy_(local_shard(first.get(name, members[name])))
+            kept = _same_shape(first, name, value)
+            source = members[name] if kept is None else kept
+            local_shard(value).copy_(local_shard(source))
 
     @override
     def observe(self, currents: Tensors, n: int, finite: Tensor | None) -> None:
@@ -461,7 +464,9 @@ class WindowAverage(Average):
         for copies in ring:
             kept = {name: torch.empty_like(mean) for name, mean in self.tensors.items()}
             for name, copy in kept.items():
-                local_shard(copy).copy_(local_shard(copies.get(name, members[name])))
+                known = _same_shape(copies, name, copy)
+                source = members[name] if known is None else known
+                local_shard(copy).copy_(local_shard(source))
             self._ring.append(kept)
 
     @override
@@ -496,6 +501,12 @@ class WindowAverage(Average):
             for copies in ring
         ]
         self._seen = state.get("seen", 1)
+
+
+def _same_shape(tensors: Tensors, name: str, like: Tensor) -> Tensor | None:
+    """Return the tensor of a name, or None if there is none, or it has another shape."""
+    found = tensors.get(name)
+    return found if found is not None and found.shape == like.shape else None
 
 
 def average_for(schedule: Schedule, options: Options) -> Average:
