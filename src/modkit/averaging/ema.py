@@ -370,7 +370,6 @@ class EMA(Generic[ModelT]):
         """Call :attr:`module`, the averaged model."""
         return self.module(*args, **kwargs)
 
-    @torch.no_grad()
     def to(
         self, device: int | str | torch.device | None = None, dtype: torch.dtype | None = None
     ) -> Self:
@@ -386,10 +385,12 @@ class EMA(Generic[ModelT]):
         Raises:
             ValueError: If ``dtype`` is not a floating-point dtype of 16 bits or more, or the EMA is
                 asynchronous and ``device`` is not the CPU.
+            NameMismatchError: If the model has changed. Call :meth:`rebind` first.
         """
         if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
             raise ValueError(f"EMA.to(): dtype must be a floating-point dtype, got {dtype}")
-        self._engine.to(None if device is None else torch.device(device), dtype)
+        with torch.inference_mode(False), torch.no_grad():
+            self._engine.to(None if device is None else torch.device(device), dtype)
         self._module = None
         return self
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from modkit._errors import MSG_REBIND, NameMismatchError, add_note
 from modkit._upstream import foreach_copy_
 from modkit.averaging import state as ema_state
 from modkit.averaging.averages import Average, Options, Tensors, average_for, can_share
@@ -454,10 +455,7 @@ class Engine:
         if self.options.asynchronous and self.options.on_nonfinite == "skip":
             _check_not_sharded(averaged)
         if known:
-            expected = {name: tensor.shape for name, tensor in known.items()}
-            found = {name: tensor.shape for name, tensor in averaged.items()}
-            what = f"{self.options.owner}: the model is not the one that is averaged"
-            check_match(what, expected, found)
+            self._check_known(averaged)
         else:
             for average in self.averages:
                 average.start(averaged)
@@ -469,6 +467,17 @@ class Engine:
         pairs = [(self._copies, member.name, member) for member in copied]
         copies = Copies(pairs, self.options.device)
         return Plan(model, self.averages, averaged, copies, models=[named], staging=staging)
+
+    def _check_known(self, averaged: Tensors) -> None:
+        """Raise NameMismatchError unless these tensors are those that are averaged."""
+        expected = {name: tensor.shape for name, tensor in self.averages[0].tensors.items()}
+        found = {name: tensor.shape for name, tensor in averaged.items()}
+        what = f"{self.options.owner}: the model is not the one that is averaged"
+        try:
+            check_match(what, expected, found)
+        except NameMismatchError as error:
+            add_note(error, MSG_REBIND)
+            raise
 
     def begin(self, plan: Plan) -> bool:
         """Copy the values; return False if that would copy values that are to be skipped."""
@@ -583,16 +592,21 @@ class Engine:
             device=device if device is not None else self.options.device,
             dtype=dtype if dtype is not None else self.options.dtype,
         )
-        self.options, self._cache = options, PlanCache()
         known = self.averages[0].tensors
         averaged, _ = options.selection.split(NamedTensors(self.model), known)
+        if known:
+            self._check_known(averaged)
+        self.options, self._cache = options, PlanCache()
         for average in self.averages:
             if known:
                 average.cast(options, averaged)
             else:
                 average.set_options(options)
         if device is not None:
-            self._copies = {name: copy.to(device) for name, copy in self._copies.items()}
+            self._copies = {
+                name: None if copy is None else copy.to(device)
+                for name, copy in self._copies.items()
+            }
 
     def rebind(self) -> None:
         """Take in parameters that the model has got, and drop those that it has lost."""

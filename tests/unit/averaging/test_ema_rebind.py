@@ -1,5 +1,6 @@
 """``EMA.rebind()`` adapts averages to a model that has changed, and errors before it say so."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -96,3 +97,18 @@ def test_a_resized_parameter_starts_again(decay: str) -> None:
     ema.update()
     assert values(ema)["1.weight"].eq(8.0).all()
     assert values(ema)["0.weight"].ne(8.0).all()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_error_of_a_changed_model_names_rebind(change: Callable[[nn.Sequential], None]) -> None:
+    """The note says which method adapts the averages."""
+    model = layers()
+    ema = modkit.EMA(model)
+    ema.update()
+    change(model)
+    with pytest.raises(NameMismatchError) as caught:
+        ema.update()
+    assert caught.value.__notes__ == [
+        "If the model has changed on purpose, call EMA.rebind() and go on."
+    ]

@@ -1,5 +1,6 @@
 """``EMA.to()``: averages are moved and cast while they run."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 import modkit
 from modkit import schedules
+from modkit._errors import NameMismatchError
 from tests.unit.averaging.recipes import PRECISIONS, model_of
 
 
@@ -152,3 +154,49 @@ def test_loading_error_terms_leaves_the_state_alone() -> None:
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     modkit.EMA(layers(), 0.999).load_state_dict(state)
     assert all(tensor.equal(before[name]) for name, tensor in tensors.items())
+
+
+def test_a_model_that_has_changed_is_refused() -> None:
+    """Nothing is changed, neither values nor dtypes, and the error names the remedy."""
+    model = layers()
+    ema = modkit.EMA(model, schedule=[0.9, schedules.BEMA(0.5)])
+    after(ema, 0, 3)
+    before = values(ema)
+    model.append(nn.Linear(3, 3))
+    with pytest.raises(NameMismatchError) as caught:
+        ema.to(dtype=torch.float64)
+    if sys.version_info >= (3, 11):
+        assert "rebind()" in caught.value.__notes__[0]
+    assert all(value.equal(before[name]) for name, value in values(ema).items())
+    del model[6]
+    after(ema, 3, 4)
+    assert {tensor.dtype for _, tensor in ema.named_averages()} == {torch.float32}
+    model.append(nn.Linear(3, 3))
+    ema.rebind()
+    after(ema.to(dtype=torch.float64), 4, 5)
+    assert {tensor.dtype for _, tensor in ema.named_averages()} == {torch.float64}
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_to_in_inference_mode(decay: str) -> None:
+    """Averages that were cast there are updated outside of it."""
+    ema = modkit.EMA(layers(), schedule=DECAYS[decay])
+    after(ema, 0, 2)
+    with torch.inference_mode():
+        ema.to("cpu", torch.float64)
+    after(ema, 2, 4)
+    assert {tensor.dtype for _, tensor in ema.named_averages()} == {torch.float64}
+
+
+def test_a_buffer_that_has_become_none() -> None:
+    """There is nothing to move of it, until it is a tensor again."""
+    model = layers()
+    model.register_buffer("scale", torch.ones(2))
+    ema = modkit.EMA(model)
+    after(ema, 0, 1)
+    model.scale = None
+    after(ema, 1, 2)
+    ema.to("cpu")
+    model.scale = torch.zeros(3)
+    after(ema, 2, 3)
+    assert dict(ema.named_averages())["scale"].equal(torch.zeros(3))
