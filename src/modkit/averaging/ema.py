@@ -72,7 +72,8 @@ class EMA(Generic[ModelT]):
             buffers are always copied.
         include: Globs of names, or a predicate: parameters to average. Default: all.
         exclude: Globs of names, or a predicate: parameters not to average.
-        trainable_only: Average only parameters that require gradients at the first update.
+        trainable_only: Average only parameters that require gradients at the first update. One that is
+            frozen later is still averaged; after unfreezing another, call :meth:`rebind`.
         on_nonfinite: What happens if a parameter is infinite or NaN: ``"ignore"`` averages it,
             ``"skip"`` skips the step, ``"raise"`` raises and synchronizes with the device each time.
         seed: Seed for stochastic rounding.
@@ -189,6 +190,7 @@ class EMA(Generic[ModelT]):
         Raises:
             NameMismatchError: Names or shapes are not those of the previous updates. Nothing has been
                 changed. :meth:`rebind` adapts the averages to a model that has changed.
+            ValueError: If ``trainable_only=True`` and no parameter requires gradients.
             RuntimeError: If called inside :meth:`applied`, if a parameter is uninitialized or on the
                 meta device, or if one is not finite and ``on_nonfinite="raise"``.
         """
@@ -238,7 +240,9 @@ class EMA(Generic[ModelT]):
         A parameter that is new starts as a copy, and one that is gone is dropped.
 
         Raises:
-            RuntimeError: If called inside :meth:`applied`.
+            RuntimeError: If called inside :meth:`applied`, or a new parameter is not finite and
+                ``on_nonfinite`` is not ``"ignore"``. Nothing has been changed.
+            ValueError: If no parameter is selected. Nothing has been changed.
         """
         if self._is_swapped():
             raise RuntimeError("EMA.rebind() was called inside applied(). Call it outside.")

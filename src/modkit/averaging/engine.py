@@ -4,6 +4,7 @@
 their own, or in the parameters of a copy of the model.
 """
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from modkit._errors import MSG_REBIND, NameMismatchError, add_note
+from modkit._errors import MSG_NOTHING_CHOSEN, MSG_REBIND, NameMismatchError, add_note
 from modkit._upstream import foreach_copy_
 from modkit.averaging import state as ema_state
 from modkit.averaging.averages import Average, Options, Tensors, average_for, can_share
@@ -43,6 +44,9 @@ from modkit.averaging.precision import (
 from modkit.averaging.schedules import Schedule
 from modkit.averaging.sharding import is_sharded, local_shard, meshes_of, reshard, true_everywhere
 from modkit.averaging.swap import Pair, pairs_for
+
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class _Gather:
@@ -294,6 +298,7 @@ class Plan:
         more: Further tensors whose shape, dtype or device must stay.
         buffers: Whether replacing a buffer ends the plan.
         staging: Host copies to average instead of ``currents``.
+        frozen: Parameters that end the plan when they require gradients.
     """
 
     def __init__(
@@ -308,6 +313,7 @@ class Plan:
         flat: bool = True,
         buffers: bool = False,
         staging: Staging | None = None,
+        frozen: Iterable[Tensor] = (),
     ) -> None:
         self.copies = copies
         self.staging = staging
@@ -328,6 +334,7 @@ class Plan:
         flat_ones = {id(one) for each in self._flats for one in each.tensors.values()}
         watched = [one for one in more if id(one) not in flat_ones]
         self._watch = Watch(models, [*currents.values(), *watched], buffers=buffers)
+        self._frozen = [tensor for tensor in frozen if not tensor.requires_grad]
 
     def is_for(self, model: torch.nn.Module) -> bool:
         """Return True if the plan can still be used for a model."""
@@ -336,6 +343,7 @@ class Plan:
             and not self._watch.changed()
             and all(member.current() is member.tensor for member in self._buffers)
             and all(flat.intact() for flat in self._flats)
+            and not any(map(_REQUIRES_GRAD, self._frozen))
         )
 
     def finite(self) -> Tensor:
@@ -456,6 +464,8 @@ class Engine:
             _check_not_sharded(averaged)
         if known:
             self._check_known(averaged)
+        elif not averaged:
+            raise ValueError(f"{self.options.owner}: {MSG_NOTHING_CHOSEN}")
         else:
             for average in self.averages:
                 average.start(averaged)
@@ -465,8 +475,20 @@ class Engine:
         if self.options.asynchronous:
             staging = Staging({name: local_shard(tensor) for name, tensor in averaged.items()})
         pairs = [(self._copies, member.name, member) for member in copied]
+        for name in self._copies.keys() - {member.name for member in copied}:
+            # Buffers may come and go.
+            del self._copies[name]
         copies = Copies(pairs, self.options.device)
-        return Plan(model, self.averages, averaged, copies, models=[named], staging=staging)
+        frozen = [one.tensor for name, one in named.parameters.items() if name not in averaged]
+        return Plan(
+            model,
+            self.averages,
+            averaged,
+            copies,
+            models=[named],
+            staging=staging,
+            frozen=frozen if self.options.trainable_only else (),
+        )
 
     def _check_known(self, averaged: Tensors) -> None:
         """Raise NameMismatchError unless these tensors are those that are averaged."""
@@ -613,15 +635,32 @@ class Engine:
         self.flush()
         named = NamedTensors(self.model)
         _check_materialized(named)
-        self._cache = PlanCache()
         if not self.begun:
             self.reset()
             return
         averaged, _ = self.options.selection.split(named, self.averages[0].tensors)
+        if not averaged:
+            raise ValueError(f"{self.options.owner}: {MSG_NOTHING_CHOSEN}")
+        self._check_new(averaged)
         names = named.names()
+        self._cache = PlanCache()
         for average in self.averages:
             average.resize(averaged)
         self._copies = {name: copy for name, copy in self._copies.items() if name in names}
+
+    def _check_new(self, averaged: Tensors) -> None:
+        """Raise if a parameter is not finite whose average would start as a copy of it."""
+        if self.options.on_nonfinite == "ignore":
+            return
+        known = self.averages[0].tensors
+        new = {
+            name: tensor
+            for name, tensor in averaged.items()
+            if name not in known or known[name].shape != tensor.shape
+        }
+        bad = _first_bad({n: local_shard(t) for n, t in new.items()}, meshes_of(new.values()))
+        if bad is not None:
+            raise RuntimeError(f"EMA: {bad} is not finite. Nothing has been changed.")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied: all but the worker thread."""
@@ -675,8 +714,12 @@ def _check_materialized(named: NamedTensors) -> None:
 
 def first_nonfinite_of(plan: Plan) -> str | None:
     """Return the first name with values that are not finite; all ranks see that together."""
-    bad = first_nonfinite(list(plan.shards.items()))
-    fine = true_everywhere(torch.tensor(bad is None), plan.meshes)
+    return _first_bad(plan.shards, plan.meshes)
+
+
+def _first_bad(shards: Tensors, meshes: Iterable[Any]) -> str | None:
+    bad = first_nonfinite(list(shards.items()))
+    fine = true_everywhere(torch.tensor(bad is None), meshes)
     return None if fine else bad or "a parameter on another rank"
 
 

@@ -112,3 +112,99 @@ def test_the_error_of_a_changed_model_names_rebind(change: Callable[[nn.Sequenti
     assert caught.value.__notes__ == [
         "If the model has changed on purpose, call EMA.rebind() and go on."
     ]
+
+
+# --- trainable_only --------------------------------------------------------------------------------
+
+
+def test_a_parameter_that_is_frozen_later_is_averaged_still() -> None:
+    """So it is after a resume, in a model where it is frozen from the beginning."""
+    model = layers()
+    ema = modkit.EMA(model, 0.5, trainable_only=True)
+    set_to(model, 0.0)
+    ema.update()
+    model[0].requires_grad_(False)
+    set_to(model, 4.0)
+    ema.update()
+    assert all(value.eq(2.0).all() for value in values(ema).values())
+    resumed = modkit.EMA(model, 0.5, trainable_only=True)
+    resumed.load_state_dict(ema.state_dict())
+    resumed.update()
+    assert len(values(resumed)) == 10
+    assert all(value.eq(3.0).all() for value in values(resumed).values())
+
+
+def test_a_parameter_that_is_unfrozen_later_is_an_error_until_rebind() -> None:
+    """It is not left out in silence; after rebind() it starts as a copy."""
+    model = layers()
+    model[0].requires_grad_(False)
+    ema = modkit.EMA(model, 0.5, trainable_only=True)
+    set_to(model, 0.0)
+    ema.update()
+    assert "0.weight" not in values(ema)
+    ema.update()
+    model[0].requires_grad_(True)
+    with pytest.raises(NameMismatchError, match=r"2 unexpected: 0\.weight, 0\.bias"):
+        ema.update()
+    assert ema.n_averaged == ema.step == 2
+    set_to(model, 4.0)
+    ema.rebind()
+    ema.update()
+    assert values(ema)["0.weight"].eq(4.0).all()
+    assert values(ema)["1.weight"].eq(2.0).all()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_model_without_trainable_parameters_is_refused(begun: bool) -> None:
+    """There would be nothing to average, and a later update would have nothing to go on from."""
+    model = layers()
+    ema = modkit.EMA(model, 0.5, trainable_only=True)
+    set_to(model, 2.0)
+    if begun:
+        ema.update()
+        del model[:5]
+        model.add_module("head", nn.Linear(3, 3))
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="trainable_only"):
+        ema.rebind() if begun else ema.update()
+    model.requires_grad_(True)
+    if begun:
+        ema.rebind()
+    ema.update()
+    assert values(ema).keys() == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_a_new_parameter_must_be_finite(policy: Any) -> None:
+    """Its average starts as a copy, which would never become finite."""
+    model = layers()
+    ema = modkit.EMA(model, 0.5, on_nonfinite=policy)
+    ema.update()
+    add(model)
+    with torch.no_grad():
+        model[5].bias[1] = float("nan")
+    with pytest.raises(RuntimeError, match=r"5\.bias is not finite"):
+        ema.rebind()
+    assert len(values(ema)) == 10
+    set_to(model, 1.0)
+    ema.rebind()
+    assert len(values(ema)) == 12
+
+
+# --- buffers ---------------------------------------------------------------------------------------
+
+
+def test_copied_buffers_may_come_and_go() -> None:
+    """A buffer that is gone is not an average that misses its place in the model."""
+    model = layers()
+    model.register_buffer("scale", torch.ones(2))
+    ema = modkit.EMA(model)
+    ema.update()
+    del model.scale
+    ema.update()
+    assert "scale" not in values(ema)
+    with ema.applied():
+        pass
+    model.register_buffer("shift", torch.ones(2))
+    ema.update()
+    assert values(ema)["shift"].eq(1.0).all()
