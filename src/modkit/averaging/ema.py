@@ -16,7 +16,7 @@ from modkit.averaging.engine import Engine
 from modkit.averaging.named_tensors import Buffers, NamedTensors, Names
 from modkit.averaging.precision import OnNonfinite, Precision
 from modkit.averaging.schedules import Decay, Schedule, as_schedule
-from modkit.averaging.sharding import resharded, shards_of
+from modkit.averaging.sharding import is_sharded, resharded, shards_of
 from modkit.averaging.swap import any_swapped, copy_of, exchanged, raw_values, write
 
 
@@ -358,17 +358,33 @@ class EMA(Generic[ModelT]):
     def module(self) -> ModelT:
         """A copy of the model that stays at the first average, in eval mode, without gradients.
 
-        Reading it brings it up to date. Its tensors are the averages where dtype and device are the same;
-        it takes the memory of a model for the others.
+        Reading it brings it up to date, with what is not averaged as it is in the model now. Its tensors
+        are the averages where dtype and device are the same; it takes the memory of a model for the
+        others. It is another object after :meth:`load_state_dict`, :meth:`rebind`, :meth:`to` and changes
+        of the model.
         """
-        if self._module is None:
-            self._module = self.averaged_model()
-        for _, tensor, value in self._engine.pairs(self._module, 0):
-            if (tensor.dtype, tensor.device) != (value.dtype, value.device):
-                write(tensor, value)
-            elif tensor.data_ptr() != value.data_ptr():
-                tensor.data = value
+        # Tensors that are made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            found = NamedTensors(self.model)
+            if self._module is None or not found.is_like(NamedTensors(self._module)):
+                self._module = self.averaged_model()
+            self._refresh(self._module, found)
         return self._module
+
+    def _refresh(self, module: ModelT, found: NamedTensors) -> None:
+        """Let a copy of the model have the averages, and the other tensors that were found."""
+        pairs = self._engine.pairs(module, 0)
+        for _, tensor, value in pairs:
+            shares = (tensor.dtype, tensor.device) == (value.dtype, value.device)
+            if not shares or is_sharded(tensor):
+                write(tensor, value)
+            elif tensor.data_ptr() != value.data_ptr() or tensor.shape != value.shape:
+                tensor.data = value
+        others = found.all().keys() - {name for name, _, _ in pairs}
+        if others:
+            own = NamedTensors(module)
+            for name in others:
+                write(own.tensor(name), found.tensor(name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call :attr:`module`, the averaged model."""
@@ -463,12 +479,14 @@ class EMA(Generic[ModelT]):
         self.update_every, self.update_after_step = loaded.update_every, loaded.update_after_step
 
     def _reset(self) -> None:
+        self._module = None
         self.step, self.n_averaged, self._start = 0, 0, None
         self._engine.reset()
 
     def _load(self, loaded: ema_state.LoadedState) -> None:
         named = NamedTensors(self.model)
         raw = [(named.tensor(name), value) for name, value in loaded.raw.items()]
+        self._module = None
         if loaded.start is not None:
             self._engine.load(loaded, named)
         else:
