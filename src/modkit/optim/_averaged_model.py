@@ -83,7 +83,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         buffers: ``"copy"``, ``"average"``, ``"ignore"``, or a dict of globs, instead of ``use_buffers``.
         include: Globs of names, or a predicate: parameters to average. The others are copied.
         exclude: Globs of names, or a predicate: parameters to copy.
-        trainable_only: Average only parameters that require gradients, and copy the others.
+        trainable_only: Average only parameters that require gradients now, and copy the others.
         seed: Seed for stochastic rounding.
 
     Attributes:
@@ -155,6 +155,12 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                 owner="AveragedModel",
             )
         )
+        if trainable_only and isinstance(cast("object", model), torch.nn.Module):
+            self._runtime.frozen = frozenset(
+                name
+                for name, one in NamedTensors(model).parameters.items()
+                if not one.tensor.requires_grad
+            )
         self._device = device
         self.avg_fn = avg_fn
         self.multi_avg_fn = multi_avg_fn
@@ -403,8 +409,10 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
 class _Runtime:
     """What an averaged model needs for its updates and does not save. Copies of it are empty."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, frozen: frozenset[str] = frozenset()) -> None:
         self.options = options
+        # Parameters that ``trainable_only`` leaves out.
+        self.frozen = frozen
         self.average = Average(options)
         self.plans = PlanCache()
         self.counter = _Counter()
@@ -432,10 +440,10 @@ class _Runtime:
         return copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Runtime":
-        return _Runtime(self.options)
+        return _Runtime(self.options, self.frozen)
 
-    def __reduce__(self) -> tuple[type["_Runtime"], tuple[Options]]:
-        return _Runtime, (self.options,)
+    def __reduce__(self) -> tuple[type["_Runtime"], tuple[Options, frozenset[str]]]:
+        return _Runtime, (self.options, self.frozen)
 
 
 class _Pairs:
@@ -457,12 +465,15 @@ class _Pairs:
             options.include,
             options.exclude,
             "average" if owner.use_buffers else options.buffers,
-            options.trainable_only,
             copy_rest=True,
             integers=True,
             owner="AveragedModel",
         )
         averaged, copied = selection.split(kept)
+        # The copy may be frozen as a whole, so what counts is what the model was when it was copied.
+        for name in owner._runtime.frozen & averaged.keys():
+            del averaged[name]
+            copied.append(kept.parameters[name])
         self.averages: dict[str, Tensor] = {}
         self.currents: dict[str, Tensor] = {}
         for name, target in averaged.items():
