@@ -1,6 +1,6 @@
 """``AveragedModel``: torch's face of the averaging engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeAlias, cast
 
 import torch
@@ -210,7 +210,10 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     def _error_terms(self) -> Module:
         """Return a tree of buffers, which has the same names as the parameters that it belongs to."""
         root: Module = Module()
-        for name, member in NamedTensors(self.module).all().items():
+        named = NamedTensors(self.module)
+        # Those of a lazy model are made when it has its shapes.
+        members = {} if named.has_lazy() else named.all()
+        for name, member in members.items():
             if is_averaged(member.tensor):
                 *path, last = name.split(".")
                 node = root
@@ -346,8 +349,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         average.tensors = pairs.averages
         average.errors = {}
         if self._runtime.options.precision == "compensated":
-            terms = NamedTensors(self.compensation).buffers
-            average.errors = {name: terms[name].tensor for name in pairs.averages if name in terms}
+            average.errors = self._errors_for(pairs.averages)
         average.expose()
         copies = Copies(pairs.copied, follow=False)
         models = pairs.models
@@ -361,6 +363,20 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             flat=flat,
             buffers=self.use_buffers,
         )
+
+    def _errors_for(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the error terms of averages; those of replaced tensors start at zero."""
+        terms = _buffers_of(self.compensation)
+        floats = {name: tensor for name, tensor in averages.items() if is_averaged(tensor)}
+        if any(name not in terms or not _fits(terms[name], t) for name, t in floats.items()):
+            with torch.inference_mode(False), torch.no_grad():
+                self.compensation = self._error_terms()
+                new = _buffers_of(self.compensation)
+                for name in terms.keys() & new.keys():
+                    if _fits(terms[name], new[name]):
+                        new[name].copy_(terms[name])
+            terms = new
+        return {name: terms[name] for name in floats}
 
     def _materialize(self, model: torch.nn.Module) -> None:
         """Copy the model again if the copy was made before the model had got its shapes."""
@@ -487,6 +503,15 @@ class _Pairs:
             source = found.member(place.name) or found.empty.get(place.name)
             if source is not None:
                 self.copied.append((cast("dict[str, Any]", place.registry), place.key, source))
+
+
+def _buffers_of(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: member.tensor for name, member in NamedTensors(module).buffers.items()}
+
+
+def _fits(error: Tensor, average: Tensor) -> bool:
+    """Return True if a tensor can be the error term of an average."""
+    return (error.shape, error.device) == (average.shape, average.device)
 
 
 def _have_average(target: Tensor, source: Tensor, member: Member | None) -> bool:
