@@ -113,7 +113,7 @@ class FlatBuffer:
         wrap: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
     ) -> None:
         sizes = [like.numel() for like in likes.values()]
-        self.data = torch.zeros(sum(sizes), dtype=dtype)
+        self.data = torch.zeros(sum(sizes), dtype=dtype, device="cpu")
         self.tensors: dict[str, Tensor] = {}
         self.exposed = False
         start = 0

@@ -58,7 +58,7 @@ class _Gather:
             runs.setdefault((source.dim() == 0, source.shape[1:]), []).append(source)
         lists = list(runs.values())
         total = sum(tensor.numel() for run in lists for tensor in run)
-        self.data = torch.empty(total, dtype=lists[0][0].dtype)
+        self.data = torch.empty(total, dtype=lists[0][0].dtype, device="cpu")
         self._calls: list[tuple[Any, list[Tensor], Tensor]] = []
         start = 0
         for (is_scalar, trailing), run in runs.items():
@@ -719,7 +719,7 @@ def first_nonfinite_of(plan: Plan) -> str | None:
 
 def _first_bad(shards: Tensors, meshes: Iterable[Any]) -> str | None:
     bad = first_nonfinite(list(shards.items()))
-    fine = true_everywhere(torch.tensor(bad is None), meshes)
+    fine = true_everywhere(torch.tensor(bad is None, device="cpu"), meshes)
     return None if fine else bad or "a parameter on another rank"
 
 
