@@ -143,6 +143,13 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
 
 
+MSG_REBIND: Final = "If the model has changed on purpose, call EMA.rebind() and go on."
+
+MSG_NOTHING_CHOSEN: Final = (
+    "no parameter of the model is selected; with trainable_only=True one must require gradients. "
+    "Nothing has been changed."
+)
+
 MSG_WRITTEN_INSIDE: Final = (
     "EMA: {name} was written to inside applied(), and so was its average; to train or change an "
     "average, take averaged_model()"

@@ -11,7 +11,14 @@ from typing_extensions import override
 
 from modkit._upstream import foreach_copy_
 from modkit.averaging.named_tensors import PLAIN, Buffers, Names, Selection, check_choice
-from modkit.averaging.precision import PRECISIONS, OnNonfinite, Precision, full_value, kept_dtype
+from modkit.averaging.precision import (
+    PRECISIONS,
+    OnNonfinite,
+    Precision,
+    full_value,
+    is_rounded,
+    kept_dtype,
+)
 from modkit.averaging.schedules import BEMA, Schedule, Window
 from modkit.averaging.sharding import local_shard, shards_of
 
@@ -112,7 +119,7 @@ class FlatBuffer:
     ) -> None:
         shapes = [like.shape for like in likes.values()]
         sizes = [shape.numel() for shape in shapes]
-        self.data = torch.zeros(sum(sizes), dtype=dtype)
+        self.data = torch.zeros(sum(sizes), dtype=dtype, device="cpu")
         memory = (ctypes.c_char * self.data.nbytes).from_address(self.data.data_ptr())
         # Each tensor keeps the ctypes object alive, and that keeps the memory.
         memory.flat_buffer = self.data  # type: ignore[attr-defined]
@@ -219,7 +226,11 @@ class Average:
             self._start_errors(members)
 
     def _start_errors(self, members: Tensors) -> None:
-        narrow = {n: t for n, t in members.items() if self.tensors[n].dtype == t.dtype}
+        narrow = {
+            name: member
+            for name, member in members.items()
+            if self.tensors[name].dtype == member.dtype or is_rounded(self.tensors[name].dtype)
+        }
         self.errors, self.error_flats = self._allocated(narrow)
         for error in self.errors.values():
             error.zero_()
@@ -254,26 +265,44 @@ class Average:
 
     def cast(self, options: Options, members: Tensors) -> None:
         """Move and cast what is kept, for other options, without a change of values beyond rounding."""
-        old, errors, generators = self.tensors, self.errors, self.generators
-        self.options = options
-        self.start(members)
-        for name, tensor in self.tensors.items():
-            tensor.copy_(full_value(old[name], errors.get(name)))
-        self.generators = generators
+        self.set_options(options)
+        self.resize(members)
 
     def resize(self, members: Tensors) -> None:
         """Drop the averages of tensors that are gone; new ones start as a copy."""
         old, errors, generators = self.tensors, self.errors, self.generators
         self.start(members)
         for name, tensor in self.tensors.items():
-            known = name in old and old[name].shape == tensor.shape
-            local_shard(tensor).copy_(local_shard(old[name] if known else members[name]))
-            if name in self.errors and known and name in errors:
-                local_shard(self.errors[name]).copy_(local_shard(errors[name]))
+            kept = _same_shape(old, name, tensor)
+            if kept is None:
+                self._take_over(name, members[name], None)
+            else:
+                self._take_over(name, kept, errors.get(name))
         self.generators = generators
+
+    def _take_over(self, name: str, value: Tensor, error: Tensor | None) -> None:
+        """Copy another average and its error term, which may be of other dtypes."""
+        tensor, value = local_shard(self.tensors[name]), local_shard(value)
+        own = self.errors.get(name)
+        if error is not None and (own is None or tensor.dtype != value.dtype):
+            wide = torch.promote_types(
+                torch.promote_types(value.dtype, tensor.dtype), torch.float32
+            )
+            value, error = value.to(wide).add(local_shard(error)), None
+        tensor.copy_(value)
+        if own is not None:
+            # What the tensor cannot hold of the value.
+            lost = value.to(tensor.device) - tensor if error is None else local_shard(error)
+            local_shard(own).copy_(lost)
 
     def observe(self, currents: Tensors, n: int, finite: Tensor | None) -> None:
         """Take what the average needs of step ``n`` besides its move."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled and copied: copies of the tensors do not share a flat buffer."""
+        # Pickling for another process moves the tensors into shared memory.
+        self.expose()
+        return {**vars(self), "flats": [], "error_flats": []}
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return the generator of the stochastic rounding on a device."""
@@ -308,16 +337,12 @@ class Average:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load averages whose names and shapes have been checked."""
         for name, tensor in self.tensors.items():
-            value = shards_of(state["tensors"][name], tensor)
-            tensor.copy_(value)
-            if name in self.errors:
-                error = self.errors[name]
-                saved = state["rests"].get(name)
-                # An average of another precision may hold more than the tensor that it is copied to.
-                lost = (
-                    value.to(tensor.device) - tensor if saved is None else shards_of(saved, error)
-                )
-                error.copy_(lost)
+            error = state["rests"].get(name)
+            self._take_over(
+                name,
+                shards_of(state["tensors"][name], tensor),
+                None if error is None else shards_of(error, tensor),
+            )
         self.generators = {}
         for device, random_state in state["generators"].items():
             self.generator(torch.device(device)).set_state(random_state.cpu())
@@ -363,16 +388,6 @@ class CorrectedAverage(Average):
             self._first[name] = self._first[name].to(value.device)
 
     @override
-    def cast(self, options: Options, members: Tensors) -> None:
-        plain, first = self._plain, self._first
-        self._plain = Average(self.options)
-        super().cast(options, members)
-        plain.cast(options, members)
-        self._plain = plain
-        for name, value in self._first.items():
-            value.copy_(first[name])
-
-    @override
     def resize(self, members: Tensors) -> None:
         plain, first = self._plain, self._first
         self._plain = Average(self.options)
@@ -380,7 +395,9 @@ class CorrectedAverage(Average):
         plain.resize(members)
         self._plain = plain
         for name, value in self._first.items():
-            local_shard(value).copy_(local_shard(first.get(name, members[name])))
+            kept = _same_shape(first, name, value)
+            source = members[name] if kept is None else kept
+            local_shard(value).copy_(local_shard(source))
 
     @override
     def observe(self, currents: Tensors, n: int, finite: Tensor | None) -> None:
@@ -457,16 +474,6 @@ class WindowAverage(Average):
                 copies[name] = copies[name].to(average.device)
 
     @override
-    def cast(self, options: Options, members: Tensors) -> None:
-        ring, seen = self._ring, self._seen
-        super().cast(options, members)
-        self._seen = seen
-        self._ring = [
-            {name: copies[name].to(mean.device, mean.dtype) for name, mean in self.tensors.items()}
-            for copies in ring
-        ]
-
-    @override
     def resize(self, members: Tensors) -> None:
         ring, seen = self._ring, self._seen
         super().resize(members)
@@ -474,7 +481,9 @@ class WindowAverage(Average):
         for copies in ring:
             kept = {name: torch.empty_like(mean) for name, mean in self.tensors.items()}
             for name, copy in kept.items():
-                local_shard(copy).copy_(local_shard(copies.get(name, members[name])))
+                known = _same_shape(copies, name, copy)
+                source = members[name] if known is None else known
+                local_shard(copy).copy_(local_shard(source))
             self._ring.append(kept)
 
     @override
@@ -509,6 +518,12 @@ class WindowAverage(Average):
             for copies in ring
         ]
         self._seen = state.get("seen", 1)
+
+
+def _same_shape(tensors: Tensors, name: str, like: Tensor) -> Tensor | None:
+    """Return the tensor of a name, or None if there is none, or it has another shape."""
+    found = tensors.get(name)
+    return found if found is not None and found.shape == like.shape else None
 
 
 def average_for(schedule: Schedule, options: Options) -> Average:

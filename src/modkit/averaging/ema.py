@@ -16,7 +16,7 @@ from modkit.averaging.engine import Engine
 from modkit.averaging.named_tensors import Buffers, NamedTensors, Names
 from modkit.averaging.precision import OnNonfinite, Precision
 from modkit.averaging.schedules import Decay, Schedule, as_schedule
-from modkit.averaging.sharding import resharded, shards_of
+from modkit.averaging.sharding import is_sharded, resharded, shards_of
 from modkit.averaging.swap import any_swapped, copy_of, exchanged, raw_values, write
 
 
@@ -73,7 +73,8 @@ class EMA(Generic[ModelT]):
             buffers are always copied.
         include: Globs of names, or a predicate: parameters to average. Default: all.
         exclude: Globs of names, or a predicate: parameters not to average.
-        trainable_only: Average only parameters that require gradients at the first update.
+        trainable_only: Average only parameters that require gradients at the first update. One that is
+            frozen later is still averaged; after unfreezing another, call :meth:`rebind`.
         on_nonfinite: What happens if a parameter is infinite or NaN: ``"ignore"`` averages it,
             ``"skip"`` skips the step, ``"raise"`` raises and synchronizes with the device each time.
         seed: Seed for stochastic rounding.
@@ -190,6 +191,7 @@ class EMA(Generic[ModelT]):
         Raises:
             NameMismatchError: Names or shapes are not those of the previous updates. Nothing has been
                 changed. :meth:`rebind` adapts the averages to a model that has changed.
+            ValueError: If ``trainable_only=True`` and no parameter requires gradients.
             RuntimeError: If called inside :meth:`applied`, if a parameter is uninitialized or on the
                 meta device, or if one is not finite and ``on_nonfinite="raise"``.
         """
@@ -239,7 +241,9 @@ class EMA(Generic[ModelT]):
         A parameter that is new starts as a copy, and one that is gone is dropped.
 
         Raises:
-            RuntimeError: If called inside :meth:`applied`.
+            RuntimeError: If called inside :meth:`applied`, or a new parameter is not finite and
+                ``on_nonfinite`` is not ``"ignore"``. Nothing has been changed.
+            ValueError: If no parameter is selected. Nothing has been changed.
         """
         if self._is_swapped():
             raise RuntimeError("EMA.rebind() was called inside applied(). Call it outside.")
@@ -355,23 +359,38 @@ class EMA(Generic[ModelT]):
     def module(self) -> ModelT:
         """A copy of the model that holds the first average, in eval mode, without gradients.
 
-        Each read brings the averages in it up to date; what is not averaged stays as it was at the first
-        read. Its tensors are the averages where dtype and device are the same; the others take memory.
+        Reading it brings it up to date, with what is not averaged as it is in the model now. Its tensors
+        are the averages where dtype and device are the same; it takes the memory of a model for the
+        others. It is another object after :meth:`load_state_dict`, :meth:`rebind`, :meth:`to` and changes
+        of the model.
         """
-        if self._module is None:
-            self._module = self.averaged_model()
-        for _, tensor, value in self._engine.pairs(self._module, 0):
-            if (tensor.dtype, tensor.device) != (value.dtype, value.device):
-                write(tensor, value)
-            elif tensor.data_ptr() != value.data_ptr():
-                tensor.data = value
+        # Tensors that are made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            found = NamedTensors(self.model)
+            if self._module is None or not found.is_like(NamedTensors(self._module)):
+                self._module = self.averaged_model()
+            self._refresh(self._module, found)
         return self._module
+
+    def _refresh(self, module: ModelT, found: NamedTensors) -> None:
+        """Let a copy of the model have the averages, and the other tensors that were found."""
+        pairs = self._engine.pairs(module, 0)
+        for _, tensor, value in pairs:
+            shares = (tensor.dtype, tensor.device) == (value.dtype, value.device)
+            if not shares or is_sharded(tensor):
+                write(tensor, value)
+            elif tensor.data_ptr() != value.data_ptr() or tensor.shape != value.shape:
+                tensor.data = value
+        others = found.all().keys() - {name for name, _, _ in pairs}
+        if others:
+            own = NamedTensors(module)
+            for name in others:
+                write(own.tensor(name), found.tensor(name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call :attr:`module`, the averaged model."""
         return self.module(*args, **kwargs)
 
-    @torch.no_grad()
     def to(
         self, device: int | str | torch.device | None = None, dtype: torch.dtype | None = None
     ) -> Self:
@@ -387,10 +406,12 @@ class EMA(Generic[ModelT]):
         Raises:
             ValueError: If ``dtype`` is not a floating-point dtype of 16 bits or more, or the EMA is
                 asynchronous and ``device`` is not the CPU.
+            NameMismatchError: If the model has changed. Call :meth:`rebind` first.
         """
         if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
             raise ValueError(f"EMA.to(): dtype must be a floating-point dtype, got {dtype}")
-        self._engine.to(None if device is None else torch.device(device), dtype)
+        with torch.inference_mode(False), torch.no_grad():
+            self._engine.to(None if device is None else torch.device(device), dtype)
         self._module = None
         return self
 
@@ -459,12 +480,14 @@ class EMA(Generic[ModelT]):
         self.update_every, self.update_after_step = loaded.update_every, loaded.update_after_step
 
     def _reset(self) -> None:
+        self._module = None
         self.step, self.n_averaged, self._start = 0, 0, None
         self._engine.reset()
 
     def _load(self, loaded: ema_state.LoadedState) -> None:
         named = NamedTensors(self.model)
         raw = [(named.tensor(name), value) for name, value in loaded.raw.items()]
+        self._module = None
         if loaded.start is not None:
             self._engine.load(loaded, named)
         else:

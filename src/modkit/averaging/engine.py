@@ -4,6 +4,7 @@
 their own, or in the parameters of a copy of the model.
 """
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from modkit._errors import MSG_NOTHING_CHOSEN, MSG_REBIND, NameMismatchError, add_note
 from modkit._upstream import foreach_copy_
 from modkit.averaging import state as ema_state
 from modkit.averaging.averages import Average, Options, Tensors, average_for, can_share
@@ -44,6 +46,9 @@ from modkit.averaging.sharding import is_sharded, local_shard, meshes_of, reshar
 from modkit.averaging.swap import Pair, pairs_for
 
 
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+
 class _Gather:
     """Copies small tensors into one flat tensor, with one ``torch.cat`` for each trailing shape."""
 
@@ -53,7 +58,7 @@ class _Gather:
             runs.setdefault((source.dim() == 0, source.shape[1:]), []).append(source)
         lists = list(runs.values())
         total = sum(tensor.numel() for run in lists for tensor in run)
-        self.data = torch.empty(total, dtype=lists[0][0].dtype)
+        self.data = torch.empty(total, dtype=lists[0][0].dtype, device="cpu")
         self._calls: list[tuple[Any, list[Tensor], Tensor]] = []
         start = 0
         for (is_scalar, trailing), run in runs.items():
@@ -191,7 +196,8 @@ def _flat_groups(owners: list[Average], currents: Tensors) -> list[tuple[list[st
         if names[0] in owners[0].errors:
             kept = [one.error_flats[index] for one in owners if index < len(one.error_flats)]
             if len(kept) < len(owners) or not all(
-                one.holds(owner.errors) for one, owner in zip(kept, owners, strict=True)
+                list(one.tensors) == names and one.holds(owner.errors)
+                for one, owner in zip(kept, owners, strict=True)
             ):
                 continue
             errors = [[one.data] for one in kept]
@@ -306,6 +312,7 @@ class Plan:
         more: Further tensors whose shape, dtype or device must stay.
         buffers: Whether replacing a buffer ends the plan.
         staging: Host copies to average instead of ``currents``.
+        frozen: Parameters that end the plan when they require gradients.
     """
 
     def __init__(
@@ -320,6 +327,7 @@ class Plan:
         flat: bool = True,
         buffers: bool = False,
         staging: Staging | None = None,
+        frozen: Iterable[Tensor] = (),
     ) -> None:
         self.copies = copies
         self.staging = staging
@@ -340,6 +348,7 @@ class Plan:
         flat_ones = {id(one) for each in self._flats for one in each.tensors.values()}
         watched = [one for one in more if id(one) not in flat_ones]
         self._watch = Watch(models, [*currents.values(), *watched], buffers=buffers)
+        self._frozen = [tensor for tensor in frozen if not tensor.requires_grad]
 
     def is_for(self, model: torch.nn.Module) -> bool:
         """Return True if the plan can still be used for a model."""
@@ -348,6 +357,7 @@ class Plan:
             and not self._watch.changed()
             and all(member.current() is member.tensor for member in self._buffers)
             and all(flat.intact() for flat in self._flats)
+            and not any(map(_REQUIRES_GRAD, self._frozen))
         )
 
     def fetch(self) -> None:
@@ -471,10 +481,9 @@ class Engine:
         if self.options.asynchronous and self.options.on_nonfinite == "skip":
             _check_not_sharded(averaged)
         if known:
-            expected = {name: tensor.shape for name, tensor in known.items()}
-            found = {name: tensor.shape for name, tensor in averaged.items()}
-            what = f"{self.options.owner}: the model is not the one that is averaged"
-            check_match(what, expected, found)
+            self._check_known(averaged)
+        elif not averaged:
+            raise ValueError(f"{self.options.owner}: {MSG_NOTHING_CHOSEN}")
         else:
             for average in self.averages:
                 average.start(averaged)
@@ -484,8 +493,31 @@ class Engine:
         if self.options.asynchronous:
             staging = Staging({name: local_shard(tensor) for name, tensor in averaged.items()})
         pairs = [(self._copies, member.name, member) for member in copied]
+        for name in self._copies.keys() - {member.name for member in copied}:
+            # Buffers may come and go.
+            del self._copies[name]
         copies = Copies(pairs, self.options.device)
-        return Plan(model, self.averages, averaged, copies, models=[named], staging=staging)
+        frozen = [one.tensor for name, one in named.parameters.items() if name not in averaged]
+        return Plan(
+            model,
+            self.averages,
+            averaged,
+            copies,
+            models=[named],
+            staging=staging,
+            frozen=frozen if self.options.trainable_only else (),
+        )
+
+    def _check_known(self, averaged: Tensors) -> None:
+        """Raise NameMismatchError unless these tensors are those that are averaged."""
+        expected = {name: tensor.shape for name, tensor in self.averages[0].tensors.items()}
+        found = {name: tensor.shape for name, tensor in averaged.items()}
+        what = f"{self.options.owner}: the model is not the one that is averaged"
+        try:
+            check_match(what, expected, found)
+        except NameMismatchError as error:
+            add_note(error, MSG_REBIND)
+            raise
 
     def begin(self, plan: Plan) -> bool:
         """Copy the values; return False if that would copy values that are to be skipped."""
@@ -598,31 +630,53 @@ class Engine:
             device=device if device is not None else self.options.device,
             dtype=dtype if dtype is not None else self.options.dtype,
         )
-        self.options, self._cache = options, PlanCache()
         known = self.averages[0].tensors
         averaged, _ = options.selection.split(NamedTensors(self.model), known)
+        if known:
+            self._check_known(averaged)
+        self.options, self._cache = options, PlanCache()
         for average in self.averages:
             if known:
                 average.cast(options, averaged)
             else:
                 average.set_options(options)
         if device is not None:
-            self._copies = {name: copy.to(device) for name, copy in self._copies.items()}
+            self._copies = {
+                name: None if copy is None else copy.to(device)
+                for name, copy in self._copies.items()
+            }
 
     def rebind(self) -> None:
         """Take in parameters that the model has got, and drop those that it has lost."""
         self.flush()
         named = NamedTensors(self.model)
         _check_materialized(named)
-        self._cache = PlanCache()
         if not self.begun:
             self.reset()
             return
         averaged, _ = self.options.selection.split(named, self.averages[0].tensors)
+        if not averaged:
+            raise ValueError(f"{self.options.owner}: {MSG_NOTHING_CHOSEN}")
+        self._check_new(averaged)
         names = named.names()
+        self._cache = PlanCache()
         for average in self.averages:
             average.resize(averaged)
         self._copies = {name: copy for name, copy in self._copies.items() if name in names}
+
+    def _check_new(self, averaged: Tensors) -> None:
+        """Raise if a parameter is not finite whose average would start as a copy of it."""
+        if self.options.on_nonfinite == "ignore":
+            return
+        known = self.averages[0].tensors
+        new = {
+            name: tensor
+            for name, tensor in averaged.items()
+            if name not in known or known[name].shape != tensor.shape
+        }
+        bad = _first_bad({n: local_shard(t) for n, t in new.items()}, meshes_of(new.values()))
+        if bad is not None:
+            raise RuntimeError(f"EMA: {bad} is not finite. Nothing has been changed.")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied: all but the worker thread."""
@@ -680,8 +734,12 @@ def _check_materialized(named: NamedTensors) -> None:
 
 def first_nonfinite_of(plan: Plan) -> str | None:
     """Return the first name with values that are not finite; all ranks see that together."""
-    bad = first_nonfinite(list(plan.shards.items()))
-    fine = true_everywhere(torch.tensor(bad is None), plan.meshes)
+    return _first_bad(plan.shards, plan.meshes)
+
+
+def _first_bad(shards: Tensors, meshes: Iterable[Any]) -> str | None:
+    bad = first_nonfinite(list(shards.items()))
+    fine = true_everywhere(torch.tensor(bad is None, device="cpu"), meshes)
     return None if fine else bad or "a parameter on another rank"
 
 

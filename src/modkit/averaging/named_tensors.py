@@ -187,6 +187,17 @@ class NamedTensors:
         tensor: Tensor = member.tensor
         return tensor
 
+    def is_like(self, other: "NamedTensors") -> bool:
+        """Return True if another model has the same names, and parameters of the same metadata."""
+        if self.has_lazy() or other.has_lazy():
+            return False
+        names = self.parameters.keys(), self.buffers.keys(), self.aliases
+        if names != (other.parameters.keys(), other.buffers.keys(), other.aliases):
+            return False
+        mine = [member.tensor for member in self.parameters.values()]
+        theirs = [other.parameters[name].tensor for name in self.parameters]
+        return _facts_of(mine) == _facts_of(theirs)
+
     def has_lazy(self) -> bool:
         """Return True if a tensor has no shape yet, because its module has not been called."""
         return any(is_lazy(member.tensor) for member in self.all().values())

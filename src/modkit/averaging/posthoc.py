@@ -274,10 +274,15 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
         coefficients[averages.index((sigma_rel, step))] = 1.0
         return Fit(tuple(coefficients), 0.0, 0.0)
 
-    gammas = torch.tensor([gamma_of(averages[index][0]) for index in used], dtype=torch.float64)
+    gammas = torch.tensor(
+        [gamma_of(averages[index][0]) for index in used], dtype=torch.float64, device="cpu"
+    )
     # Time is measured in units of the wanted step, which keeps the numbers near 1.
-    ends = torch.tensor([averages[index][1] for index in used], dtype=torch.float64) / step
-    gamma, end = torch.tensor([gamma_of(sigma_rel), 1.0], dtype=torch.float64)
+    ends = (
+        torch.tensor([averages[index][1] for index in used], dtype=torch.float64, device="cpu")
+        / step
+    )
+    gamma, end = torch.tensor([gamma_of(sigma_rel), 1.0], dtype=torch.float64, device="cpu")
     between = _products(gammas[:, None], ends[:, None], gammas, ends)
     wanted = _products(gammas, ends, gamma, end)
     solution = torch.linalg.solve(between, wanted)

@@ -116,7 +116,7 @@ def swa_weight(count: Tensor | int) -> Weight:
         return 1 / (count + 1)
     size = torch.get_default_dtype().itemsize
     if size < torch.float32.itemsize:
-        return (1 / torch.tensor(count + 1)).item()
+        return (1 / torch.tensor(count + 1, device="cpu")).item()
     weight = 1 / (count + 1)
     if size == torch.float32.itemsize:
         (rounded,) = struct.unpack("f", struct.pack("f", weight))
@@ -256,7 +256,7 @@ def compensated_(weight: Weight) -> Kernel:
     def step(averages: list[Tensor], errors: list[Tensor], currents: list[Tensor]) -> None:
         for rows in parts(averages, errors, currents):
             for average, error, current in zip(*rows, strict=True):
-                _compensate_(average, error, current.to(average.device, average.dtype), weight)
+                _compensate_(average, error, current.to(average.device), weight)
 
     return step
 
@@ -269,7 +269,7 @@ def _compensate_(average: Tensor, error: Tensor, current: Tensor, weight: Weight
         average.copy_(wide)
         error.copy_(wide.sub_(average))
         return
-    step = (current - average).sub_(error).mul_(fraction).add_(error)
+    step = (current.to(average.dtype) - average).sub_(error).mul_(fraction).add_(error)
     total = average + step
     error.copy_(step.sub_(total - average))
     average.copy_(total)
@@ -293,10 +293,10 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """
     real = [_as_real(tensor) for tensor in tensors if tensor.numel()]
     if not real:
-        return torch.ones((), dtype=torch.bool)
+        return torch.ones((), dtype=torch.bool, device="cpu")
     if all(reads_are_free(tensor.device) for tensor in real):
         if all(math.isfinite(_sum_of(tensor)) for tensor in real):
-            return torch.ones((), dtype=torch.bool)
+            return torch.ones((), dtype=torch.bool, device="cpu")
         return torch.stack([tensor.isfinite().all() for tensor in real]).all()
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in real:

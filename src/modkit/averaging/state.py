@@ -255,7 +255,7 @@ def _check_finite(loaded: LoadedState, on_nonfinite: str) -> None:
     ]
     bad = first_nonfinite([(key, local_shard(tensor)) for key, tensor in tensors])
     meshes = meshes_of(tensor for _, tensor in tensors)
-    if not true_everywhere(torch.tensor(bad is None), meshes):
+    if not true_everywhere(torch.tensor(bad is None, device="cpu"), meshes):
         where = bad or "the shard of another rank"
         raise _error(
             f"the loaded averages must be finite with on_nonfinite={on_nonfinite!r}: {where} contains "

@@ -1,6 +1,6 @@
 """``AveragedModel``: torch's face of the averaging engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeAlias, cast
 
 import torch
@@ -85,7 +85,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         buffers: ``"copy"``, ``"average"``, ``"ignore"``, or a dict of globs, instead of ``use_buffers``.
         include: Globs of names, or a predicate: parameters to average. The others are copied.
         exclude: Globs of names, or a predicate: parameters to copy.
-        trainable_only: Average only parameters that require gradients in the copy, and copy the others.
+        trainable_only: Average only parameters that require gradients now, and copy the others.
         seed: Seed for stochastic rounding.
 
     Attributes:
@@ -157,6 +157,12 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                 owner="AveragedModel",
             )
         )
+        if trainable_only and isinstance(cast("object", model), torch.nn.Module):
+            self._runtime.frozen = frozenset(
+                name
+                for name, one in NamedTensors(model).parameters.items()
+                if not one.tensor.requires_grad
+            )
         self._device = device
         self.avg_fn = avg_fn
         self.multi_avg_fn = multi_avg_fn
@@ -211,7 +217,10 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     def _error_terms(self) -> Module:
         """Return a tree of buffers, which has the same names as the parameters that it belongs to."""
         root: Module = Module()
-        for name, member in NamedTensors(self.module).all().items():
+        named = NamedTensors(self.module)
+        # Those of a lazy model are made when it has its shapes.
+        members = {} if named.has_lazy() else named.all()
+        for name, member in members.items():
             if is_averaged(member.tensor):
                 *path, last = name.split(".")
                 node = root
@@ -349,8 +358,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         average.tensors = pairs.averages
         average.errors = {}
         if self._runtime.options.precision == "compensated":
-            terms = NamedTensors(self.compensation).buffers
-            average.errors = {name: terms[name].tensor for name in pairs.averages if name in terms}
+            average.errors = self._errors_for(pairs.averages)
         average.expose()
         names = {id(tensor): name for name, tensor in pairs.averages.items()}
         for flat_buffer in average.flats:
@@ -367,6 +375,20 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             flat=flat,
             buffers=self.use_buffers,
         )
+
+    def _errors_for(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the error terms of averages; those of replaced tensors start at zero."""
+        terms = _buffers_of(self.compensation)
+        floats = {name: tensor for name, tensor in averages.items() if is_averaged(tensor)}
+        if any(name not in terms or not _fits(terms[name], t) for name, t in floats.items()):
+            with torch.inference_mode(False), torch.no_grad():
+                self.compensation = self._error_terms()
+                new = _buffers_of(self.compensation)
+                for name in terms.keys() & new.keys():
+                    if _fits(terms[name], new[name]):
+                        new[name].copy_(terms[name])
+            terms = new
+        return {name: terms[name] for name in floats}
 
     def _materialize(self, model: torch.nn.Module) -> None:
         """Copy the model again if the copy was made before the model had got its shapes."""
@@ -415,8 +437,10 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
 class _Runtime:
     """What an averaged model needs for its updates and does not save. Copies of it are empty."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, frozen: frozenset[str] = frozenset()) -> None:
         self.options = options
+        # Parameters that ``trainable_only`` leaves out.
+        self.frozen = frozen
         self.average = Average(options)
         self.plans = PlanCache()
         self.counter = _Counter()
@@ -443,10 +467,10 @@ class _Runtime:
         return copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Runtime":
-        return _Runtime(self.options)
+        return _Runtime(self.options, self.frozen)
 
-    def __reduce__(self) -> tuple[type["_Runtime"], tuple[Options]]:
-        return _Runtime, (self.options,)
+    def __reduce__(self) -> tuple[type["_Runtime"], tuple[Options, frozenset[str]]]:
+        return _Runtime, (self.options, self.frozen)
 
 
 class _Pairs:
@@ -468,12 +492,15 @@ class _Pairs:
             options.include,
             options.exclude,
             "average" if owner.use_buffers else options.buffers,
-            options.trainable_only,
             copy_rest=True,
             integers=True,
             owner="AveragedModel",
         )
         averaged, copied = selection.split(kept)
+        # The copy may be frozen as a whole, so what counts is what the model was when it was copied.
+        for name in owner._runtime.frozen & averaged.keys():
+            del averaged[name]
+            copied.append(kept.parameters[name])
         self.averages: dict[str, Tensor] = {}
         self.currents: dict[str, Tensor] = {}
         for name, target in averaged.items():
@@ -487,6 +514,15 @@ class _Pairs:
             source = found.member(place.name) or found.empty.get(place.name)
             if source is not None:
                 self.copied.append((cast("dict[str, Any]", place.registry), place.key, source))
+
+
+def _buffers_of(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: member.tensor for name, member in NamedTensors(module).buffers.items()}
+
+
+def _fits(error: Tensor, average: Tensor) -> bool:
+    """Return True if a tensor can be the error term of an average."""
+    return (error.shape, error.device) == (average.shape, average.device)
 
 
 def _have_average(target: Tensor, source: Tensor, member: Member | None) -> bool:

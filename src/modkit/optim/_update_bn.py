@@ -167,7 +167,7 @@ class _Moments:
     def gather(self, group: "ProcessGroup") -> None:
         """Merge in what the other processes of a group have seen."""
         features = self.layer.num_features
-        mine = torch.zeros(2 * features + 1, dtype=torch.float64)
+        mine = torch.zeros(2 * features + 1, dtype=torch.float64, device="cpu")
         if self.mean is not None and self.squares is not None:
             mine = torch.cat([mine.new_tensor([self.count]), self.mean.cpu(), self.squares.cpu()])
         device = self.layer.running_mean.device if self.layer.running_mean is not None else "cpu"

@@ -1,0 +1,79 @@
+"""``torch.set_default_device()`` and ``with torch.device()`` do not concern models that exist already."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modkit
+from modkit import schedules
+from modkit.optim.swa_utils import AveragedModel
+from tests.unit.averaging.recipes import PRECISIONS
+
+
+DECAYS = {"ema": 0.5, "bema": schedules.BEMA(0.5), "window": schedules.Window(2)}
+
+
+def set_to(model: nn.Module, value: float) -> None:
+    """Write a value into every parameter."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def layers() -> nn.Sequential:
+    """Return small layers of one shape in host memory, all elements 0."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)), nn.BatchNorm1d(3))
+    set_to(model, 0.0)
+    return model
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("policy", "decay"),
+    [
+        (policy, decay)
+        for policy in ("ignore", "skip", "raise")
+        for decay in DECAYS
+        if (policy, decay) != ("skip", "window")
+    ],
+)
+def test_ema(precision: Any, policy: Any, decay: str) -> None:
+    """Averages are where the parameters are."""
+    model = layers()
+    with torch.device("meta"):
+        ema = modkit.EMA(
+            model,
+            schedule=DECAYS[decay],
+            precision=precision,
+            on_nonfinite=policy,
+            buffers="average",
+        )
+        ema.update()
+        set_to(model, 4.0)
+        ema.update()
+        resumed = modkit.EMA(model, schedule=DECAYS[decay], precision=precision)
+        resumed.load_state_dict(modkit.EMA(model, schedule=DECAYS[decay]).state_dict())
+        ema.to(dtype=torch.float64)
+        ema.rebind()
+        _ = ema.module
+    for name, average in ema.named_averages():
+        assert average.device.type == "cpu"
+        if name.startswith("0."):
+            assert average.gt(0.0).all()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("policy", ["ignore", "skip", "raise"])
+def test_averaged_model(precision: Any, policy: Any) -> None:
+    """The copy is where the model is, or on the device that was given."""
+    model = layers()
+    with torch.device("meta"):
+        average = AveragedModel(
+            model, torch.device("cpu"), precision=precision, on_nonfinite=policy
+        )
+        average.update_parameters(model)
+        set_to(model, 4.0)
+        average.update_parameters(model)
+    assert all(parameter.eq(2.0).all() for parameter in average.module[:5].parameters())

@@ -1,0 +1,183 @@
+"""``EMA.module`` and calling an ``EMA``: a model that stays at the average."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modkit
+from modkit import schedules
+from tests.unit.averaging.recipes import PRECISIONS, network, set_to, train
+
+
+DECAYS = {"ema": 0.9, "bema": schedules.BEMA(0.5), "window": schedules.Window(3)}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of the model."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def check(ema: "modkit.EMA[Any]") -> None:
+    """Compare ``module`` with a copy that is made now, bit by bit, and its outputs with ``applied()``."""
+    expected = ema.averaged_model()
+    module = ema.module
+    assert ema.module is module
+    found = module.state_dict()
+    assert found.keys() == expected.state_dict().keys()
+    for name, tensor in expected.state_dict().items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].equal(tensor), name
+    assert not module.training
+    assert not any(parameter.requires_grad for parameter in module.parameters())
+    batch = torch.ones(3, 4, dtype=next(ema.model.parameters()).dtype)
+    training = ema.model.training
+    with ema.applied(), torch.no_grad():
+        outputs = ema.model.eval()(batch)
+    ema.model.train(training)
+    assert ema(batch).equal(outputs)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_module_follows(precision: Any, decay: str, dtype: torch.dtype) -> None:
+    """Before the first update it is at the training weights, and then at the average."""
+    model = network(dtype)
+    optimizer = sgd(model)
+    ema = modkit.EMA(model, schedule=DECAYS[decay], precision=precision)
+    check(ema)
+    train(model, optimizer, 0, 1)
+    check(ema)
+    for step in range(1, 4):
+        ema.update()
+        check(ema)
+        train(model, optimizer, step, step + 1)
+
+
+@pytest.mark.parametrize("buffers", ["copy", "average", "ignore"])
+@pytest.mark.parametrize("selection", [{"include": "0.*"}, {"exclude": "0.*"}, {}])
+def test_what_is_not_averaged_is_as_in_the_model(buffers: Any, selection: dict[str, Any]) -> None:
+    """Excluded parameters and ignored buffers follow the model."""
+    model = network()
+    optimizer = sgd(model)
+    ema = modkit.EMA(model, 0.9, buffers=buffers, **selection)
+    for step in range(4):
+        train(model, optimizer, step, step + 1)
+        ema.update()
+        check(ema)
+    model.load_state_dict({name: t + 1 for name, t in model.state_dict().items()})
+    check(ema)
+
+
+def test_module_shares_memory_with_averages_of_its_dtype() -> None:
+    """It needs none of its own, and a model that was read once follows by itself."""
+    model = network()
+    ema = modkit.EMA(model, 0.5)
+    set_to(model, 0.0)
+    ema.update()
+    module = ema.module
+    averages = dict(ema.named_averages())
+    for name, tensor in module.named_parameters():
+        assert tensor.data_ptr() == averages[name].data_ptr()
+    set_to(model, 4.0)
+    ema.update()
+    assert all(parameter.eq(2.0).all() for parameter in module.parameters())
+
+
+def change_back(ema: "modkit.EMA[Any]") -> None:
+    """Load an earlier state."""
+    state = copy.deepcopy(ema.state_dict())
+    train(ema.model, sgd(ema.model), 5, 6)
+    ema.update()
+    ema.load_state_dict(state)
+
+
+def start_anew(ema: "modkit.EMA[Any]") -> None:
+    """Forget the averages."""
+    with pytest.warns(UserWarning, match="starts anew"):
+        ema.load_state_dict({})
+
+
+def grow(ema: "modkit.EMA[Any]") -> None:
+    """Add a layer."""
+    ema.model.append(nn.Linear(2, 2))
+    ema.rebind()
+
+
+def cast(ema: "modkit.EMA[Any]") -> None:
+    """Cast the averages."""
+    ema.to(dtype=torch.float64)
+
+
+def cast_model(ema: "modkit.EMA[Any]") -> None:
+    """Cast the model."""
+    ema.model.double()
+
+
+def replace(ema: "modkit.EMA[Any]") -> None:
+    """Put other objects in the place of parameters."""
+    ema.model[0] = nn.Linear(4, 6)
+
+
+@pytest.mark.parametrize("change", [change_back, start_anew, grow, cast, cast_model, replace])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_module_after_a_change(change: Callable[[Any], None], decay: str) -> None:
+    """It is up to date at once, and after the next update."""
+    model = network()
+    ema = modkit.EMA(model, schedule=DECAYS[decay])
+    for step in range(2):
+        train(model, sgd(model), step, step + 1)
+        ema.update()
+    check(ema)
+    change(ema)
+    check(ema)
+    train(model, sgd(model), 6, 7)
+    ema.update()
+    check(ema)
+
+
+def test_forgotten_averages_are_not_written_to() -> None:
+    """A state that was taken before is still the user's."""
+    model = network()
+    ema = modkit.EMA(model)
+    set_to(model, 1.0)
+    ema.update()
+    _ = ema.module
+    state = ema.state_dict()
+    start_anew(ema)
+    set_to(model, 2.0)
+    _ = ema.module
+    assert all(tensor.eq(1.0).all() for tensor in state["averages"][0]["tensors"].values())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda ema: pickle.loads(pickle.dumps(ema))])
+def test_copies_have_modules_of_their_own(copied: Callable[[Any], Any]) -> None:
+    """A copy of an EMA follows its own averages, and the original its own."""
+    model = network()
+    ema = modkit.EMA(model, 0.5)
+    ema.update()
+    _ = ema.module
+    other = copied(ema)
+    set_to(other.model, 3.0)
+    other.update()
+    check(ema)
+    check(other)
+    assert other.module is not ema.module
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_module_is_first_read_in_inference_mode(precision: Any) -> None:
+    """Evaluation usually runs in inference mode; training goes on afterwards."""
+    model = network(torch.bfloat16)
+    ema = modkit.EMA(model, 0.5, precision=precision)
+    ema.update()
+    with torch.inference_mode():
+        ema(torch.ones(3, 4, dtype=torch.bfloat16))
+    train(model, sgd(model), 0, 1)
+    ema.update()
+    check(ema)

@@ -1,0 +1,61 @@
+"""Small averages share a flat buffer. Whatever moves, copies or saves them must not notice."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modkit
+from modkit import schedules
+from tests.unit.averaging.recipes import PRECISIONS, averaged, set_to
+
+
+def layers(dtype: torch.dtype = torch.float32, count: int = 6) -> nn.ModuleList:
+    """Return enough small layers of one shape for a flat buffer, all elements 0."""
+    model = nn.ModuleList(nn.Linear(3, 3) for _ in range(count)).to(dtype)
+    set_to(model, 0.0)
+    return model
+
+
+def by_pickle(ema: "modkit.EMA[Any]") -> "modkit.EMA[Any]":
+    """Return a copy that went through pickle."""
+    return pickle.loads(pickle.dumps(ema))
+
+
+COPIES = [copy.deepcopy, by_pickle]
+DECAYS = [0.5, schedules.BEMA(0.5), schedules.Window(2)]
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("decay", DECAYS, ids=["ema", "bema", "window"])
+def test_a_copy_of_an_ema_is_updated(
+    copied: Callable[..., Any], precision: Any, decay: Any
+) -> None:
+    """A copy goes on from its own tensors, and leaves those of the original alone."""
+    ema = modkit.EMA(layers(), schedule=decay, precision=precision)
+    ema.update()
+    other = copied(ema)
+    set_to(other.model, 4.0)
+    other.update()
+    assert averaged(ema, "0.weight").eq(0.0).all()
+    set_to(ema.model, 4.0)
+    ema.update()
+    for name, average in ema.named_averages():
+        assert average.ne(0.0).all()
+        assert averaged(other, name).equal(average)
+
+
+def test_pickling_for_another_process_leaves_the_ema_intact() -> None:
+    """A queue or a spawned process moves the tensors of the sender into shared memory."""
+    ema = modkit.EMA(layers(), 0.5)
+    ema.update()
+    ForkingPickler.dumps(ema)
+    set_to(ema.model, 4.0)
+    ema.update()
+    assert all(average.eq(2.0).all() for _, average in ema.named_averages())
