@@ -20,11 +20,12 @@ Example:
 
 import importlib
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 from modkit.averaging import schedules as _schedules
 from modkit.averaging.schedules import *  # noqa: F403 - its __all__ is part of the one below
-from modkit.averaging.schedules import Decay, Schedule, as_schedule, profile
+from modkit.averaging.schedules import Decay, as_schedule, profile
 
 
 if TYPE_CHECKING:
@@ -42,23 +43,22 @@ def plot(
     *,
     axes: "Axes | None" = None,
 ) -> "Figure":
-    """Plot the :func:`profile` of schedules: how much the model of each past step counts.
+    """Plot the :func:`profile` of schedules, relative to the plain mean (extra ``modkit[plot]``).
 
-    1 is the weight that a step has in the plain mean. A long run is drawn in about a thousand
-    points, each the mean of several updates. It needs ``modkit[plot]``.
+    A long run is drawn in about a thousand points, each the mean of several updates.
 
     Args:
         schedules: A schedule or a decay, several of them, or a dict of them by label.
         n: Number of steps since the copy, 1 or more.
-        update_every: The average is updated at every step whose number this divides.
+        update_every: Interval of the updates in steps.
         axes: The matplotlib axes to draw into; by default those of a new figure.
 
     Returns:
         The figure: ``plot(Power(0.1), 1000).savefig("weights.png")``.
 
     Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: ``n`` or ``update_every`` is less than 1.
+        ImportError: If matplotlib is not installed.
+        ValueError: If ``n`` or ``update_every`` is less than 1.
     """
     for name, value in (("n", n), ("update_every", update_every)):
         if value < 1:
@@ -69,32 +69,21 @@ def plot(
         except ImportError as error:
             raise ImportError("plot: matplotlib is needed: pip install modkit[plot]") from error
         axes = cast("Axes", figures.Figure(figsize=(4.5, 3.4), layout="constrained").subplots())
+    if not isinstance(schedules, Mapping):
+        several = schedules if isinstance(schedules, Sequence) else [schedules]
+        schedules = {str(as_schedule(one)): one for one in several}
     highest = 1.0
-    for label, schedule in _labelled(schedules).items():
-        steps, weights = _points(profile(schedule, n, update_every), update_every)
-        axes.plot(steps, weights, label=label, drawstyle="steps-mid")
-        highest = max(highest, *weights)
+    for label, schedule in schedules.items():
+        weights = profile(schedule, n, update_every)
+        # The copy is a point of its own, so that the others end at steps with round numbers.
+        edges = [0, *range(1, len(weights), max(1, len(weights) // 1000)), len(weights)]
+        steps = [(edge - 1) * update_every for edge in edges[1:]]
+        parts = [weights[first:last] for first, last in pairwise(edges)]
+        heights = [sum(part) / len(part) * len(weights) for part in parts]
+        axes.plot(steps, heights, label=label, drawstyle="steps-mid")
+        highest = max(highest, *heights)
     axes.set(xlim=(0, n), xlabel="step", yscale="log", ylim=(0.01, 2 * highest))
     axes.set_title("Weight of each step, relative to the plain mean", loc="left", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9, frameon=False)
     return cast("Figure", axes.figure)
-
-
-def _labelled(schedules: "Decay | Sequence[Decay] | Mapping[str, Decay]") -> dict[str, Schedule]:
-    if isinstance(schedules, Mapping):
-        return {label: as_schedule(one) for label, one in schedules.items()}
-    several = schedules if isinstance(schedules, Sequence) else [schedules]
-    return {str(one): one for one in map(as_schedule, several)}
-
-
-def _points(weights: list[float], update_every: int) -> tuple[list[float], list[float]]:
-    """Return steps and relative weights; in a long run a point is the mean of the updates up to it."""
-    together = max(1, len(weights) // 1000)
-    # The copy is a point of its own, so that the others end at steps with round numbers.
-    starts = range(1, len(weights), together)
-    parts = [weights[:1], *(weights[first : first + together] for first in starts)]
-    last = [min(index * together, len(weights) - 1) for index in range(len(parts))]
-    return [float(index * update_every) for index in last], [
-        sum(part) / len(part) * len(weights) for part in parts
-    ]

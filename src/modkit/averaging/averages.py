@@ -330,10 +330,6 @@ class Average:
         states = {str(device): one.get_state() for device, one in self.generators.items()}
         return {"tensors": dict(self.tensors), "rests": dict(self.errors), "generators": states}
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled and copied: tensors of a copy do not share a flat buffer."""
-        return {**vars(self), "flats": [], "error_flats": []}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load averages whose names and shapes have been checked."""
         for name, tensor in self.tensors.items():

@@ -1,9 +1,9 @@
-"""Checkpoint files: their average, and what is in one of them."""
+"""The average of checkpoint files."""
 
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,7 @@ from torch import Tensor
 
 from modkit.averaging.named_tensors import check_match, is_averaged
 from modkit.averaging.precision import kept_dtype
-from modkit.averaging.state import recognise
-from modkit.files.checkpoint_files import Checkpoint, dtype_name, file_in, is_safetensors
-from modkit.files.safetensors_files import library
-from modkit.files.torch_files import load_plain
+from modkit.files.checkpoint_files import Checkpoint
 
 
 __all__ = ["average_checkpoints"]
@@ -42,8 +39,7 @@ def average_checkpoints(
 
     Args:
         paths: Files of ``torch.save`` (loaded with ``weights_only=True``), ``.safetensors`` files, the
-            ``.index.json`` of a sharded checkpoint of either kind, or directories written by
-            transformers.
+            ``.index.json`` of a sharded checkpoint, or directories written by transformers.
         weights: The weight of each file, normalized by their sum. Default: equal weights.
         key: The path of the state dict in a torch file, as ``"model"`` or ``"ema.averages.0.tensors"``.
         dtype: The dtype of the averages. Default: the dtype of each tensor in the first file. A real
@@ -59,10 +55,9 @@ def average_checkpoints(
         TypeError: If ``paths`` is a single path.
         FileNotFoundError: If a file is missing.
         NameMismatchError: If a file does not have the names and shapes of the first one.
-        ValueError: If there is no file, a file cannot be read or holds something other than tensors, a
-            tensor does not match its checksum in a torch file, a tensor has integers in one file and
-            floats in another, a value is too large for the dtype, or the weights are not one per file,
-            finite, and positive in sum.
+        ValueError: If there is no file, a file cannot be read, is corrupt or holds something other than
+            tensors, a tensor has integers in one file and floats in another, a value is too large for
+            the dtype, or the weights are not one per file, finite, and positive in sum.
 
     Example:
         >>> import tempfile, pathlib, torch
@@ -79,7 +74,13 @@ def average_checkpoints(
     files = [Path(path) for path in paths]
     if not files:
         raise ValueError("average_checkpoints: there is no file to average")
-    shares = _checked_weights(weights, len(files))
+    shares = [1.0] * len(files) if weights is None else weights
+    if len(shares) != len(files):
+        raise ValueError(f"average_checkpoints: {len(shares)} weights for {len(files)} files")
+    if not all(math.isfinite(share) and share >= 0 for share in shares) or sum(shares) <= 0:
+        raise ValueError(
+            f"average_checkpoints: weights must be finite, 0 or more, and not all 0, got {shares!r}"
+        )
     first = _Facts.of(Checkpoint(files[0], key))
     ties = first.ties.intersection(*(_ties(_fitting(path, key, first)) for path in files[1:]))
     second_names = dict(ties)
@@ -101,8 +102,12 @@ def average_checkpoints(
     for name in names:
         # One at a time: the averages are not all in memory in two dtypes.
         averages[name] = _finished(name, averages[name], first.dtypes[name], dtype)
-    found = {name: averages[second_names.get(name, name)] for name in first.shapes}
-    return _with_versions(found, first.versions)
+    found = OrderedDict((name, averages[second_names.get(name, name)]) for name in first.shapes)
+    if not first.versions:
+        return dict(found)
+    # Some modules, torchvision's MNASNet for instance, refuse to load a state without its version.
+    found._metadata = dict(first.versions)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    return found
 
 
 @dataclass(frozen=True)
@@ -124,63 +129,28 @@ def _fitting(path: Path, key: str | None, first: _Facts) -> Checkpoint:
     """Open a file, and raise if it does not have the names, shapes and kinds of the first one."""
     found = Checkpoint(path, key)
     check_match(f"{path} does not fit {first.path}", first.shapes, found.shapes)
+    floats = ("float", "bfloat", "complex")
     for name, own in first.dtypes.items():
-        if _is_averaged(own) != _is_averaged(found.dtypes[name]):
-            raise ValueError(
-                f"{path}: {name} is torch.{found.dtypes[name]}, and torch.{own} in the first file"
-            )
+        other = found.dtypes[name]
+        if own.startswith(floats) != other.startswith(floats):
+            raise ValueError(f"{path}: {name} is torch.{other}, and torch.{own} in the first file")
     return found
-
-
-def _is_averaged(dtype: str) -> bool:
-    return dtype.startswith(("float", "bfloat", "complex"))
 
 
 def _ties(checkpoint: Checkpoint) -> frozenset[tuple[str, str]]:
     """Return each name whose tensor has an earlier name, with that name."""
-    met: dict[Hashable, str] = {}
-    ties: set[tuple[str, str]] = set()
-    for name in checkpoint.shapes:
-        memory = checkpoint.memory(name)
-        if memory is not None and met.setdefault(memory, name) != name:
-            ties.add((name, met[memory]))
-    return frozenset(ties)
-
-
-def _with_versions(found: dict[str, Tensor], versions: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors with the module versions of ``state_dict()``, if the first file has them.
-
-    Some modules, torchvision's MNASNet for instance, refuse to load a state without its version.
-    """
-    if not versions:
-        return found
-    state = OrderedDict(found)
-    state._metadata = dict(versions)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
-    return state
-
-
-def _checked_weights(weights: Sequence[float] | None, count: int) -> Sequence[float]:
-    if weights is None:
-        return [1.0] * count
-    if len(weights) != count:
-        raise ValueError(f"average_checkpoints: {len(weights)} weights for {count} files")
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
-        raise ValueError(
-            f"average_checkpoints: weights must be finite, 0 or more, and not all 0, got {weights!r}"
-        )
-    return weights
+    first: dict[Hashable, str] = {}
+    memories = {name: checkpoint.memory(name) for name in checkpoint.shapes}
+    ties = {name: first.setdefault(m, name) for name, m in memories.items() if m is not None}
+    return frozenset((name, other) for name, other in ties.items() if name != other)
 
 
 def _take_in(
-    tensor: Tensor,
-    name: str,
-    averages: dict[str, Tensor],
-    part: float,
-    device: str | torch.device,
+    tensor: Tensor, name: str, averages: dict[str, Tensor], part: float, device: str | torch.device
 ) -> None:
+    """Move an average by a part of the way to a tensor."""
     if not is_averaged(tensor) or part == 1.0:
-        wide = kept_dtype(tensor.dtype, "fp32")
-        averages[name] = tensor.to(device, wide, copy=True)
+        averages[name] = tensor.to(device, kept_dtype(tensor.dtype, "fp32"), copy=True)
     elif part:
         averages[name].lerp_(tensor.to(device, averages[name].dtype), part)
 
@@ -198,138 +168,3 @@ def _finished(name: str, average: Tensor, first: str, dtype: torch.dtype | None)
         if lost.any():
             raise ValueError(f"{name} has the value {average[lost][0]}, too large for {dtype}")
     return found
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor: its name, its shape, its dtype and its size in bytes."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Group:
-    """The tensors directly under one key of a checkpoint.
-
-    Args:
-        key: The names on the way to the tensors, joined by dots; empty for the file itself.
-        owner: The library whose averages these are, or None if unknown.
-        entries: The tensors.
-        averageable: True if the key holds nothing else, so that ``key=`` may name it.
-    """
-
-    key: str
-    owner: str | None
-    entries: tuple[Entry, ...]
-    averageable: bool
-
-    @property
-    def nbytes(self) -> int:
-        """The size of all tensors."""
-        return sum(entry.nbytes for entry in self.entries)
-
-
-@dataclass(frozen=True)
-class Contents:
-    """Everything in a checkpoint.
-
-    Args:
-        container: The kind of file: ``"torch"``, ``"safetensors"`` or ``"shards"``.
-        groups: The tensors, by key.
-        facts: All other entries: the key and the value as text.
-    """
-
-    container: str
-    groups: tuple[Group, ...]
-    facts: tuple[tuple[str, str], ...]
-
-
-def contents(path: Path) -> Contents:
-    """List what is in a checkpoint, without reading tensor data and without executing code.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it cannot be read as a checkpoint.
-    """
-    file = file_in(path)
-    if not file.exists():
-        raise FileNotFoundError(f"{file} is not there")
-    if is_safetensors(file):
-        return _safetensors(file)
-    if file.name.endswith(".index.json"):
-        found = Checkpoint(file, None)
-        return _flat("shards", ((n, found.shapes[n], found.dtypes[n]) for n in found.shapes))
-    parts = list(_walk(load_plain(file), ""))
-    groups = tuple(part for part in parts if isinstance(part, Group))
-    return Contents("torch", groups, tuple(part for part in parts if not isinstance(part, Group)))
-
-
-def _safetensors(file: Path) -> Contents:
-    try:
-        with library("safetensors").safe_open(file, framework="pt") as opened:
-            slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 - no mapping
-            facts = tuple((opened.metadata() or {}).items())
-    except Exception as error:
-        raise ValueError(f"{file} cannot be read as a checkpoint: {error}") from error
-    listed = ((name, found.get_shape(), found.get_dtype()) for name, found in slices)
-    return _flat("safetensors", listed, facts)
-
-
-def _flat(
-    container: str,
-    listed: Iterable[tuple[str, Iterable[int], str]],
-    facts: tuple[tuple[str, str], ...] = (),
-) -> Contents:
-    """Return the contents of a checkpoint that has nothing but tensors: names, shapes and dtypes."""
-    entries: list[Entry] = []
-    for name, lengths, dtype in listed:
-        shape = tuple(lengths)
-        # F8_E4M3 and float8_e4m3fn both have 8 bits; booleans have no number, and take a byte.
-        bits = "".join(filter(str.isdigit, dtype.partition("_")[0])) or "8"
-        entries.append(Entry(name, shape, dtype, math.prod(shape) * int(bits) // 8))
-    return Contents(container, (Group("", None, tuple(entries), averageable=True),), facts)
-
-
-def _entries(tensors: Mapping[str, Tensor]) -> tuple[Entry, ...]:
-    return tuple(
-        Entry(name, tuple(tensor.shape), dtype_name(tensor), tensor.nbytes)
-        for name, tensor in tensors.items()
-    )
-
-
-def _walk(found: Any, key: str) -> Iterator[Group | tuple[str, str]]:
-    """Yield the groups of tensors and the other values below a key."""
-    if isinstance(found, Tensor):
-        yield Group(key, None, _entries({key.rpartition(".")[2]: found}), averageable=False)
-        return
-    if isinstance(found, Mapping):
-        items = [(str(name), value) for name, value in found.items()]
-    elif isinstance(found, Sequence) and any(
-        isinstance(value, (Tensor, Mapping)) for value in found
-    ):
-        items = [(str(index), value) for index, value in enumerate(found)]
-    else:
-        yield key, repr(found)
-        return
-    tensors = {name: value for name, value in items if isinstance(value, Tensor)}
-    owner = _owner(found)
-    if tensors or owner:
-        whole = isinstance(found, Mapping) and len(tensors) == len(items)
-        yield Group(key, owner, _entries(tensors), averageable=whole)
-    for name, value in items:
-        if not isinstance(value, Tensor):
-            yield from _walk(value, f"{key}.{name}" if key else name)
-
-
-def _owner(found: Any) -> str | None:
-    if not isinstance(found, Mapping):
-        return None
-    state: Mapping[Any, Any] = found
-    if {"version", "step", "averages", "schedules"} <= state.keys():
-        return "modkit.EMA"
-    if all(isinstance(name, str) for name in state):
-        return recognise(state)
-    return None

@@ -26,15 +26,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from modkit.averaging.averages import Options
-from modkit.averaging.engine import Engine
-from modkit.averaging.named_tensors import (
-    NamedTensors,
-    canonical_names,
-    check_match,
-    is_averaged,
-)
-from modkit.averaging.schedules import Power, Schedule, gamma_of
+from modkit.averaging.ema import EMA
+from modkit.averaging.named_tensors import NamedTensors, check_match
+from modkit.averaging.schedules import Power, gamma_of
 from modkit.files.atomic_write import written_whole
 from modkit.files.safetensors_files import library
 from modkit.files.torch_files import load_checked, load_plain, narrowed
@@ -55,59 +49,11 @@ PathLike: TypeAlias = str | os.PathLike[str]
 _FORMATS = ("pt", "safetensors")
 
 
-# These use the engine; nothing further down does.
-class _Averages:
-    """Averages of the parameters of a model, by name, in float32 or wider."""
-
-    def __init__(self, model: torch.nn.Module, schedules: Sequence[Schedule]) -> None:
-        self.model = model
-        self._engine = Engine(model, schedules, Options(buffers="ignore", owner="PostHocEMA"))
-
-    @property
-    def tensors(self) -> list[dict[str, Tensor]]:
-        """The tensors of each average; an empty list before the first update."""
-        if not self._engine.begun:
-            return []
-        return [average.state_dict()["tensors"] for average in self._engine.averages]
-
-    @torch.no_grad()
-    def update(self, weights: Sequence[float]) -> None:
-        """Move each average by its weight towards the model; a weight of 1 copies."""
-        self._engine.step(self._engine.bind(self.model), weights, 0)
-        self._engine.begun = True
-
-    @torch.no_grad()
-    def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
-        """Replace the averages by saved ones, or raise and change nothing."""
-        current = _averaged(NamedTensors(self.model))
-        for tensors in saved:
-            _check_match("the state of the average", tensors, current)
-        self._engine.reset()
-        for average, tensors in zip(self._engine.averages, saved, strict=bool(saved)):
-            average.start(current)
-            for name, tensor in average.tensors.items():
-                tensor.copy_(tensors[name])
-        self._engine.begun = bool(saved)
-
-
-def _averaged(members: NamedTensors) -> dict[str, Tensor]:
-    """Return the parameters that can be averaged, by name; tied ones once."""
-    return {name: m.tensor for name, m in members.parameters.items() if is_averaged(m.tensor)}
-
-
-def _averaged_and_others(model: torch.nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return these parameters, and beside them persistent buffers and integer parameters."""
-    members = NamedTensors(model)
-    averaged = _averaged(members)
-    saved = set(canonical_names(model.state_dict(keep_vars=True)).values()).difference(averaged)
-    found = {**members.parameters, **members.buffers}
-    return averaged, {name: member.current() for name, member in found.items() if name in saved}
-
-
-def _check_match(what: str, own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise NameMismatchError if the names or shapes differ."""
-    shapes = ({name: tensor.shape for name, tensor in each.items()} for each in (own, found))
-    check_match(what, *shapes)
+def _saved(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers of a model; tied tensors once."""
+    named = NamedTensors(model)
+    members = {**named.parameters, **named.buffers}
+    return {name: member.current() for name, member in members.items() if member.persistent}
 
 
 @dataclass(frozen=True, order=True)
@@ -115,7 +61,7 @@ class Snapshot:
     """A file with one power average at one step.
 
     Args:
-        step: The number of steps that the average spans, the initial copy included.
+        step: Number of steps that the average spans, the initial copy included.
         sigma_rel: The relative width of the average.
         path: The file: ``.pt``, which ``torch.load(weights_only=True)`` reads, or ``.safetensors``.
     """
@@ -142,7 +88,7 @@ def save_snapshot(
     Args:
         directory: The folder of the file, created if missing.
         averages: The averaged tensors by name.
-        step: The number of steps that the average spans, the initial copy included.
+        step: Number of steps that the average spans, the initial copy included.
         sigma_rel: The relative width of the average.
         buffers: Tensors that are not averaged, by name.
         dtype: A narrower floating-point dtype. A tensor with values too large or too small for it,
@@ -168,8 +114,11 @@ def save_snapshot(
             torch.save({**facts, "averages": tensors, "buffers": others}, unfinished)
         else:
             # The tensors have their own names, so that any reader of safetensors can use the file.
-            header = {"step": str(step), "sigma_rel": repr(sigma_rel)}
-            header["buffers"] = json.dumps([*others])
+            header = {
+                "step": str(step),
+                "sigma_rel": repr(sigma_rel),
+                "buffers": json.dumps([*others]),
+            }
             save = library("safetensors.torch").save_file
             save({**tensors, **others}, unfinished, metadata=header)
     return Snapshot(step, sigma_rel, path)
@@ -184,10 +133,7 @@ def _check_options(dtype: torch.dtype | None, file_format: str) -> None:
 
 
 def find_snapshots(directory: PathLike) -> list[Snapshot]:
-    """Return the snapshots in a directory, sorted by step and then by width.
-
-    Their names begin with ``ema-``; the step and the width are read from the files themselves.
-    """
+    """Return the snapshots in a directory (``ema-*``) by step and width, both read from the files."""
     files = [path for kind in _FORMATS for path in Path(directory).glob(f"ema-*.{kind}")]
     return sorted(_read_facts(path) for path in files)
 
@@ -226,8 +172,8 @@ class Fit:
 
     Args:
         coefficients: The weight of each average; their sum is 1. Some may be negative.
-        error: The distance between the wanted profile and the combined one, relative to the size of the
-            wanted one (both as root mean square over time): 0 is exact, 0.01 is very good.
+        error: Root mean square over time of the difference between the wanted profile and the combined
+            one, relative to that of the wanted one: 0 is exact, 0.01 is very good.
         bound: The largest error that a parameter can have, in units of the root mean square, over all
             steps, of the distance between that parameter and its wanted average.
 
@@ -263,25 +209,21 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
     """
     if min([step, *(at for _, at in averages)]) < 1:
         raise ValueError("steps must be 1 or more: at step 1, an average is the first model")
-    used = [index for index, (_, at) in enumerate(averages) if at <= step]
+    used = {index: pair for index, pair in enumerate(averages) if pair[1] <= step}
     if not used:
         raise ValueError(f"none of the {len(averages)} averages is from step {step} or before it")
-    if len({averages[index] for index in used}) < len(used):
+    if len(set(used.values())) < len(used):
         raise ValueError("two averages have the same sigma_rel and the same step")
-
     coefficients = [0.0] * len(averages)
     if (sigma_rel, step) in averages:
         coefficients[averages.index((sigma_rel, step))] = 1.0
         return Fit(tuple(coefficients), 0.0, 0.0)
 
     gammas = torch.tensor(
-        [gamma_of(averages[index][0]) for index in used], dtype=torch.float64, device="cpu"
+        [gamma_of(width) for width, _ in used.values()], dtype=torch.float64, device="cpu"
     )
     # Time is measured in units of the wanted step, which keeps the numbers near 1.
-    ends = (
-        torch.tensor([averages[index][1] for index in used], dtype=torch.float64, device="cpu")
-        / step
-    )
+    ends = torch.tensor([at / step for _, at in used.values()], dtype=torch.float64, device="cpu")
     gamma, end = torch.tensor([gamma_of(sigma_rel), 1.0], dtype=torch.float64, device="cpu")
     between = _products(gammas[:, None], ends[:, None], gammas, ends)
     wanted = _products(gammas, ends, gamma, end)
@@ -328,13 +270,11 @@ class Reconstruction:
         """Write the average and the buffers into a model, of any dtype and device.
 
         Raises:
-            NameMismatchError: If the model does not have exactly these parameters and buffers. It is
-                unchanged then.
+            NameMismatchError: If the model has other parameters or buffers. It is unchanged then.
         """
-        own = {**self.averages, **self.buffers}
-        averaged, others = _averaged_and_others(model)
-        found = {**averaged, **others}
-        _check_match("the snapshots", own, found)
+        own, found = {**self.averages, **self.buffers}, _saved(model)
+        shapes = ({name: tensor.shape for name, tensor in each.items()} for each in (own, found))
+        check_match("the snapshots", *shapes)
         for name, tensor in found.items():
             tensor.copy_(own[name])
 
@@ -366,12 +306,12 @@ def reconstruct(
     if isinstance(snapshots, (str, os.PathLike)):
         found = find_snapshots(snapshots)
     else:
-        given = (s if isinstance(s, Snapshot) else _read_facts(Path(s)) for s in snapshots)
-        found = sorted(given)
+        found = sorted(s if isinstance(s, Snapshot) else _read_facts(Path(s)) for s in snapshots)
     if not found:
         raise FileNotFoundError(f"no snapshots of averages in {snapshots!r}")
-    step = found[-1].step if step is None else step
-    narrowest, first, last = min(s.sigma_rel for s in found), found[0].step, found[-1].step
+    first, last = found[0].step, found[-1].step
+    step = last if step is None else step
+    narrowest = min(snapshot.sigma_rel for snapshot in found)
     if sigma_rel < narrowest and not math.isclose(sigma_rel, narrowest):
         raise ValueError(
             f"sigma_rel={sigma_rel} is narrower than all snapshots: {narrowest} or more"
@@ -423,24 +363,24 @@ def _combine(
 class PostHocEMA:
     """Power averages of a model in training, with snapshots at intervals.
 
-    At each step that ``update_every`` divides, the averages take the decay of all steps since the last
-    update; the first update copies. An average so weighs the model of each update by the integral of
-    its profile over these steps, as the reconstruction assumes.
+    An average weighs the model of each update by the integral of its profile over the steps since the
+    last update, as the reconstruction assumes.
 
     Args:
         model: The model in training.
         directory: The folder of the snapshots, created if missing.
         sigma_rels: The relative widths of the averages, below 0.2886. Averages narrower than the
             narrowest of them cannot be reconstructed.
-        snapshot_every: The number of steps between snapshots, a multiple of ``update_every``; ``None``
-            saves only in calls of :meth:`snapshot`. Ten or more snapshots in a run make the error small.
-        update_every: The number of steps between updates; the width does not depend on it.
+        snapshot_every: Number of steps between snapshots, a multiple of ``update_every``; None saves
+            only in calls of :meth:`snapshot`. Ten or more snapshots in a run make the error small.
+        update_every: Number of steps between updates; the width does not depend on it.
         dtype: A narrower dtype for the files, see :func:`save_snapshot`. The averages themselves are
             kept in float32 or wider.
         file_format: ``"pt"`` or ``"safetensors"``.
 
     Raises:
-        ValueError: If there are no widths, a width is out of range, or the numbers of steps are invalid.
+        ValueError: If there are no widths, a width is out of range, the numbers of steps are invalid,
+            or the model has no parameters.
     """
 
     def __init__(
@@ -469,15 +409,22 @@ class PostHocEMA:
         self.dtype = dtype
         self.file_format = file_format
         self._sigma_rels = [float(sigma_rel) for sigma_rel in sigma_rels]
-        self._schedules = [Power(sigma_rel=sigma_rel) for sigma_rel in self._sigma_rels]
         self._update_every = update_every
-        self._averages = _Averages(model, self._schedules)
+        # It is updated at every step that update_every divides. As Power only depends on the ratio of
+        # steps, counting updates gives the decays of all steps since the last update.
+        self._ema = EMA(model, schedule=[*map(Power, self._sigma_rels)], buffers="ignore")
         self._step = 0
 
     @property
     def step(self) -> int:
-        """The number of steps so far."""
+        """Number of steps so far."""
         return self._step
+
+    def _tensors(self) -> list[dict[str, Tensor]]:
+        """Return the tensors of each average; an empty list before the first update."""
+        if not self._ema.n_averaged:
+            return []
+        return [dict(average["tensors"]) for average in self._ema.state_dict()["averages"]]
 
     def update(self) -> None:
         """Count a step of training. Call it after each step of the optimizer.
@@ -485,12 +432,10 @@ class PostHocEMA:
         Raises:
             NameMismatchError: If the parameters of the model are not those of the first update.
         """
-        step = self._step + 1
-        if step % self._update_every == 0:
-            decays = [each.over(step - 1, self._update_every) for each in self._schedules]
-            self._averages.update([1 - decay for decay in decays])
-        self._step = step
-        if self.snapshot_every is not None and step % self.snapshot_every == 0:
+        if (self._step + 1) % self._update_every == 0:
+            self._ema.update()
+        self._step += 1
+        if self.snapshot_every is not None and self._step % self.snapshot_every == 0:
             self.snapshot()
 
     def snapshot(self) -> list[Snapshot]:
@@ -499,10 +444,11 @@ class PostHocEMA:
         Raises:
             RuntimeError: If there has been no update yet.
         """
-        averages, model = self._averages.tensors, self._averages.model
+        averages = self._tensors()
         if not averages:
             raise RuntimeError("PostHocEMA: there is no average to save before the first update")
-        _, buffers = _averaged_and_others(model)
+        saved = _saved(self._ema.model)
+        buffers = {name: tensor for name, tensor in saved.items() if name not in averages[0]}
         return [
             save_snapshot(
                 self.directory,
@@ -519,38 +465,44 @@ class PostHocEMA:
     def reconstruct(
         self, sigma_rel: float, step: int | None = None, *, max_error: float = 0.1
     ) -> Reconstruction:
-        """Combine the snapshots into the average of another width, see :func:`reconstruct`.
+        """Combine the snapshots up to the present step, see :func:`reconstruct`.
 
-        Snapshots from after the present step are ignored: they belong to a run that was resumed from
-        an earlier checkpoint.
+        Later snapshots are ignored: they belong to a run that was resumed from an earlier checkpoint.
         """
         found = [each for each in find_snapshots(self.directory) if each.step <= self._step]
         return reconstruct(found, sigma_rel, step, max_error=max_error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and the averages: the state that training resumes from, besides the files.
-
-        ``torch.load`` reads it with ``weights_only=True``.
-        """
+        """Return the state that training resumes from; ``torch.load(weights_only=True)`` reads it."""
         return {
             "step": self._step,
             "update_every": self._update_every,
             "sigma_rels": list(self._sigma_rels),
-            "averages": [dict(tensors) for tensors in self._averages.tensors],
+            "averages": self._tensors(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from the result of :meth:`state_dict`.
 
         Raises:
-            ValueError: If the state has averages of other widths or another interval, or, as a
-                NameMismatchError, of another model. Nothing is changed then.
+            ValueError: If the state has averages of other widths or another interval, is invalid, or, as
+                a NameMismatchError, is of another model. Nothing is changed then.
         """
         for key, own in (("sigma_rels", self._sigma_rels), ("update_every", self._update_every)):
             if state_dict[key] != own:
                 raise ValueError(
                     f"the state is of averages with {key}={state_dict[key]!r}, not {own!r}"
                 )
-        step = int(state_dict["step"])
-        self._averages.load(state_dict["averages"])
+        step = state_dict["step"]
+        updates = step // self._update_every
+        averages = state_dict["averages"] or [{} for _ in self._sigma_rels]
+        self._ema.load_state_dict(
+            {
+                **self._ema.state_dict(),
+                "step": updates,
+                "start": 1 if updates else None,
+                "n_averaged": updates,
+                "averages": [{"tensors": one, "rests": {}, "generators": {}} for one in averages],
+            }
+        )
         self._step = step

@@ -8,7 +8,7 @@ import numbers
 import operator
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Final, TypeAlias
 
@@ -21,7 +21,6 @@ __all__ = [
     "CountWarmup",
     "Custom",
     "Equal",
-    "ExponentialRamp",
     "HalfLife",
     "HalfLifeFraction",
     "InverseGamma",
@@ -37,15 +36,10 @@ __all__ = [
     "sigma_rel_of",
 ]
 
-# Strings and numbers, and for schedules that wrap another one its config.
-Config: TypeAlias = dict[str, Any]
 Decay: TypeAlias = float | Callable[[int], float]
 
 # The relative width of the equal average, the limit for power functions.
 _WIDEST: Final = 1 / math.sqrt(12)
-
-
-# Fields are validated by their annotation and by the bounds in their metadata.
 
 
 def bounds(
@@ -85,37 +79,34 @@ _OPTIONAL: Final = {"None", "NoneType", "Optional", "Union", "typing"}
 
 
 def _checked(owner: str, declared: "Field[Any]", value: Any) -> Any:
-    """Return the value of a field, a number as a plain ``int`` or ``float``; raise if it is invalid."""
-    annotation: object = declared.type
-    # Unions, and annotations that are not evaluated, are read as text.
-    text = annotation.__name__ if type(annotation) is type else str(annotation)
-    words = set(re.findall(r"[A-Za-z_]\w*", text))
+    """Return a valid value of a field, a number as a plain ``int`` or ``float``."""
+    # As text, so that unions and annotations that are not evaluated can be read.
+    words = set(re.findall(r"[A-Za-z_]\w*", str(declared.type))) - {"class"}
     if value is None and words & _OPTIONAL:
         return None
     limits = declared.metadata.get("bounds", [])
     kinds = words - _OPTIONAL
-    is_number = bool(limits) or kinds in ({"int"}, {"float"}, {"int", "float"})
+    is_whole = kinds == {"int"}
+    is_number = bool(limits) or is_whole or kinds in ({"float"}, {"int", "float"})
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         if is_number:
             raise TypeError(f"{owner}: {declared.name} must be a number, got {value!r}")
         return value
-    is_whole = kinds == {"int"}
-    wanted = ["a whole number" if is_whole else "a finite number"] if is_whole or not limits else []
-    wanted += [f"{words} {limit:g}" for words, _, limit in limits]
     allowed = math.isfinite(value) and all(allows(value, limit) for _, allows, limit in limits)
     if not allowed or (is_whole and not float(value).is_integer()):
-        text = " and ".join(wanted)
+        kind = "a whole number" if is_whole else "" if limits else "a finite number"
+        wanted = [kind, *(f"{words} {limit:g}" for words, _, limit in limits)]
+        text = " and ".join(filter(None, wanted))
         raise ValueError(f"{owner}: {declared.name} must be {text}, got {value!r}")
     return int(float(value)) if is_whole else float(value) if is_number else value
 
 
 @dataclass(frozen=True)
 class Schedule(ABC):
-    """Base class of all schedules; a subclass implements :meth:`decay_at`.
+    """Base class of all schedules; a subclass is a frozen dataclass that implements :meth:`decay_at`.
 
-    A subclass should be a frozen dataclass with numbers as fields. Every number must be finite, and
-    :func:`bounds` limits it further. To resume such an average, create it with an equal schedule
-    again: a checkpoint stores the fields, and :func:`from_config` knows modkit's own classes only.
+    Fields that are numbers must be finite, and :func:`bounds` limits them further. To resume such an
+    average, create it with an equal schedule: :func:`from_config` knows modkit's own classes only.
     """
 
     def __post_init__(self) -> None:
@@ -134,10 +125,10 @@ class Schedule(ABC):
         return math.prod(self(step) for step in range(n - k + 1, n + 1))
 
     def __call__(self, n: int) -> float:
-        """Return the decay of the step with number ``n``; 0 for the copy, ``n = 0``, and before.
+        """Return the decay of step ``n``; 0 for the copy, ``n = 0``, and before.
 
         Raises:
-            ValueError: :meth:`decay_at` returned a value that is not between 0 and 1.
+            ValueError: If :meth:`decay_at` returns a value that is not between 0 and 1.
         """
         return self._checked_decay(self.decay_at(n), n) if n > 0 else 0.0
 
@@ -147,24 +138,19 @@ class Schedule(ABC):
         raise ValueError(f"{self}: the decay of step {n} must be between 0 and 1, got {decay!r}")
 
     def over(self, n: int, k: int) -> float:
-        """Return the decay of ``k`` steps together, the last of which is step ``n``.
-
-        An average that is updated at every ``k``-th step uses this decay. It then forgets as fast
-        as one that is updated at every step.
+        """Return the decay of the ``k`` steps up to step ``n`` together, for one update in ``k`` steps.
 
         Args:
             n: Number of the last of the steps.
-            k: How many steps.
+            k: Number of steps.
 
         Returns:
-            The product of the decays of the steps ``n - k + 1`` to ``n``; 0 if the copy is one of
-            them.
+            The product of the decays of the steps; 0 if the copy is one of them.
 
         Raises:
-            ValueError: ``k`` is less than 1, or a decay is not between 0 and 1.
+            ValueError: If ``k`` is less than 1, or a decay is not between 0 and 1.
 
         Example:
-            >>> from modkit.schedules import Constant
             >>> Constant(0.99).over(20, 10) == 0.99**10
             True
         """
@@ -172,36 +158,61 @@ class Schedule(ABC):
             raise ValueError(f"{type(self).__name__}: k must be 1 or more, got {k}")
         return self._checked_decay(self.decay_over(n, k), n) if n >= k else 0.0
 
-    def to_config(self) -> Config:
+    def to_config(self) -> dict[str, Any]:
         """Return the name of the class and its fields, as a checkpoint stores them.
 
         Example:
-            >>> from modkit.schedules import HalfLife
             >>> HalfLife(1000).to_config()
             {'name': 'HalfLife', 'half_life': 1000.0}
         """
-        config: Config = {"name": type(self).__name__}
-        for name in (one.name for one in fields(self) if one.init):
-            value = getattr(self, name)
-            if value is not None:
-                config[name] = value.to_config() if isinstance(value, Schedule) else value
-        return config
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        return {"name": type(self).__name__} | {
+            name: value.to_config() if isinstance(value, Schedule) else value
+            for name, value in values.items()
+            if value is not None
+        }
 
 
-def _check_order(schedule: "InverseGamma | CountWarmup") -> None:
-    low, high = schedule.min_decay, schedule.decay
-    if low > high:
-        kind = type(schedule).__name__
-        raise ValueError(f"{kind}: min_decay must not exceed decay={high}, got {low}")
+class _ClosedForm(Schedule):
+    """A schedule with a formula for ``k`` steps together, of which ``k = 1`` is a special case."""
+
+    @override
+    def decay_at(self, n: int) -> float:
+        return self.decay_over(n, 1)
+
+    @override
+    @abstractmethod
+    def decay_over(self, n: int, k: int) -> float: ...
+
+
+class _Clamped(Schedule):
+    """A growing decay, clamped to the fields ``min_decay`` and ``decay``."""
+
+    min_decay: float
+    decay: float
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        low, high = self.min_decay, self.decay
+        if low > high:
+            kind = type(self).__name__
+            raise ValueError(f"{kind}: min_decay must not exceed decay={high}, got {low}")
+
+    @override
+    def decay_at(self, n: int) -> float:
+        return max(self.min_decay, min(self.decay, self._grown(n)))
+
+    @abstractmethod
+    def _grown(self, n: int) -> float: ...
 
 
 @dataclass(frozen=True)
-class Constant(Schedule):
-    """The same decay at every step.
+class Constant(_ClosedForm):
+    """The same decay at every step; the average spans about ``1 / (1 - decay)`` steps.
 
     Args:
-        decay: The part of the average that each step keeps, from 0 to 1. The average spans about
-            ``1 / (1 - decay)`` steps.
+        decay: The part of the average that each step keeps, from 0 to 1.
 
     Example:
         >>> Constant(0.9)(5)
@@ -211,22 +222,16 @@ class Constant(Schedule):
     decay: float = field(default=0.999, metadata=_FRACTION)
 
     @override
-    def decay_at(self, n: int) -> float:
-        return self.decay
-
-    @override
     def decay_over(self, n: int, k: int) -> float:
         return self.decay**k
 
 
 @dataclass(frozen=True)
-class HalfLife(Schedule):
-    """A constant decay, given as the number of steps after which a model's weight is halved.
-
-    ``d = 2 ** (-1 / half_life)``, the parametrization of Composer.
+class HalfLife(_ClosedForm):
+    """A constant decay by its half-life, as in Composer: ``d = 2 ** (-1 / half_life)``.
 
     Args:
-        half_life: A number of steps, more than 0.
+        half_life: Number of steps after which a model's weight is halved, more than 0.
 
     Example:
         >>> round(HalfLife(1000).over(5000, 1000), 12)
@@ -236,28 +241,22 @@ class HalfLife(Schedule):
     half_life: float = field(metadata=_POSITIVE)
 
     @override
-    def decay_at(self, n: int) -> float:
-        return math.pow(2.0, -1 / self.half_life)
-
-    @override
     def decay_over(self, n: int, k: int) -> float:
         return math.pow(2.0, -k / self.half_life)
 
 
 @dataclass(frozen=True)
 class HalfLifeFraction(Schedule):
-    """A half-life that is a fixed fraction of the run so far.
+    """A half-life that is a fixed fraction of the run so far, for runs of any length.
 
-    ``d = 2 ** (-1 / (fraction * (n + step_bias)))``, as in torchtitan. The average fits runs of any
-    length, and runs that are extended.
+    ``d = 2 ** (-1 / (fraction * (n + step_bias)))``, as in torchtitan.
 
     Args:
         fraction: The half-life divided by the number of steps so far, more than 0.
         step_bias: Added to the number of steps, so that the first decays are larger.
 
     Example:
-        >>> slow = HalfLifeFraction(0.05)
-        >>> slow(20_000) == HalfLife(1000)(1)
+        >>> HalfLifeFraction(0.05)(20_000) == HalfLife(1000)(1)
         True
     """
 
@@ -270,15 +269,14 @@ class HalfLifeFraction(Schedule):
 
 
 @dataclass(frozen=True)
-class InverseGamma(Schedule):
+class InverseGamma(_Clamped):
     """A decay that approaches 1 by an inverse power of the number of steps.
 
-    ``d = 1 - (1 + n / inv_gamma) ** -power``, clamped to ``min_decay`` and ``decay``. It comes from
-    k-diffusion (``EMAWarmup``); ema-pytorch, diffusers and timm use it. With ``power=1`` it is
-    ``n / (inv_gamma + n)``, the warm-up of mmengine.
+    ``d = 1 - (1 + n / inv_gamma) ** -power``, as in k-diffusion (``EMAWarmup``), ema-pytorch,
+    diffusers and timm, and in mmengine with ``power=1``.
 
     Args:
-        inv_gamma: The number of steps on which the decay grows, more than 0.
+        inv_gamma: Number of steps on which the decay grows, more than 0.
         power: The exponent, more than 0: 2/3 for runs of a million steps (0.999 after 31,600
             steps), 3/4 for shorter ones (after 10,000).
         min_decay: The smallest decay.
@@ -295,21 +293,13 @@ class InverseGamma(Schedule):
     decay: float = field(default=0.9999, metadata=_FRACTION)
 
     @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_order(self)
-
-    @override
-    def decay_at(self, n: int) -> float:
-        grown = -math.expm1(-self.power * math.log1p(n / self.inv_gamma))
-        return max(self.min_decay, min(self.decay, grown))
+    def _grown(self, n: int) -> float:
+        return -math.expm1(-self.power * math.log1p(n / self.inv_gamma))
 
 
 @dataclass(frozen=True)
-class CountWarmup(Schedule):
-    """TensorFlow's warm-up: ``d = (1 + n) / (offset + n)``, clamped to ``min_decay`` and ``decay``.
-
-    torch_ema and diffusers use it too, d2go with another offset.
+class CountWarmup(_Clamped):
+    """TensorFlow's warm-up, also in torch_ema, diffusers and d2go: ``d = (1 + n) / (offset + n)``.
 
     Args:
         decay: The largest decay. 0.999 is reached after 9,000 steps, 0.9999 after 90,000.
@@ -326,42 +316,16 @@ class CountWarmup(Schedule):
     min_decay: float = field(default=0.0, metadata=_FRACTION)
 
     @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_order(self)
-
-    @override
-    def decay_at(self, n: int) -> float:
-        return max(self.min_decay, min(self.decay, (1 + n) / (self.offset + n)))
+    def _grown(self, n: int) -> float:
+        return (1 + n) / (self.offset + n)
 
 
 @dataclass(frozen=True)
-class ExponentialRamp(Schedule):
-    """A decay that rises fast at first: ``d = decay * (1 - exp(-n / tau))``, as in Ultralytics.
-
-    Args:
-        decay: The limit of the decay.
-        tau: The number of steps after which 63 percent of it are reached, more than 0.
-
-    Example:
-        >>> round(ExponentialRamp(decay=0.9999, tau=2000)(2000), 3)
-        0.632
-    """
-
-    decay: float = field(default=0.9999, metadata=_FRACTION)
-    tau: float = field(default=2000.0, metadata=_POSITIVE)
-
-    @override
-    def decay_at(self, n: int) -> float:
-        return -self.decay * math.expm1(-n / self.tau)
-
-
-@dataclass(frozen=True)
-class Equal(Schedule):
+class Equal(_ClosedForm):
     """The mean of all models that the average has seen (SWA): ``d = n / (n + 1)``.
 
-    The mean is over updates: ``over(n, k)`` is ``n / (n + k)``. With an update at every ``k``-th step
-    the copy and the models of the steps ``k``, ``2k``, ``3k`` and so on have the same weight.
+    With an update every ``k`` steps, the copy and the models of steps ``k``, ``2k``, ``3k`` and so
+    on have the same weight: ``over(n, k)`` is ``n / (n + k)``.
 
     Example:
         >>> Equal()(3), Equal().over(30, 10)
@@ -369,30 +333,25 @@ class Equal(Schedule):
     """
 
     @override
-    def decay_at(self, n: int) -> float:
-        return n / (n + 1)
-
-    @override
     def decay_over(self, n: int, k: int) -> float:
         return n / (n + k)
 
 
 @dataclass(frozen=True)
-class Power(Schedule):
+class Power(_ClosedForm):
     """An average that spans a fixed part of the run, from Karras et al. 2024 (EDM2).
 
-    The model of training step ``t`` has a weight proportional to ``t ** gamma``. ``sigma_rel`` is the
-    standard deviation of that profile divided by the length of the run; 0.05 and 0.1 are usual.
-    ``d = (1 - 1 / t) ** (gamma + 1)`` with ``t = n + 1``, as the copy is the first of the models, and
-    ``(1 - k / t) ** (gamma + 1)`` for ``k`` steps together. ``modkit.PostHocEMA`` combines
-    averages of this kind.
+    The model of training step ``t`` has a weight proportional to ``t ** gamma``. The decay of ``k``
+    steps is ``(1 - k / t) ** (gamma + 1)`` with ``t = n + 1``, since the copy is the first model.
+    ``modkit.PostHocEMA`` combines averages of this kind.
 
     Args:
-        sigma_rel: The relative width, more than 0 and less than 0.288675, that of the equal average.
+        sigma_rel: Standard deviation of that profile divided by the length of the run: more than 0
+            and less than 0.288675, the width of the equal average; 0.05 and 0.1 are usual.
         gamma: The exponent, 0 or more, in place of the width.
 
     Raises:
-        TypeError: Both are given, or neither.
+        TypeError: If both are given, or neither.
 
     Example:
         >>> tenth = Power(sigma_rel=0.1)
@@ -413,21 +372,17 @@ class Power(Schedule):
         object.__setattr__(self, "exponent", gamma)
 
     @override
-    def decay_at(self, n: int) -> float:
-        return math.pow(n / (n + 1), self.exponent + 1)
-
-    @override
     def decay_over(self, n: int, k: int) -> float:
         return math.pow((n + 1 - k) / (n + 1), self.exponent + 1)
 
 
 @dataclass(frozen=True)
-class Window(Schedule):
+class Window(_ClosedForm):
     """The mean of the latest models that ``EMA`` has seen: LAWA, https://arxiv.org/abs/2209.14981.
 
     Args:
-        window: The number of models, 1 or more. A copy of the weights is kept of each. The decay is
-            the weight of the other models beside the latest one.
+        window: Number of models, 1 or more; a copy of the weights of each is kept. The decay is the
+            weight of the other models beside the latest one.
 
     Example:
         >>> [Window(3).over(n, 1) for n in (0, 1, 100)]
@@ -437,24 +392,20 @@ class Window(Schedule):
     window: int = field(metadata=bounds(at_least=1))
 
     @override
-    def decay_at(self, n: int) -> float:
-        return self.decay_over(n, 1)
-
-    @override
     def decay_over(self, n: int, k: int) -> float:
         return 1 - 1 / min(n // k + 1, self.window)
 
 
 @dataclass(frozen=True)
-class BEMA(Schedule):
+class BEMA(_ClosedForm):
     """A bias-corrected average, without the lag of an EMA: BEMA, https://arxiv.org/abs/2508.00180.
 
     A fraction of the change since the first update is added to the average:
-    ``average + (lag + multiplier * n) ** -bias_power * (model - first)``. An update at step ``n`` moves
-    the average by ``(lag + multiplier * n) ** -ema_power`` of the way to the model, for any
-    ``update_every``; the paper updates every 400 steps. To reproduce it, call ``EMA.update()`` once
-    before training, so that the first weights are the initial ones. trl counts from the beginning
-    of training: its ``update_after=a`` is ``update_after_step=a`` with the lag ``lag + multiplier * a``.
+    ``average + (lag + multiplier * n) ** -bias_power * (model - first)``. An update at step ``n``
+    moves the average by ``(lag + multiplier * n) ** -ema_power`` of the way to the model, for any
+    ``update_every``. The paper updates every 400 steps; to reproduce it, call ``EMA.update()`` once
+    before training, so that the first weights are the initial ones. trl counts from the beginning of
+    training: its ``update_after=a`` is ``update_after_step=a`` with the lag ``lag + multiplier * a``.
 
     Args:
         ema_power: How fast the average slows down; 0 keeps the latest model.
@@ -475,13 +426,9 @@ class BEMA(Schedule):
     min_ema_multiplier: float = field(default=0.0, metadata=_FRACTION)
 
     @override
-    def decay_at(self, n: int) -> float:
+    def decay_over(self, n: int, k: int) -> float:
         part = float((self.lag + self.multiplier * n) ** -self.ema_power)
         return 1 - min(max(part, self.min_ema_multiplier), 1.0)
-
-    @override
-    def decay_over(self, n: int, k: int) -> float:
-        return self.decay_at(n)
 
     def correction(self, n: int) -> float:
         """Return the factor of the change since the first update at step ``n``; 0 at the first."""
@@ -489,11 +436,11 @@ class BEMA(Schedule):
 
 
 @dataclass(frozen=True)
-class PerUpdate(Schedule):
+class PerUpdate(_ClosedForm):
     """A schedule whose decay counts once per update, as in ema-pytorch.
 
-    With ``update_every=k``, the update at step ``n`` uses ``schedule(n)`` alone. Without this wrapper
-    it uses the decay of ``k`` steps together, ``schedule.over(n, k)``.
+    With ``update_every=k``, the update at step ``n`` uses ``schedule(n)`` alone, and not
+    ``schedule.over(n, k)``, the decay of ``k`` steps together.
 
     Args:
         schedule: The schedule to wrap, a decay or a function; not :class:`Window` or :class:`BEMA`,
@@ -514,10 +461,6 @@ class PerUpdate(Schedule):
         object.__setattr__(self, "schedule", inner)
 
     @override
-    def decay_at(self, n: int) -> float:
-        return as_schedule(self.schedule)(n)
-
-    @override
     def decay_over(self, n: int, k: int) -> float:
         return as_schedule(self.schedule)(n)
 
@@ -527,8 +470,8 @@ class Custom(Schedule):
     """A function of the number of the step.
 
     Args:
-        function: Maps ``n``, 1 or more, to a decay from 0 to 1. It must depend on ``n`` only, since it
-            is called with the steps in any order. A checkpoint does not contain it.
+        function: Maps ``n``, 1 or more, to a decay from 0 to 1. It must depend on ``n`` only, since
+            it is called with the steps in any order. A checkpoint does not contain it.
 
     Example:
         >>> Custom(lambda n: 1 - 1 / (n + 1) ** 0.5)(3)
@@ -547,7 +490,7 @@ class Custom(Schedule):
         return float(self.function(n))
 
     @override
-    def to_config(self) -> Config:
+    def to_config(self) -> dict[str, Any]:
         return {"name": "Custom"}
 
 
@@ -558,9 +501,9 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
         config: The name of a class of this module under ``"name"``, and its fields.
 
     Raises:
-        ValueError: The name is not that of a class of this module, or it is that of a function,
-            which a checkpoint cannot contain.
-        TypeError: The fields are not those of that class.
+        ValueError: If the name is not that of a class of this module, or it is ``"Custom"``, whose
+            function a checkpoint cannot contain.
+        TypeError: If the fields are not those of that class.
 
     Example:
         >>> from_config({"name": "Power", "sigma_rel": 0.1})
@@ -569,8 +512,7 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
     given = dict(config)
     name = given.pop("name", None)
     # Only classes of this module: a checkpoint must not choose code to run.
-    kinds = {one: globals()[one] for one in __all__ if isinstance(globals()[one], type)}
-    known = [one for one in kinds if kinds[one] not in (Schedule, Custom)]
+    known = [one for one in __all__ if one[0].isupper() and one not in ("Schedule", "Custom")]
     if name not in known:
         raise ValueError(
             f"no schedule to make from {config!r}: the name must be one of {', '.join(known)}"
@@ -578,7 +520,7 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
     if isinstance(given.get("schedule"), Mapping):
         given["schedule"] = from_config(given["schedule"])
     try:
-        made: Schedule = kinds[name](**given)
+        made: Schedule = globals()[name](**given)
     except TypeError as error:
         raise TypeError(f"{name} cannot be made from {config!r}: {error}") from error
     return made
@@ -596,59 +538,50 @@ def as_schedule(decay: Decay) -> Schedule:
     return Custom(decay) if callable(decay) else Constant(decay)
 
 
-# The weights of past models in an average.
-
-
 def profile(decay: Decay, n: int, update_every: int = 1) -> list[float]:
     """Return the weight that the model of each update has in the average, the copy first.
 
     Args:
         decay: A constant decay, a schedule or a function.
         n: Number of steps since the copy.
-        update_every: The average is updated at every step whose number this divides.
+        update_every: Interval of the updates in steps.
 
     Returns:
         One number for the copy and one for each update up to step ``n``; their sum is 1. The
         correction of :class:`BEMA` may make that of the copy negative.
 
     Example:
-        >>> profile(Equal(), 3)
-        [0.25, 0.25, 0.25, 0.25]
         >>> profile(0.5, 4, update_every=2)
         [0.0625, 0.1875, 0.75]
         >>> profile(Window(2), 3)
         [0.0, 0.0, 0.5, 0.5]
     """
     schedule = as_schedule(decay)
+    last = n - n % update_every
     if isinstance(schedule, Window):
         count = n // update_every + 1
         kept = min(count, schedule.window)
         return [0.0] * (count - kept) + [1 / kept] * kept
-    weights = list(reversed(list(_weights_backwards(schedule, n, update_every))))
+    weights: list[float] = []
+    rest = 1.0
+    for step in range(last, 0, -update_every):
+        decayed = rest * schedule.over(step, update_every)
+        weights.append(rest - decayed)
+        rest = decayed
+    weights = [rest, *reversed(weights)]
     if isinstance(schedule, BEMA):
-        corrected = schedule.correction(n - n % update_every)
-        weights[0] -= corrected
-        weights[-1] += corrected
+        weights[0] -= schedule.correction(last)
+        weights[-1] += schedule.correction(last)
     return weights
-
-
-def _weights_backwards(schedule: Schedule, n: int, update_every: int) -> Iterator[float]:
-    """Yield the weights from the last update to the copy."""
-    kept = 1.0
-    for step in range(n - n % update_every, 0, -update_every):
-        decay = schedule.over(step, update_every)
-        yield kept * (1 - decay)
-        kept *= decay
-    yield kept
 
 
 def gamma_of(sigma_rel: float) -> float:
     """Return the exponent of the power function whose relative width is ``sigma_rel``.
 
-    It is the one positive root of ``x**3 + 7 * x**2 + (16 - s) * x + 12 - s`` with ``s = sigma_rel ** -2``.
+    It is the positive root of ``x**3 + 7 * x**2 + (16 - s) * x + 12 - s`` with ``s = sigma_rel ** -2``.
 
     Raises:
-        ValueError: The width is not above 0 and below 0.2886, that of the equal average.
+        ValueError: If the width is not above 0 and below 0.2886, that of the equal average.
 
     Example:
         >>> round(gamma_of(0.05), 2)

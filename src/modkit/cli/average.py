@@ -11,8 +11,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from torch import Tensor
 
 from modkit.averaging import posthoc
-from modkit.averaging.checkpoints import average_checkpoints, contents
-from modkit.cli._checkpoint_tables import contents_tables, match_table, print_tables
+from modkit.averaging.checkpoints import average_checkpoints
+from modkit.cli._checkpoint_tables import contents, contents_tables, match_table, print_tables
 from modkit.files.atomic_write import written_whole
 from modkit.files.checkpoint_files import file_in, is_safetensors
 from modkit.files.safetensors_files import library

@@ -18,7 +18,6 @@ SCHEDULES: list[Any] = [
     schedules.Constant(0.9),
     schedules.CountWarmup(0.999),
     schedules.Equal(),
-    schedules.ExponentialRamp(0.99, tau=5),
     schedules.HalfLife(3),
     schedules.HalfLifeFraction(0.1),
     schedules.InverseGamma(power=0.75),

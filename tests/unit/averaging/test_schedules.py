@@ -17,7 +17,6 @@ from modkit.schedules import (
     CountWarmup,
     Custom,
     Equal,
-    ExponentialRamp,
     HalfLife,
     HalfLifeFraction,
     InverseGamma,
@@ -68,11 +67,6 @@ REFERENCES = [
         CountWarmup(0.999, offset=2000),
         lambda n: np.minimum(0.999, (1 + n) / (2000 + n)),
         id="d2go",
-    ),
-    pytest.param(
-        ExponentialRamp(0.9999, tau=2000),
-        lambda n: 0.9999 * (1 - np.exp(-n / 2000)),
-        id="ultralytics",
     ),
     pytest.param(HalfLife(1000), lambda n: 0.5 ** np.full(n.shape, 1 / 1000), id="composer"),
     pytest.param(
@@ -276,7 +270,6 @@ def test_numbers_of_other_libraries():
             "CountWarmup: min_decay must not exceed decay=0.9, got 0.95",
         ),
         (lambda: CountWarmup(offset=0), "CountWarmup: offset must be at least 1, got 0"),
-        (lambda: ExponentialRamp(tau=0), "ExponentialRamp: tau must be more than 0, got 0"),
         (
             lambda: Power(0.3),
             "Power: sigma_rel must be more than 0 and less than 0.288675, got 0.3",
