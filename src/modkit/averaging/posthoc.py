@@ -420,6 +420,7 @@ class PostHocEMA:
 
         Raises:
             NameMismatchError: If the parameters of the model are not those of the first update.
+            RuntimeError: If the average of an ``EMA`` is swapped into the model.
         """
         if (self._step + 1) % self._update_every == 0:
             self._ema.update()

@@ -169,7 +169,9 @@ def test_resume_with_other_numbers(tmp_path):
         PostHocEMA(model, tmp_path, update_every=2),
         PostHocEMA(nn.Linear(2, 1), tmp_path),
     ):
-        with pytest.raises(ValueError, match=r"sigma_rels|update_every|the state does not fit the model"):
+        with pytest.raises(
+            ValueError, match=r"sigma_rels|update_every|the state does not fit the model"
+        ):
             other.load_state_dict(averages.state_dict())
         assert other.step == 0
 
@@ -187,6 +189,18 @@ def test_model_that_changed(tmp_path):
         averages.update()
     assert averages.step == 1
     assert torch.equal(averages.state_dict()["averages"][0]["weight"], before)
+
+
+def test_update_inside_applied(tmp_path):
+    """The average of another object is not averaged in place of the training weights."""
+    model = nn.Linear(1, 1)
+    ema = modkit.EMA(model)
+    ema.update()
+    averages = PostHocEMA(model, tmp_path)
+
+    with ema.applied(), pytest.raises(RuntimeError, match="called inside applied"):
+        averages.update()
+    assert averages.step == 0
 
 
 def test_other_model(tmp_path):
