@@ -21,9 +21,6 @@ NO_AVERAGES: Final = (
 )
 
 
-# For the callbacks that meet their model when training starts.
-
-
 def check_options(decay: Decays, index: int, options: EMAOptions) -> None:
     """Raise TypeError or ValueError if ``EMA`` would refuse the options, without a model."""
     Selection(options.get("include"), options.get("exclude"))
@@ -105,13 +102,10 @@ class EMACallback(Generic[ModelT]):
     A hand-written loop needs two lines: this one, and ``with ema.evaluating():`` around the
     validation. A loop that calls hooks calls the methods below, with any arguments.
 
-    With optimizers, each training step updates the average, and :meth:`step` does nothing. Without
-    one, call :meth:`step` or :meth:`on_train_batch_end` after each step.
-
     Args:
         model: The model in training.
         optimizer: The optimizer, or a sequence of them for a model with several: one update for each
-            training step. None to call :meth:`step` by hand.
+            training step. None to call :meth:`step` or :meth:`on_train_batch_end` instead.
         decay: Fraction of the average that each update keeps, or a list of them for several averages.
         index: Index of the average to evaluate, if there are several.
         swap_to_average_at_end: If True, :meth:`on_train_end` copies the average into the model.
@@ -167,8 +161,6 @@ class EMACallback(Generic[ModelT]):
         """The model in training."""
         return self.ema.model
 
-    # Training.
-
     def step(self) -> None:
         """Update the average, unless an optimizer does so.
 
@@ -177,10 +169,6 @@ class EMACallback(Generic[ModelT]):
         """
         if not self._attached:
             self.ema.update()
-
-    def on_train_batch_start(self, *args: object, **kwargs: object) -> None:
-        """Restore the training weights, if an evaluation was left without its end hook."""
-        self._evaluation.end()
 
     def on_train_batch_end(self, *args: object, **kwargs: object) -> None:
         """Call :meth:`step`."""
@@ -195,25 +183,18 @@ class EMACallback(Generic[ModelT]):
         if self.swap_to_average_at_end:
             swap_at_end(self.ema, self.index)
 
-    def on_exception(self, *args: object, **kwargs: object) -> None:
-        """Restore the training weights."""
-        self._evaluation.end()
-
-    # Evaluation.
-
     @contextmanager
     def evaluating(self) -> Generator[ModelT]:
         """Swap the average in and set evaluation mode, for a ``with`` block.
 
-        Before the first update the block sees the training weights. Blocks may be nested. After the
-        block, and after an error in it, the training weights and the mode of each module are restored.
+        Before the first update the block sees the training weights. Blocks may be nested. At the end,
+        even after an error, the training weights and the mode of each module are restored.
 
         Yields:
             The model.
 
         Raises:
-            RuntimeError: At the end, if the block has written to the weights. The training weights
-                are restored nevertheless.
+            RuntimeError: At the end, if the block has written to the weights.
         """
         modes = [(module, module.training) for module in self.model.modules()]
         try:
@@ -234,8 +215,8 @@ class EMACallback(Generic[ModelT]):
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
-
-    # Saving and loading.
+    # Where an evaluation was left without its end hook.
+    on_train_batch_start = on_exception = on_validation_end
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the averages, and the training weights while the average is swapped in."""
@@ -244,8 +225,8 @@ class EMACallback(Generic[ModelT]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state, as :meth:`EMA.load_state_dict <modkit.averaging.ema.EMA.load_state_dict>`.
 
-        Load the model first. If the checkpoint was written in an evaluation, the weights saved for the
-        model are the average; this method then restores the training weights, with a warning.
+        Load the model first: if it was saved in an evaluation, its weights are the average, and this
+        method restores the training weights, with a warning.
         """
         self.ema.load_state_dict(state_dict)
 

@@ -114,11 +114,8 @@ def save_snapshot(
             torch.save({**facts, "averages": tensors, "buffers": others}, unfinished)
         else:
             # The tensors have their own names, so that any reader of safetensors can use the file.
-            header = {
-                "step": str(step),
-                "sigma_rel": repr(sigma_rel),
-                "buffers": json.dumps([*others]),
-            }
+            header = {"step": str(step), "sigma_rel": repr(sigma_rel)}
+            header["buffers"] = json.dumps([*others])
             save = library("safetensors.torch").save_file
             save({**tensors, **others}, unfinished, metadata=header)
     return Snapshot(step, sigma_rel, path)
@@ -191,12 +188,11 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
     """Find the combination of power averages that is nearest to another one.
 
     The power average at step ``T`` with exponent ``g`` weighs the model of time ``t`` by
-    ``(g + 1) / T * (t / T) ** g``, on ``0 < t <= T``. The integrals of products of two such profiles
-    have closed forms (section 3.2 of the paper). They are exact for averages of every step.
+    ``(g + 1) / T * (t / T) ** g``. The integrals of products of two such profiles have closed forms
+    (section 3.2 of the paper), exact for averages of every step.
 
     Args:
-        averages: The ``sigma_rel`` and the step of each available average. An average from after the
-            wanted step gets the weight 0.
+        averages: The ``sigma_rel`` and the step of each average; those after ``step`` get the weight 0.
         sigma_rel: The relative width of the wanted average.
         step: The step of the wanted average, counted like those of ``averages``.
 
@@ -286,17 +282,15 @@ def reconstruct(
     *,
     max_error: float = 0.1,
 ) -> Reconstruction:
-    """Combine snapshots into the average of another width.
-
-    The files are read one after the other: memory holds the result and one of them.
+    """Combine snapshots into the average of another width; memory holds it and one tensor of a file.
 
     Args:
         snapshots: A directory, or the files.
         sigma_rel: The relative width of the wanted average: not narrower than the narrowest of the
             snapshots, and below 0.2886. It may be wider than the widest.
         step: The step of the wanted average. Default: the step of the latest snapshot.
-        max_error: The largest accepted relative error of the fit, see :class:`Fit`. It is small at the
-            steps of snapshots, and large between them, where no snapshot has the latest models.
+        max_error: The largest accepted relative error of the fit, see :class:`Fit`; it is large between
+            the steps of snapshots.
 
     Raises:
         ValueError: If the average is narrower than all snapshots, its step is before the first or after
@@ -313,13 +307,11 @@ def reconstruct(
     step = last if step is None else step
     narrowest = min(snapshot.sigma_rel for snapshot in found)
     if sigma_rel < narrowest and not math.isclose(sigma_rel, narrowest):
-        raise ValueError(
-            f"sigma_rel={sigma_rel} is narrower than all snapshots: {narrowest} or more"
-        )
+        text = f"sigma_rel={sigma_rel} is narrower than all snapshots: {narrowest} or more"
+        raise ValueError(text)
     if not first <= step <= last:
-        raise ValueError(
-            f"step {step} is outside of the snapshots, which are from {first} to {last}"
-        )
+        text = f"step {step} is outside of the snapshots, which are from {first} to {last}"
+        raise ValueError(text)
     usable = [snapshot for snapshot in found if snapshot.step <= step]
     fit = fit_power([(each.sigma_rel, each.step) for each in usable], sigma_rel, step)
     if not fit.error <= max_error:
@@ -352,9 +344,8 @@ def _combine(
             elif name in sums and sums[name].shape == wide.shape:
                 sums[name].add_(wide, alpha=coefficient)
             else:
-                raise ValueError(
-                    f"{snapshot.path} has another tensor {name!r} than the snapshots before it"
-                )
+                text = f"{snapshot.path} has another tensor {name!r} than the snapshots before it"
+                raise ValueError(text)
         if missing := sums.keys() - seen:
             raise ValueError(f"{snapshot.path} has no tensor {min(missing)!r}")
     return sums, buffers
@@ -431,6 +422,7 @@ class PostHocEMA:
 
         Raises:
             NameMismatchError: If the parameters of the model are not those of the first update.
+            RuntimeError: If the average of an ``EMA`` is swapped into the model.
         """
         if (self._step + 1) % self._update_every == 0:
             self._ema.update()
@@ -490,19 +482,13 @@ class PostHocEMA:
         """
         for key, own in (("sigma_rels", self._sigma_rels), ("update_every", self._update_every)):
             if state_dict[key] != own:
-                raise ValueError(
-                    f"the state is of averages with {key}={state_dict[key]!r}, not {own!r}"
-                )
+                text = f"the state is of averages with {key}={state_dict[key]!r}, not {own!r}"
+                raise ValueError(text)
         step = state_dict["step"]
         updates = step // self._update_every
         averages = state_dict["averages"] or [{} for _ in self._sigma_rels]
-        self._ema.load_state_dict(
-            {
-                **self._ema.state_dict(),
-                "step": updates,
-                "start": 1 if updates else None,
-                "n_averaged": updates,
-                "averages": [{"tensors": one, "rests": {}, "generators": {}} for one in averages],
-            }
-        )
+        state = self._ema.state_dict()
+        state |= {"step": updates, "start": 1 if updates else None, "n_averaged": updates}
+        state["averages"] = [{"tensors": one, "rests": {}, "generators": {}} for one in averages]
+        self._ema.load_state_dict(state)
         self._step = step

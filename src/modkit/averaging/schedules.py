@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from itertools import accumulate, pairwise
 from typing import Any, Final, TypeAlias
 
 from typing_extensions import override
@@ -63,13 +64,9 @@ def bounds(
         Traceback (most recent call last):
         ValueError: Sine: period must be more than 0, got -3
     """
-    limits = (
-        ("at least", operator.ge, at_least),
-        ("more than", operator.gt, above),
-        ("at most", operator.le, at_most),
-        ("less than", operator.lt, below),
-    )
-    return {"bounds": [limit for limit in limits if limit[2] is not None]}
+    lower = ("at least", operator.ge, at_least), ("more than", operator.gt, above)
+    upper = ("at most", operator.le, at_most), ("less than", operator.lt, below)
+    return {"bounds": [limit for limit in (*lower, *upper) if limit[2] is not None]}
 
 
 _FRACTION: Final = bounds(at_least=0, at_most=1)
@@ -196,8 +193,8 @@ class _Clamped(Schedule):
         super().__post_init__()
         low, high = self.min_decay, self.decay
         if low > high:
-            kind = type(self).__name__
-            raise ValueError(f"{kind}: min_decay must not exceed decay={high}, got {low}")
+            text = f"min_decay must not exceed decay={high}, got {low}"
+            raise ValueError(f"{type(self).__name__}: {text}")
 
     @override
     def decay_at(self, n: int) -> float:
@@ -247,9 +244,9 @@ class HalfLife(_ClosedForm):
 
 @dataclass(frozen=True)
 class HalfLifeFraction(Schedule):
-    """A half-life that is a fixed fraction of the run so far, for runs of any length.
+    """A half-life that is a fraction of the run so far, as in torchtitan, for runs of any length.
 
-    ``d = 2 ** (-1 / (fraction * (n + step_bias)))``, as in torchtitan.
+    ``d = 2 ** (-1 / (fraction * (n + step_bias)))``.
 
     Args:
         fraction: The half-life divided by the number of steps so far, more than 0.
@@ -400,12 +397,11 @@ class Window(_ClosedForm):
 class BEMA(_ClosedForm):
     """A bias-corrected average, without the lag of an EMA: BEMA, https://arxiv.org/abs/2508.00180.
 
-    A fraction of the change since the first update is added to the average:
-    ``average + (lag + multiplier * n) ** -bias_power * (model - first)``. An update at step ``n``
+    It is ``average + (lag + multiplier * n) ** -bias_power * (model - first)``. An update at step ``n``
     moves the average by ``(lag + multiplier * n) ** -ema_power`` of the way to the model, for any
-    ``update_every``. The paper updates every 400 steps; to reproduce it, call ``EMA.update()`` once
-    before training, so that the first weights are the initial ones. trl counts from the beginning of
-    training: its ``update_after=a`` is ``update_after_step=a`` with the lag ``lag + multiplier * a``.
+    ``update_every``, which is 400 in the paper. To reproduce it, call ``EMA.update()`` once before
+    training, so that the first weights are the initial ones. trl counts from the beginning of training:
+    its ``update_after=a`` is ``update_after_step=a`` with the lag ``lag + multiplier * a``.
 
     Args:
         ema_power: How fast the average slows down; 0 keeps the latest model.
@@ -501,8 +497,7 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
         config: The name of a class of this module under ``"name"``, and its fields.
 
     Raises:
-        ValueError: If the name is not that of a class of this module, or it is ``"Custom"``, whose
-            function a checkpoint cannot contain.
+        ValueError: If the name is not that of such a class, or is ``"Custom"``.
         TypeError: If the fields are not those of that class.
 
     Example:
@@ -514,9 +509,8 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
     # Only classes of this module: a checkpoint must not choose code to run.
     known = [one for one in __all__ if one[0].isupper() and one not in ("Schedule", "Custom")]
     if name not in known:
-        raise ValueError(
-            f"no schedule to make from {config!r}: the name must be one of {', '.join(known)}"
-        )
+        text = f"no schedule to make from {config!r}: the name must be one of {', '.join(known)}"
+        raise ValueError(text)
     if isinstance(given.get("schedule"), Mapping):
         given["schedule"] = from_config(given["schedule"])
     try:
@@ -556,19 +550,15 @@ def profile(decay: Decay, n: int, update_every: int = 1) -> list[float]:
         >>> profile(Window(2), 3)
         [0.0, 0.0, 0.5, 0.5]
     """
-    schedule = as_schedule(decay)
-    last = n - n % update_every
+    schedule, last = as_schedule(decay), n - n % update_every
     if isinstance(schedule, Window):
         count = n // update_every + 1
         kept = min(count, schedule.window)
         return [0.0] * (count - kept) + [1 / kept] * kept
-    weights: list[float] = []
-    rest = 1.0
-    for step in range(last, 0, -update_every):
-        decayed = rest * schedule.over(step, update_every)
-        weights.append(rest - decayed)
-        rest = decayed
-    weights = [rest, *reversed(weights)]
+    # From the last update to the copy: how much of the average is older than each update.
+    decays = [schedule.over(step, update_every) for step in range(last, 0, -update_every)]
+    older = [1.0, *accumulate(decays, operator.mul)]
+    weights = [older[-1], *(new - old for old, new in pairwise(reversed(older)))]
     if isinstance(schedule, BEMA):
         weights[0] -= schedule.correction(last)
         weights[-1] += schedule.correction(last)

@@ -121,12 +121,10 @@ def read(
     if on_nonfinite != "ignore" and loaded.start is not None:
         _check_finite(loaded, on_nonfinite)
     if not loaded.foreign:
-        changes = [
-            ("the schedule", *pair) for pair in zip(loaded.schedules, schedules, strict=True)
-        ]
-        changes.append(("update_every", loaded.update_every, update_every))
-        changes.append(("update_after_step", loaded.update_after_step, update_after_step))
-        for name, new, old in changes:
+        names = *["the schedule"] * len(schedules), "update_every", "update_after_step"
+        now = (*loaded.schedules, loaded.update_every, loaded.update_after_step)
+        own = (*schedules, update_every, update_after_step)
+        for name, new, old in zip(names, now, own, strict=True):
             if new != old:
                 text = f"EMA: {name} is {new} from here on, as in the loaded state, and not {old}"
                 warnings.warn(text, stacklevel=3)
@@ -151,8 +149,7 @@ def _read_own(state: State, model: torch.nn.Module, schedules: list[Schedule]) -
     if not configs:
         part.refuse("schedules", "a list that is not empty")
     if len(configs) != len(schedules):
-        text = f"the state holds {len(configs)} averages, and this object {len(schedules)}"
-        raise _error(text)
+        raise _error(f"the state holds {len(configs)} averages, and this object {len(schedules)}")
     averages = part.each("averages")
     if len(averages) != len(schedules):
         part.refuse("averages", f"a list of {len(schedules)}, one for each schedule")
@@ -238,10 +235,8 @@ def matched(
         for name, tensor in averaged.items():
             one = tensors[name]
             if not is_averaged(one) or one.is_complex() != tensor.is_complex():
-                raise _error(
-                    f"the state does not fit the model: the average of {name} must be of a dtype "
-                    f"like {tensor.dtype}, got {_shown(one)}"
-                )
+                what = f"the average of {name} must be of a dtype like {tensor.dtype}"
+                raise _error(f"the state does not fit the model: {what}, got {_shown(one)}")
     return averaged, copied, found
 
 
@@ -271,10 +266,8 @@ def _check_finite(loaded: LoadedState, on_nonfinite: str) -> None:
     meshes = meshes_of(tensor for _, tensor in tensors)
     if not true_everywhere(torch.tensor(bad is None, device="cpu"), meshes):
         where = bad or "the shard of another rank"
-        raise _error(
-            f"the loaded averages must be finite with on_nonfinite={on_nonfinite!r}: {where} contains "
-            "inf or nan"
-        )
+        wanted = f"the loaded averages must be finite with on_nonfinite={on_nonfinite!r}"
+        raise _error(f"{wanted}: {where} contains inf or nan")
 
 
 def _floats_in(part: Any, path: str) -> Iterator[tuple[str, Tensor]]:
@@ -329,8 +322,7 @@ class _Part:
 
     def integer(self, name: str, least: int = 0, most: int | None = None) -> int:
         value = self.value(name)
-        is_int = isinstance(value, int) and not isinstance(value, bool)
-        if not is_int or value < least or (most is not None and value > most):
+        if type(value) is not int or value < least or (most is not None and value > most):
             limits = f"of at least {least}" if most is None else f"from {least} to {most}"
             self.refuse(name, f"an int {limits}")
         return value
@@ -382,7 +374,7 @@ class _Part:
         return found
 
     def models(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a tensor for each average."""
+        """Return tensors of all these names and shapes."""
         self.require(like)
         return self.averages(like)
 
@@ -463,7 +455,8 @@ def _raw(part: _Part, model: torch.nn.Module) -> dict[str, Tensor]:
     if not found:
         return {}
     members = NamedTensors(model)
-    known = {name: members.all()[name].tensor for name in found if name in members.all()}
+    both = {**members.parameters, **members.buffers}
+    known = {name: both[name].tensor for name in found if name in both}
     # A buffer may have had another shape.
     parameters = members.parameters
     expected = {name: t.shape if name in parameters else None for name, t in known.items()}
@@ -575,19 +568,15 @@ def _count(part: _Part, update_after_step: int) -> int | None:
 def _decay(part: _Part) -> Schedule | None:
     """Return the decay of another library, if its state contains it."""
     kind: type[Schedule] = CountWarmup
-    names = ["decay"]
+    names: tuple[str, ...] = ("decay",)
     if part.source == "diffusers":
-        names += ["min_decay", "use_ema_warmup", "inv_gamma", "power"]
-        part.require(names)
-        names.remove("use_ema_warmup")
+        part.require(("decay", "min_decay", "use_ema_warmup", "inv_gamma", "power"))
+        names = ("decay", "min_decay")
         if part.flag("use_ema_warmup"):
-            kind = InverseGamma
-        else:
-            names = ["decay", "min_decay"]
+            kind, names = InverseGamma, (*names, "inv_gamma", "power")
     elif part.source == "torch_ema":
         part.require(names)
-        if part.value("num_updates") is None:
-            kind = Constant
+        kind = Constant if part.value("num_updates") is None else CountWarmup
     else:
         return None
     try:

@@ -191,6 +191,18 @@ def test_model_that_changed(tmp_path):
     assert torch.equal(averages.state_dict()["averages"][0]["weight"], before)
 
 
+def test_update_inside_applied(tmp_path):
+    """The average of another object is not averaged in place of the training weights."""
+    model = nn.Linear(1, 1)
+    ema = modkit.EMA(model)
+    ema.update()
+    averages = PostHocEMA(model, tmp_path)
+
+    with ema.applied(), pytest.raises(RuntimeError, match="called inside applied"):
+        averages.update()
+    assert averages.step == 0
+
+
 def test_other_model(tmp_path):
     """A result is not written into a model with other parameters or buffers."""
     model = nn.Linear(1, 1)
