@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import modkit
 from modkit import schedules
@@ -137,3 +138,59 @@ def test_averaged_model(
     expected = run_averaged_model(dtype, rule, **options)
     as_accelerator(monkeypatch)
     assert run_averaged_model(dtype, rule, **options) == expected
+
+
+# --- memory ----------------------------------------------------------------------------------------
+
+
+def peak_of(function: Callable[[], Any]) -> int:
+    """Return how many bytes a call held at most beyond those that were held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        function()
+    events = found.profiler.kineto_results.events()
+    sizes = [one.nbytes() for one in events if one.name() == "[memory]"]
+    held = [sum(sizes[: stop + 1]) for stop in range(len(sizes))]
+    return max(held, default=0)
+
+
+def large(dtype: torch.dtype) -> nn.Module:
+    """Return a model of 16 million parameters in one large, four medium and many small tensors."""
+    sizes = [8_000_000, *[2_000_000] * 4, *[500] * 200]
+    tensors = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+    return nn.ParameterList(tensors)
+
+
+MIB = 1 << 20
+
+
+def test_memory_is_measured() -> None:
+    """One float32 tensor of a million elements holds 4 MB while it exists."""
+    assert 4_000_000 <= peak_of(lambda: torch.ones(1_000_000).sum()) < 4_100_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("policy", ["ignore", "skip"])
+@pytest.mark.parametrize("finite", [False, True])
+def test_memory_on_cpu(precision: Any, policy: Any, finite: bool, dtype: torch.dtype) -> None:
+    """An update holds temporaries of at most one chunk of 2**20 elements each, skipped or not."""
+    model = large(dtype)
+    ema = modkit.EMA(model, [0.9, 0.99], precision=precision, on_nonfinite=policy)
+    ema.update()
+    ema.update()
+    if not finite:
+        with torch.no_grad():
+            model[2][5] = float("nan")
+    assert peak_of(ema.update) <= 5 * 4 * MIB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_memory_on_accelerators(precision: Any, dtype: torch.dtype, monkeypatch) -> None:
+    """Undoing a step takes copies of a chunk, not of the model."""
+    model = large(dtype)
+    ema = modkit.EMA(model, [0.9, 0.99], precision=precision, on_nonfinite="skip")
+    as_accelerator(monkeypatch)
+    ema.update()
+    ema.update()
+    assert peak_of(ema.update) <= 10 * 4 * MIB
