@@ -289,15 +289,13 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether all elements are finite, as a tensor on the device: no host sync.
 
     On CPU a finite sum proves it, at a third of the cost of a ``lerp_``; a sum may also overflow, and
-    only then are the elements tested.
+    only then are the elements of that tensor tested.
     """
     real = [_as_real(tensor) for tensor in tensors if tensor.numel()]
     if not real:
         return torch.ones((), dtype=torch.bool, device="cpu")
     if all(reads_are_free(tensor.device) for tensor in real):
-        if all(math.isfinite(_sum_of(tensor)) for tensor in real):
-            return torch.ones((), dtype=torch.bool, device="cpu")
-        return torch.stack([tensor.isfinite().all() for tensor in real]).all()
+        return torch.tensor(all(map(_has_finite_elements, real)), device="cpu")
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in real:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -306,6 +304,12 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     return (
         torch.stack([norm.to(real[0].device, torch.float64) for norm in largest]).isfinite().all()
     )
+
+
+def _has_finite_elements(tensor: Tensor) -> bool:
+    if math.isfinite(_sum_of(tensor)):
+        return True
+    return all(bool(one.isfinite().all()) for (part,) in parts([tensor]) for one in part)
 
 
 def _sum_of(tensor: Tensor) -> float:

@@ -295,7 +295,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             with torch.no_grad():
                 group.step([weight], finite)
         elif finite is not None:
-            _step_masked(group, finite, lambda one: self._apply_rule(one, count))
+            whole = self.multi_avg_fn is not None and not _is_known(self.multi_avg_fn)
+            _step_masked(group, finite, lambda one: self._apply_rule(one, count), whole=whole)
         else:
             self._apply_rule(group, count)
 
@@ -620,15 +621,26 @@ def _step_lists(
             target.copy_(value)
 
 
-def _step_masked(group: Group, finite: Tensor, take: Callable[[Group], None]) -> None:
-    """Take a step towards the average itself where the model has values that are not finite."""
-    averages = group.averages[0]
+def _step_masked(
+    group: Group, finite: Tensor, take: Callable[[Group], None], *, whole: bool
+) -> None:
+    """Take a step, and undo it where the model has values that are not finite.
+
+    Args:
+        group: The tensors.
+        finite: The flag.
+        take: Takes the step.
+        whole: Whether it needs all tensors at once, of which as many copies are then held.
+    """
+    averages, currents = group.averages[0], group.currents
     good = finite.to(averages[0].device)
-    currents = [
-        torch.where(good, source.detach().to(good.device), target.detach().to(source.dtype))
-        for target, source in zip(averages, group.currents, strict=True)
-    ]
-    take(Group(group.owners, group.averages, group.errors, currents))
+    rows = [slice(None)] if whole else [slice(n, n + 1) for n in range(len(averages))]
+    for row in rows:
+        before = [tensor.detach().clone() for tensor in averages[row]]
+        take(Group(group.owners, [averages[row]], [[]], currents[row]))
+        with torch.no_grad():
+            for tensor, old in zip(averages[row], before, strict=True):
+                tensor.copy_(torch.where(good, tensor, old))
 
 
 def has_foreach_kernels(device: torch.device) -> bool:

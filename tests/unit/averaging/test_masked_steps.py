@@ -1,0 +1,196 @@
+"""``on_nonfinite="skip"``: accelerators take each step and undo it, the CPU does not take it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import modkit
+from modkit import schedules
+from modkit.optim.swa_utils import (
+    AveragedModel,
+    get_ema_avg_fn,
+    get_ema_multi_avg_fn,
+    get_swa_avg_fn,
+    get_swa_multi_avg_fn,
+)
+from tests.unit.averaging.recipes import PRECISIONS, as_accelerator
+
+
+BAD_STEPS = (3, 4, 8)
+STEPS = 11
+
+
+def network(dtype: torch.dtype) -> nn.Module:
+    """Return small layers of one shape, others, and buffers, the same each time."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 3) for _ in range(5)]
+    model = nn.Sequential(*layers, nn.Linear(3, 600), nn.BatchNorm1d(600)).to(dtype)
+    model.register_parameter("turn", nn.Parameter(torch.randn(4, dtype=torch.complex64)))
+    return model
+
+
+def walk(model: nn.Module, step: int) -> None:
+    """Give all floating-point tensors random values; in some steps one element is not finite."""
+    generator = torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        if step in BAD_STEPS:
+            bad = float("nan") if step % 2 else float("inf")
+            list(model.parameters())[step % 4].view(-1)[1] = bad
+
+
+def bits(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return what two runs must have in common."""
+    return {name: (tensor.dtype, tensor.tolist()) for name, tensor in tensors.items()}
+
+
+def run_ema(dtype: torch.dtype, **options: Any) -> list[dict[str, Any]]:
+    """Return the averages after each step."""
+    ema = modkit.EMA(network(dtype), on_nonfinite="skip", **options)
+    seen = []
+    for step in range(STEPS):
+        walk(ema.model, step)
+        ema.update()
+        seen += [bits(dict(ema.named_averages(index))) for index in range(len(options["schedule"]))]
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("buffers", ["copy", "average"])
+@pytest.mark.parametrize("precision", [one for one in PRECISIONS if one != "stochastic"])
+def test_ema(precision: Any, buffers: Any, dtype: torch.dtype, monkeypatch) -> None:
+    """Several averages and BEMA are bitwise those of the CPU path, after each step."""
+    options = {
+        "schedule": [0.9, schedules.BEMA(0.5), schedules.CountWarmup(0.99)],
+        "precision": precision,
+        "buffers": buffers,
+    }
+    expected = run_ema(dtype, **options)
+    as_accelerator(monkeypatch)
+    assert run_ema(dtype, **options) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ema_with_stochastic_rounding(dtype: torch.dtype, monkeypatch) -> None:
+    """Up to the first step that is undone the bits are the same; that step changes none."""
+    options = {
+        "schedule": [0.9, schedules.BEMA(0.5)],
+        "precision": "stochastic",
+        "buffers": "ignore",
+    }
+    expected = run_ema(dtype, **options)
+    as_accelerator(monkeypatch)
+    found = run_ema(dtype, **options)
+    count = len(options["schedule"])
+    assert found[: count * BAD_STEPS[0]] == expected[: count * BAD_STEPS[0]]
+    for step in BAD_STEPS:
+        for index in range(count):
+            assert found[count * step + index] == found[count * (step - 1) + index]
+
+
+def of_own(averages: Any, currents: Any, count: Tensor) -> None:
+    """Average in lists, by a rule that rounds even where nothing moves."""
+    for average, current in zip(averages, currents, strict=True):
+        average.copy_(average * 0.9 + current.to(average.dtype) * 0.1)
+
+
+RULES: dict[str, Callable[[], dict[str, Any]]] = {
+    "equal": dict,
+    "avg_fn ema": lambda: {"avg_fn": get_ema_avg_fn(0.9)},
+    "avg_fn swa": lambda: {"avg_fn": get_swa_avg_fn()},
+    "multi ema": lambda: {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+    "multi swa": lambda: {"multi_avg_fn": get_swa_multi_avg_fn()},
+    "own": lambda: {"multi_avg_fn": of_own},
+}
+
+
+def run_averaged_model(dtype: torch.dtype, rule: str, **options: Any) -> list[dict[str, Any]]:
+    """Return the state after each step."""
+    model = network(dtype)
+    average = AveragedModel(model, on_nonfinite="skip", **RULES[rule](), **options)
+    seen = []
+    for step in range(STEPS):
+        walk(model, step)
+        average.update_parameters(model)
+        seen.append(bits(average.state_dict()))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("rule", RULES)
+def test_averaged_model(
+    rule: str, precision: Any, use_buffers: bool, dtype: torch.dtype, monkeypatch
+) -> None:
+    """Every rule and precision is bitwise that of the CPU path, stochastic rounding included."""
+    if precision in {"stochastic", "compensated"} and (rule == "own" or rule.startswith("avg_fn")):
+        with pytest.raises(ValueError, match="works with"):
+            run_averaged_model(dtype, rule, precision=precision)
+        return
+    options = {"precision": precision, "use_buffers": use_buffers}
+    expected = run_averaged_model(dtype, rule, **options)
+    as_accelerator(monkeypatch)
+    assert run_averaged_model(dtype, rule, **options) == expected
+
+
+# --- memory ----------------------------------------------------------------------------------------
+
+
+def peak_of(function: Callable[[], Any]) -> int:
+    """Return how many bytes a call held at most beyond those that were held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        function()
+    events = found.profiler.kineto_results.events()
+    sizes = [one.nbytes() for one in events if one.name() == "[memory]"]
+    held = [sum(sizes[: stop + 1]) for stop in range(len(sizes))]
+    return max(held, default=0)
+
+
+def large(dtype: torch.dtype) -> nn.Module:
+    """Return a model of 16 million parameters in one large, four medium and many small tensors."""
+    sizes = [8_000_000, *[2_000_000] * 4, *[500] * 200]
+    tensors = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+    return nn.ParameterList(tensors)
+
+
+MIB = 1 << 20
+
+
+def test_memory_is_measured() -> None:
+    """One float32 tensor of a million elements holds 4 MB while it exists."""
+    assert 4_000_000 <= peak_of(lambda: torch.ones(1_000_000).sum()) < 4_100_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("policy", ["ignore", "skip"])
+@pytest.mark.parametrize("finite", [False, True])
+def test_memory_on_cpu(precision: Any, policy: Any, finite: bool, dtype: torch.dtype) -> None:
+    """An update holds temporaries of at most one chunk of 2**20 elements each, skipped or not."""
+    model = large(dtype)
+    ema = modkit.EMA(model, [0.9, 0.99], precision=precision, on_nonfinite=policy)
+    ema.update()
+    ema.update()
+    if not finite:
+        with torch.no_grad():
+            model[2][5] = float("nan")
+    assert peak_of(ema.update) <= 5 * 4 * MIB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_memory_on_accelerators(precision: Any, dtype: torch.dtype, monkeypatch) -> None:
+    """Undoing a step takes copies of a chunk, not of the model."""
+    model = large(dtype)
+    ema = modkit.EMA(model, [0.9, 0.99], precision=precision, on_nonfinite="skip")
+    as_accelerator(monkeypatch)
+    ema.update()
+    ema.update()
+    assert peak_of(ema.update) <= 10 * 4 * MIB
