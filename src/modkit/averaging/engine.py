@@ -15,16 +15,14 @@ from torch import Tensor
 from typing_extensions import Self
 
 from modkit._errors import MSG_NOTHING_CHOSEN, MSG_REBIND, NameMismatchError, add_note
-from modkit._upstream import foreach_copy_
 from modkit.averaging import state as ema_state
 from modkit.averaging.averages import Average, Options, Tensors, average_for, can_share
 from modkit.averaging.named_tensors import (
+    Copies,
     IdentityOnly,
-    Member,
     NamedTensors,
     Watch,
     check_match,
-    metadata_guard,
 )
 from modkit.averaging.offload import Staging, Worker, events_on
 from modkit.averaging.precision import (
@@ -212,93 +210,6 @@ def _flat_groups(owners: list[Average], currents: Tensors) -> list[tuple[list[st
     return found
 
 
-class Copies:
-    """Tensors that are copied rather than averaged, planned once and then copied list by list.
-
-    Args:
-        pairs: Where each copy is kept (a dict and its key), and what is copied there.
-        device: Where new copies go; None for the device of what is copied.
-        follow: Whether a copy takes over another dtype or device of what is copied.
-    """
-
-    def __init__(
-        self,
-        pairs: Iterable[tuple[dict[str, Any], str, Member]],
-        device: torch.device | None = None,
-        *,
-        follow: bool = True,
-    ) -> None:
-        self.pairs = list(pairs)
-        self._device = device
-        self._follow = follow
-        self._tables: list[Any] = []
-        self._were: list[Any] = []
-        self._alike: Callable[[], bool] = bool
-        self._lists: list[tuple[list[Tensor], list[Tensor]]] = []
-
-    def sources(self) -> list[Any]:
-        """Return what is registered now: forwards may replace buffers, also by None."""
-        return [member.registry.get(member.key) for _, _, member in self.pairs]
-
-    def run(self) -> None:
-        """Bring all copies up to date. A copy is replaced if what is copied has another shape."""
-        if not self.pairs:
-            return
-        if not self._planned():
-            self._plan(self.sources())
-        for kept, found in self._lists:
-            foreach_copy_(kept, found)
-
-    def _planned(self) -> bool:
-        """Return True if the tensors are still those of the lists, and have their shapes."""
-        with IdentityOnly():
-            return bool(self._were) and self._tables == self._were and self._alike()
-
-    def _plan(self, sources: list[Any]) -> None:
-        lists: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
-        for (registry, key, _), source in zip(self.pairs, sources, strict=True):
-            kept = self._target(registry, key, source)
-            if kept is None:
-                continue
-            place = kept.device, kept.dtype, source.device, source.dtype
-            to, by = lists.setdefault(place, ([], []))
-            to.append(kept)
-            by.append(source)
-        self._lists = list(lists.values())
-        targets = [registry.get(key) for registry, key, _ in self.pairs]
-        self._alike = metadata_guard([one for one in sources + targets if one is not None])
-        tables = {id(t): t for to, _, member in self.pairs for t in (to, member.registry)}
-        self._tables = list(tables.values())
-        self._were = [dict(table) for table in self._tables]
-
-    def run_traced(self) -> None:
-        """Bring all copies up to date in operations that can be compiled."""
-        for (registry, key, _), source in zip(self.pairs, self.sources(), strict=True):
-            kept = self._target(registry, key, source)
-            if kept is not None:
-                kept.detach().copy_(source.detach())
-
-    def _target(self, registry: dict[str, Any], key: str, source: Tensor | None) -> Tensor | None:
-        """Return the tensor to copy into, made anew if it does not fit; None if there is none."""
-        kept: Tensor | None = registry.get(key)
-        if source is None or kept is source:
-            registry[key] = source
-            return None
-        if kept is None or kept.shape != source.shape or self._differs(kept, source):
-            kept = registry[key] = self._copy_of(source, kept)
-        return kept
-
-    def _differs(self, kept: Tensor, source: Tensor) -> bool:
-        if not self._follow:
-            return False
-        return kept.dtype != source.dtype or kept.device != (self._device or source.device)
-
-    def _copy_of(self, source: Tensor, kept: Tensor | None) -> Tensor:
-        if kept is not None and not self._follow:
-            return source.detach().to(kept.device, kept.dtype, copy=True)
-        return source.detach().to(self._device or source.device, copy=True)
-
-
 class Plan:
     """One model's tensors with their averages, grouped; valid until something about them changes.
 
@@ -371,8 +282,18 @@ class Plan:
         return true_everywhere(flag, self.meshes)
 
 
-class PlanCache:
-    """Keeps the plan of the last model, without keeping that model alive. Copies of a cache are empty."""
+class _Cache:
+    """A cache whose copies, deep ones and pickles, are empty."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+
+class PlanCache(_Cache):
+    """Keeps the plan of the last model, without keeping that model alive."""
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
@@ -390,12 +311,6 @@ class PlanCache:
 
     def _forget(self, _: object) -> None:
         self.plan = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PlanCache":
-        return PlanCache()
-
-    def __reduce__(self) -> tuple[type["PlanCache"], tuple[()]]:
-        return PlanCache, ()
 
 
 def step(
@@ -684,7 +599,7 @@ class Engine:
         return {**vars(self), "_worker": None if self._worker is None else Worker()}
 
 
-class PairCache:
+class PairCache(_Cache):
     """Keeps the pairs of an average with the tensors of a model while neither has changed."""
 
     def __init__(self) -> None:
@@ -713,12 +628,6 @@ class PairCache:
 
     def _forget(self, _: object) -> None:
         self._watch, self._values, self._pairs = None, {}, []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PairCache":
-        return PairCache()
-
-    def __reduce__(self) -> tuple[type["PairCache"], tuple[()]]:
-        return PairCache, ()
 
 
 def _check_materialized(named: NamedTensors) -> None:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from modkit._errors import NameMismatchError
-from modkit._upstream import tensor_guard
+from modkit._upstream import foreach_copy_, tensor_guard
 from modkit.averaging.sharding import is_sharded, local_shard, reshard
 
 
@@ -308,6 +308,96 @@ def _alike_with_shards(tensors: list[Tensor], sharded: list[Tensor]) -> Callable
 def _facts_of(tensors: list[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
     shapes = [tensor.shape for tensor in tensors]
     return shapes, [tensor.dtype for tensor in tensors], [tensor.device for tensor in tensors]
+
+
+# Copies.
+
+
+class Copies:
+    """Tensors that are copied rather than averaged, planned once and then copied list by list.
+
+    Args:
+        pairs: Where each copy is kept (a dict and its key), and what is copied there.
+        device: Where new copies go; None for the device of what is copied.
+        follow: Whether a copy takes over another dtype or device of what is copied.
+    """
+
+    def __init__(
+        self,
+        pairs: Iterable[tuple[dict[str, Any], str, Member]],
+        device: torch.device | None = None,
+        *,
+        follow: bool = True,
+    ) -> None:
+        self.pairs = list(pairs)
+        self._device = device
+        self._follow = follow
+        self._tables: list[Any] = []
+        self._were: list[Any] = []
+        self._alike: Callable[[], bool] = bool
+        self._lists: list[tuple[list[Tensor], list[Tensor]]] = []
+
+    def sources(self) -> list[Any]:
+        """Return what is registered now: forwards may replace buffers, also by None."""
+        return [member.registry.get(member.key) for _, _, member in self.pairs]
+
+    def run(self) -> None:
+        """Bring all copies up to date. A copy is replaced if what is copied has another shape."""
+        if not self.pairs:
+            return
+        if not self._planned():
+            self._plan(self.sources())
+        for kept, found in self._lists:
+            foreach_copy_(kept, found)
+
+    def _planned(self) -> bool:
+        """Return True if the tensors are still those of the lists, and have their shapes."""
+        with IdentityOnly():
+            return bool(self._were) and self._tables == self._were and self._alike()
+
+    def _plan(self, sources: list[Any]) -> None:
+        lists: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
+        for (registry, key, _), source in zip(self.pairs, sources, strict=True):
+            kept = self._target(registry, key, source)
+            if kept is None:
+                continue
+            place = kept.device, kept.dtype, source.device, source.dtype
+            to, by = lists.setdefault(place, ([], []))
+            to.append(kept)
+            by.append(source)
+        self._lists = list(lists.values())
+        targets = [registry.get(key) for registry, key, _ in self.pairs]
+        self._alike = metadata_guard([one for one in sources + targets if one is not None])
+        tables = {id(t): t for to, _, member in self.pairs for t in (to, member.registry)}
+        self._tables = list(tables.values())
+        self._were = [dict(table) for table in self._tables]
+
+    def run_traced(self) -> None:
+        """Bring all copies up to date in operations that can be compiled."""
+        for (registry, key, _), source in zip(self.pairs, self.sources(), strict=True):
+            kept = self._target(registry, key, source)
+            if kept is not None:
+                kept.detach().copy_(source.detach())
+
+    def _target(self, registry: dict[str, Any], key: str, source: Tensor | None) -> Tensor | None:
+        """Return the tensor to copy into, made anew if it does not fit; None if there is none."""
+        kept: Tensor | None = registry.get(key)
+        if source is None or kept is source:
+            registry[key] = source
+            return None
+        if kept is None or kept.shape != source.shape or self._differs(kept, source):
+            kept = registry[key] = self._copy_of(source, kept)
+        return kept
+
+    def _differs(self, kept: Tensor, source: Tensor) -> bool:
+        if not self._follow:
+            return False
+        return kept.dtype != source.dtype or kept.device != (self._device or source.device)
+
+    def _copy_of(self, source: Tensor, kept: Tensor | None) -> Tensor:
+        if kept is not None and not self._follow:
+            return source.detach().to(kept.device, kept.dtype, copy=True)
+        return source.detach().to(self._device or source.device, copy=True)
 
 
 # Selection.

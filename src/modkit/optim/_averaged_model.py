@@ -13,7 +13,6 @@ from modkit._errors import add_note
 from modkit._upstream import make_parameter
 from modkit.averaging.averages import Average, Options, flat_buffers
 from modkit.averaging.engine import (
-    Copies,
     Group,
     Plan,
     PlanCache,
@@ -22,6 +21,7 @@ from modkit.averaging.engine import (
 )
 from modkit.averaging.named_tensors import (
     Buffers,
+    Copies,
     Member,
     NamedTensors,
     Names,
