@@ -132,6 +132,7 @@ class FlatBuffer:
             offset += size * dtype.itemsize
         self._listed = list(self.tensors.values())
         self._pointers = list(map(Tensor.data_ptr, self._listed))
+        self._matrices = [tensor for tensor in self._listed if tensor.dim() > 1]
 
     def rename(self, names: Mapping[int, str]) -> None:
         """Give the tensors other names, by the ``id`` of the tensor."""
@@ -142,8 +143,12 @@ class FlatBuffer:
         foreach_copy_(self._listed, [sources[name] for name in self.tensors])
 
     def intact(self) -> bool:
-        """Return True if all tensors are still where they were made."""
-        return not self.exposed or list(map(Tensor.data_ptr, self._listed)) == self._pointers
+        """Return True if all tensors are still where they were made, in the same order of elements."""
+        if not self.exposed:
+            return True
+        # ``tensor.data = tensor.data.t()`` keeps the pointer.
+        contiguous = all(map(Tensor.is_contiguous, self._matrices))
+        return contiguous and list(map(Tensor.data_ptr, self._listed)) == self._pointers
 
     def holds(self, tensors: Tensors) -> bool:
         """Return True if the named tensors are those of this buffer."""
