@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from modkit._upstream import foreach_copy_
-from modkit.averaging.named_tensors import PLAIN, Buffers, Names, Selection, check_choice
+from modkit.averaging.named_tensors import PLAIN, Selection, check_choice
 from modkit.averaging.precision import (
     PRECISIONS,
     OnNonfinite,
@@ -39,8 +39,10 @@ _LEAST_RUN: Final = 4
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Selection):
     """Options that every kind of average takes, validated.
+
+    ``dtype`` is what all averages were cast to after they were made, if they were.
 
     Raises:
         TypeError, ValueError: An option is invalid; the text names it.
@@ -48,19 +50,14 @@ class Options:
 
     precision: Precision = "fp32"
     device: torch.device | None = None
-    buffers: Buffers = "copy"
-    include: Names = None
-    exclude: Names = None
-    trainable_only: bool = False
     on_nonfinite: OnNonfinite = "ignore"
     seed: int = 0
     asynchronous: bool = False
-    # The dtype that all averages were cast to after they were made, if any.
     dtype: torch.dtype | None = None
-    owner: str = "EMA"
 
+    @override
     def __post_init__(self) -> None:
-        """Refuse what does not exist or does not go together."""
+        super().__post_init__()
         check_choice(self.owner, "precision", self.precision, PRECISIONS)
         check_choice(self.owner, "on_nonfinite", self.on_nonfinite, ("ignore", "skip", "raise"))
         if self.asynchronous and self.device != torch.device("cpu"):
@@ -68,14 +65,10 @@ class Options:
             raise ValueError(
                 f"{self.owner}: asynchronous=True needs device='cpu', got device={device!r}"
             )
-        _ = self.selection
 
     @property
     def selection(self) -> Selection:
-        """Which tensors are averaged and which are copied."""
-        return Selection(
-            self.include, self.exclude, self.buffers, self.trainable_only, owner=self.owner
-        )
+        return self
 
 
 # Flat buffers.

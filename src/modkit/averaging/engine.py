@@ -392,7 +392,7 @@ class Engine:
         named = NamedTensors(model)
         _check_materialized(named)
         known = self.averages[0].tensors
-        averaged, copied = self.options.selection.split(named, known)
+        averaged, copied = self.options.split(named, known)
         if self.options.asynchronous and self.options.on_nonfinite == "skip":
             _check_not_sharded(averaged)
         if known:
@@ -514,7 +514,7 @@ class Engine:
 
     def load(self, loaded: ema_state.LoadedState, named: NamedTensors) -> None:
         """Load a state; it is checked before anything is changed."""
-        bound, wanted, found = ema_state.matched(loaded, named, self.options.selection)
+        bound, wanted, found = ema_state.matched(loaded, named, self.options)
         # The kind of an average depends on its schedule.
         averages = [average_for(schedule, self.options) for schedule in loaded.schedules]
         for average, state, tensors in zip(averages, loaded.averages, found, strict=True):
@@ -546,7 +546,7 @@ class Engine:
             dtype=dtype if dtype is not None else self.options.dtype,
         )
         known = self.averages[0].tensors
-        averaged, _ = options.selection.split(NamedTensors(self.model), known)
+        averaged, _ = options.split(NamedTensors(self.model), known)
         if known:
             self._check_known(averaged)
         self.options, self._cache = options, PlanCache()
@@ -569,7 +569,7 @@ class Engine:
         if not self.begun:
             self.reset()
             return
-        averaged, _ = self.options.selection.split(named, self.averages[0].tensors)
+        averaged, _ = self.options.split(named, self.averages[0].tensors)
         if not averaged:
             raise ValueError(f"{self.options.owner}: {MSG_NOTHING_CHOSEN}")
         self._check_new(averaged)

@@ -1,6 +1,7 @@
 """``AveragedModel``: torch's face of the averaging engine."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Generic, TypeAlias, cast
 
 import torch
@@ -25,7 +26,6 @@ from modkit.averaging.named_tensors import (
     Member,
     NamedTensors,
     Names,
-    Selection,
     canonical_names,
     check_match,
     is_averaged,
@@ -151,9 +151,10 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                 buffers="copy" if buffers is None else buffers,
                 include=include,
                 exclude=exclude,
-                trainable_only=trainable_only,
                 on_nonfinite=on_nonfinite,
                 seed=seed,
+                copy_rest=True,
+                integers=True,
                 owner="AveragedModel",
             )
         )
@@ -489,15 +490,9 @@ class _Pairs:
         self.models = kept, found
         _check_pairs(kept, found)
         options = owner._runtime.options
-        selection = Selection(
-            options.include,
-            options.exclude,
-            "average" if owner.use_buffers else options.buffers,
-            copy_rest=True,
-            integers=True,
-            owner="AveragedModel",
-        )
-        averaged, copied = selection.split(kept)
+        if owner.use_buffers:
+            options = replace(options, buffers="average")
+        averaged, copied = options.split(kept)
         # The copy may be frozen as a whole, so what counts is what the model was when it was copied.
         for name in owner._runtime.frozen & averaged.keys():
             del averaged[name]
