@@ -174,6 +174,11 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             if precision == "compensated":
                 self.compensation = self._error_terms()
 
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._runtime.share(self.module)
+
     def _check_rule(self) -> None:
         if self.avg_fn is not None or not (
             self.multi_avg_fn is None or _is_known(self.multi_avg_fn)
@@ -455,6 +460,22 @@ class _Runtime:
                 flat.fill(plain)
                 copies.update({id(plain[name]): tensor for name, tensor in flat.tensors.items()})
         return copies
+
+    @torch.no_grad()
+    def share(self, module: torch.nn.Module) -> None:
+        """Let the small parameters of a new copy use flat buffers, unless they are in shared memory."""
+        plain = {
+            name: one.tensor
+            for name, one in NamedTensors(module).parameters.items()
+            if type(one.tensor) is torch.nn.Parameter and not one.tensor.is_shared()
+        }
+
+        def moved(name: str, tensor: Tensor) -> Tensor:
+            tensor.copy_(plain[name])
+            plain[name].data = tensor
+            return plain[name]
+
+        self.average.flats = flat_buffers(plain, lambda tensor: tensor.dtype, moved)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Runtime":
         return _Runtime(self.options, self.frozen)
