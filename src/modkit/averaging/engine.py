@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from typing_extensions import Self
 
 from modkit._errors import MSG_NOTHING_CHOSEN, MSG_REBIND, NameMismatchError, add_note
@@ -345,6 +346,11 @@ class Plan:
             and all(flat.intact() for flat in self._flats)
             and not any(map(_REQUIRES_GRAD, self._frozen))
         )
+
+    def mark_written(self) -> None:
+        """Count a write to the tensors in flat buffers, which autograd and guards compare."""
+        for flat in self._flats:
+            increment_version(flat.tensors.values())
 
     def finite(self) -> Tensor:
         """Return whether all current values are finite; the values have been fetched."""

@@ -267,6 +267,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         key = id(self.module), self.use_buffers, flat
         plan = runtime.plans.get(model, lambda: self._plan(model, flat=flat), key)
         if self._take(plan, count):
+            plan.mark_written()
             with torch.no_grad():
                 plan.copies.run()
             runtime.counter.advance(self.n_averaged)
