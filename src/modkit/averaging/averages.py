@@ -68,6 +68,7 @@ class Options(Selection):
 
     @property
     def selection(self) -> Selection:
+        """These options."""
         return self
 
 
@@ -166,6 +167,21 @@ def flat_buffers(
     return [
         FlatBuffer(found, dtype_of(next(iter(found.values()))), wrap) for found in flat.values()
     ]
+
+
+def _shared_again(tensors: dict[str, Tensor], layout: list[list[str]]) -> list[FlatBuffer]:
+    """Move tensors into flat buffers of this layout, unless they are elsewhere by now."""
+    flats: list[FlatBuffer] = []
+    for names in layout:
+        found = {name: tensors[name] for name in names if name in tensors}
+        movable = all(can_share(one) and not one.is_shared() for one in found.values())
+        if len(found) < len(names) or not movable:
+            return []
+        flat = FlatBuffer(found, found[names[0]].dtype)
+        flat.fill(found)
+        tensors.update(flat.tensors)
+        flats.append(flat)
+    return flats
 
 
 # Averages.
@@ -297,10 +313,18 @@ class Average:
         """Take what the average needs of step ``n`` besides its move."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled and copied: copies of the tensors do not share a flat buffer."""
+        """Return what is pickled and copied, with the names in flat buffers instead of those."""
         # Pickling for another process moves the tensors into shared memory.
         self.expose()
-        return {**vars(self), "flats": [], "error_flats": []}
+        flats = [list(flat.tensors) for flat in self.flats]
+        error_flats = [list(flat.tensors) for flat in self.error_flats]
+        return {**vars(self), "flats": flats, "error_flats": error_flats}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, whose small tensors share buffers of its own."""
+        self.__dict__.update(state)
+        self.flats = _shared_again(self.tensors, state["flats"])
+        self.error_flats = _shared_again(self.errors, state["error_flats"])
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return the generator of the stochastic rounding on a device."""

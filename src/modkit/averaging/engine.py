@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from typing_extensions import Self
 
 from modkit._errors import MSG_NOTHING_CHOSEN, MSG_REBIND, NameMismatchError, add_note
@@ -37,7 +38,6 @@ from modkit.averaging.precision import (
     parts,
     reads_are_free,
     stochastic_,
-    swa_step_,
 )
 from modkit.averaging.schedules import Schedule
 from modkit.averaging.sharding import is_sharded, local_shard, meshes_of, reshard, true_everywhere
@@ -146,11 +146,6 @@ class Group:
                 lerped.append((averages, weight))
         if lerped:
             lerp_([one for one, _ in lerped], self.currents, [weight for _, weight in lerped])
-
-    def mean(self, count: int) -> None:
-        """Take one step of the equal average, in the form that torch uses on CPU."""
-        for averages in self.averages:
-            swa_step_(averages, self.currents, count)
 
 
 def grouped(averages: Sequence[Average], currents: Tensors, *, flat: bool) -> list[Group]:
@@ -275,6 +270,11 @@ class Plan:
         """Gather the present values of small tensors."""
         for group in self.groups:
             group.fetch()
+
+    def mark_written(self) -> None:
+        """Count a write to the tensors in flat buffers, which autograd and guards compare."""
+        for flat in self._flats:
+            increment_version(flat.tensors.values())
 
     def finite(self) -> Tensor:
         """Return whether all current values are finite; the values have been fetched."""

@@ -18,7 +18,6 @@ computes in torch's form: ``a + (b - a) / n``, ``lerp`` and ``w * a + (1 - w) * 
 """
 
 import math
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Literal, TypeAlias, cast, get_args
 
@@ -26,14 +25,10 @@ import torch
 from torch import Tensor
 
 from modkit._upstream import (
-    foreach_add_,
-    foreach_addcdiv_,
     foreach_copy_,
     foreach_lerp_,
     foreach_norm,
-    foreach_sub,
 )
-from modkit.averaging.named_tensors import is_averaged
 
 
 Precision: TypeAlias = Literal["same", "fp32", "fp64", "stochastic", "compensated"]
@@ -74,54 +69,6 @@ def is_8bit(dtype: torch.dtype) -> bool:
 def computable(tensor: Tensor) -> Tensor:
     """Return the tensor, cast to float32 if its dtype has no arithmetic."""
     return tensor.float() if is_8bit(tensor.dtype) else tensor
-
-
-# The two rules of averaging, in torch's forms.
-
-
-def ema_of(averaged: Tensor, current: Tensor, decay: float) -> Tensor:
-    """Return one step of the exponential average of a tensor."""
-    return decay * averaged + (1 - decay) * current
-
-
-def swa_of(averaged: Tensor, current: Tensor, count: Weight) -> Tensor:
-    """Return the mean of ``count`` averaged values and the current one."""
-    return averaged + (current - averaged) / (count + 1)
-
-
-def ema_(averaged: TensorList, current: TensorList, decay: float) -> None:
-    """Take one step of the exponential average, in place, for tensors of one dtype and device."""
-    if is_averaged(averaged[0]):
-        foreach_lerp_(averaged, current, 1 - decay)
-        return
-    for target, source in zip(averaged, current, strict=True):
-        target.copy_(target * decay + source * (1 - decay))
-
-
-def swa_(averaged: TensorList, current: TensorList, count: Weight) -> None:
-    """Take one step of the equal average, in place, for tensors of one dtype and device."""
-    if is_averaged(averaged[0]):
-        foreach_lerp_(averaged, current, cast("float", 1 / (count + 1)))
-        return
-    differences = foreach_sub(current, averaged)
-    if isinstance(count, Tensor):
-        foreach_addcdiv_(averaged, differences, [count + 1] * len(averaged))
-    else:
-        foreach_add_(averaged, differences, alpha=1.0 / (count + 1))
-
-
-def swa_weight(count: Tensor | int) -> Weight:
-    """Return ``1 / (count + 1)``, rounded as torch rounds it: to the default dtype."""
-    if isinstance(count, Tensor):
-        return 1 / (count + 1)
-    size = torch.get_default_dtype().itemsize
-    if size < torch.float32.itemsize:
-        return (1 / torch.tensor(count + 1, device="cpu")).item()
-    weight = 1 / (count + 1)
-    if size == torch.float32.itemsize:
-        (rounded,) = struct.unpack("f", struct.pack("f", weight))
-        return float(rounded)
-    return weight
 
 
 # One step of averages, each a list of tensors of one dtype and device, towards the same current values.
@@ -210,18 +157,6 @@ def parts(*lists: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
         size += elements
     if batch:
         yield tuple(map(list, zip(*batch, strict=True)))
-
-
-def swa_step_(averages: list[Tensor], currents: list[Tensor], count: int) -> None:
-    """Take one step of the equal average in the form that torch uses on CPU."""
-    plain = averages[0].dtype == currents[0].dtype and not is_8bit(averages[0].dtype)
-    plain = plain and averages[0].device == currents[0].device
-    for target, source in zip(averages, currents, strict=True):
-        if plain and is_averaged(target):
-            target.add_(source.sub(target).div_(count + 1))
-        else:
-            current = computable(source.to(target.device))
-            target.copy_(swa_of(computable(target), current, count))
 
 
 def stochastic_(weight: Weight, generator: torch.Generator) -> Kernel:

@@ -1,8 +1,9 @@
 """``AveragedModel``: torch's face of the averaging engine."""
 
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Generic, TypeAlias, cast
+from typing import Any, Generic, cast
 
 import torch
 from torch import Tensor
@@ -33,21 +34,16 @@ from modkit.averaging.named_tensors import (
 from modkit.averaging.precision import (
     OnNonfinite,
     Precision,
-    TensorList,
     Weight,
     computable,
+    is_8bit,
     kept_dtype,
     reads_are_free,
-    swa_,
-    swa_of,
-    swa_weight,
 )
 from modkit.averaging.swap import copy_of
 from modkit.nn.module import Module
+from modkit.optim._averaging_functions import AvgFn, MultiAvgFn, swa_, swa_of
 
-
-AvgFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | int], Tensor]
-MultiAvgFn: TypeAlias = Callable[[TensorList, TensorList, Tensor | int], None]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
 
@@ -177,6 +173,11 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             if precision == "compensated":
                 self.compensation = self._error_terms()
 
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._runtime.share(self.module)
+
     def _check_rule(self) -> None:
         if self.avg_fn is not None or not (
             self.multi_avg_fn is None or _is_known(self.multi_avg_fn)
@@ -270,6 +271,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         key = id(self.module), self.use_buffers, flat
         plan = runtime.plans.get(model, lambda: self._plan(model, flat=flat), key)
         if self._take(plan, count):
+            plan.mark_written()
             with torch.no_grad():
                 plan.copies.run()
             runtime.counter.advance(self.n_averaged)
@@ -310,11 +312,11 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                 return None
             exact = self._runtime.options.precision in {"stochastic", "compensated"}
             fused = has_foreach_kernels(group.averages[0][0].device)
-            return swa_weight(count) if fused or exact else None
+            return _swa_weight(count) if fused or exact else None
         if not _is_known(self.multi_avg_fn):
             return None
         rule = cast("Any", self.multi_avg_fn)
-        return swa_weight(count) if rule.modkit_rule == "swa" else 1 - rule.decay
+        return _swa_weight(count) if rule.modkit_rule == "swa" else 1 - rule.decay
 
     def _apply_rule(self, group: Group, count: int) -> None:
         """Take a step by a function of the user, or by torch's rule for CPU and integers."""
@@ -328,7 +330,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                 swa_(averages, group.currents, self.n_averaged)
         else:
             with torch.no_grad():
-                group.mean(count)
+                _swa_step(averages, group.currents, count)
 
     def _update_traced(self, model: torch.nn.Module) -> None:
         """Take a first or a later step in operations that can be compiled: nothing reads the count."""
@@ -468,6 +470,22 @@ class _Runtime:
                 copies.update({id(plain[name]): tensor for name, tensor in flat.tensors.items()})
         return copies
 
+    @torch.no_grad()
+    def share(self, module: torch.nn.Module) -> None:
+        """Let the small parameters of a new copy use flat buffers, unless they are in shared memory."""
+        plain = {
+            name: one.tensor
+            for name, one in NamedTensors(module).parameters.items()
+            if type(one.tensor) is torch.nn.Parameter and not one.tensor.is_shared()
+        }
+
+        def moved(name: str, tensor: Tensor) -> Tensor:
+            tensor.copy_(plain[name])
+            plain[name].data = tensor
+            return plain[name]
+
+        self.average.flats = flat_buffers(plain, lambda tensor: tensor.dtype, moved)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Runtime":
         return _Runtime(self.options, self.frozen)
 
@@ -588,6 +606,32 @@ class _Counter:
 
 def _facts(buffer: Tensor) -> tuple[Any, ...]:
     return id(buffer), buffer.data_ptr(), buffer._version
+
+
+def _swa_weight(count: Tensor | int) -> Weight:
+    """Return ``1 / (count + 1)``, rounded as torch rounds it: to the default dtype."""
+    if isinstance(count, Tensor):
+        return 1 / (count + 1)
+    size = torch.get_default_dtype().itemsize
+    if size < torch.float32.itemsize:
+        return (1 / torch.tensor(count + 1, device="cpu")).item()
+    weight = 1 / (count + 1)
+    if size == torch.float32.itemsize:
+        (rounded,) = struct.unpack("f", struct.pack("f", weight))
+        return float(rounded)
+    return weight
+
+
+def _swa_step(averages: list[Tensor], currents: list[Tensor], count: int) -> None:
+    """Take one step of the equal average in the form that torch uses on CPU."""
+    plain = averages[0].dtype == currents[0].dtype and not is_8bit(averages[0].dtype)
+    plain = plain and averages[0].device == currents[0].device
+    for target, source in zip(averages, currents, strict=True):
+        if plain and is_averaged(target):
+            target.add_(source.sub(target).div_(count + 1))
+        else:
+            current = computable(source.to(target.device))
+            target.copy_(swa_of(computable(target), current, count))
 
 
 # Steps by functions of the user.

@@ -2,16 +2,53 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from modkit.averaging.precision import TensorList, ema_, ema_of, swa_, swa_of
-from modkit.optim._averaged_model import AvgFn, MultiAvgFn
+from modkit._upstream import foreach_add_, foreach_addcdiv_, foreach_lerp_, foreach_sub
+from modkit.averaging.named_tensors import is_averaged
+from modkit.averaging.precision import TensorList, Weight
 
 
 PARAM_LIST: TypeAlias = TensorList
+AvgFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | int], Tensor]
+MultiAvgFn: TypeAlias = Callable[[TensorList, TensorList, Tensor | int], None]
+
+
+# The two rules of averaging in torch's forms, so that results are bitwise identical to torch's.
+
+
+def ema_of(averaged: Tensor, current: Tensor, decay: float) -> Tensor:
+    """Return one step of the exponential average of a tensor."""
+    return decay * averaged + (1 - decay) * current
+
+
+def swa_of(averaged: Tensor, current: Tensor, count: Weight) -> Tensor:
+    """Return the mean of ``count`` averaged values and the current one."""
+    return averaged + (current - averaged) / (count + 1)
+
+
+def ema_(averaged: TensorList, current: TensorList, decay: float) -> None:
+    """Take one step of the exponential average, in place, for tensors of one dtype and device."""
+    if is_averaged(averaged[0]):
+        foreach_lerp_(averaged, current, 1 - decay)
+        return
+    for target, source in zip(averaged, current, strict=True):
+        target.copy_(target * decay + source * (1 - decay))
+
+
+def swa_(averaged: TensorList, current: TensorList, count: Weight) -> None:
+    """Take one step of the equal average, in place, for tensors of one dtype and device."""
+    if is_averaged(averaged[0]):
+        foreach_lerp_(averaged, current, cast("float", 1 / (count + 1)))
+        return
+    differences = foreach_sub(current, averaged)
+    if isinstance(count, Tensor):
+        foreach_addcdiv_(averaged, differences, [count + 1] * len(averaged))
+    else:
+        foreach_add_(averaged, differences, alpha=1.0 / (count + 1))
 
 
 def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:

@@ -12,6 +12,7 @@ from torch import nn
 
 import modkit
 from modkit import schedules
+from modkit.optim.swa_utils import AveragedModel
 from tests.unit.averaging.recipes import PRECISIONS, averaged, set_to
 
 
@@ -59,3 +60,37 @@ def test_pickling_for_another_process_leaves_the_ema_intact() -> None:
     set_to(ema.model, 4.0)
     ema.update()
     assert all(average.eq(2.0).all() for _, average in ema.named_averages())
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("decay", DECAYS, ids=["ema", "bema", "window"])
+def test_a_copy_rounds_like_the_original(copied: Callable[..., Any], decay: Any) -> None:
+    """Stochastic rounding takes the tensors in the same order, so both stay bitwise identical."""
+    ema = modkit.EMA(layers(torch.bfloat16), schedule=decay, precision="stochastic")
+    ema.update()
+    other = copied(ema)
+    for value in (1.0, 3.3, 0.7):
+        for one in (ema, other):
+            set_to(one.model, value)
+            one.update()
+    for name, average in ema.named_averages():
+        assert averaged(other, name).equal(average)
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_of_an_averaged_model_is_updated(copied: Callable[..., Any]) -> None:
+    """Its parameters are independent, and stay in shared memory where they are in it."""
+    model = layers()
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    other = copied(average)
+    set_to(model, 4.0)
+    other.update_parameters(model)
+    assert all(parameter.eq(0.0).all() for parameter in average.parameters())
+    assert all(parameter.eq(2.0).all() for parameter in other.parameters())
+    other.share_memory()
+    # What a spawned process gets is in shared memory.
+    again = pickle.loads(ForkingPickler.dumps(other))
+    assert all(parameter.is_shared() for parameter in again.parameters())
+    again.update_parameters(model)
+    assert all(parameter.gt(2.0).all() for parameter in other.parameters())

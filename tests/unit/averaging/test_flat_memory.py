@@ -310,3 +310,18 @@ def test_a_saved_ema_loads_in_another_process() -> None:
     other = modkit.EMA(layers(), 0.5)
     other.load_state_dict(torch.load(buffer, weights_only=True))
     assert all(t.equal(dict(ema.named_averages())[name]) for name, t in other.named_averages())
+
+
+@pytest.mark.parametrize(
+    "impl", [torch.optim.swa_utils, modkit.optim.swa_utils], ids=["torch", "modkit"]
+)
+def test_autograd_sees_an_update_between_forward_and_backward(impl: Any) -> None:
+    """The gradients would be those of other weights than the outputs."""
+    model = layers()
+    average = impl.AveragedModel(model, multi_avg_fn=impl.get_ema_multi_avg_fn(0.5))
+    for _ in range(2):
+        average.update_parameters(model)
+    outputs = average(torch.ones(1, 3, requires_grad=True))
+    average.update_parameters(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs.sum().backward()

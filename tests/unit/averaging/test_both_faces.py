@@ -1,0 +1,239 @@
+"""``EMA`` and ``AveragedModel`` are faces of one engine: the same options have the same meaning."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import modkit
+from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from tests.unit.averaging.recipes import PRECISIONS, as_accelerator
+
+
+DECAY = 0.9
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return layers, one of which is frozen, with buffers of both kinds, the same each time."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 3) for _ in range(5)]
+    model = nn.Sequential(*layers, nn.BatchNorm1d(3)).to(dtype)
+    model[0].requires_grad_(False)
+    return model
+
+
+def walk(model: nn.Module, step: int, bad: bool = False) -> None:
+    """Give all tensors random values, one of them not finite if asked."""
+    generator = torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            values = torch.randn(tensor.shape, generator=generator) * 3
+            tensor.copy_(values)
+        if bad:
+            model[2].weight[1, 1] = float("nan")
+
+
+def averages_of(one: Any) -> dict[str, Tensor]:
+    """Return the averages by name, error terms added, in float64."""
+    if isinstance(one, modkit.EMA):
+        return {name: tensor.double() for name, tensor in one.named_averages()}
+    state = one.state_dict()
+    found = {}
+    for name, tensor in one.module.state_dict().items():
+        error = state.get(f"compensation.{name}")
+        found[name] = tensor.double() + (0 if error is None else error.double())
+    return found
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"buffers": "average"},
+    {"buffers": "ignore"},
+    {"buffers": {"*.running_mean": "average", "*": "copy"}},
+    {"buffers": {"*.running_var": "ignore"}},
+    {"include": "1.*"},
+    {"exclude": ["*.bias", "0.*"]},
+    {"trainable_only": True},
+    {"include": lambda name: name.endswith("weight"), "trainable_only": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("precision", [one for one in PRECISIONS if one != "stochastic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["ignore", "skip"])
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_both_faces(
+    options: dict[str, Any],
+    precision: Any,
+    dtype: torch.dtype,
+    policy: Any,
+    accelerator: bool,
+    monkeypatch,
+) -> None:
+    """What an EMA averages or copies, the averaged model has too; the rest is copied or ignored."""
+    if accelerator:
+        as_accelerator(monkeypatch)
+    model = network(dtype)
+    ema = modkit.EMA(model, DECAY, precision=precision, on_nonfinite=policy, **options)
+    average = AveragedModel(
+        model,
+        multi_avg_fn=get_ema_multi_avg_fn(DECAY),
+        precision=precision,
+        on_nonfinite=policy,
+        **options,
+    )
+    first = {name: tensor.double() for name, tensor in average.module.state_dict().items()}
+    for step in range(12):
+        walk(model, step, bad=policy == "skip" and step in {0, 5})
+        ema.update()
+        average.update_parameters(model)
+        mine, theirs = averages_of(ema), averages_of(average)
+        if not mine:
+            assert step == 0
+            assert average.n_averaged == 0
+            continue
+        assert ema.n_averaged == average.n_averaged
+        for name, value in mine.items():
+            torch.testing.assert_close(theirs[name], value, rtol=2e-6, atol=2e-6)
+    now = model.state_dict()
+    parameters = dict(model.named_parameters())
+    for name in theirs.keys() - mine.keys():
+        expected = now[name].double() if name in parameters else first[name]
+        assert theirs[name].equal(expected)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+@pytest.mark.parametrize("first", [False, True])
+def test_both_faces_raise(options: dict[str, Any], first: bool) -> None:
+    """The same step is refused by both, which stay as they are."""
+    model = network()
+    ema = modkit.EMA(model, DECAY, on_nonfinite="raise", **options)
+    average = AveragedModel(model, on_nonfinite="raise", **options)
+    if not first:
+        ema.update()
+        average.update_parameters(model)
+    before = averages_of(ema), averages_of(average)
+    walk(model, 1, bad=True)
+    for update in (ema.update, lambda: average.update_parameters(model)):
+        with pytest.raises(RuntimeError, match=r"2\.weight is not finite"):
+            update()
+    for one, old in zip((ema, average), before, strict=True):
+        assert all(value.equal(old[name]) for name, value in averages_of(one).items())
+    assert ema.n_averaged == average.n_averaged == (not first)
+
+
+# --- precision in the dtype of the model -----------------------------------------------------------
+
+
+RULES: dict[str, Callable[[], dict[str, Any]]] = {
+    "ema": lambda: {"multi_avg_fn": get_ema_multi_avg_fn(0.995)},
+    "swa": lambda: {"multi_avg_fn": get_swa_multi_avg_fn()},
+    "default": dict,
+}
+
+
+def drift(model: nn.Module, step: int) -> None:
+    """Let the parameters wander around 1."""
+    generator = torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(1 + torch.randn(parameter.shape, generator=generator) / 4)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("precision", ["stochastic", "compensated"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_accuracy(
+    rule: str, precision: Any, dtype: torch.dtype, accelerator: bool, monkeypatch
+) -> None:
+    """After 1,000 updates the averages are those of float64, but for the roundings of their dtype."""
+    if accelerator:
+        as_accelerator(monkeypatch)
+    model = nn.Linear(60, 60).to(dtype)
+    average = AveragedModel(model, precision=precision, **RULES[rule]())
+    expected = torch.zeros(60, 60, dtype=torch.float64)
+    for step in range(1000):
+        drift(model, step)
+        average.update_parameters(model)
+        weight = 1.0 if step == 0 else 0.005 if rule == "ema" else 1 / (step + 1)
+        expected.lerp_(model.weight.detach().double(), weight)
+    assert average.module.weight.dtype == dtype
+    error = averages_of(average)["weight"] - expected
+    # Roundings are independent, and later steps damp those of step k: by 0.995 each in an exponential
+    # average, to k / n in an equal one. The sum of the squares is this.
+    damped = 1 / 0.01 if rule == "ema" else 1000 / 3
+    unit = torch.finfo(dtype).eps
+    # Half a unit at random, or at most a quarter of a squared unit with an error term of the same dtype.
+    rounding = unit / 2 if precision == "stochastic" else unit**2 / 4
+    assert error.abs().max() < 6 * rounding * damped**0.5 + 1e-5
+    assert error.mean().abs() < 6 * rounding * damped**0.5 / 60 + 1e-6
+
+
+def saved(average: Any, model: nn.Module, arguments: dict[str, Any], folder: Path) -> Any:
+    """Return an average that was made from a saved state."""
+    torch.save(average.state_dict(), folder / "average.pt")
+    other = AveragedModel(model, **arguments)
+    other.load_state_dict(torch.load(folder / "average.pt", weights_only=True))
+    return other
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "state": saved,
+    "deepcopy": lambda average, *_: copy.deepcopy(average),
+    "pickle": lambda average, *_: pickle.loads(pickle.dumps(average)),
+    "to": lambda average, *_: average.to("cpu").to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("precision", ["stochastic", "compensated"])
+def test_an_average_goes_on(way: str, rule: str, precision: Any, tmp_path: Path) -> None:
+    """A resumed or copied average is bitwise the one that was not interrupted."""
+    model = network(torch.bfloat16)
+    arguments = {"precision": precision, "seed": 5, **RULES[rule]()}
+    whole, other = (AveragedModel(model, **arguments) for _ in range(2))
+    for step in range(20):
+        drift(model, step)
+        whole.update_parameters(model)
+        other.update_parameters(model)
+        if step == 9:
+            other = WAYS[way](other, model, arguments, tmp_path)
+    ours, theirs = other.state_dict(), whole.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize("precision", ["stochastic", "compensated"])
+def test_a_cast_keeps_the_value(precision: Any) -> None:
+    """An average that is cast to float32 goes on from its value, error terms included."""
+    model = network(torch.bfloat16)
+    average = AveragedModel(model, precision=precision, multi_avg_fn=get_ema_multi_avg_fn(0.995))
+    for step in range(20):
+        drift(model, step)
+        average.update_parameters(model)
+    before = averages_of(average)
+    average.float()
+    drift(model, 20)
+    average.update_parameters(model)
+    for name, parameter in model.named_parameters():
+        expected = torch.lerp(before[name], parameter.detach().double(), 0.005)
+        torch.testing.assert_close(averages_of(average)[name], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["stochastic", "compensated"])
+def test_other_functions_are_refused(precision: Any) -> None:
+    """Their steps are not known."""
+    for arguments in (
+        {"avg_fn": lambda average, current, count: average},
+        {"multi_avg_fn": lambda averages, currents, count: None},
+    ):
+        with pytest.raises(ValueError, match="get_ema_multi_avg_fn"):
+            AveragedModel(network(), precision=precision, **arguments)
