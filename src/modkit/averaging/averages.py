@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -196,11 +196,15 @@ class Average:
     Attributes:
         tensors: Averages by name.
         errors: Low-order error terms by name, for ``precision="compensated"``.
+        models: Copies of whole models that the kind of average keeps besides.
         flats: Flat buffers of the averages and, in the same order, of the error terms.
     """
 
+    compensates: ClassVar = True
+
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.models: list[dict[str, Tensor]] = []
         self.tensors: dict[str, Tensor] = {}
         self.errors: dict[str, Tensor] = {}
         self.flats: list[FlatBuffer] = []
@@ -230,24 +234,21 @@ class Average:
     def reset(self) -> None:
         """Forget everything, so that the next step is the first one."""
         self.tensors, self.errors, self.flats, self.error_flats = {}, {}, [], []
-        self.generators = {}
+        self.models, self.generators = [], {}
 
     def start(self, members: Tensors) -> None:
         """Allocate an average of these tensors; the first step copies them."""
         self.reset()
         self.tensors, self.flats = self._allocated(members)
-        if self.options.precision == "compensated":
-            self._start_errors(members)
-
-    def _start_errors(self, members: Tensors) -> None:
-        narrow = {
-            name: member
-            for name, member in members.items()
-            if self.tensors[name].dtype == member.dtype or is_rounded(self.tensors[name].dtype)
-        }
-        self.errors, self.error_flats = self._allocated(narrow)
-        for error in self.errors.values():
-            error.zero_()
+        if self.compensates and self.options.precision == "compensated":
+            narrow = {
+                name: member
+                for name, member in members.items()
+                if self.tensors[name].dtype == member.dtype or is_rounded(self.tensors[name].dtype)
+            }
+            self.errors, self.error_flats = self._allocated(narrow)
+            for error in self.errors.values():
+                error.zero_()
 
     def _allocated(self, members: Tensors) -> tuple[dict[str, Tensor], list[FlatBuffer]]:
         flats: list[FlatBuffer] = []
@@ -274,8 +275,9 @@ class Average:
             device = self.options.device or current.device
             if self.tensors[name].device != device:
                 self.tensors[name] = self.tensors[name].to(device)
-                if name in self.errors:
-                    self.errors[name] = self.errors[name].to(device)
+                for others in (self.errors, *self.models):
+                    if name in others:
+                        others[name] = others[name].to(device)
 
     def cast(self, options: Options, members: Tensors) -> None:
         """Move and cast what is kept, for other options, without a change of values beyond rounding."""
@@ -284,7 +286,7 @@ class Average:
 
     def resize(self, members: Tensors) -> None:
         """Drop the averages of tensors that are gone; new ones start as a copy."""
-        old, errors, generators = self.tensors, self.errors, self.generators
+        old, errors, generators, models = self.tensors, self.errors, self.generators, self.models
         self.start(members)
         for name, tensor in self.tensors.items():
             kept = _same_shape(old, name, tensor)
@@ -293,6 +295,16 @@ class Average:
             else:
                 self._take_over(name, kept, errors.get(name))
         self.generators = generators
+        self.models = [self._copied(copies, members) for copies in models]
+
+    def _copied(self, copies: Tensors, missing: Tensors) -> dict[str, Tensor]:
+        """Return copies like the averages, with values for those that are missing or do not fit."""
+        found = {name: torch.empty_like(average) for name, average in self.tensors.items()}
+        for name, copy in found.items():
+            known = _same_shape(copies, name, copy)
+            source = shards_of(missing[name] if known is None else known, copy)
+            local_shard(copy).copy_(local_shard(source))
+        return found
 
     def _take_over(self, name: str, value: Tensor, error: Tensor | None) -> None:
         """Copy another average and its error term, which may be of other dtypes."""
@@ -367,13 +379,17 @@ class Average:
 
 
 class CorrectedAverage(Average):
-    """The average of :class:`~modkit.schedules.BEMA`: a plain average and its correction, added up."""
+    """The average of :class:`~modkit.schedules.BEMA`: a plain average and its correction, added up.
+
+    ``models`` contains the first model.
+    """
+
+    compensates: ClassVar = False
 
     def __init__(self, schedule: BEMA, options: Options) -> None:
         super().__init__(options)
         self._schedule = schedule
         self._plain = Average(options)
-        self._first: dict[str, Tensor] = {}
 
     @property
     @override
@@ -389,41 +405,32 @@ class CorrectedAverage(Average):
     def reset(self) -> None:
         super().reset()
         self._plain.reset()
-        self._first = {}
 
     @override
     def start(self, members: Tensors) -> None:
         super().start(members)
-        self.errors, self.error_flats = {}, []
         self._plain.start(members)
-        self._first = {name: torch.empty_like(value) for name, value in self.tensors.items()}
+        self.models = [{name: torch.empty_like(value) for name, value in self.tensors.items()}]
 
     @override
     def place(self, members: Tensors) -> None:
         super().place(members)
         self._plain.place(members)
-        for name, value in self.tensors.items():
-            self._first[name] = self._first[name].to(value.device)
 
     @override
     def resize(self, members: Tensors) -> None:
-        plain, first = self._plain, self._first
-        self._plain = Average(self.options)
+        plain, self._plain = self._plain, Average(self.options)
         super().resize(members)
         plain.resize(members)
         self._plain = plain
-        for name, value in self._first.items():
-            kept = _same_shape(first, name, value)
-            source = members[name] if kept is None else kept
-            local_shard(value).copy_(local_shard(source))
 
     @override
     def observe(self, currents: Tensors, n: int, finite: Tensor | None) -> None:
         """Correct the average by the way that step ``n`` is away from the first."""
         correction = self._schedule.correction(n)
-        plains = self._plain.values()
+        plains, (firsts,) = self._plain.values(), self.models
         for name, tensor in self.tensors.items():
-            value, first = local_shard(tensor), local_shard(self._first[name])
+            value, first = local_shard(tensor), local_shard(firsts[name])
             current = currents[name].to(value.device)
             if n == 0:
                 first.copy_(current)
@@ -436,7 +443,7 @@ class CorrectedAverage(Average):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        more = {"plain": self._plain.state_dict(), "first": dict(self._first)}
+        more = {"plain": self._plain.state_dict(), "first": dict(*self.models)}
         return {**super().state_dict(), **more}
 
     @override
@@ -444,22 +451,21 @@ class CorrectedAverage(Average):
         """Load an average; one of another kind counts as the first model as well."""
         super().load_state_dict({**state, "rests": {}, "generators": {}})
         self._plain.load_state_dict(state.get("plain", state))
-        first: Tensors = state.get("first", state["tensors"])
-        for name, value in self._first.items():
-            value.copy_(shards_of(first[name], value))
+        self.models = [self._copied(state.get("first", {}), state["tensors"])]
 
 
 class WindowAverage(Average):
-    """The average of :class:`~modkit.schedules.Window`: the mean of the latest models, kept in a ring.
+    """The average of :class:`~modkit.schedules.Window`: the mean of the latest models.
 
-    The mean is computed from the copies each time: a running sum from which the oldest copy is
-    subtracted would drift.
+    ``models`` is a ring of their copies, from which the mean is computed each time: a running sum from
+    which the oldest copy is subtracted would drift.
     """
+
+    compensates: ClassVar = False
 
     def __init__(self, window: int, options: Options) -> None:
         super().__init__(options)
         self._window = window
-        self._ring: list[dict[str, Tensor]] = []
         self._seen = 0
 
     @property
@@ -477,64 +483,39 @@ class WindowAverage(Average):
     @override
     def reset(self) -> None:
         super().reset()
-        self._ring, self._seen = [], 0
-
-    @override
-    def start(self, members: Tensors) -> None:
-        super().start(members)
-        self.errors, self.error_flats = {}, []
-
-    @override
-    def place(self, members: Tensors) -> None:
-        super().place(members)
-        for copies in self._ring:
-            for name, average in self.tensors.items():
-                copies[name] = copies[name].to(average.device)
+        self._seen = 0
 
     @override
     def resize(self, members: Tensors) -> None:
-        ring, seen = self._ring, self._seen
+        seen = self._seen
         super().resize(members)
         self._seen = seen
-        for copies in ring:
-            kept = {name: torch.empty_like(mean) for name, mean in self.tensors.items()}
-            for name, copy in kept.items():
-                known = _same_shape(copies, name, copy)
-                source = members[name] if known is None else known
-                local_shard(copy).copy_(local_shard(source))
-            self._ring.append(kept)
 
     @override
     def observe(self, currents: Tensors, n: int, finite: Tensor | None) -> None:
         """Replace the oldest copy by the current values, and take the mean."""
         slot = self._seen % self._window
-        if slot == len(self._ring):
-            self._ring.append({name: torch.empty_like(mean) for name, mean in self.tensors.items()})
-        for name in self.tensors:
-            local_shard(self._ring[slot][name]).copy_(currents[name])
         self._seen += 1
+        if slot == len(self.models):
+            empty = {name: torch.empty_like(mean) for name, mean in self.tensors.items()}
+            self.models.append(empty)
         for name, mean in self.tensors.items():
+            local_shard(self.models[slot][name]).copy_(currents[name])
             wide = torch.float32 if mean.dtype.itemsize < torch.float32.itemsize else mean.dtype
-            copies = torch.stack([local_shard(copies[name]) for copies in self._ring])
+            copies = torch.stack([local_shard(copies[name]) for copies in self.models])
             local_shard(mean).copy_(copies.mean(0, dtype=wide))
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        ring = [dict(copies) for copies in self._ring]
+        ring = [dict(copies) for copies in self.models]
         return {**super().state_dict(), "ring": ring, "seen": self._seen}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a mean; one without copies, of another kind of average, counts as one copy."""
         super().load_state_dict(state)
-        ring: list[Tensors] = state.get("ring", [self.tensors])
-        self._ring = [
-            {
-                name: mean.clone().copy_(shards_of(copies[name], mean))
-                for name, mean in self.tensors.items()
-            }
-            for copies in ring
-        ]
+        ring: list[Tensors] = state.get("ring", [state["tensors"]])
+        self.models = [self._copied(copies, {}) for copies in ring]
         self._seen = state.get("seen", 1)
 
 
