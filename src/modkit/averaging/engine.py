@@ -41,7 +41,7 @@ from modkit.averaging.precision import (
 )
 from modkit.averaging.schedules import Schedule
 from modkit.averaging.sharding import is_sharded, local_shard, meshes_of, reshard, true_everywhere
-from modkit.averaging.swap import Pair, pairs_for
+from modkit.averaging.swap import Pairs, pairs_for
 
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -498,7 +498,7 @@ class Engine:
         copies = {name: copy for name, copy in self._copies.items() if copy is not None}
         return {**self.averages[index].values(), **copies}
 
-    def pairs(self, model: torch.nn.Module, index: int) -> list[Pair]:
+    def pairs(self, model: torch.nn.Module, index: int) -> Pairs:
         """Pair an average with the tensors of a model."""
         # Only then can it be seen whether the tensors are others.
         reshard(model)
@@ -606,9 +606,9 @@ class PairCache(_Cache):
         self._model: Any = None
         self._watch: Watch | None = None
         self._values: Mapping[str, Tensor] = {}
-        self._pairs: list[Pair] = []
+        self._pairs = Pairs()
 
-    def get(self, model: torch.nn.Module, values: Mapping[str, Tensor]) -> list[Pair]:
+    def get(self, model: torch.nn.Module, values: Mapping[str, Tensor]) -> Pairs:
         """Return the pairs.
 
         Raises:
@@ -627,7 +627,7 @@ class PairCache(_Cache):
         return self._pairs
 
     def _forget(self, _: object) -> None:
-        self._watch, self._values, self._pairs = None, {}, []
+        self._watch, self._values, self._pairs = None, {}, Pairs()
 
 
 def _check_materialized(named: NamedTensors) -> None:

@@ -34,14 +34,20 @@ ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 Pair: TypeAlias = tuple[str, Tensor, Tensor]
 
 
-def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> list[Pair]:
+class Pairs(list[Pair]):
+    """Pairs of tensors and values; ``alike`` if dtypes and devices are the same in each pair."""
+
+    alike = False
+
+
+def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> Pairs:
     """Pair values with the tensors of a model by name; buffers may have another shape.
 
     Raises:
         NameMismatchError: A name is missing, or a parameter has another shape.
     """
     parameters, buffers = named.parameters, named.buffers
-    pairs: list[Pair] = []
+    pairs = Pairs()
     missing: list[str] = []
     shapes: list[str] = []
     for name, value in values.items():
@@ -61,6 +67,9 @@ def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> list[Pair]:
     if missing or shapes:
         what = "EMA: the averages do not fit the model"
         raise NameMismatchError(what, missing=missing, unexpected=[], shapes=shapes)
+    pairs.alike = all(
+        tensor.dtype == value.dtype and tensor.device == value.device for _, tensor, value in pairs
+    )
     return pairs
 
 
@@ -119,6 +128,7 @@ class Swap:
     """
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
+        self._alike = isinstance(pairs, Pairs) and pairs.alike
         self._pairs = list(pairs)
         self._tensors = [tensor for _, tensor, _ in self._pairs]
         self._sharded = sharded_places(self._tensors)
@@ -138,8 +148,12 @@ class Swap:
         self._note()
 
     def _swap_in(self) -> None:
-        if self._sharded:
-            self._held = list(self._tensors)
+        if self._alike and not self._sharded:
+            self.raws = [tensor.data for tensor in self._tensors]
+            for _, tensor, value in self._pairs:
+                tensor.data = value
+            return
+        self._held = list(self._tensors)
         sharded = frozenset(self._sharded)
         for place, (_, tensor, value) in enumerate(self._pairs):
             if place in sharded:
