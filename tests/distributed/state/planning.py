@@ -79,7 +79,7 @@ def held(net: nn.Sequential, dtype: torch.dtype, precision: Any, count: int) -> 
     moments = [
         state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
     ]
-    kept = [(one.tensors, one.rests) for one in ema._tracked._averages]
+    kept = [(one.tensors, one.errors) for one in ema._engine.averages]
     return {
         "parameters": nbytes(parameters),
         "gradients": nbytes([parameter.grad for parameter in parameters]),
