@@ -37,10 +37,8 @@ def _check_index(index: int, ema: EMA[Any]) -> None:
 def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer; raise TypeError if it has no hooks that report its steps."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"EMACallback: {type(optimizer).__name__} is not a torch.optim.Optimizer, so its steps "
-            "cannot be tracked"
-        )
+        what = f"EMACallback: {type(optimizer).__name__} is not a torch.optim.Optimizer"
+        raise TypeError(f"{what}, so its steps cannot be tracked")
     return optimizer
 
 
@@ -62,10 +60,7 @@ def swap_at_end(ema: EMA[Any], index: int) -> None:
 
 
 class Evaluation:
-    """An average swapped in from one call to another, for loops that call hooks.
-
-    If the object is deleted without :meth:`end`, the training weights are restored.
-    """
+    """An average swapped in from one call to another, or until the object is deleted."""
 
     def __init__(self) -> None:
         self._block: AbstractContextManager[None] | None = None
@@ -80,12 +75,7 @@ class Evaluation:
             self._block = block
 
     def end(self) -> None:
-        """Restore the training weights; without effect outside an evaluation.
-
-        Raises:
-            RuntimeError: If the weights were written to meanwhile. The training weights are restored
-                nevertheless.
-        """
+        """Restore the training weights, also if they were written to, which is a RuntimeError."""
         block, self._block = self._block, None
         if block is not None:
             with torch.inference_mode(False), torch.no_grad():
@@ -104,9 +94,9 @@ class EMACallback(Generic[ModelT]):
 
     Args:
         model: The model in training.
-        optimizer: The optimizer, or a sequence of them for a model with several: one update for each
-            training step. None to call :meth:`step` or :meth:`on_train_batch_end` instead.
-        decay: Fraction of the average that each update keeps, or a list of them for several averages.
+        optimizer: The optimizer, or a sequence of all optimizers of the model. None to call
+            :meth:`step` or :meth:`on_train_batch_end` instead.
+        decay: Decay factor, or a list of them for several averages.
         index: Index of the average to evaluate, if there are several.
         swap_to_average_at_end: If True, :meth:`on_train_end` copies the average into the model.
         **options: All other options of :class:`~modkit.averaging.ema.EMA`.
@@ -162,11 +152,7 @@ class EMACallback(Generic[ModelT]):
         return self.ema.model
 
     def step(self) -> None:
-        """Update the average, unless an optimizer does so.
-
-        Raises:
-            RuntimeError: If the average is swapped in.
-        """
+        """Update the average, unless an optimizer does so."""
         if not self._attached:
             self.ema.update()
 
@@ -175,26 +161,17 @@ class EMACallback(Generic[ModelT]):
         self.step()
 
     def on_train_end(self, *args: object, **kwargs: object) -> None:
-        """Copy the average into the model, if ``swap_to_average_at_end=True``.
-
-        The training weights are stored: ``ema.restore()`` copies them back.
-        """
+        """Copy the average in if ``swap_to_average_at_end``; ``ema.restore()`` undoes it."""
         self._evaluation.end()
         if self.swap_to_average_at_end:
             swap_at_end(self.ema, self.index)
 
     @contextmanager
     def evaluating(self) -> Generator[ModelT]:
-        """Swap the average in and set evaluation mode, for a ``with`` block.
+        """Swap the average in and set evaluation mode, for a ``with`` block, as ``EMA.applied``.
 
-        Before the first update the block sees the training weights. Blocks may be nested. At the end,
-        even after an error, the training weights and the mode of each module are restored.
-
-        Yields:
-            The model.
-
-        Raises:
-            RuntimeError: At the end, if the block has written to the weights.
+        It yields the model. At the end, even after an error, the training weights and the mode of
+        each module are restored; if the block has written to the weights, it is a RuntimeError.
         """
         modes = [(module, module.training) for module in self.model.modules()]
         try:
@@ -223,10 +200,9 @@ class EMACallback(Generic[ModelT]):
         return self.ema.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, as :meth:`EMA.load_state_dict <modkit.averaging.ema.EMA.load_state_dict>`.
+        """Load a state after the model, whose weights are the average if it was saved in evaluation.
 
-        Load the model first: if it was saved in an evaluation, its weights are the average, and this
-        method restores the training weights, with a warning.
+        This method restores the training weights then, with a warning.
         """
         self.ema.load_state_dict(state_dict)
 

@@ -1,7 +1,7 @@
 """``EMA``: averages of a model's parameters, stored by name, without a second model."""
 
 import warnings
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Generic, TypeAlias, TypedDict, cast
 
@@ -24,9 +24,11 @@ __all__ = ["EMA", "EMAOptions"]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
 
+Device: TypeAlias = int | str | torch.device | None
 Decays: TypeAlias = float | Sequence[Decay] | None
-
 DEFAULT_DECAY: Final = 0.999
+# Below it a decay is more likely a momentum, which is one minus the decay.
+_LEAST_PLAUSIBLE: Final = 0.1
 
 
 class EMAOptions(TypedDict, total=False):
@@ -36,7 +38,7 @@ class EMAOptions(TypedDict, total=False):
     update_after_step: int
     update_every: int
     precision: Precision
-    device: int | str | torch.device | None
+    device: Device
     buffers: Buffers
     include: Names
     exclude: Names
@@ -49,37 +51,38 @@ class EMAOptions(TypedDict, total=False):
 class EMA(Generic[ModelT]):
     """Exponential moving averages of a model's parameters, stored by name.
 
-    Call :meth:`update` after each optimizer step, or :meth:`attach` the optimizer once. To evaluate an
-    average, swap it into the model with :meth:`applied`. The first update copies the parameters; each
-    later one computes ``average = decay * average + (1 - decay) * parameter``.
+    Call :meth:`update` after each optimizer step, or :meth:`attach` the optimizer once. To evaluate
+    an average, swap it into the model with :meth:`applied`. The first update copies the parameters;
+    each later one computes ``average = decay * average + (1 - decay) * parameter``.
 
-    Tensors are matched by name, and an update that does not match changes nothing. Tied tensors are
-    averaged once. No update synchronizes with an accelerator, except with ``on_nonfinite="raise"``, and the
-    first one with ``"skip"``.
+    Tensors are matched by name; tied tensors are averaged once. If the names or shapes of a model do
+    not match, every method raises a ``NameMismatchError`` before anything changes; :meth:`rebind`
+    adapts the averages. No update synchronizes with an accelerator, except with
+    ``on_nonfinite="raise"``, and the first one with ``"skip"``.
 
     Args:
         model: Model to track. It is neither copied nor modified.
-        decay: Decay factor in [0, 1], by default 0.999. A list gives several averages of one model, which
-            the methods number by ``index``.
+        decay: Decay factor in [0, 1], by default 0.999. A list gives several averages of one model,
+            which the methods number by ``index``.
         schedule: A decay that changes, instead of ``decay``; see :mod:`modkit.schedules`.
         update_after_step: Number of updates to ignore before the parameters are copied.
         update_every: Average once every ``update_every`` updates, with ``decay ** update_every``.
-        precision: ``"fp32"`` and ``"fp64"`` keep the average in at least that precision. ``"same"`` keeps
-            the dtype of the parameter, in which bf16 and fp16 averages stall for decays close to 1.
+        precision: ``"fp32"`` and ``"fp64"`` keep the average in at least that precision. ``"same"``
+            keeps the parameter's dtype: bf16 and fp16 averages stall for decays close to 1.
             ``"stochastic"`` rounds stochastically; ``"compensated"`` adds a low-order error term.
         device: Device of the averages. Default: that of each parameter.
         buffers: ``"copy"`` copies the latest buffers, ``"average"`` averages floating-point ones,
-            ``"ignore"`` leaves those out, and a dict maps globs of names to one of the three. Integer
-            buffers are always copied.
+            ``"ignore"`` leaves those out, and a dict maps globs of names to one of the three.
+            Integer buffers are always copied.
         include: Globs of names, or a predicate: parameters to average. Default: all.
         exclude: Globs of names, or a predicate: parameters not to average.
-        trainable_only: Average only parameters that require gradients at the first update. One that is
-            frozen later is still averaged; after unfreezing another, call :meth:`rebind`.
-        on_nonfinite: What happens if a parameter is infinite or NaN: ``"ignore"`` averages it,
-            ``"skip"`` skips the step, ``"raise"`` raises and synchronizes with the device each time.
+        trainable_only: Average only parameters that require gradients at the first update. One that
+            is frozen later is still averaged; after unfreezing another, call :meth:`rebind`.
+        on_nonfinite: ``"ignore"`` averages parameters that are infinite or NaN, ``"skip"`` skips
+            the step, ``"raise"`` raises and synchronizes with the device each time.
         seed: Seed for stochastic rounding.
-        asynchronous: With ``device="cpu"``, average in a worker thread. An update copies the parameters
-            into pinned memory without a host sync; results are the same.
+        asynchronous: With ``device="cpu"``, average in a worker thread: an update copies the
+            parameters into pinned memory without a host sync. Results are the same.
 
     Attributes:
         step: Number of updates that were requested.
@@ -111,7 +114,7 @@ class EMA(Generic[ModelT]):
         update_after_step: int = 0,
         update_every: int = 1,
         precision: Precision = "fp32",
-        device: int | str | torch.device | None = None,
+        device: Device = None,
         buffers: Buffers = "copy",
         include: Names = None,
         exclude: Names = None,
@@ -120,7 +123,11 @@ class EMA(Generic[ModelT]):
         seed: int = 0,
         asynchronous: bool = False,
     ) -> None:
-        _check_model(model)
+        if not isinstance(cast("object", model), torch.nn.Module):
+            raise TypeError(
+                f"EMA: model must be a torch.nn.Module, got {type(model).__name__}. Pass the model, "
+                "not its parameters: EMA(model, decay) averages by name and swaps them itself."
+            )
         self.model = model
         self.update_after_step = checked_count("update_after_step", update_after_step, 0)
         self.update_every = checked_count("update_every", update_every, 1)
@@ -146,18 +153,24 @@ class EMA(Generic[ModelT]):
         self._check_selection()
 
     def _check_selection(self) -> None:
-        named = NamedTensors(self.model)
-        selection = self._engine.options.selection
-        if not named.parameters:
+        parameters = NamedTensors(self.model).parameters.values()
+        if not parameters:
             raise ValueError(
                 f"EMA: {type(self.model).__name__} has no parameters to average. Create the EMA when "
                 "the model has its parameters; a quantized model keeps its weights elsewhere."
             )
-        if not any(map(selection.chooses, named.parameters.values())):
+        selection = self._engine.options.selection
+        if not any(map(selection.chooses, parameters)):
             raise ValueError(
-                f"EMA: include={selection.include!r}, exclude={selection.exclude!r}, "
-                f"trainable_only={selection.trainable_only} select none of the "
-                f"{len(named.parameters)} parameters"
+                f"EMA: include={selection.include!r}, exclude={selection.exclude!r}, trainable_only="
+                f"{selection.trainable_only} select none of the {len(parameters)} parameters"
+            )
+
+    def _check_restored(self, method: str, model: torch.nn.Module) -> None:
+        if any_swapped(model):
+            raise RuntimeError(
+                f"EMA.{method}() was called inside applied(): the model holds the averaged weights. "
+                f"Call {method}() outside of the block."
             )
 
     @property
@@ -166,41 +179,30 @@ class EMA(Generic[ModelT]):
         return self._engine.options.device
 
     def __repr__(self) -> str:
-        schedules = ", ".join(map(repr, self.schedules))
-        return (
-            f"{type(self).__name__}({type(self.model).__name__}, {schedules}, step={self.step}, "
-            f"n_averaged={self.n_averaged})"
-        )
+        parts = [type(self.model).__name__, *map(repr, self.schedules)]
+        parts += [f"step={self.step}", f"n_averaged={self.n_averaged}"]
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     # Averaging.
 
     @property
     def decay(self) -> float:
         """Decay of the latest step of the first average; 0 before the first."""
-        if self._start is None:
-            return 0.0
-        return self.schedules[0](self.step - self._start)
+        return 0.0 if self._start is None else self.schedules[0](self.step - self._start)
 
     def update(self, model: torch.nn.Module | None = None) -> None:
         """Update the averages with the present parameters; call it after ``optimizer.step()``.
 
         Args:
-            model: Model to take the parameters from, if not the tracked one: another object with
-                the same names and shapes.
+            model: Another model of the same names and shapes to take the parameters from.
 
         Raises:
-            NameMismatchError: Names or shapes are not those of the previous updates. Nothing has been
-                changed. :meth:`rebind` adapts the averages to a model that has changed.
             ValueError: If ``trainable_only=True`` and no parameter requires gradients.
-            RuntimeError: If called inside :meth:`applied`, if a parameter is uninitialized or on the
-                meta device, or if one is not finite and ``on_nonfinite="raise"``.
+            RuntimeError: If called inside :meth:`applied`, if a parameter is uninitialized or on
+                the meta device, or if one is not finite and ``on_nonfinite="raise"``.
         """
         source = self.model if model is None else model
-        if any_swapped(source):
-            raise RuntimeError(
-                "EMA.update() was called inside applied(): the model holds the averaged weights. "
-                "Call update() outside of the block."
-            )
+        self._check_restored("update", source)
         # In this order: leaving inference mode turns gradients on.
         with torch.inference_mode(False), torch.no_grad():
             self._update(source, self.step + 1)
@@ -208,45 +210,37 @@ class EMA(Generic[ModelT]):
 
     def _update(self, model: torch.nn.Module, step: int) -> None:
         start = self._start
-        if start is None:
-            if step <= self.update_after_step:
-                return
-        elif (step - start) % self.update_every:
+        early = start is None and step <= self.update_after_step
+        if early or (start is not None and (step - start) % self.update_every):
             return
         plan = self._engine.bind(model)
-        if start is None:
-            if not self._engine.begin(plan):
-                return
-            self._start = step
-        else:
+        if start is not None:
             n = step - start
             weights = [1.0 - one.over(n, self.update_every) for one in self.schedules]
             self._engine.step(plan, weights, n)
+        elif self._engine.begin(plan):
+            self._start = step
+        else:
+            return
         self.n_averaged += 1
 
     def flush(self) -> None:
-        """Wait for the update that is in progress, with ``asynchronous=True``.
-
-        Every read method calls this implicitly.
+        """Wait for the update in progress, with ``asynchronous=True``; each read calls this.
 
         Raises:
-            RuntimeError: If it failed. Each later update and read raises it too, until a state is
-                loaded.
+            RuntimeError: If it failed. Later updates and reads raise too, until a state is loaded.
         """
         self._engine.flush()
 
     def rebind(self) -> None:
-        """Adapt the averages to the parameters that the model has now, adapters for example.
-
-        A parameter that is new starts as a copy, and one that is gone is dropped.
+        """Adapt the averages to the model's present parameters: copy new ones, drop missing ones.
 
         Raises:
-            RuntimeError: If called inside :meth:`applied`, or a new parameter is not finite and
-                ``on_nonfinite`` is not ``"ignore"``. Nothing has been changed.
-            ValueError: If no parameter is selected. Nothing has been changed.
+            ValueError, RuntimeError: If no parameter is selected, one is not finite and
+                ``on_nonfinite`` is not ``"ignore"``, or it is called inside :meth:`applied`.
+                Nothing has been changed.
         """
-        if self._is_swapped():
-            raise RuntimeError("EMA.rebind() was called inside applied(). Call it outside.")
+        self._check_restored("rebind", self.model)
         with torch.inference_mode(False), torch.no_grad():
             self._engine.rebind()
         self._module = None
@@ -254,19 +248,13 @@ class EMA(Generic[ModelT]):
     def attach(self, *optimizers: torch.optim.Optimizer) -> Self:
         """Update after each step that the optimizer really takes, until :meth:`detach`.
 
-        With gradient accumulation that is once for all backward passes of a step; a step that a
-        ``GradScaler`` skips does not count. Pass all optimizers of the model at once: the averages are
-        then updated once per training step, when each has stepped or one steps again.
-
-        Args:
-            optimizers: Optimizers of parameters of the model.
-
-        Returns:
-            This object.
+        Accumulated gradients count as one step; a step that a ``GradScaler`` skips does not count.
+        Pass all optimizers of the model at once: the averages are then updated once per training
+        step, when each has stepped or one steps again.
 
         Raises:
-            TypeError: If one is not a ``torch.optim.Optimizer``.
-            ValueError: If none is given, one is attached already, or one has no averaged parameter.
+            TypeError, ValueError: If one is not a ``torch.optim.Optimizer``, is attached already, or
+                has no averaged parameter. None is attached then.
         """
         named = NamedTensors(self.model).parameters.values()
         chosen = {id(one.tensor) for one in named if self._engine.options.selection.chooses(one)}
@@ -280,46 +268,36 @@ class EMA(Generic[ModelT]):
     # Reading.
 
     def named_averages(self, index: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``(name, tensor)`` of the averages, then of the copied buffers.
+        """Yield ``(name, tensor)`` of the averages, then of the copied buffers, without copying.
 
-        The tensors are not copies. Before the first update there are none.
+        Before the first update there are none.
         """
         yield from self._engine.named(index).items()
 
     @contextmanager
     def applied(self, model: torch.nn.Module | None = None, *, index: int = 0) -> Generator[None]:
-        """Swap an average into the model for the length of a ``with`` block.
+        """Swap an average into the model for the length of a ``with`` block; blocks may be nested.
 
-        The swap exchanges storage: nothing is copied (unless dtype or device differ), and parameters stay
-        the same objects. Before the first update the block sees the training weights. Blocks may be
-        nested. A checkpoint written inside contains the training weights too, which
+        The swap exchanges storage: nothing is copied (unless dtype or device differ), and
+        parameters stay the same objects. Before the first update the block sees the training
+        weights. A checkpoint written inside contains the training weights too, which
         :meth:`load_state_dict` restores.
 
         Args:
             model: Another model to swap into, such as the wrapped one in distributed training.
-            index: Which average.
+            index: Index of the average.
 
         Raises:
-            NameMismatchError: If the averages do not fit ``model``. Nothing has been changed.
-            RuntimeError: After the block, if it has written to the parameters, and so to the average.
-                The training weights are restored.
+            RuntimeError: After the block, if it has written to the parameters, and so to the
+                average. The training weights are restored.
         """
         target = self.model if model is None else model
         with resharded(target), exchanged(self._engine.pairs(target, index)):
             yield
 
-    def _is_swapped(self) -> bool:
-        return any_swapped(self.model)
-
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module | None = None, *, index: int = 0) -> None:
-        """Copy an average into a model; before the first update nothing happens.
-
-        Call :meth:`store` before, to be able to :meth:`restore` the training weights.
-
-        Raises:
-            NameMismatchError: If the averages do not fit ``model``. Nothing has been changed.
-        """
+        """Copy an average into a model, after :meth:`store`; no effect before the first update."""
         for _, tensor, value in self._engine.pairs(self.model if model is None else model, index):
             write(tensor, value)
 
@@ -332,37 +310,25 @@ class EMA(Generic[ModelT]):
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Copy the stored training weights back into the model, and drop them.
-
-        Raises:
-            RuntimeError: If nothing is stored.
-        """
+        """Copy the training weights of :meth:`store` back into the model, and drop them."""
         if not self._stored:
             raise RuntimeError("EMA.restore(): nothing is stored. Call store() before copy_to().")
-        named = NamedTensors(self.model)
-        for name, value in self._stored.items():
-            write(named.tensor(name), value)
+        _write(self.model, self._stored)
         self._stored = {}
 
     def averaged_model(self, index: int = 0) -> ModelT:
-        """Return a copy of the model with averaged weights, in eval mode, without gradients.
-
-        What is not averaged is as it is in the model now.
-        """
+        """Return a copy of the model with averaged weights, in eval mode, without gradients."""
         model = copy_of(self.model)
-        with torch.no_grad():
-            for _, tensor, value in self._engine.pairs(model, index):
-                write(tensor, value)
+        self.copy_to(model, index=index)
         return model.requires_grad_(False).eval()
 
     @property
     def module(self) -> ModelT:
         """A copy of the model that holds the first average, in eval mode, without gradients.
 
-        Reading it brings it up to date, with what is not averaged as it is in the model now. Its tensors
-        are the averages where dtype and device are the same; it takes the memory of a model for the
-        others. It is another object after :meth:`load_state_dict`, :meth:`rebind`, :meth:`to` and changes
-        of the model.
+        Reading it brings it up to date, with the model's present values of what is not averaged. It
+        shares memory with the averages of the same dtype and device. It is another object after
+        :meth:`load_state_dict`, :meth:`rebind`, :meth:`to` and changes of the model.
         """
         # Tensors that are made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -391,22 +357,12 @@ class EMA(Generic[ModelT]):
         """Call :attr:`module`, the averaged model."""
         return self.module(*args, **kwargs)
 
-    def to(
-        self, device: int | str | torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> Self:
-        """Move and cast the averages, and keep later ones there.
-
-        Args:
-            device: New device of the averages; None leaves it.
-            dtype: New dtype of floating-point averages; None leaves it.
-
-        Returns:
-            This object.
+    def to(self, device: Device = None, dtype: torch.dtype | None = None) -> Self:
+        """Move and cast the averages, and keep later ones there; None leaves device or dtype.
 
         Raises:
             ValueError: If ``dtype`` is not a floating-point dtype of 16 bits or more, or the EMA is
                 asynchronous and ``device`` is not the CPU.
-            NameMismatchError: If the model has changed. Call :meth:`rebind` first.
         """
         if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
             raise ValueError(f"EMA.to(): dtype must be a floating-point dtype, got {dtype}")
@@ -418,10 +374,10 @@ class EMA(Generic[ModelT]):
     # Saving and loading.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the next update depends on: numbers, strings and tensors.
+        """Return all that the next update depends on: numbers, strings and tensors, not copied.
 
-        Tensors are not copied. Inside :meth:`applied` the training weights are part of it. The state can
-        be saved with ``torch.save`` and loaded with ``weights_only=True``.
+        Inside :meth:`applied` the training weights are part of it. The state can be saved with
+        ``torch.save`` and loaded with ``weights_only=True``.
         """
         state: dict[str, Any] = {
             "version": ema_state.VERSION,
@@ -434,36 +390,29 @@ class EMA(Generic[ModelT]):
             **self._engine.state_dict(),
         }
         raw = raw_values(self.model)
-        if raw:
-            state["raw"] = raw
-        return state
+        return {**state, "raw": raw} if raw else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of an ``EMA``, averages of another library, or plain averaged weights.
 
         The next update is then the one that would have followed when the state was saved. Schedule,
         ``update_every`` and ``update_after_step`` are those of the state, with a warning where they
-        differ; precision and device stay. Supported are the states of torch's ``AveragedModel``, timm's
-        ``ModelEmaV3``, diffusers' ``EMAModel``, ema-pytorch, torch_ema and Lightning.
+        differ; precision and device stay. Supported are the states of torch's ``AveragedModel``,
+        timm's ``ModelEmaV3``, diffusers' ``EMAModel``, ema-pytorch, torch_ema and Lightning.
 
-        Args:
-            state_dict: What ``state_dict()`` returned. If it is empty, averaging starts anew, with a
-                warning. Training weights in it, from a checkpoint that was written inside
-                :meth:`applied`, are loaded into the model, with a warning.
+        An empty state starts averaging anew, with a warning. If the state was saved inside
+        :meth:`applied`, its training weights are loaded into the model, with a warning.
 
         Raises:
             ValueError: If the state is not of a supported kind, not valid, or of another number of
                 averages. Nothing has been changed.
-            NameMismatchError: If its tensors do not fit the model. Nothing has been changed.
             RuntimeError: If called inside :meth:`applied`.
         """
-        if self._is_swapped():
-            raise RuntimeError(
-                "EMA.load_state_dict() was called inside applied(). Call it outside."
-            )
+        self._check_restored("load_state_dict", self.model)
         if not state_dict:
             warnings.warn("EMA: the state is empty, so averaging starts anew", stacklevel=2)
-            self._reset()
+            self._module, self.step, self.n_averaged, self._start = None, 0, 0, None
+            self._engine.reset()
             return
         loaded = ema_state.read(
             state_dict,
@@ -474,31 +423,21 @@ class EMA(Generic[ModelT]):
             on_nonfinite=self._engine.options.on_nonfinite,
         )
         with torch.inference_mode(False), torch.no_grad():
-            self._load(loaded)
+            named = NamedTensors(self.model)
+            raw = [(named.tensor(name), value) for name, value in loaded.raw.items()]
+            if loaded.start is None:
+                self._engine.reset()
+            else:
+                self._engine.load(loaded, named)
+            for tensor, value in raw:
+                write(tensor, shards_of(value, tensor))
+        self._module = None
         self.step, self._start, self.n_averaged = loaded.step, loaded.start, loaded.n_averaged
         self.schedules = loaded.schedules
         self.update_every, self.update_after_step = loaded.update_every, loaded.update_after_step
-
-    def _reset(self) -> None:
-        self._module = None
-        self.step, self.n_averaged, self._start = 0, 0, None
-        self._engine.reset()
-
-    def _load(self, loaded: ema_state.LoadedState) -> None:
-        named = NamedTensors(self.model)
-        raw = [(named.tensor(name), value) for name, value in loaded.raw.items()]
-        self._module = None
-        if loaded.start is not None:
-            self._engine.load(loaded, named)
-        else:
-            self._reset()
         if raw:
-            warnings.warn(
-                "EMA: the state was saved inside applied(); its training weights are loaded into the model",
-                stacklevel=3,
-            )
-            for tensor, value in raw:
-                write(tensor, shards_of(value, tensor))
+            text = "EMA: the state was saved inside applied(); its training weights are loaded"
+            warnings.warn(f"{text} into the model", stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied: all but the attached optimizers."""
@@ -507,16 +446,20 @@ class EMA(Generic[ModelT]):
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, with the training weights in its model if it was made inside ``applied``."""
+        """Restore a copy, with the training weights if it was made inside ``applied``."""
         raw: dict[str, Tensor] = state.pop("_raw")
         self.__dict__.update(state)
-        named = NamedTensors(self.model)
-        for name, value in raw.items():
-            write(named.tensor(name), value)
+        _write(self.model, raw)
+
+
+def _write(model: torch.nn.Module, values: Mapping[str, Tensor]) -> None:
+    named = NamedTensors(model)
+    for name, value in values.items():
+        write(named.tensor(name), value)
 
 
 class _Attached:
-    """The optimizers whose steps update an ``EMA``: once when all have stepped, or one steps again."""
+    """Optimizers whose steps update an ``EMA``: once all have stepped, or one steps again."""
 
     def __init__(self) -> None:
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -524,46 +467,35 @@ class _Attached:
         self._stepped: set[int] = set()
 
     def add(
-        self,
-        ema: EMA[Any],
-        optimizers: Sequence[torch.optim.Optimizer],
-        averaged: Collection[int],
+        self, ema: EMA[Any], optimizers: Sequence[torch.optim.Optimizer], averaged: set[int]
     ) -> None:
         """Attach optimizers that have averaged parameters, given by ``id``."""
         if not optimizers:
             raise ValueError("EMA.attach() needs an optimizer")
         for place, one in enumerate(optimizers):
-            self._check(one, averaged)
-            if any(one is other for other in optimizers[:place]):
-                raise ValueError(f"EMA.attach(): the {type(one).__name__} is given twice")
+            what = f"EMA.attach(): {type(one).__name__}"
+            if not isinstance(cast("object", one), torch.optim.Optimizer):
+                raise TypeError(
+                    f"{what} is not a torch.optim.Optimizer, so its steps cannot be tracked. Call "
+                    "update() after each step instead."
+                )
+            if any(one is other for other in (*self._optimizers, *optimizers[:place])):
+                raise ValueError(f"{what} is attached already, or given twice")
+            mine = {id(parameter) for group in one.param_groups for parameter in group["params"]}
+            if averaged.isdisjoint(mine):
+                raise ValueError(
+                    f"{what} has no averaged parameter of the model. Attach the optimizer that "
+                    "trains it, after the model is where it is trained."
+                )
         self._optimizers += optimizers
         for one in optimizers:
             self._watch(ema, one)
 
-    def _check(self, optimizer: object, averaged: Collection[int]) -> None:
-        kind = type(optimizer).__name__
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"EMA.attach(): {kind} is not a torch.optim.Optimizer, so its steps cannot be tracked. "
-                "Call update() after each step instead."
-            )
-        if any(optimizer is one for one in self._optimizers):
-            raise ValueError(
-                f"EMA.attach(): the {kind} is attached already, and its steps would count twice"
-            )
-        mine = (id(p) for group in optimizer.param_groups for p in group["params"])
-        if not any(one in averaged for one in mine):
-            raise ValueError(
-                f"EMA.attach(): the {kind} has no averaged parameter of the model. Attach the optimizer "
-                "that trains it, after the model is where it is trained."
-            )
-
     def _watch(self, ema: EMA[Any], optimizer: torch.optim.Optimizer) -> None:
         def before(*_: object) -> None:
             if any_swapped(ema.model):
-                raise RuntimeError(
-                    "EMA: optimizer.step() was called inside applied(), where it would train the average"
-                )
+                text = "EMA: optimizer.step() was called inside applied()"
+                raise RuntimeError(f"{text}, where it would train the average")
             if id(optimizer) in self._stepped:
                 self._stepped.clear()
                 ema.update()
@@ -586,11 +518,7 @@ class _Attached:
 
 
 def checked_count(name: str, value: int, least: int) -> int:
-    """Return a number of steps.
-
-    Raises:
-        TypeError, ValueError: If it is not an int, or less than ``least``.
-    """
+    """Return a number of steps, or raise TypeError or ValueError if it is not an int >= least."""
     if isinstance(cast("object", value), bool) or not isinstance(cast("object", value), int):
         raise TypeError(f"EMA: {name} must be an int, got {value!r}")
     if value < least:
@@ -608,22 +536,6 @@ def schedules_of(decay: Decays, schedule: Decay | Sequence[Decay] | None) -> lis
         raise ValueError("EMA: decay must not be an empty list")
     for one in several:
         if isinstance(one, (int, float)) and 0 < one < _LEAST_PLAUSIBLE:
-            warnings.warn(
-                f"EMA: decay={one} keeps {one:.2%} of the average in each update. If that is a momentum, "
-                f"pass decay={1 - one:g}.",
-                stacklevel=3,
-            )
+            text = f"EMA: decay={one} keeps {one:.2%} of the average in each update. If that is a "
+            warnings.warn(f"{text}momentum, pass decay={1 - one:g}.", stacklevel=3)
     return [as_schedule(one) for one in several]
-
-
-# Below it a decay is more likely a momentum, which is one minus the decay.
-_LEAST_PLAUSIBLE: Final = 0.1
-
-
-def _check_model(model: object) -> None:
-    if isinstance(model, torch.nn.Module):
-        return
-    raise TypeError(
-        f"EMA: model must be a torch.nn.Module, got {type(model).__name__}. Pass the model, not its "
-        "parameters: EMA(model, decay) averages by name and swaps them itself."
-    )

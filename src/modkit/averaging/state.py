@@ -1,10 +1,10 @@
-"""Reading the states that ``EMA.load_state_dict`` accepts, and validating them completely.
+"""Read and validate the states that ``EMA.load_state_dict`` accepts.
 
-These are the state of a ``modkit.EMA``, those of other libraries, and plain averaged weights (a mapping
-from the names of a model to tensors). Supported libraries are torch (``AveragedModel``), timm
-(``ModelEmaV3`` and V2), diffusers (``EMAModel``), ema-pytorch (``EMA``), torch_ema
-(``ExponentialMovingAverage``) and Lightning (checkpoints of ``WeightAveraging``). None of them needs to
-be installed. An invalid state is a ``ValueError``, raised before anything changes.
+These are the states of ``modkit.EMA``, of other libraries (which need not be installed), and plain
+averaged weights: a mapping from the names of a model to tensors. Supported libraries are torch
+(``AveragedModel``), timm (``ModelEmaV3`` and V2), diffusers (``EMAModel``), ema-pytorch (``EMA``),
+torch_ema (``ExponentialMovingAverage``) and Lightning (checkpoints of ``WeightAveraging``). An
+invalid state is a ``ValueError``, raised before anything changes.
 
 Example:
     >>> import torch
@@ -16,14 +16,16 @@ Example:
     ('torch', 1, ['bias', 'weight'])
 """
 
+import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from modkit.averaging import schedules as decays
 from modkit.averaging.named_tensors import (
     NamedTensors,
     Selection,
@@ -32,15 +34,7 @@ from modkit.averaging.named_tensors import (
     is_averaged,
 )
 from modkit.averaging.precision import first_nonfinite
-from modkit.averaging.schedules import (
-    BEMA,
-    Constant,
-    CountWarmup,
-    InverseGamma,
-    Schedule,
-    Window,
-    from_config,
-)
+from modkit.averaging.schedules import Schedule
 from modkit.averaging.sharding import local_shard, meshes_of, true_everywhere
 
 
@@ -50,10 +44,6 @@ State: TypeAlias = Mapping[str, Any]
 
 VERSION: Final = 1
 _OWN: Final = "modkit.EMA"
-_OWN_KEYS: Final = (
-    *("version", "step", "start", "n_averaged", "update_every", "update_after_step"),
-    *("schedules", "averages", "buffers"),
-)
 
 
 @dataclass
@@ -77,13 +67,11 @@ class Converted:
     """Averages that another library saved.
 
     Args:
-        source: The library: ``"torch"``, ``"timm"``, ``"diffusers"``, ``"ema_pytorch"``,
-            ``"torch_ema"``, ``"lightning"``, or ``"weights"`` for plain weights.
-        averages: Averaged parameters, and buffers where the library saves them, by their name in the
-            model.
-        n_averaged: How many models are in the average, the first copy included, as torch counts; the
-            next decay is that of step ``n = n_averaged`` of a schedule. ``None`` if the state does
-            not contain it (timm). 1 for plain weights.
+        source: ``"torch"``, ``"timm"``, ``"diffusers"``, ``"ema_pytorch"``, ``"torch_ema"``,
+            ``"lightning"``, or ``"weights"`` for plain weights.
+        averages: Averaged parameters, and buffers if the library saves them, by name.
+        n_averaged: Number of models in the average, including the initial copy; the next decay of
+            a schedule is that of this step. None if unknown (timm); 1 for plain weights.
         schedule: The decay, if the state contains it (diffusers, torch_ema).
     """
 
@@ -93,193 +81,7 @@ class Converted:
     schedule: Schedule | None = None
 
 
-# The state of an EMA.
-
-
-def read(
-    state: State,
-    model: torch.nn.Module,
-    *,
-    schedules: list[Schedule],
-    update_every: int,
-    update_after_step: int,
-    on_nonfinite: str = "ignore",
-) -> LoadedState:
-    """Read and validate a state for an ``EMA`` that averages ``model`` with these options.
-
-    Raises:
-        ValueError: If the state is of another kind, of a later version, of another number of averages,
-            or a part of it is missing or invalid. Unless ``on_nonfinite`` is ``"ignore"``, averages
-            must be finite.
-    """
-    if not isinstance(cast("object", state), Mapping):
-        raise _error(f"the state must be a mapping, got {_shown(state)}")
-    if "version" in state or {"averages", "schedules"} <= state.keys():
-        loaded = _read_own(state, model, schedules)
-    else:
-        loaded = _read_foreign(state, model, schedules, update_every, update_after_step)
-    if on_nonfinite != "ignore" and loaded.start is not None:
-        _check_finite(loaded, on_nonfinite)
-    if not loaded.foreign:
-        names = *["the schedule"] * len(schedules), "update_every", "update_after_step"
-        now = (*loaded.schedules, loaded.update_every, loaded.update_after_step)
-        own = (*schedules, update_every, update_after_step)
-        for name, new, old in zip(names, now, own, strict=True):
-            if new != old:
-                text = f"EMA: {name} is {new} from here on, as in the loaded state, and not {old}"
-                warnings.warn(text, stacklevel=3)
-    return loaded
-
-
-def _read_own(state: State, model: torch.nn.Module, schedules: list[Schedule]) -> LoadedState:
-    part = _Part(_OWN, state)
-    part.require(_OWN_KEYS)
-    if part.integer("version", 1) > VERSION:
-        raise _error(
-            f"the state has version {state['version']}, newer than {VERSION}; update modkit"
-        )
-    step, n_averaged = part.integer("step"), part.integer("n_averaged")
-    start: int | None = None
-    if n_averaged:
-        start = part.integer("start", 1, step)
-        part.integer("n_averaged", 0, step - start + 1)
-    elif state["start"] is not None:
-        part.refuse("start", "None, as n_averaged is 0")
-    configs = part.each("schedules")
-    if not configs:
-        part.refuse("schedules", "a list that is not empty")
-    if len(configs) != len(schedules):
-        raise _error(f"the state holds {len(configs)} averages, and this object {len(schedules)}")
-    averages = part.each("averages")
-    if len(averages) != len(schedules):
-        part.refuse("averages", f"a list of {len(schedules)}, one for each schedule")
-    saved = [_schedule(*pair) for pair in zip(configs, schedules, strict=True)]
-    return LoadedState(
-        step=step,
-        start=start,
-        n_averaged=n_averaged,
-        update_every=part.integer("update_every", 1),
-        update_after_step=part.integer("update_after_step"),
-        schedules=saved,
-        averages=[_average(*pair, n_averaged) for pair in zip(averages, saved, strict=True)],
-        buffers=part.inside("buffers").tensors(),
-        raw=_raw(part.inside("raw"), model) if "raw" in state else {},
-    )
-
-
-def _read_foreign(
-    state: State,
-    model: torch.nn.Module,
-    schedules: list[Schedule],
-    update_every: int,
-    update_after_step: int,
-) -> LoadedState:
-    found = convert(state, model, update_after_step=update_after_step)
-    count = 1 if found.n_averaged is None else found.n_averaged
-    average = {"tensors": found.averages, "rests": {}, "generators": {}}
-    # BEMA and Window stay, because a saved decay says nothing about the models that they keep.
-    keeps_models = (BEMA, Window)
-    return LoadedState(
-        step=update_after_step + 1 + (count - 1) * update_every if count else 0,
-        start=update_after_step + 1 if count else None,
-        n_averaged=count,
-        update_every=update_every,
-        update_after_step=update_after_step,
-        schedules=[
-            own if isinstance(own, keeps_models) else found.schedule or own for own in schedules
-        ],
-        averages=[average] * len(schedules),
-        buffers=found.averages,
-        raw={},
-        foreign=True,
-    )
-
-
-def with_empty_parts(state: dict[str, Any]) -> dict[str, Any]:
-    """Restore the empty dicts of a state, which flat checkpoints leave out."""
-    given, schedules = state.get("averages", []), state.get("schedules")
-    if "version" not in state or not isinstance(given, list) or not isinstance(schedules, list):
-        return state
-    empty: dict[str, Any] = {"tensors": {}, "rests": {}, "generators": {}}
-    averages = given if len(given) == len(schedules) else [{}] * len(schedules)
-    averages = [{**empty, **one} if isinstance(one, Mapping) else one for one in averages]
-    for average in averages:
-        if isinstance(average, dict) and isinstance(average.get("plain"), Mapping):
-            average["plain"] = {**empty, **average["plain"]}
-    return {"buffers": {}, **state, "averages": averages}
-
-
-def matched(
-    loaded: LoadedState, members: NamedTensors, selection: Selection
-) -> tuple[dict[str, Tensor], set[str], list[dict[str, Tensor]]]:
-    """Match a state with the tensors of the model by name; a lazy model takes every name.
-
-    Returns:
-        The tensors that are averaged, the names of the buffers that are copied, and the loaded
-        tensors of each average.
-
-    Raises:
-        NameMismatchError: If names or shapes differ.
-        ValueError: If an average is of integers, or complex where the parameter is real or vice versa.
-    """
-    averaged: dict[str, Tensor] = dict(loaded.averages[0]["tensors"])
-    copied = set(loaded.buffers)
-    if not members.has_lazy():
-        averaged, others = selection.split(members, averaged)
-        copied = {member.name for member in others}
-    found = [dict(average["tensors"]) for average in loaded.averages]
-    if loaded.foreign:
-        found = [_without_others(tensors, averaged, members) for tensors in found]
-    for tensors in found:
-        check_match("EMA: the state does not fit the model", _shapes(averaged), _shapes(tensors))
-        for name, tensor in averaged.items():
-            one = tensors[name]
-            if not is_averaged(one) or one.is_complex() != tensor.is_complex():
-                what = f"the average of {name} must be of a dtype like {tensor.dtype}"
-                raise _error(f"the state does not fit the model: {what}, got {_shown(one)}")
-    return averaged, copied, found
-
-
-def _without_others(
-    found: dict[str, Tensor], averaged: Mapping[str, Tensor], members: NamedTensors
-) -> dict[str, Tensor]:
-    """Drop what other libraries save besides: further names of tied tensors, and tensors not averaged."""
-    for alias, name in members.aliases.items():
-        if alias in found:
-            found.setdefault(name, found[alias])
-    others = members.names() - averaged.keys()
-    return {name: tensor for name, tensor in found.items() if name not in others}
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
-
-
-def _check_finite(loaded: LoadedState, on_nonfinite: str) -> None:
-    """Raise if an average is not finite; the ranks that share a tensor decide together."""
-    tensors = [
-        (f"averages[{index}]{key}", tensor)
-        for index, average in enumerate(loaded.averages)
-        for key, tensor in _floats_in(average, "")
-    ]
-    bad = first_nonfinite([(key, local_shard(tensor)) for key, tensor in tensors])
-    meshes = meshes_of(tensor for _, tensor in tensors)
-    if not true_everywhere(torch.tensor(bad is None, device="cpu"), meshes):
-        where = bad or "the shard of another rank"
-        wanted = f"the loaded averages must be finite with on_nonfinite={on_nonfinite!r}"
-        raise _error(f"{wanted}: {where} contains inf or nan")
-
-
-def _floats_in(part: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(part, Tensor):
-        if is_averaged(part):
-            yield path, part
-    elif isinstance(part, (Mapping, list)):
-        for key, value in part.items() if isinstance(part, Mapping) else enumerate(part):
-            yield from _floats_in(value, f"{path}[{key!r}]")
-
-
-# The parts of a state.
+# Validation.
 
 
 def _error(text: str) -> ValueError:
@@ -291,6 +93,19 @@ def _shown(value: object) -> str:
         return f"a tensor of dtype {value.dtype} and shape {tuple(value.shape)}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+# What the parts of a state must be. The kinds of tensors are tested in this order.
+_KINDS: Final[dict[str, Callable[[Any], bool]]] = {
+    "a mapping": lambda value: isinstance(value, Mapping),
+    "a list": lambda value: isinstance(value, (list, tuple)),
+    "True or False": lambda value: isinstance(value, int) and value in (0, 1),
+    "a tensor": lambda value: isinstance(value, Tensor),
+    "a dense tensor with data": lambda value: value.layout == torch.strided and not value.is_meta,
+    "of a floating point or complex dtype": is_averaged,
+}
+_TENSOR: Final = ("a tensor", "a dense tensor with data")
+_AVERAGE: Final = (*_TENSOR, "of a floating point or complex dtype")
 
 
 @dataclass(frozen=True)
@@ -313,70 +128,124 @@ class _Part:
         if missing:
             raise _error(f"the state of {self.source} has no {', '.join(missing)}")
 
-    def value(self, name: Any) -> Any:
+    def get(self, name: Any, kind: str | None = None) -> Any:
         """Return a value; other libraries may save a number as a tensor with one element."""
         self.require([name])
         found = self.values[name]
-        is_number = isinstance(found, Tensor) and found.numel() == 1 and self.source != _OWN
-        return found.item() if is_number else found
+        if isinstance(found, Tensor) and found.numel() == 1 and self.source != _OWN:
+            found = found.item()
+        if kind is not None and not _KINDS[kind](found):
+            self.refuse(name, kind)
+        return found
 
-    def integer(self, name: str, least: int = 0, most: int | None = None) -> int:
-        value = self.value(name)
-        if type(value) is not int or value < least or (most is not None and value > most):
-            limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+    def integer(self, name: str, least: int = 0, most: float = math.inf) -> int:
+        value = self.get(name)
+        if type(value) is not int or not least <= value <= most:
+            limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
             self.refuse(name, f"an int {limits}")
         return value
 
-    def flag(self, name: str) -> bool:
-        value = self.value(name)
-        if not isinstance(value, int) or value not in (0, 1):
-            self.refuse(name, "True or False")
-        return bool(value)
-
-    def items(self, name: str) -> Sequence[Any]:
-        value: object = self.value(name)
-        if not isinstance(value, (list, tuple)):
-            self.refuse(name, "a list")
-        return value
-
     def inside(self, name: Any) -> "_Part":
-        value: object = self.value(name)
-        if not isinstance(value, Mapping):
-            self.refuse(name, "a mapping")
-        return _Part(self.source, value, self.key(name))
+        return _Part(self.source, self.get(name, "a mapping"), self.key(name))
 
     def each(self, name: str) -> "list[_Part]":
         """Return the mappings in a list."""
-        found = _Part(self.source, dict(enumerate(self.items(name))), self.key(name))
+        found = _Part(self.source, dict(enumerate(self.get(name, "a list"))), self.key(name))
         return [found.inside(index) for index in found.values]
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self, kinds: Iterable[str] = _TENSOR) -> dict[str, Tensor]:
         """Return the values, all of which must be tensors by name."""
         for key, value in self.values.items():
             if not isinstance(key, str):
                 self.refuse(key, "a tensor under a name of type str")
-            if not isinstance(value, Tensor):
-                self.refuse(key, "a tensor")
-            if value.layout != torch.strided or value.is_meta:
-                self.refuse(key, "a dense tensor with data")
+            for kind in kinds:
+                if not _KINDS[kind](value):
+                    self.refuse(key, kind)
         return dict(self.values)
 
-    def averages(self, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return tensors that have an average; with ``like``, only of these names and shapes."""
-        found = self.tensors()
+    def averages(self, like: Mapping[str, Tensor], *, every: bool = True) -> dict[str, Tensor]:
+        """Return tensors of these names and shapes: of every name, or of some."""
+        self.require(like if every else ())
+        found = self.tensors(_AVERAGE)
         for key, value in found.items():
-            if not is_averaged(value):
-                self.refuse(key, "of a floating point or complex dtype")
-            if like is not None and key not in like:
+            if key not in like:
                 self.refuse(key, "absent, as there is no average of this name")
-            if like is not None and value.shape != like[key].shape:
+            if value.shape != like[key].shape:
                 self.refuse(key, f"of shape {tuple(like[key].shape)}, that of the average")
         return found
 
-    def models(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors of all these names and shapes."""
-        self.require(like)
-        return self.averages(like)
+
+# The state of an EMA.
+
+
+def read(
+    state: State,
+    model: torch.nn.Module,
+    *,
+    schedules: list[Schedule],
+    update_every: int,
+    update_after_step: int,
+    on_nonfinite: str = "ignore",
+) -> LoadedState:
+    """Read and validate a state for an ``EMA`` that averages ``model`` with these options.
+
+    Raises:
+        ValueError: If the state is of another kind, of a later version, of another number of
+            averages, or a part of it is missing or invalid. Unless ``on_nonfinite`` is
+            ``"ignore"``, averages must be finite.
+    """
+    if not isinstance(cast("object", state), Mapping):
+        raise _error(f"the state must be a mapping, got {_shown(state)}")
+    foreign = "version" not in state and not {"averages", "schedules"} <= state.keys()
+    if foreign:
+        found = convert(state, model, update_after_step=update_after_step)
+        loaded = _started(found, schedules, update_every, update_after_step)
+    else:
+        loaded = _read_own(state, model, schedules)
+    if on_nonfinite != "ignore" and loaded.start is not None:
+        _check_finite(loaded, on_nonfinite)
+    names = [*["the schedule"] * len(schedules), "update_every", "update_after_step"]
+    now = [*loaded.schedules, loaded.update_every, loaded.update_after_step]
+    before = [*schedules, update_every, update_after_step]
+    for name, new, old in zip(names, now, before, strict=True):
+        if new != old and not foreign:
+            text = f"EMA: {name} is {new} from here on, as in the loaded state, and not {old}"
+            warnings.warn(text, stacklevel=3)
+    return loaded
+
+
+def _read_own(state: State, model: torch.nn.Module, schedules: list[Schedule]) -> LoadedState:
+    part = _Part(_OWN, state)
+    counts = {"step": 0, "n_averaged": 0, "update_every": 1, "update_after_step": 0}
+    part.require(("version", *counts, "start", "schedules", "averages", "buffers"))
+    if part.integer("version", 1) > VERSION:
+        raise _error(
+            f"the state has version {state['version']}, newer than {VERSION}; update modkit"
+        )
+    values: dict[str, Any] = {name: part.integer(name, least) for name, least in counts.items()}
+    start: int | None = None
+    if values["n_averaged"]:
+        start = part.integer("start", 1, values["step"])
+        part.integer("n_averaged", 0, values["step"] - start + 1)
+    elif state["start"] is not None:
+        part.refuse("start", "None, as n_averaged is 0")
+    configs, averages = part.each("schedules"), part.each("averages")
+    if not configs:
+        part.refuse("schedules", "a list that is not empty")
+    if len(configs) != len(schedules):
+        raise _error(f"the state holds {len(configs)} averages, and this object {len(schedules)}")
+    if len(averages) != len(schedules):
+        part.refuse("averages", f"a list of {len(schedules)}, one for each schedule")
+    saved = [_schedule(*pair) for pair in zip(configs, schedules, strict=True)]
+    pairs = zip(averages, saved, strict=True)
+    return LoadedState(
+        **values,
+        start=start,
+        schedules=saved,
+        averages=[_average(one, schedule, values["n_averaged"]) for one, schedule in pairs],
+        buffers=part.inside("buffers").tensors(),
+        raw=_raw(part.inside("raw"), model) if "raw" in state else {},
+    )
 
 
 def _plain(value: object) -> object:
@@ -387,43 +256,44 @@ def _plain(value: object) -> object:
 
 
 def _schedule(part: _Part, own: Schedule) -> Schedule:
-    """Return the schedule of the ``EMA`` if the state has an equal one, or else that of the state."""
+    """Return the ``EMA``'s schedule if the state has an equal one, or else that of the state."""
     config = _plain(part.values)
     if config == _plain(own.to_config()):
         return own
     try:
-        saved = from_config(part.values)
+        saved = decays.from_config(part.values)
         error: object = f"its fields must be those of {saved}"
         if config == _plain(saved.to_config()):
             return saved
     except (TypeError, ValueError) as failed:
         error = failed
     raise _error(
-        f"{part.path} of the state, {_shown(dict(part.values))}, cannot be created: {error}. If it was "
-        f"a function or a subclass of Schedule, pass an equal one to EMA as schedule=; this one has {own}"
+        f"{part.path} of the state, {_shown(dict(part.values))}, cannot be created: {error}. If it "
+        "was a function or a subclass of Schedule, pass an equal one to EMA as schedule=; this one "
+        f"has {own}"
     )
 
 
 def _average(part: _Part, schedule: Schedule | None, n_averaged: int) -> dict[str, Any]:
     """Return the valid state of one average, with the parts that its schedule adds."""
     part.require(("tensors", "rests", "generators"))
-    tensors = part.inside("tensors").averages()
+    tensors = part.inside("tensors").tensors(_AVERAGE)
     found: dict[str, Any] = {
         "tensors": tensors,
-        "rests": part.inside("rests").averages(tensors),
+        "rests": part.inside("rests").averages(tensors, every=False),
         "generators": _generators(part.inside("generators")),
     }
     # A plain average that BEMA or Window begins with has none of these.
-    if isinstance(schedule, BEMA) and part.values.keys() & {"plain", "first"}:
-        found["first"] = part.inside("first").models(tensors)
+    if isinstance(schedule, decays.BEMA) and part.values.keys() & {"plain", "first"}:
+        found["first"] = part.inside("first").averages(tensors)
         found["plain"] = _average(part.inside("plain"), None, n_averaged)
-        part.inside("plain").inside("tensors").models(tensors)
-    if isinstance(schedule, Window) and part.values.keys() & {"ring", "seen"}:
+        part.inside("plain").inside("tensors").averages(tensors)
+    if isinstance(schedule, decays.Window) and part.values.keys() & {"ring", "seen"}:
         found["seen"] = part.integer("seen", min(n_averaged, 1), n_averaged)
         kept = min(found["seen"], schedule.window)
-        if len(part.items("ring")) != kept:
+        found["ring"] = [one.averages(tensors) for one in part.each("ring")]
+        if len(found["ring"]) != kept:
             part.refuse("ring", f"a list of {kept}, the smaller of seen and the window")
-        found["ring"] = [one.models(tensors) for one in part.each("ring")]
     return found
 
 
@@ -452,31 +322,121 @@ def _generators(part: _Part) -> dict[str, Tensor]:
 def _raw(part: _Part, model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the training weights of a state from inside ``applied``, which go into the model."""
     found = part.tensors()
-    if not found:
-        return {}
-    members = NamedTensors(model)
-    both = {**members.parameters, **members.buffers}
-    known = {name: both[name].tensor for name in found if name in both}
-    # A buffer may have had another shape.
-    parameters = members.parameters
-    expected = {name: t.shape if name in parameters else None for name, t in known.items()}
-    what = "EMA: the training weights of the state do not fit the model"
-    check_match(what, expected, _shapes(found))
-    for name, tensor in found.items():
-        if tensor.is_complex() != known[name].is_complex():
-            part.refuse(name, f"of a dtype like {known[name].dtype}")
+    if found:
+        members = NamedTensors(model).all()
+        known = {name: members[name] for name in found if name in members}
+        # A buffer may have had another shape.
+        expected = {n: one.tensor.shape if one.is_parameter else None for n, one in known.items()}
+        what = "EMA: the training weights of the state do not fit the model"
+        check_match(what, expected, _shapes(found))
+        for name, member in known.items():
+            if found[name].is_complex() != member.tensor.is_complex():
+                part.refuse(name, f"of a dtype like {member.tensor.dtype}")
     return found
 
 
-# Other libraries.
+def with_empty_parts(state: dict[str, Any]) -> dict[str, Any]:
+    """Restore the empty dicts of a state, which flat checkpoints leave out."""
+    given, schedules = state.get("averages", []), state.get("schedules")
+    if "version" not in state or not isinstance(given, list) or not isinstance(schedules, list):
+        return state
+    averages = given if len(given) == len(schedules) else [{}] * len(schedules)
+    return {"buffers": {}, **state, "averages": [_with_empty_dicts(one) for one in averages]}
+
+
+def _with_empty_dicts(average: Any) -> Any:
+    if not isinstance(average, Mapping):
+        return average
+    plain = {"plain": _with_empty_dicts(average["plain"])} if "plain" in average else {}
+    return {"tensors": {}, "rests": {}, "generators": {}, **average, **plain}
+
+
+def matched(
+    loaded: LoadedState, members: NamedTensors, selection: Selection
+) -> tuple[dict[str, Tensor], set[str], list[dict[str, Tensor]]]:
+    """Match a state with the tensors of the model by name; a lazy model takes every name.
+
+    Returns:
+        The averaged tensors, the names of the copied buffers, and the tensors of each average.
+
+    Raises:
+        NameMismatchError: If names or shapes differ.
+        ValueError: If an average is of integers, or complex and the parameter real or vice versa.
+    """
+    averaged: dict[str, Tensor] = dict(loaded.averages[0]["tensors"])
+    copied = set(loaded.buffers)
+    if not members.has_lazy():
+        averaged, others = selection.split(members, averaged)
+        copied = {member.name for member in others}
+    found = [dict(average["tensors"]) for average in loaded.averages]
+    for tensors in found:
+        if loaded.foreign:
+            # Other libraries save tied tensors under each name, and tensors that are not averaged.
+            for alias, name in members.aliases.items():
+                if alias in tensors:
+                    tensors.setdefault(name, tensors[alias])
+            for name in tensors.keys() & (members.names() - averaged.keys()):
+                del tensors[name]
+        check_match("EMA: the state does not fit the model", _shapes(averaged), _shapes(tensors))
+        for name, tensor in averaged.items():
+            one = tensors[name]
+            if not is_averaged(one) or one.is_complex() != tensor.is_complex():
+                what = f"the average of {name} must be of a dtype like {tensor.dtype}"
+                raise _error(f"the state does not fit the model: {what}, got {_shown(one)}")
+    return averaged, copied, found
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _check_finite(loaded: LoadedState, on_nonfinite: str) -> None:
+    """Raise if an average is not finite; the ranks that share a tensor decide together."""
+    tensors = list(_floats_in(loaded.averages, "averages"))
+    bad = first_nonfinite([(key, local_shard(tensor)) for key, tensor in tensors])
+    meshes = meshes_of(tensor for _, tensor in tensors)
+    if not true_everywhere(torch.tensor(bad is None, device="cpu"), meshes):
+        where = bad or "the shard of another rank"
+        wanted = f"the loaded averages must be finite with on_nonfinite={on_nonfinite!r}"
+        raise _error(f"{wanted}: {where} contains inf or nan")
+
+
+def _floats_in(part: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(part, Tensor):
+        if is_averaged(part):
+            yield path, part
+    elif isinstance(part, (Mapping, list)):
+        for key, value in part.items() if isinstance(part, Mapping) else enumerate(part):
+            yield from _floats_in(value, f"{path}[{key!r}]")
+
+
+# The states of other libraries.
+
+
+def _started(found: Converted, own: list[Schedule], every: int, after: int) -> LoadedState:
+    """Return the state of an ``EMA`` with these options whose averages have been converted."""
+    count = 1 if found.n_averaged is None else found.n_averaged
+    average = {"tensors": found.averages, "rests": {}, "generators": {}}
+    # BEMA and Window stay, because a saved decay says nothing about the models that they keep.
+    keeps_models = (decays.BEMA, decays.Window)
+    return LoadedState(
+        step=after + 1 + (count - 1) * every if count else 0,
+        start=after + 1 if count else None,
+        n_averaged=count,
+        update_every=every,
+        update_after_step=after,
+        schedules=[one if isinstance(one, keeps_models) else found.schedule or one for one in own],
+        averages=[average] * len(own),
+        buffers=found.averages,
+        raw={},
+        foreign=True,
+    )
 
 
 def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
     """Return where a state is from, or None if it is unknown.
 
-    Args:
-        state: The state.
-        model: With a model, plain weights under the names of its parameters are recognised too.
+    With a model, plain weights under the names of its parameters are recognised too.
 
     Example:
         >>> import torch
@@ -509,76 +469,64 @@ def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
 
 
 def convert(state: State, model: torch.nn.Module, *, update_after_step: int = 0) -> Converted:
-    """Read the state of another library, or plain averaged weights.
+    """Read the state of another library, or plain averaged weights. Tensors are not copied.
 
     Args:
         state: The result of its ``state_dict()``, or a checkpoint of Lightning.
-        model: The model that was averaged, or one like it. States that contain a list without names
-            (diffusers, torch_ema) get the names of its parameters, in order.
-        update_after_step: The option of ema-pytorch of this name, which its state does not contain.
-
-    Returns:
-        The averages by name, and what the state contains about counts and decays. The tensors are not
-        copied.
+        model: The model that was averaged, or one like it. Lists without names (diffusers,
+            torch_ema) get the names of its parameters, in order.
+        update_after_step: The option of ema-pytorch, which its state does not contain.
 
     Raises:
-        ValueError: If the state is unknown, a part of it is missing or invalid, or a list does not fit
-            the parameters of the model.
+        ValueError: If the state is unknown, a part of it is missing or invalid, or a list does not
+            fit the parameters of the model.
     """
     source = recognise(state, model)
-    if source is None:
-        some = ", ".join(map(repr, list(state)[:5]))
-        raise _error(
-            "the state is neither from modkit.EMA, nor from a supported library, nor are its names "
-            f"those of the model: it begins with {some or 'nothing'}"
-        )
-    part = _Part(source, state)
-    if "shadow_params" in state:
-        averages = _named_in_order(part, model)
-    elif source == "lightning":
-        averages = _below("", part.inside("state_dict"))
-    else:
-        prefixes = {"weights": "", "ema_pytorch": "ema_model."}
-        averages = _below(prefixes.get(source, "module."), part)
-    return Converted(source, averages, _count(part, update_after_step), _decay(part))
-
-
-def _count(part: _Part, update_after_step: int) -> int | None:
-    """Return how many models are in the average of another library."""
-    match part.source:
-        case "torch":
-            return part.integer("n_averaged")
-        case "lightning":
-            return part.inside("averaging_state").integer("n_averaged")
-        case "ema_pytorch":
-            # The first call copies.
-            counted = max(part.integer("step") - update_after_step, 1)
-            return counted if part.flag("initted") else 0
+    part = _Part(source or "", state)
+    count: int | None = None
+    schedule: Schedule | None = None
+    match source:
         case "diffusers":
+            averages = _named_in_order(part, model)
             # The first step copies, and so does each up to ``update_after_step``.
             steps = part.integer("optimization_step")
-            return max(steps - part.integer("update_after_step"), min(steps, 1))
+            count = max(steps - part.integer("update_after_step"), min(steps, 1))
+            names = ["decay", "min_decay", "inv_gamma", "power"]
+            part.require(("use_ema_warmup", *names))
+            warmup = part.get("use_ema_warmup", "True or False")
+            kind = decays.InverseGamma if warmup else decays.CountWarmup
+            schedule = _decay(part, kind, names if warmup else names[:2])
         case "torch_ema":
+            averages = _named_in_order(part, model)
             # It copies when it is created, before the first step.
-            return None if part.value("num_updates") is None else part.integer("num_updates") + 1
-        case source:
-            return 1 if source == "weights" else None
+            counts = state["num_updates"] is not None
+            count = part.integer("num_updates") + 1 if counts else None
+            schedule = _decay(part, decays.CountWarmup if counts else decays.Constant, ["decay"])
+        case "lightning":
+            averages = _below("", part.inside("state_dict"))
+            count = part.inside("averaging_state").integer("n_averaged")
+        case "ema_pytorch":
+            averages = _below("ema_model.", part)
+            # The first call copies.
+            counted = max(part.integer("step") - update_after_step, 1)
+            count = counted if part.get("initted", "True or False") else 0
+        case "torch":
+            averages, count = _below("module.", part), part.integer("n_averaged")
+        case "timm":
+            averages = _below("module.", part)
+        case "weights":
+            averages, count = _below("", part), 1
+        case _:
+            some = ", ".join(map(repr, list(state)[:5]))
+            raise _error(
+                "the state is neither from modkit.EMA, nor from a supported library, nor are its "
+                f"names those of the model: it begins with {some or 'nothing'}"
+            )
+    return Converted(source, averages, count, schedule)
 
 
-def _decay(part: _Part) -> Schedule | None:
-    """Return the decay of another library, if its state contains it."""
-    kind: type[Schedule] = CountWarmup
-    names: tuple[str, ...] = ("decay",)
-    if part.source == "diffusers":
-        part.require(("decay", "min_decay", "use_ema_warmup", "inv_gamma", "power"))
-        names = ("decay", "min_decay")
-        if part.flag("use_ema_warmup"):
-            kind, names = InverseGamma, (*names, "inv_gamma", "power")
-    elif part.source == "torch_ema":
-        part.require(names)
-        kind = Constant if part.value("num_updates") is None else CountWarmup
-    else:
-        return None
+def _decay(part: _Part, kind: type[Schedule], names: Iterable[str]) -> Schedule:
+    part.require(names)
     try:
         return kind(**{name: part.values[name] for name in names})
     except (TypeError, ValueError) as error:
@@ -587,29 +535,30 @@ def _decay(part: _Part) -> Schedule | None:
 
 def _below(prefix: str, part: _Part) -> dict[str, Tensor]:
     """Return the tensors whose names begin with the prefix, by their names in the model."""
-    found = {
+    tensors = {
         key.removeprefix(prefix): value.detach()
         for key, value in part.values.items()
         if str(key).startswith(prefix) and isinstance(value, Tensor)
     }
-    names = canonical_names(found)
-    return _Part(part.source, {names[key]: value for key, value in found.items()}).tensors()
+    names = canonical_names(tensors)
+    return _Part(part.source, {names[key]: value for key, value in tensors.items()}).tensors()
 
 
 def _named_in_order(part: _Part, model: torch.nn.Module) -> dict[str, Tensor]:
-    """Give a list of tensors the names of the model's parameters, all of them or those that train."""
-    found = part.items("shadow_params")
+    """Give a list of tensors the names of the model's parameters: of all, or of those that train."""
+    found = part.get("shadow_params", "a list")
     for index, tensor in enumerate(found):
         if not isinstance(tensor, Tensor):
             part.refuse("shadow_params", f"a list of tensors, which [{index}] is not")
+    named = dict(model.named_parameters())
     named = dict(model.named_parameters())
     names = canonical_names(named)
     trained = {name: value for name, value in named.items() if value.requires_grad}
     parameters = named if len(named) == len(found) else trained
     if len(parameters) != len(found):
         raise _error(
-            f"the state of {part.source} holds {len(found)} tensors without names, and the model has "
-            f"{len(named)} parameters, {len(trained)} of which train"
+            f"the state of {part.source} holds {len(found)} tensors without names, and the model "
+            f"has {len(named)} parameters, {len(trained)} of which train"
         )
     for (name, value), tensor in zip(parameters.items(), found, strict=True):
         if value.shape != tensor.shape:
