@@ -79,19 +79,12 @@ def save_snapshot(
     dtype: torch.dtype | None = None,
     file_format: str = "pt",
 ) -> Snapshot:
-    """Write an average and its buffers to a file named by its :class:`Snapshot`.
+    """Write an average to a file named by its step and width, see :class:`Snapshot`.
 
-    The write is atomic, and replaces a file of the same name.
-
-    Args:
-        directory: The folder of the file, created if missing.
-        averages: The averaged tensors by name.
-        step: Number of steps that the average spans, the initial copy included.
-        sigma_rel: The relative width of the average.
-        buffers: Tensors that are not averaged, by name.
-        dtype: A narrower floating-point dtype. A tensor with values too large or too small for it,
-            which would lose more than half a unit in the last place, keeps its own dtype.
-        file_format: ``"pt"`` or ``"safetensors"``.
+    The write is atomic, and replaces a file of the same name. ``buffers`` are tensors that are not
+    averaged. The averages are saved in ``dtype``, a narrower floating-point dtype, except those with
+    values too large or too small for it, which would lose more than half a unit in the last place.
+    ``file_format`` is ``"pt"`` or ``"safetensors"``.
     """
     _check_options(dtype, file_format)
     tensors = {name: narrowed(tensor, dtype) for name, tensor in averages.items()}
@@ -177,10 +170,7 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
     ``(g + 1) / T * (t / T) ** g``. The integrals of products of two such profiles have closed forms
     (section 3.2 of the paper), exact for averages of every step.
 
-    Args:
-        averages: The ``sigma_rel`` and step of each; those after ``step`` get the coefficient 0.
-        sigma_rel: The relative width of the wanted average.
-        step: The step of the wanted average, counted like those of ``averages``.
+    ``averages`` holds the ``sigma_rel`` and step of each; those after ``step`` get the coefficient 0.
     """
     if min([step, *(at for _, at in averages)]) < 1:
         raise ValueError("steps must be 1 or more: at step 1, an average is the first model")
@@ -253,19 +243,14 @@ def reconstruct(
     *,
     max_error: float = 0.1,
 ) -> Reconstruction:
-    """Combine snapshots into the average of another width, with one tensor of a file in memory.
+    """Combine snapshots into the average of another width, reading one tensor at a time.
 
     Args:
         snapshots: A directory, or the files.
         sigma_rel: The relative width of the wanted average: not narrower than the narrowest of the
             snapshots, and below 0.2886. It may be wider than the widest.
-        step: The step of the wanted average. Default: the step of the latest snapshot.
+        step: The step of the wanted average, from the first to the last of the snapshots (the default).
         max_error: The largest accepted ``Fit.error``; it is large between the snapshots' steps.
-
-    Raises:
-        ValueError: If the average is narrower than all snapshots, its step is before the first or
-            after the last, the error is too large, or the snapshots hold different tensors.
-        FileNotFoundError: If the directory holds no snapshots.
     """
     if isinstance(snapshots, (str, os.PathLike)):
         found = find_snapshots(snapshots)
@@ -275,13 +260,13 @@ def reconstruct(
         raise FileNotFoundError(f"no snapshots of averages in {snapshots!r}")
     first, last = found[0].step, found[-1].step
     step = last if step is None else step
-    narrowest = min(snapshot.sigma_rel for snapshot in found)
-    if sigma_rel < narrowest and not math.isclose(sigma_rel, narrowest):
-        text = f"sigma_rel={sigma_rel} is narrower than all snapshots: {narrowest} or more"
-        raise ValueError(text)
+    least = min(snapshot.sigma_rel for snapshot in found)
+    if sigma_rel < least and not math.isclose(sigma_rel, least):
+        raise ValueError(f"sigma_rel={sigma_rel} is narrower than all snapshots: {least} or more")
     if not first <= step <= last:
-        text = f"step {step} is outside of the snapshots, which are from {first} to {last}"
-        raise ValueError(text)
+        raise ValueError(
+            f"step {step} is outside of the snapshots, which are from {first} to {last}"
+        )
     usable = [snapshot for snapshot in found if snapshot.step <= step]
     fit = fit_power([(each.sigma_rel, each.step) for each in usable], sigma_rel, step)
     if not fit.error <= max_error:
@@ -299,7 +284,8 @@ def reconstruct(
 
 def _add(result: Reconstruction, path: Path, coefficient: float, *, is_first: bool) -> None:
     """Add the averaged tensors of a file, times its coefficient, and replace the buffers."""
-    sums, seen = result.averages, set[str]()
+    sums = result.averages
+    seen: set[str] = set()
     for name, tensor, averaged in _read_tensors(path):
         if not averaged:
             result.buffers[name] = tensor.clone()
@@ -388,17 +374,11 @@ class PostHocEMA:
         if not averages:
             raise RuntimeError("PostHocEMA: there is no average to save before the first update")
         saved = _saved(self._ema.model)
-        buffers = {name: tensor for name, tensor in saved.items() if name not in averages[0]}
+        options: dict[str, Any] = {"dtype": self.dtype, "file_format": self.file_format}
+        options["buffers"] = {name: saved[name] for name in saved if name not in averages[0]}
+        options["step"] = self._step - self._step % self._update_every
         return [
-            save_snapshot(
-                self.directory,
-                tensors,
-                step=self._step - self._step % self._update_every,
-                sigma_rel=sigma_rel,
-                buffers=buffers,
-                dtype=self.dtype,
-                file_format=self.file_format,
-            )
+            save_snapshot(self.directory, tensors, sigma_rel=sigma_rel, **options)
             for tensors, sigma_rel in zip(averages, self._sigma_rels, strict=True)
         ]
 
@@ -414,28 +394,19 @@ class PostHocEMA:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from; ``torch.load(weights_only=True)`` reads it."""
-        return {
-            "step": self._step,
-            "update_every": self._update_every,
-            "sigma_rels": list(self._sigma_rels),
-            "averages": self._tensors(),
-        }
+        options = {"update_every": self._update_every, "sigma_rels": [*self._sigma_rels]}
+        return {"step": self._step, **options, "averages": self._tensors()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from the result of :meth:`state_dict`.
-
-        A state of another model, of other widths or another interval is a ValueError, and changes
-        nothing.
-        """
+        """Resume from :meth:`state_dict`; a state of other options or another model is a ValueError."""
         for key, own in (("sigma_rels", self._sigma_rels), ("update_every", self._update_every)):
             if state_dict[key] != own:
                 found = f"{key}={state_dict[key]!r}"
                 raise ValueError(f"the state is of averages with {found}, not {own!r}")
-        step = state_dict["step"]
-        updates = step // self._update_every
+        updates = state_dict["step"] // self._update_every
         averages = state_dict["averages"] or [{} for _ in self._sigma_rels]
         state = self._ema.state_dict()
         state |= {"step": updates, "start": 1 if updates else None, "n_averaged": updates}
         state["averages"] = [{"tensors": one, "rests": {}, "generators": {}} for one in averages]
         self._ema.load_state_dict(state)
-        self._step = step
+        self._step = state_dict["step"]

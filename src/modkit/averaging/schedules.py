@@ -77,9 +77,8 @@ def _checked(owner: str, declared: "Field[Any]", value: Any) -> Any:
         return value
     allowed = math.isfinite(value) and all(allows(value, limit) for _, allows, limit in limits)
     if not allowed or (is_whole and not float(value).is_integer()):
-        kind = "a whole number" if is_whole else "" if limits else "a finite number"
-        wanted = [kind, *(f"{words} {limit:g}" for words, _, limit in limits)]
-        text = " and ".join(filter(None, wanted))
+        wanted = ["a whole number"] if is_whole else [] if limits else ["a finite number"]
+        text = " and ".join([*wanted, *(f"{words} {limit:g}" for words, _, limit in limits)])
         raise ValueError(f"{owner}: {declared.name} must be {text}, got {value!r}")
     return int(float(value)) if is_whole else float(value) if is_number else value
 
@@ -117,12 +116,9 @@ class Schedule(ABC):
         raise ValueError(f"{self}: the decay of step {n} must be between 0 and 1, got {decay!r}")
 
     def over(self, n: int, k: int) -> float:
-        """Return the decay of the ``k`` steps up to step ``n`` together: the product of their decays.
+        """Return the product of the decays of the ``k`` steps up to ``n``; 0 with the copy.
 
-        An update every ``k`` steps uses it. It is 0 if the copy is one of the steps.
-
-        Raises:
-            ValueError: If ``k`` is less than 1, or a decay is not between 0 and 1.
+        An update every ``k`` steps, 1 or more, uses it. Decays are validated as in a call.
         """
         if k < 1:
             raise ValueError(f"{type(self).__name__}: k must be 1 or more, got {k}")
@@ -180,10 +176,7 @@ class Constant(_ClosedForm):
 
 @dataclass(frozen=True)
 class HalfLife(_ClosedForm):
-    """A constant decay by the number of steps that halve a model's weight, as in Composer.
-
-    ``d = 2 ** (-1 / half_life)``.
-    """
+    """A decay that halves a model's weight in ``half_life`` steps: ``d = 2 ** (-1 / half_life)``."""
 
     half_life: float = field(metadata=_POSITIVE)
 
@@ -249,10 +242,8 @@ class Power(_ClosedForm):
     steps is ``(1 - k / t) ** (gamma + 1)`` with ``t = n + 1``, since the copy is the first model.
     ``modkit.PostHocEMA`` combines averages of this kind.
 
-    Args:
-        sigma_rel: Standard deviation of that profile divided by the length of the run: more than 0
-            and less than 0.288675, the width of the equal average; 0.05 and 0.1 are usual.
-        gamma: The exponent, 0 or more, in place of the width; one of the two must be given.
+    Give ``sigma_rel``, the standard deviation of that profile divided by the length of the run, or
+    ``gamma``. ``sigma_rel`` is below 0.288675, the width of the equal average; 0.05 and 0.1 are usual.
     """
 
     sigma_rel: float | None = field(default=None, metadata=bounds(above=0, below=_WIDEST))
@@ -293,15 +284,12 @@ class BEMA(_ClosedForm):
     It is ``average + (lag + multiplier * n) ** -bias_power * (model - first)``. An update at step
     ``n`` moves the average by ``(lag + multiplier * n) ** -ema_power`` of the way to the model, for
     any ``update_every``, which is 400 in the paper. To reproduce it, call ``EMA.update()`` once
-    before training, so that the first weights are the initial ones. trl counts from the beginning of
+    before training, so that the first weights are the initial ones. trl counts from the start of
     training: its ``update_after=a`` is ``update_after_step=a`` with the lag ``lag + multiplier * a``.
 
-    Args:
-        ema_power: How fast the average slows down; 0 keeps the latest model.
-        bias_power: How fast the correction fades; 0 keeps it constant.
-        lag: The initial age of the average, more than 0.
-        multiplier: The age that each step adds.
-        min_ema_multiplier: The smallest part of the way that an update moves by.
+    Larger powers slow the average down, and end the correction, faster; 0 keeps the latest model, or
+    a constant correction. ``lag`` is the initial age of the average, ``multiplier`` the age that each
+    step adds, and ``min_ema_multiplier`` the smallest part of the way that an update moves by.
     """
 
     ema_power: float = field(default=0.5, metadata=_NOT_NEGATIVE)
@@ -369,17 +357,15 @@ class Custom(Schedule):
 def from_config(config: Mapping[str, Any]) -> Schedule:
     """Return the schedule that :meth:`Schedule.to_config` described.
 
-    Raises:
-        ValueError: If the name is not that of a class of this module, or is ``"Custom"``.
-        TypeError: If the fields are not those of that class.
+    A class that is not one of this module's, or is ``Custom``, is a ValueError.
     """
     given = dict(config)
     name = given.pop("name", None)
     # Only classes of this module: a checkpoint must not choose code to run.
     known = [one for one in __all__ if one[0].isupper() and one not in ("Schedule", "Custom")]
     if name not in known:
-        text = f"no schedule to make from {config!r}: the name must be one of {', '.join(known)}"
-        raise ValueError(text)
+        names = ", ".join(known)
+        raise ValueError(f"no schedule to make from {config!r}: the name must be one of {names}")
     if isinstance(given.get("schedule"), Mapping):
         given["schedule"] = from_config(given["schedule"])
     try:
@@ -425,9 +411,6 @@ def gamma_of(sigma_rel: float) -> float:
     """Return the exponent of the power function whose relative width is ``sigma_rel``.
 
     It is the positive root of ``x**3 + 7 * x**2 + (16 - s) * x + 12 - s``, ``s = sigma_rel**-2``.
-
-    Raises:
-        ValueError: If the width is not above 0 and below 0.2886, that of the equal average.
     """
     if not 0 < sigma_rel < _WIDEST:
         raise ValueError(f"sigma_rel must be above 0 and below 0.2886, got {sigma_rel!r}")
