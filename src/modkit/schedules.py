@@ -6,8 +6,7 @@ copy, for which every schedule returns 0, and ``n = 1`` is the first step that m
 ``update_after_step = a`` and a counter ``step`` that is incremented before it is read, as in most
 libraries, ``n = max(0, step - a - 1)``.
 
-Schedules are frozen dataclasses: they compare, hash, print and pickle by their fields, and
-:meth:`Schedule.to_config` returns these fields as a dict of plain numbers for a checkpoint.
+Schedules are frozen dataclasses. :meth:`Schedule.to_config` returns their fields for a checkpoint.
 
 Example:
     >>> from modkit import schedules
@@ -46,19 +45,13 @@ def plot(
     """Plot the :func:`profile` of schedules, relative to the plain mean (extra ``modkit[plot]``).
 
     A long run is drawn in about a thousand points, each the mean of several updates.
+    ``plot(Power(0.1), 1000).savefig("weights.png")`` saves the figure.
 
     Args:
         schedules: A schedule or a decay, several of them, or a dict of them by label.
         n: Number of steps since the copy, 1 or more.
-        update_every: Interval of the updates in steps.
+        update_every: Interval of the updates in steps, 1 or more.
         axes: The matplotlib axes to draw into; by default those of a new figure.
-
-    Returns:
-        The figure: ``plot(Power(0.1), 1000).savefig("weights.png")``.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-        ValueError: If ``n`` or ``update_every`` is less than 1.
     """
     for name, value in (("n", n), ("update_every", update_every)):
         if value < 1:

@@ -11,7 +11,6 @@ positive = st.floats(1e-3, 1e6)
 any_schedule = st.one_of(
     st.builds(schedules.Constant, decays),
     st.builds(schedules.HalfLife, positive),
-    st.builds(schedules.HalfLifeFraction, positive, st.floats(0, 1e6)),
     st.builds(schedules.InverseGamma, positive, st.floats(0.01, 5), st.just(0.0), decays),
     st.builds(schedules.CountWarmup, decays, st.floats(1, 1e6)),
     st.builds(schedules.Power, st.floats(0.001, 0.288)),

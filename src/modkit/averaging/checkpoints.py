@@ -4,9 +4,8 @@ import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,32 +31,26 @@ def average_checkpoints(
     """Return the weighted average of checkpoints: a model soup, or the last checkpoints of a run.
 
     The files are read one after the other: memory holds the sum and one checkpoint. All names and
-    shapes are compared before the first tensor is read. Sums are kept in float32 or wider. Integer and
-    boolean tensors are those of the last file.
-
-    Sources: https://arxiv.org/abs/2203.05482 (model soups), https://arxiv.org/abs/2209.14981 (LAWA).
+    shapes are compared before the first tensor is read. Sums are kept in float32 or wider. Integer
+    and boolean tensors are those of the last file. Names that are tied in all files share a tensor
+    of the result, which ``load_state_dict`` takes. Sources: https://arxiv.org/abs/2203.05482 (model
+    soups), https://arxiv.org/abs/2209.14981 (LAWA).
 
     Args:
-        paths: Files of ``torch.save`` (loaded with ``weights_only=True``), ``.safetensors`` files, the
-            ``.index.json`` of a sharded checkpoint, or directories written by transformers.
+        paths: Files of ``torch.save`` (loaded with ``weights_only=True``), ``.safetensors`` files,
+            the ``.index.json`` of a sharded checkpoint, or directories written by transformers.
         weights: The weight of each file, normalized by their sum. Default: equal weights.
-        key: The path of the state dict in a torch file, as ``"model"`` or ``"ema.averages.0.tensors"``.
-        dtype: The dtype of the averages. Default: the dtype of each tensor in the first file. A real
+        key: The path of the state dict in a torch file: ``"model"``, ``"ema.averages.0.tensors"``.
+        dtype: The dtype of the averages, by default that of each tensor in the first file. A real
             dtype is not applied to complex tensors, nor a complex one to real tensors.
         device: The device on which the sums are kept.
         progress: Called after each tensor with the fraction of all tensors that has been read.
 
-    Returns:
-        The averages by name, in the order of the first file. ``load_state_dict`` takes them. Names that
-        are tied in all files share one tensor.
-
     Raises:
-        TypeError: If ``paths`` is a single path.
-        FileNotFoundError: If a file is missing.
         NameMismatchError: If a file does not have the names and shapes of the first one.
-        ValueError: If there is no file, a file cannot be read, is corrupt or holds something other than
-            tensors, a tensor has integers in one file and floats in another, a value is too large for
-            the dtype, or the weights are not one per file, finite, and positive in sum.
+        ValueError: If there is no file, a file is corrupt or holds something other than tensors, a
+            tensor has integers in one file and floats in another, a value is too large for the
+            dtype, or the weights are not one per file, finite, and positive in sum.
 
     Example:
         >>> import tempfile, pathlib, torch
@@ -78,13 +71,15 @@ def average_checkpoints(
     if len(shares) != len(files):
         raise ValueError(f"average_checkpoints: {len(shares)} weights for {len(files)} files")
     if not all(math.isfinite(share) and share >= 0 for share in shares) or sum(shares) <= 0:
-        raise ValueError(
-            f"average_checkpoints: weights must be finite, 0 or more, and not all 0, got {shares!r}"
-        )
-    first = _Facts.of(Checkpoint(files[0], key))
-    ties = first.ties.intersection(*(_ties(_fitting(path, key, first)) for path in files[1:]))
-    second_names = dict(ties)
-    names = [name for name in first.shapes if name not in second_names]
+        wanted = "finite, 0 or more, and not all 0"
+        raise ValueError(f"average_checkpoints: weights must be {wanted}, got {shares!r}")
+    opened = Checkpoint(files[0], key)
+    shapes, dtypes, versions = opened.shapes, opened.dtypes, opened.versions
+    fitting = partial(_fitting, key=key, first=files[0], shapes=shapes, dtypes=dtypes)
+    second_names = dict(_ties(opened).intersection(*(_ties(fitting(path)) for path in files[1:])))
+    # The metadata outlives the open file.
+    del opened
+    names = [name for name in shapes if name not in second_names]
     averages: dict[str, Tensor] = {}
     total = 0.0
     for index, (path, share) in enumerate(zip(files, shares, strict=True)):
@@ -92,45 +87,41 @@ def average_checkpoints(
         # A running mean is exact for equal values, where a sum of parts is not.
         part = share / total if total else 0.0
         # Compared again: a running training job may have replaced the file since.
-        checkpoint = _fitting(path, key, first)
+        checkpoint = fitting(path)
         for done, name in enumerate(names, 1):
-            _take_in(checkpoint.tensor(name), name, averages, part, device)
+            tensor = checkpoint.tensor(name)
+            if not is_averaged(tensor) or part == 1.0:
+                averages[name] = tensor.to(device, kept_dtype(tensor.dtype, "fp32"), copy=True)
+            elif part:
+                averages[name].lerp_(tensor.to(device, averages[name].dtype), part)
+            del tensor
             if progress is not None:
                 progress((index + done / len(names)) / len(files))
         # Before the next one is opened.
         del checkpoint
     for name in names:
         # One at a time: the averages are not all in memory in two dtypes.
-        averages[name] = _finished(name, averages[name], first.dtypes[name], dtype)
-    found = OrderedDict((name, averages[second_names.get(name, name)]) for name in first.shapes)
-    if not first.versions:
+        averages[name] = _finished(name, averages[name], dtypes[name], dtype)
+    found = OrderedDict((name, averages[second_names.get(name, name)]) for name in shapes)
+    if not versions:
         return dict(found)
     # Some modules, torchvision's MNASNet for instance, refuse to load a state without its version.
-    found._metadata = dict(first.versions)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    found._metadata = dict(versions)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     return found
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """The metadata of a file, which outlives the open file."""
-
-    path: Path
-    shapes: Mapping[str, torch.Size]
-    dtypes: Mapping[str, str]
-    versions: Mapping[str, Any]
-    ties: frozenset[tuple[str, str]]
-
-    @classmethod
-    def of(cls, found: Checkpoint) -> "_Facts":
-        return cls(found.path, found.shapes, found.dtypes, found.versions, _ties(found))
-
-
-def _fitting(path: Path, key: str | None, first: _Facts) -> Checkpoint:
+def _fitting(
+    path: Path,
+    key: str | None,
+    first: Path,
+    shapes: Mapping[str, torch.Size],
+    dtypes: Mapping[str, str],
+) -> Checkpoint:
     """Open a file, and raise if it does not have the names, shapes and kinds of the first one."""
     found = Checkpoint(path, key)
-    check_match(f"{path} does not fit {first.path}", first.shapes, found.shapes)
+    check_match(f"{path} does not fit {first}", shapes, found.shapes)
     floats = ("float", "bfloat", "complex")
-    for name, own in first.dtypes.items():
+    for name, own in dtypes.items():
         other = found.dtypes[name]
         if own.startswith(floats) != other.startswith(floats):
             raise ValueError(f"{path}: {name} is torch.{other}, and torch.{own} in the first file")
@@ -143,16 +134,6 @@ def _ties(checkpoint: Checkpoint) -> frozenset[tuple[str, str]]:
     memories = {name: checkpoint.memory(name) for name in checkpoint.shapes}
     ties = {name: first.setdefault(m, name) for name, m in memories.items() if m is not None}
     return frozenset((name, other) for name, other in ties.items() if name != other)
-
-
-def _take_in(
-    tensor: Tensor, name: str, averages: dict[str, Tensor], part: float, device: str | torch.device
-) -> None:
-    """Move an average by a part of the way to a tensor."""
-    if not is_averaged(tensor) or part == 1.0:
-        averages[name] = tensor.to(device, kept_dtype(tensor.dtype, "fp32"), copy=True)
-    elif part:
-        averages[name].lerp_(tensor.to(device, averages[name].dtype), part)
 
 
 def _finished(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> Tensor:

@@ -1,7 +1,7 @@
-"""Post-hoc EMA: choose the width of the average after training (Karras et al. 2024, arXiv 2312.02696).
+"""Post-hoc EMA: choose the width after training (Karras et al. 2024, arXiv 2312.02696).
 
-Training keeps two power averages, a narrow and a wide one, and saves a snapshot of each at intervals.
-Afterwards, the average of nearly any width, at nearly any step, is a linear combination of snapshots.
+Training keeps a narrow and a wide power average, and saves a snapshot of each at intervals. Then
+the average of nearly any width, at nearly any step, is a linear combination of snapshots.
 
 Example:
     >>> import tempfile
@@ -58,12 +58,10 @@ def _saved(model: torch.nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, order=True)
 class Snapshot:
-    """A file with one power average at one step.
+    """A file with one power average; ``.pt`` is read by ``torch.load(weights_only=True)``.
 
-    Args:
-        step: Number of steps that the average spans, the initial copy included.
-        sigma_rel: The relative width of the average.
-        path: The file: ``.pt``, which ``torch.load(weights_only=True)`` reads, or ``.safetensors``.
+    ``step`` is the number of steps that the average spans, the initial copy included; ``sigma_rel``
+    is its relative width.
     """
 
     step: int
@@ -81,41 +79,26 @@ def save_snapshot(
     dtype: torch.dtype | None = None,
     file_format: str = "pt",
 ) -> Snapshot:
-    """Write an average to a file whose name contains the step and the width.
+    """Write an average to a file named by its step and width, see :class:`Snapshot`.
 
-    The write is atomic, and replaces a file of the same name.
-
-    Args:
-        directory: The folder of the file, created if missing.
-        averages: The averaged tensors by name.
-        step: Number of steps that the average spans, the initial copy included.
-        sigma_rel: The relative width of the average.
-        buffers: Tensors that are not averaged, by name.
-        dtype: A narrower floating-point dtype. A tensor with values too large or too small for it,
-            which would lose more than half a unit in the last place, keeps its own dtype.
-        file_format: ``"pt"`` or ``"safetensors"``.
-
-    Returns:
-        The step, the width and the path of the file.
-
-    Raises:
-        ValueError: If the format is not one of the two, or the dtype is not a floating-point dtype.
-        ImportError: If the package safetensors is needed and not installed.
+    The write is atomic, and replaces a file of the same name. ``buffers`` are tensors that are not
+    averaged. The averages are saved in ``dtype``, a narrower floating-point dtype, except those with
+    values too large or too small for it, which would lose more than half a unit in the last place.
+    ``file_format`` is ``"pt"`` or ``"safetensors"``.
     """
     _check_options(dtype, file_format)
     tensors = {name: narrowed(tensor, dtype) for name, tensor in averages.items()}
     others = {name: narrowed(tensor, None) for name, tensor in (buffers or {}).items()}
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"ema-{step:010d}-{sigma_rel:.6g}.{file_format}"
+    path = Path(directory) / f"ema-{step:010d}-{sigma_rel:.6g}.{file_format}"
+    path.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path) as unfinished:
         if file_format == "pt":
-            facts = {"step": step, "sigma_rel": sigma_rel}
-            torch.save({**facts, "averages": tensors, "buffers": others}, unfinished)
+            content = {"step": step, "sigma_rel": sigma_rel, "averages": tensors, "buffers": others}
+            torch.save(content, unfinished)
         else:
             # The tensors have their own names, so that any reader of safetensors can use the file.
-            header = {"step": str(step), "sigma_rel": repr(sigma_rel)}
-            header["buffers"] = json.dumps([*others])
+            names = json.dumps([*others])
+            header = {"step": str(step), "sigma_rel": repr(sigma_rel), "buffers": names}
             save = library("safetensors.torch").save_file
             save({**tensors, **others}, unfinished, metadata=header)
     return Snapshot(step, sigma_rel, path)
@@ -130,13 +113,13 @@ def _check_options(dtype: torch.dtype | None, file_format: str) -> None:
 
 
 def find_snapshots(directory: PathLike) -> list[Snapshot]:
-    """Return the snapshots in a directory (``ema-*``) by step and width, both read from the files."""
+    """Return the snapshots in a directory, ordered by the step and width stored in the files."""
     files = [path for kind in _FORMATS for path in Path(directory).glob(f"ema-*.{kind}")]
     return sorted(_read_facts(path) for path in files)
 
 
 def _read_facts(path: Path) -> Snapshot:
-    """Return the step and the width in a file, without reading its tensors."""
+    """Return the snapshot in a file, without reading its tensors."""
     try:
         if path.suffix == ".safetensors":
             with library("safetensors").safe_open(path, framework="pt") as file:
@@ -168,15 +151,11 @@ class Fit:
     """How well a combination of averages approximates the wanted one.
 
     Args:
-        coefficients: The weight of each average; their sum is 1. Some may be negative.
-        error: Root mean square over time of the difference between the wanted profile and the combined
-            one, relative to that of the wanted one: 0 is exact, 0.01 is very good.
-        bound: The largest error that a parameter can have, in units of the root mean square, over all
-            steps, of the distance between that parameter and its wanted average.
-
-    Example:
-        >>> fit_power([(0.05, 900), (0.05, 1000), (0.1, 900), (0.1, 1000)], 0.1, 1000)
-        Fit(coefficients=(0.0, 0.0, 0.0, 1.0), error=0.0, bound=0.0)
+        coefficients: The weight of each average; their sum is 1, and some may be negative.
+        error: Root mean square over time of the difference between the wanted and the combined
+            profile, relative to that of the wanted one: 0 is exact, 0.01 is very good.
+        bound: The largest error that a parameter can have, in units of the root mean square, over
+            all steps, of its distance to its wanted average.
     """
 
     coefficients: tuple[float, ...]
@@ -191,17 +170,7 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
     ``(g + 1) / T * (t / T) ** g``. The integrals of products of two such profiles have closed forms
     (section 3.2 of the paper), exact for averages of every step.
 
-    Args:
-        averages: The ``sigma_rel`` and the step of each average; those after ``step`` get the weight 0.
-        sigma_rel: The relative width of the wanted average.
-        step: The step of the wanted average, counted like those of ``averages``.
-
-    Returns:
-        The coefficients, in the order of ``averages``, and the error of the fit.
-
-    Raises:
-        ValueError: If no average is from the wanted step or before it, two of them are the same, a
-            step is less than 1, or a width is not above 0 and below 0.2886.
+    ``averages`` holds the ``sigma_rel`` and step of each; those after ``step`` get the coefficient 0.
     """
     if min([step, *(at for _, at in averages)]) < 1:
         raise ValueError("steps must be 1 or more: at step 1, an average is the first model")
@@ -215,11 +184,9 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
         coefficients[averages.index((sigma_rel, step))] = 1.0
         return Fit(tuple(coefficients), 0.0, 0.0)
 
-    gammas = torch.tensor(
-        [gamma_of(width) for width, _ in used.values()], dtype=torch.float64, device="cpu"
-    )
     # Time is measured in units of the wanted step, which keeps the numbers near 1.
-    ends = torch.tensor([at / step for _, at in used.values()], dtype=torch.float64, device="cpu")
+    profiles = [(gamma_of(width), at / step) for width, at in used.values()]
+    gammas, ends = torch.tensor(profiles, dtype=torch.float64, device="cpu").T
     gamma, end = torch.tensor([gamma_of(sigma_rel), 1.0], dtype=torch.float64, device="cpu")
     between = _products(gammas[:, None], ends[:, None], gammas, ends)
     wanted = _products(gammas, ends, gamma, end)
@@ -243,15 +210,10 @@ def _products(gammas: Tensor, ends: Tensor, other_gammas: Tensor, other_ends: Te
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """An average that was combined from snapshots.
+    """An average combined from ``snapshots``, which are in the order of ``fit.coefficients``.
 
-    Args:
-        averages: The averaged tensors by name, in float32 or wider.
-        buffers: The tensors that are not averaged, from the latest of the snapshots.
-        sigma_rel: The relative width of the average.
-        step: The step of the average.
-        fit: How well it approximates the requested average.
-        snapshots: The files it was made from, in the order of ``fit.coefficients``.
+    ``averages`` holds the averaged tensors in float32 or wider; ``buffers`` holds the tensors that
+    are not averaged, from the latest of the snapshots.
     """
 
     averages: dict[str, Tensor]
@@ -265,8 +227,7 @@ class Reconstruction:
     def copy_to(self, model: torch.nn.Module) -> None:
         """Write the average and the buffers into a model, of any dtype and device.
 
-        Raises:
-            NameMismatchError: If the model has other parameters or buffers. It is unchanged then.
+        A model with other parameters or buffers is a NameMismatchError, and unchanged.
         """
         own, found = {**self.averages, **self.buffers}, _saved(model)
         shapes = ({name: tensor.shape for name, tensor in each.items()} for each in (own, found))
@@ -282,20 +243,14 @@ def reconstruct(
     *,
     max_error: float = 0.1,
 ) -> Reconstruction:
-    """Combine snapshots into the average of another width; memory holds it and one tensor of a file.
+    """Combine snapshots into the average of another width, reading one tensor at a time.
 
     Args:
         snapshots: A directory, or the files.
         sigma_rel: The relative width of the wanted average: not narrower than the narrowest of the
             snapshots, and below 0.2886. It may be wider than the widest.
-        step: The step of the wanted average. Default: the step of the latest snapshot.
-        max_error: The largest accepted relative error of the fit, see :class:`Fit`; it is large between
-            the steps of snapshots.
-
-    Raises:
-        ValueError: If the average is narrower than all snapshots, its step is before the first or after
-            the last of them, the error is too large, or the snapshots do not hold the same tensors.
-        FileNotFoundError: If the directory holds no snapshots.
+        step: The step of the wanted average, from the first to the last of the snapshots (the default).
+        max_error: The largest accepted ``Fit.error``; it is large between the snapshots' steps.
     """
     if isinstance(snapshots, (str, os.PathLike)):
         found = find_snapshots(snapshots)
@@ -305,73 +260,61 @@ def reconstruct(
         raise FileNotFoundError(f"no snapshots of averages in {snapshots!r}")
     first, last = found[0].step, found[-1].step
     step = last if step is None else step
-    narrowest = min(snapshot.sigma_rel for snapshot in found)
-    if sigma_rel < narrowest and not math.isclose(sigma_rel, narrowest):
-        text = f"sigma_rel={sigma_rel} is narrower than all snapshots: {narrowest} or more"
-        raise ValueError(text)
+    least = min(snapshot.sigma_rel for snapshot in found)
+    if sigma_rel < least and not math.isclose(sigma_rel, least):
+        raise ValueError(f"sigma_rel={sigma_rel} is narrower than all snapshots: {least} or more")
     if not first <= step <= last:
-        text = f"step {step} is outside of the snapshots, which are from {first} to {last}"
-        raise ValueError(text)
+        raise ValueError(
+            f"step {step} is outside of the snapshots, which are from {first} to {last}"
+        )
     usable = [snapshot for snapshot in found if snapshot.step <= step]
     fit = fit_power([(each.sigma_rel, each.step) for each in usable], sigma_rel, step)
     if not fit.error <= max_error:
         raise ValueError(
-            f"the average with sigma_rel={sigma_rel} at step {step} can be met with a relative error of "
-            f"{fit.error:.2g} only, more than max_error={max_error}. The nearest earlier snapshot is of "
-            f"step {usable[-1].step}; more frequent snapshots make the error smaller"
+            f"the average with sigma_rel={sigma_rel} at step {step} can be met with a relative "
+            f"error of {fit.error:.2g} only, more than max_error={max_error}. The nearest earlier "
+            f"snapshot is of step {usable[-1].step}; more frequent snapshots make the error smaller"
         )
-    averages, buffers = _combine(usable, fit.coefficients)
-    return Reconstruction(averages, buffers, sigma_rel, step, fit, tuple(usable))
+    result = Reconstruction({}, {}, sigma_rel, step, fit, tuple(usable))
+    pairs = zip(usable, fit.coefficients, strict=True)
+    for index, (snapshot, share) in enumerate(pair for pair in pairs if pair[1] != 0):
+        _add(result, snapshot.path, share, is_first=index == 0)
+    return result
 
 
-def _combine(
-    snapshots: list[Snapshot], coefficients: Iterable[float]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Add up the averaged tensors of the files, and take the others from the last one."""
-    sums: dict[str, Tensor] = {}
-    buffers: dict[str, Tensor] = {}
-    needed = [pair for pair in zip(snapshots, coefficients, strict=True) if pair[1] != 0]
-    for snapshot, coefficient in needed:
-        seen: set[str] = set()
-        for name, tensor, averaged in _read_tensors(snapshot.path):
-            if not averaged:
-                buffers[name] = tensor.clone()
-                continue
-            seen.add(name)
-            wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-            if snapshot is needed[0][0]:
-                sums[name] = wide * coefficient
-            elif name in sums and sums[name].shape == wide.shape:
-                sums[name].add_(wide, alpha=coefficient)
-            else:
-                text = f"{snapshot.path} has another tensor {name!r} than the snapshots before it"
-                raise ValueError(text)
-        if missing := sums.keys() - seen:
-            raise ValueError(f"{snapshot.path} has no tensor {min(missing)!r}")
-    return sums, buffers
+def _add(result: Reconstruction, path: Path, coefficient: float, *, is_first: bool) -> None:
+    """Add the averaged tensors of a file, times its coefficient, and replace the buffers."""
+    sums = result.averages
+    seen: set[str] = set()
+    for name, tensor, averaged in _read_tensors(path):
+        if not averaged:
+            result.buffers[name] = tensor.clone()
+            continue
+        seen.add(name)
+        wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        if is_first:
+            sums[name] = wide * coefficient
+        elif name in sums and sums[name].shape == wide.shape:
+            sums[name].add_(wide, alpha=coefficient)
+        else:
+            raise ValueError(f"{path} has another tensor {name!r} than the snapshots before it")
+    if missing := sums.keys() - seen:
+        raise ValueError(f"{path} has no tensor {min(missing)!r}")
 
 
 class PostHocEMA:
     """Power averages of a model in training, with snapshots at intervals.
-
-    An average weighs the model of each update by the integral of its profile over the steps since the
-    last update, as the reconstruction assumes.
 
     Args:
         model: The model in training.
         directory: The folder of the snapshots, created if missing.
         sigma_rels: The relative widths of the averages, below 0.2886. Averages narrower than the
             narrowest of them cannot be reconstructed.
-        snapshot_every: Number of steps between snapshots, a multiple of ``update_every``; None saves
-            only in calls of :meth:`snapshot`. Ten or more snapshots in a run make the error small.
+        snapshot_every: Number of steps between snapshots, a multiple of ``update_every``; ten or
+            more in a run make the error small. None saves in calls of :meth:`snapshot` only.
         update_every: Number of steps between updates; the width does not depend on it.
-        dtype: A narrower dtype for the files, see :func:`save_snapshot`. The averages themselves are
-            kept in float32 or wider.
+        dtype: A narrower dtype for the files, see :func:`save_snapshot`.
         file_format: ``"pt"`` or ``"safetensors"``.
-
-    Raises:
-        ValueError: If there are no widths, a width is out of range, the numbers of steps are invalid,
-            or the model has no parameters.
     """
 
     def __init__(
@@ -390,10 +333,8 @@ class PostHocEMA:
         if update_every < 1:
             raise ValueError(f"PostHocEMA: update_every must be 1 or more, got {update_every}")
         if snapshot_every is not None and (snapshot_every < 1 or snapshot_every % update_every):
-            raise ValueError(
-                f"PostHocEMA: snapshot_every must be a multiple of update_every={update_every}, "
-                f"got {snapshot_every}"
-            )
+            text = f"a multiple of update_every={update_every}, got {snapshot_every}"
+            raise ValueError(f"PostHocEMA: snapshot_every must be {text}")
         _check_options(dtype, file_format)
         self.directory = Path(directory)
         self.snapshot_every = snapshot_every
@@ -401,8 +342,8 @@ class PostHocEMA:
         self.file_format = file_format
         self._sigma_rels = [float(sigma_rel) for sigma_rel in sigma_rels]
         self._update_every = update_every
-        # It is updated at every step that update_every divides. As Power only depends on the ratio of
-        # steps, counting updates gives the decays of all steps since the last update.
+        # It is updated at every step that update_every divides. As Power only depends on the ratio
+        # of steps, counting updates gives the decays of all steps since the last update.
         self._ema = EMA(model, schedule=[*map(Power, self._sigma_rels)], buffers="ignore")
         self._step = 0
 
@@ -413,16 +354,13 @@ class PostHocEMA:
 
     def _tensors(self) -> list[dict[str, Tensor]]:
         """Return the tensors of each average; an empty list before the first update."""
-        if not self._ema.n_averaged:
-            return []
-        return [dict(average["tensors"]) for average in self._ema.state_dict()["averages"]]
+        averages = self._ema.state_dict()["averages"] if self._ema.n_averaged else []
+        return [dict(average["tensors"]) for average in averages]
 
     def update(self) -> None:
         """Count a step of training. Call it after each step of the optimizer.
 
-        Raises:
-            NameMismatchError: If the parameters of the model are not those of the first update.
-            RuntimeError: If the average of an ``EMA`` is swapped into the model.
+        It raises the errors of ``EMA.update()``, such as NameMismatchError for other parameters.
         """
         if (self._step + 1) % self._update_every == 0:
             self._ema.update()
@@ -431,26 +369,16 @@ class PostHocEMA:
             self.snapshot()
 
     def snapshot(self) -> list[Snapshot]:
-        """Save each average to a file of its own, with the step of the latest update.
-
-        Raises:
-            RuntimeError: If there has been no update yet.
-        """
+        """Save each average to a file of its own, with the step of the latest update."""
         averages = self._tensors()
         if not averages:
             raise RuntimeError("PostHocEMA: there is no average to save before the first update")
         saved = _saved(self._ema.model)
-        buffers = {name: tensor for name, tensor in saved.items() if name not in averages[0]}
+        options: dict[str, Any] = {"dtype": self.dtype, "file_format": self.file_format}
+        options["buffers"] = {name: saved[name] for name in saved if name not in averages[0]}
+        options["step"] = self._step - self._step % self._update_every
         return [
-            save_snapshot(
-                self.directory,
-                tensors,
-                step=self._step - self._step % self._update_every,
-                sigma_rel=sigma_rel,
-                buffers=buffers,
-                dtype=self.dtype,
-                file_format=self.file_format,
-            )
+            save_snapshot(self.directory, tensors, sigma_rel=sigma_rel, **options)
             for tensors, sigma_rel in zip(averages, self._sigma_rels, strict=True)
         ]
 
@@ -459,36 +387,26 @@ class PostHocEMA:
     ) -> Reconstruction:
         """Combine the snapshots up to the present step, see :func:`reconstruct`.
 
-        Later snapshots are ignored: they belong to a run that was resumed from an earlier checkpoint.
+        Later snapshots are ignored: they are of a run that was resumed from an earlier checkpoint.
         """
         found = [each for each in find_snapshots(self.directory) if each.step <= self._step]
         return reconstruct(found, sigma_rel, step, max_error=max_error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that training resumes from; ``torch.load(weights_only=True)`` reads it."""
-        return {
-            "step": self._step,
-            "update_every": self._update_every,
-            "sigma_rels": list(self._sigma_rels),
-            "averages": self._tensors(),
-        }
+        """Return the state to resume from; ``torch.load(weights_only=True)`` reads it."""
+        options = {"update_every": self._update_every, "sigma_rels": [*self._sigma_rels]}
+        return {"step": self._step, **options, "averages": self._tensors()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from the result of :meth:`state_dict`.
-
-        Raises:
-            ValueError: If the state has averages of other widths or another interval, is invalid, or, as
-                a NameMismatchError, is of another model. Nothing is changed then.
-        """
+        """Resume from :meth:`state_dict`; a state of other options or another model is a ValueError."""
         for key, own in (("sigma_rels", self._sigma_rels), ("update_every", self._update_every)):
             if state_dict[key] != own:
-                text = f"the state is of averages with {key}={state_dict[key]!r}, not {own!r}"
-                raise ValueError(text)
-        step = state_dict["step"]
-        updates = step // self._update_every
+                found = f"{key}={state_dict[key]!r}"
+                raise ValueError(f"the state is of averages with {found}, not {own!r}")
+        updates = state_dict["step"] // self._update_every
         averages = state_dict["averages"] or [{} for _ in self._sigma_rels]
         state = self._ema.state_dict()
         state |= {"step": updates, "start": 1 if updates else None, "n_averaged": updates}
         state["averages"] = [{"tensors": one, "rests": {}, "generators": {}} for one in averages]
         self._ema.load_state_dict(state)
-        self._step = step
+        self._step = state_dict["step"]

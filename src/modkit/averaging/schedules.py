@@ -23,7 +23,6 @@ __all__ = [
     "Custom",
     "Equal",
     "HalfLife",
-    "HalfLifeFraction",
     "InverseGamma",
     "PerUpdate",
     "Power",
@@ -50,20 +49,7 @@ def bounds(
     at_most: float | None = None,
     below: float | None = None,
 ) -> dict[str, Any]:
-    """Return metadata for a dataclass field that limits the values of the field.
-
-    Example:
-        >>> from dataclasses import dataclass, field
-        >>> @dataclass(frozen=True)
-        ... class Sine(Schedule):
-        ...     period: float = field(metadata=bounds(above=0))
-        ...
-        ...     def decay_at(self, n):
-        ...         return math.sin(n / self.period) ** 2
-        >>> Sine(period=-3)
-        Traceback (most recent call last):
-        ValueError: Sine: period must be more than 0, got -3
-    """
+    """Return metadata that limits a dataclass field: ``field(metadata=bounds(above=0))``."""
     lower = ("at least", operator.ge, at_least), ("more than", operator.gt, above)
     upper = ("at most", operator.le, at_most), ("less than", operator.lt, below)
     return {"bounds": [limit for limit in (*lower, *upper) if limit[2] is not None]}
@@ -91,18 +77,17 @@ def _checked(owner: str, declared: "Field[Any]", value: Any) -> Any:
         return value
     allowed = math.isfinite(value) and all(allows(value, limit) for _, allows, limit in limits)
     if not allowed or (is_whole and not float(value).is_integer()):
-        kind = "a whole number" if is_whole else "" if limits else "a finite number"
-        wanted = [kind, *(f"{words} {limit:g}" for words, _, limit in limits)]
-        text = " and ".join(filter(None, wanted))
+        wanted = ["a whole number"] if is_whole else [] if limits else ["a finite number"]
+        text = " and ".join([*wanted, *(f"{words} {limit:g}" for words, _, limit in limits)])
         raise ValueError(f"{owner}: {declared.name} must be {text}, got {value!r}")
     return int(float(value)) if is_whole else float(value) if is_number else value
 
 
 @dataclass(frozen=True)
 class Schedule(ABC):
-    """Base class of all schedules; a subclass is a frozen dataclass that implements :meth:`decay_at`.
+    """Base class of schedules; a subclass is a frozen dataclass that implements :meth:`decay_at`.
 
-    Fields that are numbers must be finite, and :func:`bounds` limits them further. To resume such an
+    Fields that are numbers must be finite, and :func:`bounds` limits them further. To resume an
     average, create it with an equal schedule: :func:`from_config` knows modkit's own classes only.
     """
 
@@ -122,11 +107,7 @@ class Schedule(ABC):
         return math.prod(self(step) for step in range(n - k + 1, n + 1))
 
     def __call__(self, n: int) -> float:
-        """Return the decay of step ``n``; 0 for the copy, ``n = 0``, and before.
-
-        Raises:
-            ValueError: If :meth:`decay_at` returns a value that is not between 0 and 1.
-        """
+        """Return the decay of step ``n``, which must be from 0 to 1; 0 for the copy and before."""
         return self._checked_decay(self.decay_at(n), n) if n > 0 else 0.0
 
     def _checked_decay(self, decay: float, n: int) -> float:
@@ -135,39 +116,22 @@ class Schedule(ABC):
         raise ValueError(f"{self}: the decay of step {n} must be between 0 and 1, got {decay!r}")
 
     def over(self, n: int, k: int) -> float:
-        """Return the decay of the ``k`` steps up to step ``n`` together, for one update in ``k`` steps.
+        """Return the product of the decays of the ``k`` steps up to ``n``; 0 with the copy.
 
-        Args:
-            n: Number of the last of the steps.
-            k: Number of steps.
-
-        Returns:
-            The product of the decays of the steps; 0 if the copy is one of them.
-
-        Raises:
-            ValueError: If ``k`` is less than 1, or a decay is not between 0 and 1.
-
-        Example:
-            >>> Constant(0.99).over(20, 10) == 0.99**10
-            True
+        An update every ``k`` steps, 1 or more, uses it. Decays are validated as in a call.
         """
         if k < 1:
             raise ValueError(f"{type(self).__name__}: k must be 1 or more, got {k}")
         return self._checked_decay(self.decay_over(n, k), n) if n >= k else 0.0
 
     def to_config(self) -> dict[str, Any]:
-        """Return the name of the class and its fields, as a checkpoint stores them.
-
-        Example:
-            >>> HalfLife(1000).to_config()
-            {'name': 'HalfLife', 'half_life': 1000.0}
-        """
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
-        return {"name": type(self).__name__} | {
-            name: value.to_config() if isinstance(value, Schedule) else value
-            for name, value in values.items()
-            if value is not None
-        }
+        """Return the name of the class and its fields, as a checkpoint stores them."""
+        config: dict[str, Any] = {"name": type(self).__name__}
+        for declared in fields(self):
+            value = getattr(self, declared.name)
+            if declared.init and value is not None:
+                config[declared.name] = value.to_config() if isinstance(value, Schedule) else value
+        return config
 
 
 class _ClosedForm(Schedule):
@@ -176,10 +140,6 @@ class _ClosedForm(Schedule):
     @override
     def decay_at(self, n: int) -> float:
         return self.decay_over(n, 1)
-
-    @override
-    @abstractmethod
-    def decay_over(self, n: int, k: int) -> float: ...
 
 
 class _Clamped(Schedule):
@@ -191,9 +151,8 @@ class _Clamped(Schedule):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        low, high = self.min_decay, self.decay
-        if low > high:
-            text = f"min_decay must not exceed decay={high}, got {low}"
+        if self.min_decay > self.decay:
+            text = f"min_decay must not exceed decay={self.decay}, got {self.min_decay}"
             raise ValueError(f"{type(self).__name__}: {text}")
 
     @override
@@ -206,15 +165,7 @@ class _Clamped(Schedule):
 
 @dataclass(frozen=True)
 class Constant(_ClosedForm):
-    """The same decay at every step; the average spans about ``1 / (1 - decay)`` steps.
-
-    Args:
-        decay: The part of the average that each step keeps, from 0 to 1.
-
-    Example:
-        >>> Constant(0.9)(5)
-        0.9
-    """
+    """The same decay, 0 to 1, at every step; the average spans about ``1 / (1 - decay)`` steps."""
 
     decay: float = field(default=0.999, metadata=_FRACTION)
 
@@ -225,15 +176,7 @@ class Constant(_ClosedForm):
 
 @dataclass(frozen=True)
 class HalfLife(_ClosedForm):
-    """A constant decay by its half-life, as in Composer: ``d = 2 ** (-1 / half_life)``.
-
-    Args:
-        half_life: Number of steps after which a model's weight is halved, more than 0.
-
-    Example:
-        >>> round(HalfLife(1000).over(5000, 1000), 12)
-        0.5
-    """
+    """A decay that halves a model's weight in ``half_life`` steps: ``d = 2 ** (-1 / half_life)``."""
 
     half_life: float = field(metadata=_POSITIVE)
 
@@ -243,45 +186,12 @@ class HalfLife(_ClosedForm):
 
 
 @dataclass(frozen=True)
-class HalfLifeFraction(Schedule):
-    """A half-life that is a fraction of the run so far, as in torchtitan, for runs of any length.
-
-    ``d = 2 ** (-1 / (fraction * (n + step_bias)))``.
-
-    Args:
-        fraction: The half-life divided by the number of steps so far, more than 0.
-        step_bias: Added to the number of steps, so that the first decays are larger.
-
-    Example:
-        >>> HalfLifeFraction(0.05)(20_000) == HalfLife(1000)(1)
-        True
-    """
-
-    fraction: float = field(default=0.05, metadata=_POSITIVE)
-    step_bias: float = field(default=0.0, metadata=_NOT_NEGATIVE)
-
-    @override
-    def decay_at(self, n: int) -> float:
-        return math.pow(2.0, -1 / (self.fraction * (n + self.step_bias)))
-
-
-@dataclass(frozen=True)
 class InverseGamma(_Clamped):
-    """A decay that approaches 1 by an inverse power of the number of steps.
+    """A decay that approaches 1 by an inverse power: ``d = 1 - (1 + n / inv_gamma) ** -power``.
 
-    ``d = 1 - (1 + n / inv_gamma) ** -power``, as in k-diffusion (``EMAWarmup``), ema-pytorch,
-    diffusers and timm, and in mmengine with ``power=1``.
-
-    Args:
-        inv_gamma: Number of steps on which the decay grows, more than 0.
-        power: The exponent, more than 0: 2/3 for runs of a million steps (0.999 after 31,600
-            steps), 3/4 for shorter ones (after 10,000).
-        min_decay: The smallest decay.
-        decay: The largest decay, not less than ``min_decay``.
-
-    Example:
-        >>> round(InverseGamma(power=3 / 4)(10_000), 3)
-        0.999
+    It is that of k-diffusion (``EMAWarmup``), ema-pytorch, diffusers and timm, and of mmengine with
+    ``power=1``, clamped to ``min_decay`` and ``decay``. Use a power of 2/3 for runs of a million
+    steps (0.999 after 31,600 steps) and 3/4 for shorter ones (after 10,000).
     """
 
     inv_gamma: float = field(default=1.0, metadata=_POSITIVE)
@@ -298,14 +208,8 @@ class InverseGamma(_Clamped):
 class CountWarmup(_Clamped):
     """TensorFlow's warm-up, also in torch_ema, diffusers and d2go: ``d = (1 + n) / (offset + n)``.
 
-    Args:
-        decay: The largest decay. 0.999 is reached after 9,000 steps, 0.9999 after 90,000.
-        offset: The larger, the slower; 1 or more.
-        min_decay: The smallest decay, not more than ``decay``.
-
-    Example:
-        >>> CountWarmup(0.999)(8) == 0.5
-        True
+    A larger ``offset`` slows the growth; it is 1 or more. The decay is clamped to ``min_decay`` and
+    ``decay``; with the default offset, 0.999 is reached after 9,000 steps, 0.9999 after 90,000.
     """
 
     decay: float = field(default=0.999, metadata=_FRACTION)
@@ -321,12 +225,8 @@ class CountWarmup(_Clamped):
 class Equal(_ClosedForm):
     """The mean of all models that the average has seen (SWA): ``d = n / (n + 1)``.
 
-    With an update every ``k`` steps, the copy and the models of steps ``k``, ``2k``, ``3k`` and so
-    on have the same weight: ``over(n, k)`` is ``n / (n + k)``.
-
-    Example:
-        >>> Equal()(3), Equal().over(30, 10)
-        (0.75, 0.75)
+    With an update every ``k`` steps, the copy and the model of each update have the same weight:
+    ``over(n, k)`` is ``n / (n + k)``.
     """
 
     @override
@@ -342,18 +242,8 @@ class Power(_ClosedForm):
     steps is ``(1 - k / t) ** (gamma + 1)`` with ``t = n + 1``, since the copy is the first model.
     ``modkit.PostHocEMA`` combines averages of this kind.
 
-    Args:
-        sigma_rel: Standard deviation of that profile divided by the length of the run: more than 0
-            and less than 0.288675, the width of the equal average; 0.05 and 0.1 are usual.
-        gamma: The exponent, 0 or more, in place of the width.
-
-    Raises:
-        TypeError: If both are given, or neither.
-
-    Example:
-        >>> tenth = Power(sigma_rel=0.1)
-        >>> round(tenth.exponent, 2), round(tenth(9), 3)
-        (6.94, 0.433)
+    Give ``sigma_rel``, the standard deviation of that profile divided by the length of the run, or
+    ``gamma``. ``sigma_rel`` is below 0.288675, the width of the equal average; 0.05 and 0.1 are usual.
     """
 
     sigma_rel: float | None = field(default=None, metadata=bounds(above=0, below=_WIDEST))
@@ -375,15 +265,9 @@ class Power(_ClosedForm):
 
 @dataclass(frozen=True)
 class Window(_ClosedForm):
-    """The mean of the latest models that ``EMA`` has seen: LAWA, https://arxiv.org/abs/2209.14981.
+    """The mean of the latest ``window`` models of ``EMA``: LAWA, https://arxiv.org/abs/2209.14981.
 
-    Args:
-        window: Number of models, 1 or more; a copy of the weights of each is kept. The decay is the
-            weight of the other models beside the latest one.
-
-    Example:
-        >>> [Window(3).over(n, 1) for n in (0, 1, 100)]
-        [0.0, 0.5, 0.6666666666666667]
+    A copy of the weights of each is kept. The decay is the weight of all models but the latest one.
     """
 
     window: int = field(metadata=bounds(at_least=1))
@@ -397,22 +281,15 @@ class Window(_ClosedForm):
 class BEMA(_ClosedForm):
     """A bias-corrected average, without the lag of an EMA: BEMA, https://arxiv.org/abs/2508.00180.
 
-    It is ``average + (lag + multiplier * n) ** -bias_power * (model - first)``. An update at step ``n``
-    moves the average by ``(lag + multiplier * n) ** -ema_power`` of the way to the model, for any
-    ``update_every``, which is 400 in the paper. To reproduce it, call ``EMA.update()`` once before
-    training, so that the first weights are the initial ones. trl counts from the beginning of training:
-    its ``update_after=a`` is ``update_after_step=a`` with the lag ``lag + multiplier * a``.
+    It is ``average + (lag + multiplier * n) ** -bias_power * (model - first)``. An update at step
+    ``n`` moves the average by ``(lag + multiplier * n) ** -ema_power`` of the way to the model, for
+    any ``update_every``, which is 400 in the paper. To reproduce it, call ``EMA.update()`` once
+    before training, so that the first weights are the initial ones. trl counts from the start of
+    training: its ``update_after=a`` is ``update_after_step=a`` with the lag ``lag + multiplier * a``.
 
-    Args:
-        ema_power: How fast the average slows down; 0 keeps the latest model.
-        bias_power: How fast the correction fades; 0 keeps it constant.
-        lag: The initial age of the average, more than 0.
-        multiplier: The age that each step adds.
-        min_ema_multiplier: The smallest part of the way that an update moves by.
-
-    Example:
-        >>> [round(BEMA().over(n, 400), 3) for n in (400, 4000)]
-        [0.951, 0.984]
+    Larger powers slow the average down, and end the correction, faster; 0 keeps the latest model, or
+    a constant correction. ``lag`` is the initial age of the average, ``multiplier`` the age that each
+    step adds, and ``min_ema_multiplier`` the smallest part of the way that an update moves by.
     """
 
     ema_power: float = field(default=0.5, metadata=_NOT_NEGATIVE)
@@ -433,18 +310,10 @@ class BEMA(_ClosedForm):
 
 @dataclass(frozen=True)
 class PerUpdate(_ClosedForm):
-    """A schedule whose decay counts once per update, as in ema-pytorch.
+    """A schedule, a decay or a function whose decay counts once per update, as in ema-pytorch.
 
     With ``update_every=k``, the update at step ``n`` uses ``schedule(n)`` alone, and not
-    ``schedule.over(n, k)``, the decay of ``k`` steps together.
-
-    Args:
-        schedule: The schedule to wrap, a decay or a function; not :class:`Window` or :class:`BEMA`,
-            which count updates anyway.
-
-    Example:
-        >>> PerUpdate(0.99).over(20, 10)
-        0.99
+    ``schedule.over(n, k)``. :class:`Window` and :class:`BEMA` count updates anyway.
     """
 
     schedule: Decay
@@ -463,15 +332,10 @@ class PerUpdate(_ClosedForm):
 
 @dataclass(frozen=True)
 class Custom(Schedule):
-    """A function of the number of the step.
+    """A function that maps ``n``, 1 or more, to a decay from 0 to 1.
 
-    Args:
-        function: Maps ``n``, 1 or more, to a decay from 0 to 1. It must depend on ``n`` only, since
-            it is called with the steps in any order. A checkpoint does not contain it.
-
-    Example:
-        >>> Custom(lambda n: 1 - 1 / (n + 1) ** 0.5)(3)
-        0.5
+    It must depend on ``n`` only, since it is called with the steps in any order. A checkpoint does
+    not contain it.
     """
 
     function: Callable[[int], float]
@@ -493,24 +357,15 @@ class Custom(Schedule):
 def from_config(config: Mapping[str, Any]) -> Schedule:
     """Return the schedule that :meth:`Schedule.to_config` described.
 
-    Args:
-        config: The name of a class of this module under ``"name"``, and its fields.
-
-    Raises:
-        ValueError: If the name is not that of such a class, or is ``"Custom"``.
-        TypeError: If the fields are not those of that class.
-
-    Example:
-        >>> from_config({"name": "Power", "sigma_rel": 0.1})
-        Power(sigma_rel=0.1, gamma=None)
+    A class that is not one of this module's, or is ``Custom``, is a ValueError.
     """
     given = dict(config)
     name = given.pop("name", None)
     # Only classes of this module: a checkpoint must not choose code to run.
     known = [one for one in __all__ if one[0].isupper() and one not in ("Schedule", "Custom")]
     if name not in known:
-        text = f"no schedule to make from {config!r}: the name must be one of {', '.join(known)}"
-        raise ValueError(text)
+        names = ", ".join(known)
+        raise ValueError(f"no schedule to make from {config!r}: the name must be one of {names}")
     if isinstance(given.get("schedule"), Mapping):
         given["schedule"] = from_config(given["schedule"])
     try:
@@ -521,12 +376,7 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
 
 
 def as_schedule(decay: Decay) -> Schedule:
-    """Return a schedule for a constant decay, a schedule or a function of the number of the step.
-
-    Example:
-        >>> as_schedule(0.99)
-        Constant(decay=0.99)
-    """
+    """Return the schedule of a constant decay, a schedule or a function of the step's number."""
     if isinstance(decay, Schedule):
         return decay
     return Custom(decay) if callable(decay) else Constant(decay)
@@ -535,20 +385,12 @@ def as_schedule(decay: Decay) -> Schedule:
 def profile(decay: Decay, n: int, update_every: int = 1) -> list[float]:
     """Return the weight that the model of each update has in the average, the copy first.
 
-    Args:
-        decay: A constant decay, a schedule or a function.
-        n: Number of steps since the copy.
-        update_every: Interval of the updates in steps.
-
-    Returns:
-        One number for the copy and one for each update up to step ``n``; their sum is 1. The
-        correction of :class:`BEMA` may make that of the copy negative.
+    The weights are those after ``n`` steps, and their sum is 1. The correction of :class:`BEMA` may
+    make that of the copy negative.
 
     Example:
         >>> profile(0.5, 4, update_every=2)
         [0.0625, 0.1875, 0.75]
-        >>> profile(Window(2), 3)
-        [0.0, 0.0, 0.5, 0.5]
     """
     schedule, last = as_schedule(decay), n - n % update_every
     if isinstance(schedule, Window):
@@ -568,14 +410,7 @@ def profile(decay: Decay, n: int, update_every: int = 1) -> list[float]:
 def gamma_of(sigma_rel: float) -> float:
     """Return the exponent of the power function whose relative width is ``sigma_rel``.
 
-    It is the positive root of ``x**3 + 7 * x**2 + (16 - s) * x + 12 - s`` with ``s = sigma_rel ** -2``.
-
-    Raises:
-        ValueError: If the width is not above 0 and below 0.2886, that of the equal average.
-
-    Example:
-        >>> round(gamma_of(0.05), 2)
-        16.97
+    It is the positive root of ``x**3 + 7 * x**2 + (16 - s) * x + 12 - s``, ``s = sigma_rel**-2``.
     """
     if not 0 < sigma_rel < _WIDEST:
         raise ValueError(f"sigma_rel must be above 0 and below 0.2886, got {sigma_rel!r}")
@@ -591,12 +426,7 @@ def gamma_of(sigma_rel: float) -> float:
 
 
 def sigma_rel_of(gamma: float) -> float:
-    """Return the relative width of the power function with this exponent, 0 or more.
-
-    Example:
-        >>> round(sigma_rel_of(6.94), 3)
-        0.1
-    """
+    """Return the relative width of the power function with this exponent, 0 or more."""
     if not gamma >= 0:
         raise ValueError(f"gamma must be 0 or more, got {gamma!r}")
     return math.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2)

@@ -33,8 +33,7 @@ def local_shard(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
-        shard: Tensor = cast("Any", tensor).to_local()
-    return shard
+        return cast("Tensor", cast("Any", tensor).to_local())
 
 
 def has_shards(model: torch.nn.Module) -> bool:
@@ -45,9 +44,7 @@ def has_shards(model: torch.nn.Module) -> bool:
 def sharded_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules that ``fully_shard`` was called for."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return []
-    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    return [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)] if fsdp else []
 
 
 def is_fully_sharded(model: object) -> bool:
@@ -67,15 +64,11 @@ def meshes_of(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 def true_everywhere(flag: Tensor, meshes: Iterable[Any]) -> Tensor:
-    """Return whether a flag is true on all ranks of the meshes: one all-reduce of an int32.
-
-    Without meshes there is no communication.
-    """
+    """Return True if a flag is true on all ranks: one all-reduce per dimension of the meshes."""
     number = flag
-    # All ranks go through them in the same order.
+    # All ranks go through the meshes in the same order.
     for mesh in meshes:
-        number = number.to(torch.int32)
-        number = number.to(mesh.device_type)
+        number = number.to(mesh.device_type, torch.int32)
         for dimension in range(mesh.ndim):
             group = mesh.get_group(dimension)
             torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MIN, group=group)
@@ -105,10 +98,9 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a sharded one. This is a collective."""
     if not is_sharded(tensor):
         return tensor
-    split: Any = tensor
     # Offloaded shards go to the device of the mesh, where the collective runs.
-    found: Tensor = split.to(split.device_mesh.device_type).full_tensor()
-    return found
+    sharded = cast("Any", tensor)
+    return cast("Tensor", sharded.to(sharded.device_mesh.device_type).full_tensor())
 
 
 def split_up(state: Any, members: Mapping[str, Tensor]) -> Any:
@@ -117,12 +109,9 @@ def split_up(state: Any, members: Mapping[str, Tensor]) -> Any:
         return [split_up(value, members) for value in state]
     if not isinstance(state, Mapping):
         return state
-    return {
-        key: shards_of(value, members.get(key))
-        if isinstance(value, Tensor)
-        else split_up(value, members)
-        for key, value in state.items()
-    }
+    sharded = {key: split_up(value, members) for key, value in state.items()}
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    return sharded | {key: shards_of(value, members.get(key)) for key, value in tensors.items()}
 
 
 def shards_of(value: Tensor, like: Any) -> Tensor:
@@ -131,61 +120,44 @@ def shards_of(value: Tensor, like: Any) -> Tensor:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    # Each rank has the full tensor, and takes its part without communication.
-    placed = value.to(like.device)
-    return distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)
-
-
-# Copies of sharded models: torch refuses to deep-copy them.
+    # Without a source rank, each rank takes its part of its own tensor: no communication.
+    value = value.to(like.device)
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def copy_fully_sharded(model: ModelT, memo: dict[int, Any]) -> ModelT:
-    """Return a copy of a model that is sharded like it. There is no communication.
+    """Deep-copy a model with its shards, which torch refuses; ``memo`` is that of ``deepcopy``.
 
-    Each rank copies its own shards. No parameter is gathered.
-
-    Args:
-        model: A model with parts for which ``fully_shard`` was called.
-        memo: Memo of ``deepcopy``.
-
-    Raises:
-        ValueError: A parameter is also sharded in another way, such as tensor parallelism.
+    Each rank copies its own shards, without communication. A parameter that is also sharded in
+    another way, such as tensor parallelism, is a ValueError.
     """
     reshard(model)
     calls = fully_shard_calls(model)
-    parameters = dict(model.named_parameters())
-    _check(model, calls, parameters)
-    placements: dict[int, Any] = {}
-    for parameter in parameters.values():
-        if is_sharded(parameter):
-            memo[id(parameter)] = room = _room_for(parameter)
-            # ``fully_shard`` takes the dimension that is sharded; the first one may be of replicas.
-            placements[id(room)] = cast("Any", parameter).placements[-1]
-    copied = _unsharded_copy(model, calls, memo)
-    # Inner modules first, as in the model.
-    for call in calls:
-        call.repeat([memo[id(module)] for module in call.modules], placements)
-    _fill(copied, parameters)
-    return copied
-
-
-def _check(
-    model: torch.nn.Module, calls: list[FullyShardCall], parameters: Mapping[str, Tensor]
-) -> None:
     meshes = [mesh for call in calls for mesh in call.meshes]
     known = all(call.can_be_repeated() for call in calls)
-    for name, parameter in parameters.items():
-        if is_sharded(parameter) and not (known and cast("Any", parameter).device_mesh in meshes):
+    shards = {name: cast("Any", p) for name, p in model.named_parameters() if is_sharded(p)}
+    placements: dict[int, Any] = {}
+    for name, shard in shards.items():
+        if not known or shard.device_mesh not in meshes:
             raise ValueError(
                 f"{type(model).__name__}: parameter {name} is sharded by more than fully_shard with "
                 "one mesh, so the model cannot be copied. modkit.EMA averages it without a copy."
             )
-
-
-def _room_for(parameter: Tensor) -> torch.nn.Parameter:
-    """Return a full parameter without storage."""
-    room = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return torch.nn.Parameter(room, requires_grad=parameter.requires_grad)
+        empty = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
+        memo[id(shard)] = room = torch.nn.Parameter(empty, requires_grad=shard.requires_grad)
+        # ``fully_shard`` takes the dimension that is sharded; the first one may be of replicas.
+        placements[id(room)] = shard.placements[-1]
+    copied = _unsharded_copy(model, calls, memo)
+    # Inner modules first, as in the model.
+    for call in calls:
+        call.repeat([memo[id(module)] for module in call.modules], placements)
+    device = next((local_shard(shard).device for shard in shards.values()), None)
+    copied._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    with torch.no_grad():
+        for name, parameter in copied.named_parameters():
+            if is_sharded(parameter):
+                local_shard(parameter).copy_(local_shard(shards[name]))
+    return copied
 
 
 def _unsharded_copy(model: ModelT, calls: list[FullyShardCall], memo: dict[int, Any]) -> ModelT:
@@ -219,18 +191,3 @@ def _without(state: dict[str, Any], added: set[str], hooks: set[int]) -> dict[st
             if len(numbers) < len(table):
                 kept[key] = type(table)((number, table[number]) for number in numbers)
     return kept
-
-
-def _fill(copied: torch.nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    """Materialize the parameters of a copy with the values of the model."""
-
-    def materialized(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-
-    shards = [tensor for tensor in parameters.values() if is_sharded(tensor)]
-    device = local_shard(shards[0]).device if shards else None
-    copied._apply(materialized)
-    with torch.no_grad():
-        for name, parameter in copied.named_parameters():
-            if is_sharded(parameter):
-                local_shard(parameter).copy_(local_shard(parameters[name]))

@@ -19,7 +19,6 @@ SCHEDULES: list[Any] = [
     schedules.CountWarmup(0.999),
     schedules.Equal(),
     schedules.HalfLife(3),
-    schedules.HalfLifeFraction(0.1),
     schedules.InverseGamma(power=0.75),
     schedules.Power(sigma_rel=0.1),
     schedules.Window(3),

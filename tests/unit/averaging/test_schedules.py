@@ -18,7 +18,6 @@ from modkit.schedules import (
     Custom,
     Equal,
     HalfLife,
-    HalfLifeFraction,
     InverseGamma,
     PerUpdate,
     Power,
@@ -69,11 +68,6 @@ REFERENCES = [
         id="d2go",
     ),
     pytest.param(HalfLife(1000), lambda n: 0.5 ** np.full(n.shape, 1 / 1000), id="composer"),
-    pytest.param(
-        HalfLifeFraction(0.05, step_bias=3),
-        lambda n: 2 ** (-1 / (0.05 * (n + 3))),
-        id="torchtitan",
-    ),
     pytest.param(Equal(), lambda n: 1 - 1 / (n + 1), id="swa"),
     pytest.param(
         Power(sigma_rel=0.05),
@@ -254,10 +248,9 @@ def test_numbers_of_other_libraries():
         (lambda: Constant(math.nan), "Constant: decay must be at least 0 and at most 1, got nan"),
         (lambda: HalfLife(0), "HalfLife: half_life must be more than 0, got 0"),
         (lambda: HalfLife(math.inf), "HalfLife: half_life must be more than 0, got inf"),
-        (lambda: HalfLifeFraction(-1), "HalfLifeFraction: fraction must be more than 0, got -1"),
         (
-            lambda: HalfLifeFraction(0.1, step_bias=-1),
-            "HalfLifeFraction: step_bias must be at least 0, got -1",
+            lambda: schedules.BEMA(bias_power=-1),
+            "BEMA: bias_power must be at least 0, got -1",
         ),
         (lambda: InverseGamma(inv_gamma=0), "InverseGamma: inv_gamma must be more than 0, got 0"),
         (lambda: InverseGamma(power=-2), "InverseGamma: power must be more than 0, got -2"),
