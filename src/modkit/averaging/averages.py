@@ -66,11 +66,6 @@ class Options(Selection):
                 f"{self.owner}: asynchronous=True needs device='cpu', got device={device!r}"
             )
 
-    @property
-    def selection(self) -> Selection:
-        """These options."""
-        return self
-
 
 # Flat buffers.
 

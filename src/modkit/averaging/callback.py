@@ -44,7 +44,7 @@ def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 def averaged_parameters(ema: EMA[Any]) -> list[torch.Tensor]:
     """Return the model's parameters that are averaged, or will be from the first update on."""
-    chooses = ema._engine.options.selection.chooses
+    chooses = ema._engine.options.chooses
     return [one.tensor for one in NamedTensors(ema.model).parameters.values() if chooses(one)]
 
 

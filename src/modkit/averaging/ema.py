@@ -159,7 +159,7 @@ class EMA(Generic[ModelT]):
                 f"EMA: {type(self.model).__name__} has no parameters to average. Create the EMA when "
                 "the model has its parameters; a quantized model keeps its weights elsewhere."
             )
-        selection = self._engine.options.selection
+        selection = self._engine.options
         if not any(map(selection.chooses, parameters)):
             raise ValueError(
                 f"EMA: include={selection.include!r}, exclude={selection.exclude!r}, trainable_only="
@@ -257,7 +257,7 @@ class EMA(Generic[ModelT]):
                 has no averaged parameter. None is attached then.
         """
         named = NamedTensors(self.model).parameters.values()
-        chosen = {id(one.tensor) for one in named if self._engine.options.selection.chooses(one)}
+        chosen = {id(one.tensor) for one in named if self._engine.options.chooses(one)}
         self._attached.add(self, optimizers, chosen)
         return self
 
@@ -304,6 +304,7 @@ class EMA(Generic[ModelT]):
     @torch.no_grad()
     def store(self) -> None:
         """Store a copy of what :meth:`copy_to` replaces, until :meth:`restore`."""
+        self._check_restored("store", self.model)
         named = NamedTensors(self.model)
         names = self._engine.named(0) or dict.fromkeys(named.all())
         self._stored = {name: named.tensor(name).detach().clone() for name in names}

@@ -208,6 +208,15 @@ def test_copy_and_restore() -> None:
     assert same_state(net, before)
 
 
+def test_nothing_is_stored_inside() -> None:
+    """Inside `applied()` the model holds the average, which is not what is to be stored."""
+    ema = half(network())
+    with ema.applied(), pytest.raises(RuntimeError, match=r"store\(\) was called inside"):
+        ema.store()
+    with pytest.raises(RuntimeError, match="nothing is stored"):
+        ema.restore()
+
+
 def test_a_model_of_the_average() -> None:
     """It is a copy of the class, in evaluation mode, without gradients, and shares nothing."""
     net = network()
