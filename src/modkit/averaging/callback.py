@@ -196,13 +196,13 @@ class EMACallback(Generic[ModelT]):
     on_train_batch_start = on_exception = on_validation_end
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the averages, and the training weights while the average is swapped in."""
+        """Return the state of the averages, and during an evaluation the training weights."""
         return self.ema.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state after the model, whose weights are the average if it was saved in evaluation.
+        """Load a state. Load the model first: if it was saved in an evaluation, it has the average.
 
-        This method restores the training weights then, with a warning.
+        This method then restores the training weights, with a warning.
         """
         self.ema.load_state_dict(state_dict)
 

@@ -55,8 +55,8 @@ class EMA(Generic[ModelT]):
     an average, swap it into the model with :meth:`applied`. The first update copies the parameters;
     each later one computes ``average = decay * average + (1 - decay) * parameter``.
 
-    Tensors are matched by name; tied tensors are averaged once. If the names or shapes of a model do
-    not match, every method raises a ``NameMismatchError`` before anything changes; :meth:`rebind`
+    Tensors are matched by name; tied tensors are averaged once. If the names or shapes of a model
+    do not match, a method raises ``NameMismatchError`` before anything changes; :meth:`rebind`
     adapts the averages. No update synchronizes with an accelerator, except with
     ``on_nonfinite="raise"``, and the first one with ``"skip"``.
 
@@ -125,8 +125,8 @@ class EMA(Generic[ModelT]):
     ) -> None:
         if not isinstance(cast("object", model), torch.nn.Module):
             raise TypeError(
-                f"EMA: model must be a torch.nn.Module, got {type(model).__name__}. Pass the model, "
-                "not its parameters: EMA(model, decay) averages by name and swaps them itself."
+                f"EMA: model must be a torch.nn.Module, got {type(model).__name__}. Pass the "
+                "model, not parameters: EMA(model, decay) averages by name and swaps them itself."
             )
         self.model = model
         self.update_after_step = checked_count("update_after_step", update_after_step, 0)
@@ -156,21 +156,22 @@ class EMA(Generic[ModelT]):
         parameters = NamedTensors(self.model).parameters.values()
         if not parameters:
             raise ValueError(
-                f"EMA: {type(self.model).__name__} has no parameters to average. Create the EMA when "
-                "the model has its parameters; a quantized model keeps its weights elsewhere."
+                f"EMA: {type(self.model).__name__} has no parameters to average. Create the EMA "
+                "when the model has its parameters; a quantized model keeps its weights elsewhere."
             )
         selection = self._engine.options
         if not any(map(selection.chooses, parameters)):
             raise ValueError(
-                f"EMA: include={selection.include!r}, exclude={selection.exclude!r}, trainable_only="
-                f"{selection.trainable_only} select none of the {len(parameters)} parameters"
+                f"EMA: include={selection.include!r}, exclude={selection.exclude!r}, "
+                f"trainable_only={selection.trainable_only} select none of the "
+                f"{len(parameters)} parameters"
             )
 
     def _check_restored(self, method: str, model: torch.nn.Module) -> None:
         if any_swapped(model):
             raise RuntimeError(
-                f"EMA.{method}() was called inside applied(): the model holds the averaged weights. "
-                f"Call {method}() outside of the block."
+                f"EMA.{method}() was called inside applied(): the model holds the averaged "
+                f"weights. Call {method}() outside of the block."
             )
 
     @property
@@ -253,8 +254,8 @@ class EMA(Generic[ModelT]):
         step, when each has stepped or one steps again.
 
         Raises:
-            TypeError, ValueError: If one is not a ``torch.optim.Optimizer``, is attached already, or
-                has no averaged parameter. None is attached then.
+            TypeError, ValueError: If one is not a ``torch.optim.Optimizer``, is attached already,
+                or has no averaged parameter. None is attached then.
         """
         named = NamedTensors(self.model).parameters.values()
         chosen = {id(one.tensor) for one in named if self._engine.options.chooses(one)}

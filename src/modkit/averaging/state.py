@@ -190,9 +190,8 @@ def read(
     """Read and validate a state for an ``EMA`` that averages ``model`` with these options.
 
     Raises:
-        ValueError: If the state is of another kind, of a later version, of another number of
-            averages, or a part of it is missing or invalid. Unless ``on_nonfinite`` is
-            ``"ignore"``, averages must be finite.
+        ValueError: If the state is of another kind, version or number of averages, or a part is
+            missing, invalid, or not finite unless ``on_nonfinite`` is ``"ignore"``.
     """
     if not isinstance(cast("object", state), Mapping):
         raise _error(f"the state must be a mapping, got {_shown(state)}")
@@ -218,10 +217,9 @@ def _read_own(state: State, model: torch.nn.Module, schedules: list[Schedule]) -
     part = _Part(_OWN, state)
     counts = {"step": 0, "n_averaged": 0, "update_every": 1, "update_after_step": 0}
     part.require(("version", *counts, "start", "schedules", "averages", "buffers"))
-    if part.integer("version", 1) > VERSION:
-        raise _error(
-            f"the state has version {state['version']}, newer than {VERSION}; update modkit"
-        )
+    version = part.integer("version", 1)
+    if version > VERSION:
+        raise _error(f"the state has version {version}, newer than {VERSION}; update modkit")
     values: dict[str, Any] = {name: part.integer(name, least) for name, least in counts.items()}
     start: int | None = None
     if values["n_averaged"]:
@@ -237,12 +235,13 @@ def _read_own(state: State, model: torch.nn.Module, schedules: list[Schedule]) -
     if len(averages) != len(schedules):
         part.refuse("averages", f"a list of {len(schedules)}, one for each schedule")
     saved = [_schedule(*pair) for pair in zip(configs, schedules, strict=True)]
-    pairs = zip(averages, saved, strict=True)
     return LoadedState(
         **values,
         start=start,
         schedules=saved,
-        averages=[_average(one, schedule, values["n_averaged"]) for one, schedule in pairs],
+        averages=[
+            _average(*pair, values["n_averaged"]) for pair in zip(averages, saved, strict=True)
+        ],
         buffers=part.inside("buffers").tensors(),
         raw=_raw(part.inside("raw"), model) if "raw" in state else {},
     )
@@ -267,11 +266,9 @@ def _schedule(part: _Part, own: Schedule) -> Schedule:
             return saved
     except (TypeError, ValueError) as failed:
         error = failed
-    raise _error(
-        f"{part.path} of the state, {_shown(dict(part.values))}, cannot be created: {error}. If it "
-        "was a function or a subclass of Schedule, pass an equal one to EMA as schedule=; this one "
-        f"has {own}"
-    )
+    remedy = "If it was a function or a subclass of Schedule, pass an equal one to EMA as schedule="
+    what = f"{part.path} of the state, {_shown(dict(part.values))}, cannot be created"
+    raise _error(f"{what}: {error}. {remedy}; this one has {own}")
 
 
 def _average(part: _Part, schedule: Schedule | None, n_averaged: int) -> dict[str, Any]:
@@ -358,10 +355,6 @@ def matched(
 
     Returns:
         The averaged tensors, the names of the copied buffers, and the tensors of each average.
-
-    Raises:
-        NameMismatchError: If names or shapes differ.
-        ValueError: If an average is of integers, or complex and the parameter real or vice versa.
     """
     averaged: dict[str, Tensor] = dict(loaded.averages[0]["tensors"])
     copied = set(loaded.buffers)
@@ -510,18 +503,15 @@ def convert(state: State, model: torch.nn.Module, *, update_after_step: int = 0)
             # The first call copies.
             counted = max(part.integer("step") - update_after_step, 1)
             count = counted if part.get("initted", "True or False") else 0
-        case "torch":
-            averages, count = _below("module.", part), part.integer("n_averaged")
-        case "timm":
+        case "torch" | "timm":
             averages = _below("module.", part)
+            count = part.integer("n_averaged") if source == "torch" else None
         case "weights":
             averages, count = _below("", part), 1
         case _:
-            some = ", ".join(map(repr, list(state)[:5]))
-            raise _error(
-                "the state is neither from modkit.EMA, nor from a supported library, nor are its "
-                f"names those of the model: it begins with {some or 'nothing'}"
-            )
+            what = "the state is neither from modkit.EMA, nor from a supported library"
+            some = ", ".join(map(repr, list(state)[:5])) or "nothing"
+            raise _error(f"{what}, nor are its names those of the model: it begins with {some}")
     return Converted(source, averages, count, schedule)
 
 
@@ -545,12 +535,11 @@ def _below(prefix: str, part: _Part) -> dict[str, Tensor]:
 
 
 def _named_in_order(part: _Part, model: torch.nn.Module) -> dict[str, Tensor]:
-    """Give a list of tensors the names of the model's parameters: of all, or of those that train."""
+    """Name a list of tensors by the parameters of the model: all, or those that train."""
     found = part.get("shadow_params", "a list")
     for index, tensor in enumerate(found):
         if not isinstance(tensor, Tensor):
             part.refuse("shadow_params", f"a list of tensors, which [{index}] is not")
-    named = dict(model.named_parameters())
     named = dict(model.named_parameters())
     names = canonical_names(named)
     trained = {name: value for name, value in named.items() if value.requires_grad}
@@ -562,8 +551,9 @@ def _named_in_order(part: _Part, model: torch.nn.Module) -> dict[str, Tensor]:
         )
     for (name, value), tensor in zip(parameters.items(), found, strict=True):
         if value.shape != tensor.shape:
+            shapes = f"has the shape {tuple(value.shape)} it has {tuple(tensor.shape)}"
             raise _error(
                 f"the state of {part.source} has no names, and its order is not that of the model: "
-                f"where {names[name]!r} has the shape {tuple(value.shape)} it has {tuple(tensor.shape)}"
+                f"where {names[name]!r} {shapes}"
             )
     return {names[n]: tensor.detach() for n, tensor in zip(parameters, found, strict=True)}
