@@ -186,8 +186,7 @@ def _without(state: dict[str, Any], added: set[str], hooks: set[int]) -> dict[st
     """Return the state of a module without some attributes and hooks."""
     kept = {key: value for key, value in state.items() if key not in added}
     for key, table in kept.items():
-        if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
-            numbers = [number for number in table if number not in hooks]
-            if len(numbers) < len(table):
-                kept[key] = type(table)((number, table[number]) for number in numbers)
+        is_table = key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
+        if is_table and not hooks.isdisjoint(table):
+            kept[key] = type(table)((i, hook) for i, hook in table.items() if i not in hooks)
     return kept
