@@ -119,8 +119,7 @@ def _fitting(
     check_match(f"{path} does not fit {first}", shapes, found.shapes)
     floats = ("float", "bfloat", "complex")
     for name, own in dtypes.items():
-        other = found.dtypes[name]
-        if own.startswith(floats) != other.startswith(floats):
+        if own.startswith(floats) != (other := found.dtypes[name]).startswith(floats):
             raise ValueError(f"{path}: {name} is torch.{other}, and torch.{own} in the first file")
     return found
 

@@ -81,10 +81,9 @@ def save_snapshot(
 ) -> Snapshot:
     """Write an average to a file named by its step and width, see :class:`Snapshot`.
 
-    The write is atomic, and replaces a file of the same name. ``buffers`` are tensors that are not
-    averaged. ``dtype`` is a narrower floating-point dtype; an average with values too large or too
-    small for it, which would lose more than half a unit in the last place, keeps its own dtype.
-    ``file_format`` is ``"pt"`` or ``"safetensors"``.
+    The write is atomic. ``buffers`` are not averaged. ``dtype`` is a narrower floating-point dtype;
+    a tensor with values too large or too small for it, which would lose more than half a unit in the
+    last place, keeps its own. ``file_format`` is ``"pt"`` or ``"safetensors"``.
     """
     _check_options(dtype, file_format)
     tensors = {name: narrowed(tensor, dtype) for name, tensor in averages.items()}
@@ -150,10 +149,10 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor, bool]]:
 class Fit:
     """How well a combination of averages approximates the wanted one.
 
-    The ``coefficients`` are the weight of each average; their sum is 1. ``error`` is the root mean
-    square over time of the difference between the wanted and the combined profile, relative to that
-    of the wanted one: 0 is exact, 0.01 is very good. ``bound`` is the largest error of a parameter,
-    in units of the root mean square, over all steps, of its distance to its wanted average.
+    The ``coefficients`` have the sum 1. ``error`` is the root mean square over time of the
+    difference of the profiles, relative to that of the wanted one: 0 is exact, 0.01 is very good.
+    ``bound`` is the largest error of a parameter, in units of the root mean square, over all steps,
+    of its distance to its wanted average.
     """
 
     coefficients: tuple[float, ...]
@@ -243,8 +242,7 @@ def reconstruct(
 
     Args:
         snapshots: A directory, or the files.
-        sigma_rel: The relative width of the wanted average: not narrower than the narrowest of the
-            snapshots, and below 0.2886. It may be wider than the widest.
+        sigma_rel: The wanted width, below 0.2886, and not below the narrowest of the snapshots.
         step: The step of the wanted average, within those of the snapshots. Default: the last.
         max_error: The largest accepted ``Fit.error``; it is large between the snapshots' steps.
     """
@@ -304,8 +302,7 @@ class PostHocEMA:
     Args:
         model: The model in training.
         directory: The folder of the snapshots, created if missing.
-        sigma_rels: The relative widths of the averages, below 0.2886. Averages narrower than the
-            narrowest of them cannot be reconstructed.
+        sigma_rels: The relative widths, below 0.2886; no narrower average can be reconstructed.
         snapshot_every: Number of steps between snapshots, a multiple of ``update_every``; ten or
             more in a run make the error small. None saves in calls of :meth:`snapshot` only.
         update_every: Number of steps between updates; the width does not depend on it.
@@ -354,10 +351,7 @@ class PostHocEMA:
         return [dict(average["tensors"]) for average in averages]
 
     def update(self) -> None:
-        """Count a step of training. Call it after each step of the optimizer.
-
-        It raises the errors of ``EMA.update()``, such as NameMismatchError for other parameters.
-        """
+        """Count a step of training, after each step of the optimizer; see ``EMA.update()``."""
         if (self._step + 1) % self._update_every == 0:
             self._ema.update()
         self._step += 1

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from itertools import accumulate, pairwise
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 from typing_extensions import override
 
@@ -277,12 +277,11 @@ class Window(_ClosedForm):
 class BEMA(_ClosedForm):
     """A bias-corrected average, without the lag of an EMA: BEMA, https://arxiv.org/abs/2508.00180.
 
-    With ``t = lag + multiplier * n`` it is ``average + t**-bias_power * (model - first)``. An update
-    moves the average by ``t**-ema_power``, but ``min_ema_multiplier`` or more, of the way to the
-    model, for any ``update_every``, which is 400 in the paper. To reproduce it, call
-    ``EMA.update()`` once before training, so that the first weights are the initial ones. trl
-    counts from the start of training: its ``update_after=a`` is ``update_after_step=a`` with the lag
-    ``lag + multiplier * a``.
+    With ``t = lag + multiplier * n`` it is ``average + t**-bias_power * (model - first)``. An
+    update moves the average by ``t**-ema_power``, but ``min_ema_multiplier`` or more, of the way to the
+    model, for any ``update_every``: 400 in the paper, where ``first`` are the initial weights (call
+    ``EMA.update()`` before training). trl counts from the start of training: its ``update_after=a``
+    is ``update_after_step=a`` with the lag ``lag + multiplier * a``.
     """
 
     ema_power: float = field(default=0.5, metadata=_NOT_NEGATIVE)
@@ -347,10 +346,7 @@ class Custom(Schedule):
 
 
 def from_config(config: Mapping[str, Any]) -> Schedule:
-    """Return the schedule that :meth:`Schedule.to_config` described.
-
-    A class that is not one of this module's, or is ``Custom``, is a ValueError.
-    """
+    """Return the schedule that ``to_config()`` described; ValueError if it is not modkit's own."""
     given = dict(config)
     name = given.pop("name", None)
     # Only classes of this module: a checkpoint must not choose code to run.
@@ -361,10 +357,9 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
     if isinstance(given.get("schedule"), Mapping):
         given["schedule"] = from_config(given["schedule"])
     try:
-        made: Schedule = globals()[name](**given)
+        return cast("Schedule", globals()[name](**given))
     except TypeError as error:
         raise TypeError(f"{name} cannot be made from {config!r}: {error}") from error
-    return made
 
 
 def as_schedule(decay: Decay) -> Schedule:
@@ -402,14 +397,13 @@ def gamma_of(sigma_rel: float) -> float:
     """
     if not 0 < sigma_rel < _WIDEST:
         raise ValueError(f"sigma_rel must be above 0 and below 0.2886, got {sigma_rel!r}")
-    inverse_square = sigma_rel**-2
     # 1 / sigma_rel is above the root, where the cubic is convex: Newton's steps only decrease.
+    s = sigma_rel**-2
     gamma, below = math.inf, 1 / sigma_rel
     while below < gamma:
         gamma = below
-        value = ((gamma + 7) * gamma + 16 - inverse_square) * gamma + 12 - inverse_square
-        slope = (3 * gamma + 14) * gamma + 16 - inverse_square
-        below = gamma - value / slope
+        value = ((gamma + 7) * gamma + 16 - s) * gamma + 12 - s
+        below = gamma - value / ((3 * gamma + 14) * gamma + 16 - s)
     return max(gamma, 0.0)
 
 
