@@ -48,18 +48,15 @@ def average_checkpoints(
 
     Raises:
         NameMismatchError: If a file does not have the names and shapes of the first one.
-        ValueError: If there is no file, a file is corrupt or holds something other than tensors, a
-            tensor has integers in one file and floats in another, a value is too large for the
-            dtype, or the weights are not one per file, finite, and positive in sum.
+        ValueError: If a file is not an intact state dict, has other kinds of dtypes, a value is too
+            large for the dtype, or the weights are not one per file, finite, and positive in sum.
 
     Example:
-        >>> import tempfile, pathlib, torch
-        >>> from modkit import average_checkpoints
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     paths = [pathlib.Path(directory, f"{value}.pt") for value in (1.0, 2.0)]
-        ...     for path in paths:
-        ...         torch.save({"model": {"weight": torch.tensor([float(path.stem)])}}, path)
-        ...     average_checkpoints(paths, weights=[3, 1], key="model")
+        >>> import tempfile, torch
+        >>> paths = [f"{tempfile.mkdtemp()}/{name}.pt" for name in "ab"]
+        >>> for path, value in zip(paths, (1.0, 2.0)):
+        ...     torch.save({"model": {"weight": torch.tensor([value])}}, path)
+        >>> average_checkpoints(paths, weights=[3, 1], key="model")
         {'weight': tensor([1.2500])}
     """
     if isinstance(paths, (str, os.PathLike)):
@@ -122,8 +119,7 @@ def _fitting(
     check_match(f"{path} does not fit {first}", shapes, found.shapes)
     floats = ("float", "bfloat", "complex")
     for name, own in dtypes.items():
-        other = found.dtypes[name]
-        if own.startswith(floats) != other.startswith(floats):
+        if own.startswith(floats) != (other := found.dtypes[name]).startswith(floats):
             raise ValueError(f"{path}: {name} is torch.{other}, and torch.{own} in the first file")
     return found
 

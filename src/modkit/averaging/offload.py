@@ -19,7 +19,7 @@ class Worker:
         self._latest: Future[None] | None = None
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run a task in the thread, which has nothing else to do."""
+        """Run a task in the thread, which must be idle."""
         if self._pool is None or self._process != os.getpid():
             # A process that was forked has the pool, but not its thread.
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="modkit-ema")

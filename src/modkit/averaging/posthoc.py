@@ -81,10 +81,9 @@ def save_snapshot(
 ) -> Snapshot:
     """Write an average to a file named by its step and width, see :class:`Snapshot`.
 
-    The write is atomic, and replaces a file of the same name. ``buffers`` are tensors that are not
-    averaged. The averages are saved in ``dtype``, a narrower floating-point dtype, except those with
-    values too large or too small for it, which would lose more than half a unit in the last place.
-    ``file_format`` is ``"pt"`` or ``"safetensors"``.
+    The write is atomic. ``buffers`` are not averaged. ``dtype`` is a narrower floating-point dtype;
+    a tensor with values too large or too small for it, which would lose more than half a unit in the
+    last place, keeps its own. ``file_format`` is ``"pt"`` or ``"safetensors"``.
     """
     _check_options(dtype, file_format)
     tensors = {name: narrowed(tensor, dtype) for name, tensor in averages.items()}
@@ -136,7 +135,7 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor, bool]]:
     if path.suffix == ".safetensors":
         with library("safetensors").safe_open(path, framework="pt") as file:
             buffers = set(json.loads(file.metadata()["buffers"]))
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
+            for name in file.keys():  # noqa: SIM118 - it is not a mapping
                 yield name, file.get_tensor(name), name not in buffers
         return
     content, checksums = load_checked(path)
@@ -150,12 +149,10 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor, bool]]:
 class Fit:
     """How well a combination of averages approximates the wanted one.
 
-    Args:
-        coefficients: The weight of each average; their sum is 1, and some may be negative.
-        error: Root mean square over time of the difference between the wanted and the combined
-            profile, relative to that of the wanted one: 0 is exact, 0.01 is very good.
-        bound: The largest error that a parameter can have, in units of the root mean square, over
-            all steps, of its distance to its wanted average.
+    The ``coefficients`` have the sum 1. ``error`` is the root mean square over time of the
+    difference of the profiles, relative to that of the wanted one: 0 is exact, 0.01 is very good.
+    ``bound`` is the largest error of a parameter, in units of the root mean square, over all steps,
+    of its distance to its wanted average.
     """
 
     coefficients: tuple[float, ...]
@@ -170,22 +167,20 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
     ``(g + 1) / T * (t / T) ** g``. The integrals of products of two such profiles have closed forms
     (section 3.2 of the paper), exact for averages of every step.
 
-    ``averages`` holds the ``sigma_rel`` and step of each; those after ``step`` get the coefficient 0.
+    ``averages`` holds the ``sigma_rel`` and step of each; later ones get the coefficient 0.
     """
     if min([step, *(at for _, at in averages)]) < 1:
         raise ValueError("steps must be 1 or more: at step 1, an average is the first model")
-    used = {index: pair for index, pair in enumerate(averages) if pair[1] <= step}
+    used = [pair for pair in averages if pair[1] <= step]
     if not used:
         raise ValueError(f"none of the {len(averages)} averages is from step {step} or before it")
-    if len(set(used.values())) < len(used):
+    if len(set(used)) < len(used):
         raise ValueError("two averages have the same sigma_rel and the same step")
-    coefficients = [0.0] * len(averages)
-    if (sigma_rel, step) in averages:
-        coefficients[averages.index((sigma_rel, step))] = 1.0
-        return Fit(tuple(coefficients), 0.0, 0.0)
+    if (sigma_rel, step) in used:
+        return Fit(tuple(float(pair == (sigma_rel, step)) for pair in averages), 0.0, 0.0)
 
     # Time is measured in units of the wanted step, which keeps the numbers near 1.
-    profiles = [(gamma_of(width), at / step) for width, at in used.values()]
+    profiles = [(gamma_of(width), at / step) for width, at in used]
     gammas, ends = torch.tensor(profiles, dtype=torch.float64, device="cpu").T
     gamma, end = torch.tensor([gamma_of(sigma_rel), 1.0], dtype=torch.float64, device="cpu")
     between = _products(gammas[:, None], ends[:, None], gammas, ends)
@@ -196,9 +191,9 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
     size = _products(gamma, end, gamma, end)
     rest = solution @ between @ solution - 2 * (solution @ wanted) + size
     distance = math.sqrt(max(0.0, float(rest)))
-    for index, coefficient in zip(used, solution.tolist(), strict=True):
-        coefficients[index] = coefficient
-    return Fit(tuple(coefficients), distance / math.sqrt(float(size)), distance)
+    shares = dict(zip(used, solution.tolist(), strict=True))
+    coefficients = tuple(shares.get(pair, 0.0) for pair in averages)
+    return Fit(coefficients, distance / math.sqrt(float(size)), distance)
 
 
 def _products(gammas: Tensor, ends: Tensor, other_gammas: Tensor, other_ends: Tensor) -> Tensor:
@@ -247,9 +242,8 @@ def reconstruct(
 
     Args:
         snapshots: A directory, or the files.
-        sigma_rel: The relative width of the wanted average: not narrower than the narrowest of the
-            snapshots, and below 0.2886. It may be wider than the widest.
-        step: The step of the wanted average, from the first to the last of the snapshots (the default).
+        sigma_rel: The wanted width, below 0.2886, and not below the narrowest of the snapshots.
+        step: The step of the wanted average, within those of the snapshots. Default: the last.
         max_error: The largest accepted ``Fit.error``; it is large between the snapshots' steps.
     """
     if isinstance(snapshots, (str, os.PathLike)):
@@ -308,8 +302,7 @@ class PostHocEMA:
     Args:
         model: The model in training.
         directory: The folder of the snapshots, created if missing.
-        sigma_rels: The relative widths of the averages, below 0.2886. Averages narrower than the
-            narrowest of them cannot be reconstructed.
+        sigma_rels: The relative widths, below 0.2886; no narrower average can be reconstructed.
         snapshot_every: Number of steps between snapshots, a multiple of ``update_every``; ten or
             more in a run make the error small. None saves in calls of :meth:`snapshot` only.
         update_every: Number of steps between updates; the width does not depend on it.
@@ -358,10 +351,7 @@ class PostHocEMA:
         return [dict(average["tensors"]) for average in averages]
 
     def update(self) -> None:
-        """Count a step of training. Call it after each step of the optimizer.
-
-        It raises the errors of ``EMA.update()``, such as NameMismatchError for other parameters.
-        """
+        """Count a step of training, after each step of the optimizer; see ``EMA.update()``."""
         if (self._step + 1) % self._update_every == 0:
             self._ema.update()
         self._step += 1
@@ -398,7 +388,10 @@ class PostHocEMA:
         return {"step": self._step, **options, "averages": self._tensors()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from :meth:`state_dict`; a state of other options or another model is a ValueError."""
+        """Resume from the result of :meth:`state_dict`.
+
+        A state of other options or of another model is a ValueError, and changes nothing.
+        """
         for key, own in (("sigma_rels", self._sigma_rels), ("update_every", self._update_every)):
             if state_dict[key] != own:
                 found = f"{key}={state_dict[key]!r}"

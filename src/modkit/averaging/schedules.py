@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from itertools import accumulate, pairwise
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 from typing_extensions import override
 
@@ -176,7 +176,7 @@ class Constant(_ClosedForm):
 
 @dataclass(frozen=True)
 class HalfLife(_ClosedForm):
-    """A decay that halves a model's weight in ``half_life`` steps: ``d = 2 ** (-1 / half_life)``."""
+    """A decay that halves a weight in ``half_life`` steps: ``d = 2 ** (-1 / half_life)``."""
 
     half_life: float = field(metadata=_POSITIVE)
 
@@ -189,9 +189,8 @@ class HalfLife(_ClosedForm):
 class InverseGamma(_Clamped):
     """A decay that approaches 1 by an inverse power: ``d = 1 - (1 + n / inv_gamma) ** -power``.
 
-    It is that of k-diffusion (``EMAWarmup``), ema-pytorch, diffusers and timm, and of mmengine with
-    ``power=1``, clamped to ``min_decay`` and ``decay``. Use a power of 2/3 for runs of a million
-    steps (0.999 after 31,600 steps) and 3/4 for shorter ones (after 10,000).
+    It is clamped to ``min_decay`` and ``decay``, as in k-diffusion (``EMAWarmup``). Use a power of
+    2/3 for runs of a million steps (0.999 after 31,600 steps), 3/4 for shorter ones (after 10,000).
     """
 
     inv_gamma: float = field(default=1.0, metadata=_POSITIVE)
@@ -225,8 +224,7 @@ class CountWarmup(_Clamped):
 class Equal(_ClosedForm):
     """The mean of all models that the average has seen (SWA): ``d = n / (n + 1)``.
 
-    With an update every ``k`` steps, the copy and the model of each update have the same weight:
-    ``over(n, k)`` is ``n / (n + k)``.
+    ``over(n, k)`` is ``n / (n + k)``: the copy and the model of each update have the same weight.
     """
 
     @override
@@ -240,10 +238,8 @@ class Power(_ClosedForm):
 
     The model of training step ``t`` has a weight proportional to ``t ** gamma``. The decay of ``k``
     steps is ``(1 - k / t) ** (gamma + 1)`` with ``t = n + 1``, since the copy is the first model.
-    ``modkit.PostHocEMA`` combines averages of this kind.
-
-    Give ``sigma_rel``, the standard deviation of that profile divided by the length of the run, or
-    ``gamma``. ``sigma_rel`` is below 0.288675, the width of the equal average; 0.05 and 0.1 are usual.
+    Give ``gamma`` or ``sigma_rel``, the standard deviation of that profile divided by the length of
+    the run. It is below 0.288675, that of the equal average; 0.05 and 0.1 are usual.
     """
 
     sigma_rel: float | None = field(default=None, metadata=bounds(above=0, below=_WIDEST))
@@ -281,15 +277,11 @@ class Window(_ClosedForm):
 class BEMA(_ClosedForm):
     """A bias-corrected average, without the lag of an EMA: BEMA, https://arxiv.org/abs/2508.00180.
 
-    It is ``average + (lag + multiplier * n) ** -bias_power * (model - first)``. An update at step
-    ``n`` moves the average by ``(lag + multiplier * n) ** -ema_power`` of the way to the model, for
-    any ``update_every``, which is 400 in the paper. To reproduce it, call ``EMA.update()`` once
-    before training, so that the first weights are the initial ones. trl counts from the start of
-    training: its ``update_after=a`` is ``update_after_step=a`` with the lag ``lag + multiplier * a``.
-
-    Larger powers slow the average down, and end the correction, faster; 0 keeps the latest model, or
-    a constant correction. ``lag`` is the initial age of the average, ``multiplier`` the age that each
-    step adds, and ``min_ema_multiplier`` the smallest part of the way that an update moves by.
+    With ``t = lag + multiplier * n`` it is ``average + t**-bias_power * (model - first)``. An
+    update moves the average by ``t**-ema_power``, but ``min_ema_multiplier`` or more, of the way to the
+    model, for any ``update_every``: 400 in the paper, where ``first`` are the initial weights (call
+    ``EMA.update()`` before training). trl counts from the start of training: its ``update_after=a``
+    is ``update_after_step=a`` with the lag ``lag + multiplier * a``.
     """
 
     ema_power: float = field(default=0.5, metadata=_NOT_NEGATIVE)
@@ -332,10 +324,9 @@ class PerUpdate(_ClosedForm):
 
 @dataclass(frozen=True)
 class Custom(Schedule):
-    """A function that maps ``n``, 1 or more, to a decay from 0 to 1.
+    """A function of ``n``, 1 or more, to a decay; it is called with the steps in any order.
 
-    It must depend on ``n`` only, since it is called with the steps in any order. A checkpoint does
-    not contain it.
+    It must depend on ``n`` only. A checkpoint does not contain it.
     """
 
     function: Callable[[int], float]
@@ -355,10 +346,7 @@ class Custom(Schedule):
 
 
 def from_config(config: Mapping[str, Any]) -> Schedule:
-    """Return the schedule that :meth:`Schedule.to_config` described.
-
-    A class that is not one of this module's, or is ``Custom``, is a ValueError.
-    """
+    """Return the schedule that ``to_config()`` described; ValueError if it is not modkit's own."""
     given = dict(config)
     name = given.pop("name", None)
     # Only classes of this module: a checkpoint must not choose code to run.
@@ -369,10 +357,9 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
     if isinstance(given.get("schedule"), Mapping):
         given["schedule"] = from_config(given["schedule"])
     try:
-        made: Schedule = globals()[name](**given)
+        return cast("Schedule", globals()[name](**given))
     except TypeError as error:
         raise TypeError(f"{name} cannot be made from {config!r}: {error}") from error
-    return made
 
 
 def as_schedule(decay: Decay) -> Schedule:
@@ -385,12 +372,8 @@ def as_schedule(decay: Decay) -> Schedule:
 def profile(decay: Decay, n: int, update_every: int = 1) -> list[float]:
     """Return the weight that the model of each update has in the average, the copy first.
 
-    The weights are those after ``n`` steps, and their sum is 1. The correction of :class:`BEMA` may
-    make that of the copy negative.
-
-    Example:
-        >>> profile(0.5, 4, update_every=2)
-        [0.0625, 0.1875, 0.75]
+    The weights are those after ``n`` steps: ``profile(0.5, 2)`` is ``[0.25, 0.25, 0.5]``. Their sum
+    is 1. The correction of :class:`BEMA` may make that of the copy negative.
     """
     schedule, last = as_schedule(decay), n - n % update_every
     if isinstance(schedule, Window):
@@ -414,14 +397,13 @@ def gamma_of(sigma_rel: float) -> float:
     """
     if not 0 < sigma_rel < _WIDEST:
         raise ValueError(f"sigma_rel must be above 0 and below 0.2886, got {sigma_rel!r}")
-    inverse_square = sigma_rel**-2
     # 1 / sigma_rel is above the root, where the cubic is convex: Newton's steps only decrease.
+    s = sigma_rel**-2
     gamma, below = math.inf, 1 / sigma_rel
     while below < gamma:
         gamma = below
-        value = ((gamma + 7) * gamma + 16 - inverse_square) * gamma + 12 - inverse_square
-        slope = (3 * gamma + 14) * gamma + 16 - inverse_square
-        below = gamma - value / slope
+        value = ((gamma + 7) * gamma + 16 - s) * gamma + 12 - s
+        below = gamma - value / ((3 * gamma + 14) * gamma + 16 - s)
     return max(gamma, 0.0)
 
 

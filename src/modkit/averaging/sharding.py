@@ -103,15 +103,15 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return cast("Tensor", sharded.to(sharded.device_mesh.device_type).full_tensor())
 
 
-def split_up(state: Any, members: Mapping[str, Tensor]) -> Any:
+def split_up(state: Any, members: Mapping[str, Tensor], like: Any = None) -> Any:
     """Shard full tensors like the model's tensors of the same names."""
+    if isinstance(state, Tensor):
+        return shards_of(state, like)
     if isinstance(state, list):
         return [split_up(value, members) for value in state]
-    if not isinstance(state, Mapping):
-        return state
-    sharded = {key: split_up(value, members) for key, value in state.items()}
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    return sharded | {key: shards_of(value, members.get(key)) for key, value in tensors.items()}
+    if isinstance(state, Mapping):
+        return {key: split_up(value, members, members.get(key)) for key, value in state.items()}
+    return state
 
 
 def shards_of(value: Tensor, like: Any) -> Tensor:
@@ -152,7 +152,11 @@ def copy_fully_sharded(model: ModelT, memo: dict[int, Any]) -> ModelT:
     for call in calls:
         call.repeat([memo[id(module)] for module in call.modules], placements)
     device = next((local_shard(shard).device for shard in shards.values()), None)
-    copied._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+
+    def materialized(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    cast("Any", copied)._apply(materialized)
     with torch.no_grad():
         for name, parameter in copied.named_parameters():
             if is_sharded(parameter):
@@ -186,8 +190,7 @@ def _without(state: dict[str, Any], added: set[str], hooks: set[int]) -> dict[st
     """Return the state of a module without some attributes and hooks."""
     kept = {key: value for key, value in state.items() if key not in added}
     for key, table in kept.items():
-        if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
-            numbers = [number for number in table if number not in hooks]
-            if len(numbers) < len(table):
-                kept[key] = type(table)((number, table[number]) for number in numbers)
+        is_table = key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
+        if is_table and not hooks.isdisjoint(table):
+            kept[key] = type(table)((i, hook) for i, hook in table.items() if i not in hooks)
     return kept
