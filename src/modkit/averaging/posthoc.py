@@ -82,7 +82,7 @@ def save_snapshot(
     """Write an average to a file named by its step and width, see :class:`Snapshot`.
 
     The write is atomic, and replaces a file of the same name. ``buffers`` are not averaged.
-    ``dtype`` is a narrower floating-point dtype; a tensor with values too large or too small for it,
+    ``dtype`` is a narrower floating dtype; a tensor with values too large or too small for it,
     which would lose more than half a unit in the last place, keeps its own. ``file_format`` is
     ``"pt"`` or ``"safetensors"``.
     """
