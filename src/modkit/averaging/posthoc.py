@@ -81,9 +81,10 @@ def save_snapshot(
 ) -> Snapshot:
     """Write an average to a file named by its step and width, see :class:`Snapshot`.
 
-    The write is atomic. ``buffers`` are not averaged. ``dtype`` is a narrower floating-point dtype;
-    a tensor with values too large or too small for it, which would lose more than half a unit in the
-    last place, keeps its own. ``file_format`` is ``"pt"`` or ``"safetensors"``.
+    The write is atomic, and replaces a file of the same name. ``buffers`` are not averaged.
+    ``dtype`` is a narrower floating dtype; a tensor with values too large or too small for it,
+    which would lose more than half a unit in the last place, keeps its own. ``file_format`` is
+    ``"pt"`` or ``"safetensors"``.
     """
     _check_options(dtype, file_format)
     tensors = {name: narrowed(tensor, dtype) for name, tensor in averages.items()}
@@ -258,9 +259,8 @@ def reconstruct(
     if sigma_rel < least and not math.isclose(sigma_rel, least):
         raise ValueError(f"sigma_rel={sigma_rel} is narrower than all snapshots: {least} or more")
     if not first <= step <= last:
-        raise ValueError(
-            f"step {step} is outside of the snapshots, which are from {first} to {last}"
-        )
+        span = f"which are from {first} to {last}"
+        raise ValueError(f"step {step} is outside of the snapshots, {span}")
     usable = [snapshot for snapshot in found if snapshot.step <= step]
     fit = fit_power([(each.sigma_rel, each.step) for each in usable], sigma_rel, step)
     if not fit.error <= max_error:

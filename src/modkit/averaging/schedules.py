@@ -278,10 +278,10 @@ class BEMA(_ClosedForm):
     """A bias-corrected average, without the lag of an EMA: BEMA, https://arxiv.org/abs/2508.00180.
 
     With ``t = lag + multiplier * n`` it is ``average + t**-bias_power * (model - first)``. An
-    update moves the average by ``t**-ema_power``, but ``min_ema_multiplier`` or more, of the way to the
-    model, for any ``update_every``: 400 in the paper, where ``first`` are the initial weights (call
-    ``EMA.update()`` before training). trl counts from the start of training: its ``update_after=a``
-    is ``update_after_step=a`` with the lag ``lag + multiplier * a``.
+    update moves the average by ``t**-ema_power``, but ``min_ema_multiplier`` or more, of the way to
+    the model, for any ``update_every``: 400 in the paper, where ``first`` are the initial weights
+    (call ``EMA.update()`` before training). trl counts from the start of training: its
+    ``update_after=a`` is ``update_after_step=a`` with the lag ``lag + multiplier * a``.
     """
 
     ema_power: float = field(default=0.5, metadata=_NOT_NEGATIVE)

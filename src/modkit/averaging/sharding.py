@@ -139,8 +139,9 @@ def copy_fully_sharded(model: ModelT, memo: dict[int, Any]) -> ModelT:
     placements: dict[int, Any] = {}
     for name, shard in shards.items():
         if not known or shard.device_mesh not in meshes:
+            kind = type(model).__name__
             raise ValueError(
-                f"{type(model).__name__}: parameter {name} is sharded by more than fully_shard with "
+                f"{kind}: parameter {name} is sharded by more than fully_shard with "
                 "one mesh, so the model cannot be copied. modkit.EMA averages it without a copy."
             )
         empty = torch.empty(shard.shape, dtype=shard.dtype, device="meta")

@@ -210,6 +210,8 @@ def broken(ema: "modkit.EMA[Any]", monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise MemoryError("no room")
 
+    # The update before it must not find the patched method.
+    ema.flush()
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "_step", fail)
         ema.update()
