@@ -50,6 +50,16 @@ def averages_of(one: Any) -> dict[str, Tensor]:
     return found
 
 
+def is_weight(name: str) -> bool:
+    """Choose the parameters that are called `weight`."""
+    return name.endswith("weight")
+
+
+def named(options: dict[str, Any]) -> str:
+    """Return the options as text that is the same in each process."""
+    return ", ".join(f"{key}={getattr(one, '__name__', one)}" for key, one in options.items())
+
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"buffers": "average"},
@@ -59,11 +69,11 @@ OPTIONS: list[dict[str, Any]] = [
     {"include": "1.*"},
     {"exclude": ["*.bias", "0.*"]},
     {"trainable_only": True},
-    {"include": lambda name: name.endswith("weight"), "trainable_only": True},
+    {"include": is_weight, "trainable_only": True},
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=named)
 @pytest.mark.parametrize("precision", [one for one in PRECISIONS if one != "stochastic"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("policy", ["ignore", "skip"])
@@ -108,7 +118,7 @@ def test_both_faces(
         assert theirs[name].equal(expected)
 
 
-@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=named)
 @pytest.mark.parametrize("first", [False, True])
 def test_both_faces_raise(options: dict[str, Any], first: bool) -> None:
     """The same step is refused by both, which stay as they are."""
