@@ -215,7 +215,9 @@ class Average:
         """Return the dtype of the average of a tensor."""
         if self.options.dtype is not None and tensor.is_floating_point():
             return self.options.dtype
-        return kept_dtype(tensor.dtype, self.options.precision)
+        # A kind without error terms is computed from exact parts, and rounded once.
+        exact = self.compensates or self.options.precision != "compensated"
+        return kept_dtype(tensor.dtype, self.options.precision if exact else "fp32")
 
     def set_options(self, options: Options) -> None:
         """Take other options, before there is anything to average."""
@@ -467,13 +469,6 @@ class WindowAverage(Average):
     @override
     def moved(self) -> Average | None:
         return None
-
-    @override
-    def kept_dtype(self, tensor: Tensor) -> torch.dtype:
-        if self.options.precision == "compensated" and self.options.dtype is None:
-            # The mean has no error term: copies are exact, and it is rounded once.
-            return kept_dtype(tensor.dtype, "fp32")
-        return super().kept_dtype(tensor)
 
     @override
     def reset(self) -> None:
