@@ -87,7 +87,9 @@ SMALL: Final = "512 small tensors with BatchNorm"
 
 AVERAGING: Final[list[Row]] = [
     Time(f"AveragedModel.update_parameters(), {SMALL}", 0.12, UPDATE, small_tensors),
-    Cold(f"the same, caches evicted before each call, {SMALL}", 0.25, UPDATE, small_tensors),
+    Cold(
+        f"AveragedModel.update_parameters(), caches evicted, {SMALL}", 0.25, UPDATE, small_tensors
+    ),
     Time(f"AveragedModel(model), {SMALL}", 1.05, "library.AveragedModel(m)", small_tensors),
     Limit("EMA.update(), 1,000 tiny tensors / 0.5 ms", 5e-4, "ema.update()", tiny),
     Against(

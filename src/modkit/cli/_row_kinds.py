@@ -56,7 +56,7 @@ class Time:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def measure(self, seconds: float) -> Result:
-        """Time torch and modkit in turns."""
+        """Time torch and modkit, interleaved."""
         with self.context():
             base = timer(self.statement, self.names(torch.nn))
             other = timer(self.statement, self.names(modkit.nn))
@@ -80,7 +80,7 @@ class Cold:
     names: Callable[[ModuleType], Names]
 
     def measure(self, seconds: float) -> Result:
-        """Time torch and modkit in turns, each once after the caches were filled with other data."""
+        """Time torch and modkit interleaved, each once after the caches were filled with other data."""
         timers = [timer(self.statement, self.names(nn)) for nn in (torch.nn, modkit.nn)]
         other_data = torch.zeros(16 * 1024 * 1024)
         bases: list[float] = []
@@ -117,7 +117,7 @@ class Growth:
     large: Callable[[ModuleType], Names]
 
     def measure(self, seconds: float) -> Result:
-        """Time both sizes in turns."""
+        """Time both sizes, interleaved."""
         small, large = (timer(self.statement, make(modkit.nn)) for make in (self.small, self.large))
         return compare(self.name, self.budget, small, large, seconds)
 
@@ -141,7 +141,7 @@ class Against:
     names: Callable[[], Names]
 
     def measure(self, seconds: float) -> Result:
-        """Time both in turns."""
+        """Time both, interleaved."""
         names = self.names()
         base, other = timer(self.base, names), timer(self.statement, names)
         return compare(self.name, self.budget, base, other, seconds)

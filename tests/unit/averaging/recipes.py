@@ -68,3 +68,17 @@ class CountCalls(TorchDispatchMode):
         if any(word in str(func) for word in self.words):
             self.calls.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+def diffusers_state(parameters: list[Tensor]) -> dict[str, Any]:
+    """Return what diffusers' ``EMAModel`` saves after 120 steps."""
+    return {
+        "decay": 0.9999,
+        "min_decay": 0.0,
+        "optimization_step": 120,
+        "update_after_step": 100,
+        "use_ema_warmup": True,
+        "inv_gamma": 1.0,
+        "power": 0.75,
+        "shadow_params": parameters,
+    }

@@ -13,7 +13,7 @@ import modkit
 from modkit import schedules
 from modkit.averaging import state as states
 from tests.helpers import freeze
-from tests.unit.averaging.recipes import network, set_to
+from tests.unit.averaging.recipes import diffusers_state, network, set_to
 
 
 State = dict[str, Any]
@@ -232,16 +232,7 @@ def below(prefix: str) -> State:
 
 
 PARAMETERS = list(network(torch.bfloat16).parameters())
-DIFFUSERS = {
-    "decay": 0.9999,
-    "min_decay": 0.0,
-    "optimization_step": 120,
-    "update_after_step": 100,
-    "use_ema_warmup": True,
-    "inv_gamma": 1.0,
-    "power": 0.75,
-    "shadow_params": PARAMETERS,
-}
+DIFFUSERS = diffusers_state(PARAMETERS)
 TORCH_EMA = {"decay": 0.995, "num_updates": 40, "shadow_params": PARAMETERS}
 EMA_PYTORCH = {
     "initted": torch.tensor(True),

@@ -4,6 +4,7 @@ from torch import nn
 
 from modkit.averaging.state import convert, recognise
 from modkit.schedules import Constant, CountWarmup, InverseGamma
+from tests.unit.averaging.recipes import diffusers_state
 
 
 class Net(nn.Module):
@@ -41,16 +42,7 @@ EMA_PYTORCH = {
     **{f"online_model.{name}": torch.zeros_like(value) for name, value in MEMBERS.items()},
     **below("ema_model."),
 }
-DIFFUSERS = {
-    "decay": 0.9999,
-    "min_decay": 0.0,
-    "optimization_step": 120,
-    "update_after_step": 100,
-    "use_ema_warmup": True,
-    "inv_gamma": 1.0,
-    "power": 0.75,
-    "shadow_params": list(PARAMETERS.values()),
-}
+DIFFUSERS = diffusers_state(list(PARAMETERS.values()))
 TORCH_EMA = {
     "decay": 0.995,
     "num_updates": 40,
