@@ -10,6 +10,7 @@ from modkit.nn._load_state_dict import load_state_dict as load_state_dict
 if TYPE_CHECKING:
     from modkit import (
         distributed as distributed,
+        errors as errors,
         jit as jit,
         models as models,
         optim as optim,
@@ -31,6 +32,7 @@ _HOMES = {
     "PostHocEMA": "averaging.posthoc",
     "average_checkpoints": "averaging.checkpoints",
     "distributed": "distributed",
+    "errors": "errors",
     "jit": "jit",
     "load_checkpoint": "checkpoints",
     "models": "models",
@@ -45,6 +47,7 @@ __all__ = [
     "PostHocEMA",
     "average_checkpoints",
     "distributed",
+    "errors",
     "jit",
     "load_checkpoint",
     "load_state_dict",

@@ -90,7 +90,7 @@ def verify(path: Path, *, required: bool = True) -> None:
             writes files may have reasons for either.
 
     Raises:
-        ArchiveError: It is damaged. Where that is the content of a member, the message names it.
+        FileError: It is damaged. Where that is the content of a member, the message names it.
         ValueError: It has no checksums.
     """
     if not required and not _is_zip(path):

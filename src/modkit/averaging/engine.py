@@ -15,7 +15,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import Self
 
-from modkit._errors import MSG_NOTHING_CHOSEN, MSG_REBIND, NameMismatchError, add_note
+from modkit._messages import (
+    MSG_NOTHING_CHOSEN,
+    MSG_REBIND,
+    add_note,
+)
 from modkit.averaging import state as ema_state
 from modkit.averaging.averages import Average, Options, Tensors, average_for, can_share
 from modkit.averaging.named_tensors import (
@@ -42,6 +46,7 @@ from modkit.averaging.precision import (
 from modkit.averaging.schedules import Schedule
 from modkit.averaging.sharding import is_sharded, local_shard, meshes_of, reshard, true_everywhere
 from modkit.averaging.swap import Pairs, pairs_for
+from modkit.errors import NameMismatchError
 
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")

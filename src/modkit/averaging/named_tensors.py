@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from modkit._errors import NameMismatchError
 from modkit._upstream import foreach_copy_, tensor_guard
 from modkit.averaging.sharding import is_sharded, local_shard, reshard
+from modkit.errors import NameMismatchError
 
 
 # Globs of names (``"head.*"``), or a predicate.

@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from modkit._errors import (
+from modkit._messages import (
     MSG_CONVERTED_INSIDE,
     MSG_WRITTEN_IN_VAIN,
     MSG_WRITTEN_INSIDE,
-    NameMismatchError,
     add_note,
 )
 from modkit.averaging.named_tensors import NamedTensors
@@ -26,6 +25,7 @@ from modkit.averaging.sharding import (
     reshard,
     sharded_places,
 )
+from modkit.errors import NameMismatchError
 
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)

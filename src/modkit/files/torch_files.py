@@ -22,7 +22,7 @@ class Checksums:
         path: The file. All in it that is no tensor is read and checked at once, as torch does not.
 
     Raises:
-        ArchiveError: One of these parts is damaged, or the table of all.
+        FileError: One of these parts is damaged, or the table of all.
     """
 
     def __init__(self, path: Path) -> None:

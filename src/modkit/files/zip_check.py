@@ -14,7 +14,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import IO, Any, Final, TypeAlias, cast
 
-from modkit._errors import ArchiveError
+from modkit.errors import FileError
 
 
 Source: TypeAlias = str | bytes | os.PathLike[str] | IO[bytes]
@@ -76,7 +76,7 @@ class Archive:
         what: How it is called in errors.
 
     Raises:
-        ArchiveError: It is no zip file, or readers may disagree about what is in it.
+        FileError: It is no zip file, or readers may disagree about what is in it.
     """
 
     def __init__(self, file: IO[bytes], what: str) -> None:
@@ -90,9 +90,7 @@ class Archive:
             NotImplementedError,
             struct.error,
         ) as error:
-            raise ArchiveError(
-                f"{what} is a damaged zip file: {error}", "damaged zip file"
-            ) from error
+            raise FileError(f"{what} is a damaged zip file: {error}", "damaged zip file") from error
         listed = self._zip.infolist()
         self.folder = listed[0].filename.partition("/")[0] + "/" if listed else ""
         inside = [info for info in listed if info.filename.startswith(self.folder)]
@@ -112,28 +110,28 @@ class Archive:
         """Refuse a file that torch may read as another one than this class does.
 
         Raises:
-            ArchiveError: Two members have the same name, one is in another folder than the others or
+            FileError: Two members have the same name, one is in another folder than the others or
                 marked as a folder itself, there is something before or after the zip, or its table has lost members.
         """
         # Torch looks members up without regard to case.
         if len({name.lower() for name in self._names}) < len(self._names):
-            raise ArchiveError(
+            raise FileError(
                 f"{self.what} is damaged: two members have the same name", "damaged zip file"
             )
         outside = [name for name in self._names if not name.startswith(self.folder)]
         if outside:
-            raise ArchiveError(
+            raise FileError(
                 f"{self.what} is damaged: {outside[0]!r} is not in the folder {self.folder!r} as the "
                 "other members are",
                 "damaged zip file",
             )
         if self._folders:
-            raise ArchiveError(
+            raise FileError(
                 f"{self.what} is damaged: {self._folders[0]!r} is marked as a folder",
                 "damaged zip file",
             )
         if not self._is_plain():
-            raise ArchiveError(
+            raise FileError(
                 f"{self.what} is damaged: its table of members does not fill the end of the file, or "
                 "has another length than it should",
                 "damaged zip file",
@@ -171,11 +169,11 @@ class Archive:
             *(zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError),
             *(RuntimeError, ValueError, struct.error),
         ) as error:
-            raise ArchiveError(
+            raise FileError(
                 f"{self.what} is damaged: {name}: {error}", "damaged zip file"
             ) from error
         if left:
-            raise ArchiveError(
+            raise FileError(
                 f"{self.what} is damaged: {name} has another size than it should",
                 "damaged zip file",
             )
@@ -184,7 +182,7 @@ class Archive:
         """Return the content of a member of moderate size."""
         size = self.members[name].file_size
         if size > MOST_TEXT:
-            raise ArchiveError(f"{self.what}: {name} has {size} bytes, so it is not read")
+            raise FileError(f"{self.what}: {name} has {size} bytes, so it is not read")
         return b"".join(self.chunks(name))
 
     def text(self, name: str) -> str:
@@ -197,7 +195,7 @@ class Archive:
         A checksum of 0 stands for one that has not been computed.
 
         Raises:
-            ArchiveError: A member is not what was written.
+            FileError: A member is not what was written.
         """
         found: dict[str, int] = {}
         for name in names or self.members:
@@ -205,7 +203,7 @@ class Archive:
             for chunk in self.chunks(name):
                 crc = zlib.crc32(chunk, crc)
             if stated not in {0, crc}:
-                raise ArchiveError(
+                raise FileError(
                     f"{self.what} is damaged: the content of {name} does not match its checksum",
                     "damaged zip file",
                 )

@@ -41,9 +41,9 @@ from torch.jit import (  # type: ignore[attr-defined]
     wait as wait,
 )
 
-from modkit._errors import (
-    ArchiveError as ArchiveError,
+from modkit.errors import (
     ConversionError as ConversionError,
+    FileError as FileError,
 )
 from modkit.jit._archive import (
     ArchiveInfo as ArchiveInfo,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import IO, Any
 
-from modkit._errors import ArchiveError
+from modkit.errors import FileError
 from modkit.files.zip_check import Archive, Source, opened
 from modkit.jit import _archive_kinds as kinds
 from modkit.jit._archive_code import ClassInfo, classes_in, runs_at_load
@@ -87,7 +87,7 @@ def inspect(f: Source) -> ArchiveInfo:
 
     Raises:
         ValueError: There is no such file.
-        ArchiveError: The file is damaged, so that its contents cannot be listed, or made such that
+        FileError: The file is damaged, so that its contents cannot be listed, or made such that
             torch may read something else in it.
 
     Example:
@@ -151,7 +151,7 @@ def check_archive(
 
     Raises:
         ValueError: There is no such file, or it has another digest than ``sha256``.
-        ArchiveError: It is a file of another kind, which the text names with what reads it, or it is
+        FileError: It is a file of another kind, which the text names with what reads it, or it is
             damaged.
         KeyError: It has not all of ``extra_files``.
 
@@ -159,7 +159,7 @@ def check_archive(
         >>> check_archive(b"not a model")
         Traceback (most recent call last):
             ...
-        modkit._errors.ArchiveError: the data is a text file, not a TorchScript archive
+        modkit.errors.FileError: the data is a text file, not a TorchScript archive
 
     Not in torch: https://github.com/pytorch/pytorch/issues/126952
     """
@@ -188,7 +188,7 @@ def _check_members(archive: Archive) -> None:
     if not {"version", ".data/version"} & archive.members.keys():
         missing.append("version")
     if missing:
-        raise ArchiveError(f"{archive.what} is damaged: {', '.join(missing)} is not there")
+        raise FileError(f"{archive.what} is damaged: {', '.join(missing)} is not there")
 
 
 def _digest(file: IO[bytes]) -> str:

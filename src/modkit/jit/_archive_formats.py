@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import IO, Any, Final
 
-from modkit._errors import ArchiveError
+from modkit.errors import FileError
 from modkit.files.zip_check import Archive
 from modkit.jit._archive_kinds import read_safetensors_header
 from modkit.jit._archive_pickle import Name, read_pickle
@@ -92,7 +92,7 @@ def tensors_of_safetensors(file: IO[bytes], what: str) -> list[TensorInfo]:
     """Read the description that the file begins with.
 
     Raises:
-        ArchiveError: A tensor is not where, or not as large as, the description says.
+        FileError: A tensor is not where, or not as large as, the description says.
     """
     header = read_safetensors_header(file) or {}
     end = file.seek(0, 2)
@@ -105,7 +105,7 @@ def tensors_of_safetensors(file: IO[bytes], what: str) -> list[TensorInfo]:
         try:
             found.append(_safetensor(name, facts, end - first))
         except (KeyError, TypeError, ValueError) as error:
-            raise ArchiveError(f"{what} is damaged: {name}: {error}") from error
+            raise FileError(f"{what} is damaged: {name}: {error}") from error
     return found
 
 
@@ -154,7 +154,7 @@ def _table(archive: Archive, member: str) -> Iterator[TensorInfo]:
             storage = f"{folder}/{entry['path_name']}"
             yield TensorInfo(name, kind, shape, dtype, nbytes, device, grad, storage)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ArchiveError(f"{archive.what} is damaged: {member}: {error!r}") from error
+        raise FileError(f"{archive.what} is damaged: {member}: {error!r}") from error
 
 
 def tensors_of_zip(

@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Callable
 from typing import IO, Final
 
-from modkit._errors import ArchiveError
+from modkit.errors import FileError
 from modkit.files.zip_check import Archive
 
 
@@ -90,7 +90,7 @@ def _kind_of_zip(file: IO[bytes]) -> str:
         if not zipfile.is_zipfile(file):
             return TRUNCATED_ZIP
         names = Archive(file, "").members.keys()
-    except (zipfile.BadZipFile, ArchiveError):
+    except (zipfile.BadZipFile, FileError):
         return DAMAGED_ZIP
     if "model.json" in names and "data.pkl" not in names:
         return OLD
@@ -162,10 +162,10 @@ _TESTS: Final[tuple[tuple[str, Callable[[IO[bytes], bytes], bool]], ...]] = (
 )
 
 
-def wrong_kind(kind: str, what: str) -> ArchiveError:
+def wrong_kind(kind: str, what: str) -> FileError:
     """Return the error for a file that is no TorchScript archive."""
     article = "an" if kind[0] in "AEHOe" else "a"
     advice = ADVICE.get(kind)
     other = "one that torch still reads" if kind == OLD else "a TorchScript archive"
     text = f"{what} is {article} {kind}, not {other}"
-    return ArchiveError(f"{text}: {advice}" if advice else text, kind)
+    return FileError(f"{text}: {advice}" if advice else text, kind)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
-from modkit._errors import ArchiveError
+from modkit.errors import FileError
 
 
 # A pickle of three hundred thousand tensors has fewer. The limit keeps a crafted one from filling the
@@ -237,7 +237,7 @@ def read_pickle(file: IO[bytes], what: str) -> tuple[Any, tuple[Name, ...]]:
         what: How the pickle is called in errors.
 
     Raises:
-        ArchiveError: The pickle is damaged, or has instructions that torch does not write.
+        FileError: The pickle is damaged, or has instructions that torch does not write.
     """
     machine = _Machine()
     count = 0
@@ -253,8 +253,8 @@ def read_pickle(file: IO[bytes], what: str) -> tuple[Any, tuple[Name, ...]]:
                 raise ValueError(f"torch does not write {instruction.name}")  # noqa: TRY301
             act(machine, argument)
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, RecursionError) as error:
-        raise ArchiveError(f"{what} is damaged: {error}") from error
-    raise ArchiveError(f"{what} is damaged: it does not end")
+        raise FileError(f"{what} is damaged: {error}") from error
+    raise FileError(f"{what} is damaged: it does not end")
 
 
 def entries_of(value: Any) -> Iterator[tuple[Any, Any]]:

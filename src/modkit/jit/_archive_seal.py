@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Mapping
 from typing import Any, Final
 
-from modkit._errors import ArchiveError
+from modkit.errors import FileError
 from modkit.files.zip_check import Archive
 
 
@@ -32,7 +32,7 @@ def check_seal(archive: Archive, checksums: Mapping[str, int]) -> None:
     Members that are not in the list may be there: files can be added to an archive.
 
     Raises:
-        ArchiveError: A member is another one than was saved under its name, or is missing.
+        FileError: A member is another one than was saved under its name, or is missing.
     """
     if SEAL not in archive.members:
         return
@@ -40,14 +40,14 @@ def check_seal(archive: Archive, checksums: Mapping[str, int]) -> None:
         found = json.loads(archive.text(SEAL))
         members: dict[str, Any] = {} if found["version"] != _VERSION else dict(found["members"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ArchiveError(f"{archive.what} is damaged: {SEAL}: {error!r}") from error
+        raise FileError(f"{archive.what} is damaged: {SEAL}: {error!r}") from error
     sizes = archive.sizes
     for member, (size, checksum) in members.items():
         if member not in checksums:
-            raise ArchiveError(f"{archive.what} is damaged: {member} is missing")
+            raise FileError(f"{archive.what} is damaged: {member} is missing")
         # A checksum of 0 stands for one that torch has not computed.
         if sizes[member] != size or checksum not in {0, checksums[member]}:
-            raise ArchiveError(
+            raise FileError(
                 f"{archive.what} is damaged: {member} is not what was saved under that name"
             )
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, TypeGuard
 
 import torch
 
-from modkit._errors import ArchiveError
+from modkit.errors import FileError
 from modkit.jit._archive_pickle import Call, Name, Reference, entries_of
 
 
@@ -101,9 +101,9 @@ class Reader:
     def __init__(self, sizes: Mapping[str, int] | None, folder: str, what: str) -> None:
         self.sizes, self.folder, self.what = sizes, folder, what
 
-    def damaged(self, name: str, why: str) -> ArchiveError:
+    def damaged(self, name: str, why: str) -> FileError:
         """Return the error for a tensor that cannot be what its record says."""
-        return ArchiveError(f"{self.what} is damaged: {name or 'the tensor'} {why}")
+        return FileError(f"{self.what} is damaged: {name or 'the tensor'} {why}")
 
     def storage(self, value: Any, name: str) -> _Storage:
         """Read ``("storage", class, key, device, number of elements)``."""

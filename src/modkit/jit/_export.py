@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 from torch.jit import ScriptFunction
 
-from modkit._errors import ConversionError
+from modkit.errors import ConversionError
 from modkit.files.atomic_write import written_whole
 from modkit.files.zip_check import Archive, Source, opened
 from modkit.jit._archive_seal import EXTRA, add_files
@@ -112,7 +112,7 @@ def read_export(f: Source) -> ExportedProgram:
 
     Raises:
         KeyError: The archive has no such program.
-        ArchiveError: It is damaged.
+        FileError: It is damaged.
     """
     with opened(f) as (file, what):
         archive = Archive(file, what)

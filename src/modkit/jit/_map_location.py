@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import torch
 
-from modkit._errors import add_note
+from modkit._messages import add_note
 
 
 def checked_map_location(map_location: str | torch.device | None) -> torch.device | None:

@@ -120,7 +120,7 @@ def load(
     Raises:
         ValueError: there is no such file, it has another digest, or ``map_location`` is no device.
         KeyError: the archive has no extra file of that name.
-        ArchiveError: it is damaged or no archive of TorchScript; the text says what it is, and what
+        FileError: it is damaged or no archive of TorchScript; the text says what it is, and what
             reads it.
         RuntimeError: the device is not there, or torch cannot load the archive.
 

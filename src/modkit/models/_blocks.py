@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from modkit import nn
-from modkit._errors import add_note
+from modkit._messages import add_note
 from modkit._upstream import get_tracing_state
 
 

@@ -9,7 +9,10 @@ from typing import Any, Final, cast
 import torch
 from torch.nn import Buffer, Parameter
 
-from modkit._errors import MSG_BUFFER_NOT_PERSISTENT, MSG_PARAMETER_NOT_LEAF
+from modkit._messages import (
+    MSG_BUFFER_NOT_PERSISTENT,
+    MSG_PARAMETER_NOT_LEAF,
+)
 from modkit._upstream import module_globals, original_methods, trace_instead
 from modkit.nn._hooks import reserve_ids
 from modkit.nn._overrides import STANDARD, TorchModule, patchable, standard

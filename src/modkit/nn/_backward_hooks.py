@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from modkit._errors import (
+from modkit._messages import (
     MSG_BACKWARD_HOOK_AT_OUTPUT,
     MSG_BACKWARD_HOOK_LENGTH,
     MSG_BACKWARD_HOOK_NO_INPUT_GRADIENT,

@@ -6,7 +6,7 @@ from typing import Any, Final, TypedDict
 
 import torch
 
-from modkit._errors import (
+from modkit._messages import (
     MSG_ALWAYS_CALL_SILENCED,
     MSG_BACKWARD_OUTPUT,
     MSG_NOT_INITIALIZED,

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 import torch
 from torch.nn import Parameter
 
-from modkit._errors import (
+from modkit._messages import (
     META_COPY_REFUSED,
     MSG_COMPLEX_MODULE,
     MSG_TO_DTYPE,

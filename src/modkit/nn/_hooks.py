@@ -13,7 +13,10 @@ from typing import Any, Final, cast
 import torch
 from typing_extensions import Self
 
-from modkit._errors import MSG_MIXED_BACKWARD_HOOKS, MSG_PUBLIC_STATE_DICT_HOOK
+from modkit._messages import (
+    MSG_MIXED_BACKWARD_HOOKS,
+    MSG_PUBLIC_STATE_DICT_HOOK,
+)
 from modkit._types import BackwardHook, ForwardHook, ForwardPreHook, StateDictPostHook
 from modkit._upstream import RemovableHandle
 from modkit.nn._overrides import patchable

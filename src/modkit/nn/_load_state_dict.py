@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 import torch
 from torch.nn import Buffer, Parameter
 
-from modkit._errors import MSG_LOAD_POST_HOOK_RETURN
+from modkit._messages import MSG_LOAD_POST_HOOK_RETURN
 from modkit._types import FunctionT
 from modkit._upstream import (
     EXTRA_STATE_KEY,

@@ -6,7 +6,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.nn import Parameter
 
-from modkit._errors import (
+from modkit._messages import (
     MSG_LOAD_FAILED,
     MSG_LOAD_NOT_A_TENSOR,
     MSG_LOAD_SIZE,

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from modkit._errors import MSG_CYCLE
+from modkit._messages import MSG_CYCLE
 from modkit._types import FunctionT
 from modkit._upstream import original_methods
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
-from modkit._errors import MSG_STATE_DICT_HOOK_RETURN, MSG_STATE_DICT_POSITIONAL
+from modkit._messages import (
+    MSG_STATE_DICT_HOOK_RETURN,
+    MSG_STATE_DICT_POSITIONAL,
+)
 from modkit._upstream import EXTRA_STATE_KEY
 from modkit.nn._hooks import is_public
 from modkit.nn._overrides import (

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel as _TorchAveragedModel
 from typing_extensions import TypeVar, override
 
-from modkit._errors import add_note
+from modkit._messages import add_note
 from modkit._upstream import make_parameter
 from modkit.averaging.averages import Average, Options, flat_buffers
 from modkit.averaging.engine import (

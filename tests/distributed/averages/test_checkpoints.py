@@ -118,7 +118,7 @@ def load_in_place(folder: Path) -> dict[str, Any]:
     """Load as torch's own functions do: into what is there already, and into what is not yet."""
     ema = modkit.EMA(split(network()), decay=0.9)
     optimizer = sgd(ema.model)
-    with pytest.raises(modkit._errors.NameMismatchError) as caught:
+    with pytest.raises(modkit.errors.NameMismatchError) as caught:
         dcp.load({"ema": ema}, checkpoint_id=folder)
     message, fresh = str(caught.value), (ema.step, dict(ema.named_averages()))
     train(ema, optimizer, 7, 9)

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from modkit import average_checkpoints
-from modkit._errors import NameMismatchError
 from modkit.averaging import checkpoints
+from modkit.errors import NameMismatchError
 
 
 def written(directory: Path, states: list[dict], kind: str = "pt") -> list[Path]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import modkit
 from modkit import schedules
-from modkit._errors import NameMismatchError
 from modkit.averaging.engine import Engine
+from modkit.errors import NameMismatchError
 from tests.unit.averaging.recipes import (
     PRECISIONS,
     CountCalls,

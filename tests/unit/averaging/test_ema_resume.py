@@ -10,7 +10,7 @@ from torch import nn
 
 import modkit
 from modkit import schedules
-from modkit._errors import NameMismatchError
+from modkit.errors import NameMismatchError
 from tests.unit.averaging.recipes import PRECISIONS, averaged, model_of, network, set_to, train
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import modkit
-from modkit._errors import NameMismatchError
+from modkit.errors import NameMismatchError
 from tests.unit.averaging.recipes import CountCalls, averaged, model_of, network, set_to, train
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import modkit
 from modkit import schedules
-from modkit._errors import NameMismatchError
+from modkit.errors import NameMismatchError
 from tests.unit.averaging.recipes import PRECISIONS, model_of
 
 

@@ -8,7 +8,7 @@ from torch.nn.utils import parametrize
 
 import modkit
 from modkit import schedules
-from modkit._errors import NameMismatchError
+from modkit.errors import NameMismatchError
 from tests.unit.averaging.recipes import (
     PRECISIONS,
     CountCalls,

@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import modkit
-from modkit._errors import NameMismatchError
 from modkit.averaging.posthoc import PostHocEMA, find_snapshots
+from modkit.errors import NameMismatchError
 from modkit.schedules import Power, profile
 
 

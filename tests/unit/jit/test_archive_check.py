@@ -5,7 +5,7 @@ import zipfile
 import pytest
 import torch
 
-from modkit._errors import ArchiveError
+from modkit.errors import FileError
 from modkit.jit._archive import check_archive, inspect
 from modkit.jit._archive_seal import SEAL, add_files, seal, sealed
 from tests.integration.torchscript import scripted_tests
@@ -36,7 +36,7 @@ def test_a_flipped_bit_in_the_weights():
 
     theirs = loaded(damaged).state_dict()
     assert any(not torch.equal(theirs[name], right) for name, right in net().state_dict().items())
-    with pytest.raises(ArchiveError, match=f"the content of {storage} does not match"):
+    with pytest.raises(FileError, match=f"the content of {storage} does not match"):
         check_archive(damaged)
 
 
@@ -99,7 +99,7 @@ def test_missing_extra_files():
 @pytest.mark.parametrize("name", ["data.pkl", "constants.pkl", "version"])
 def test_missing_members(name):
     """An archive without what every archive has is damaged."""
-    with pytest.raises(ArchiveError, match=f"{name} is not there"):
+    with pytest.raises(FileError, match=f"{name} is not there"):
         check_archive(changed(archive(), {name: None}))
 
 
@@ -107,7 +107,7 @@ def test_missing_storage():
     """A storage that is not there is named with the tensor that should be in it."""
     tensor = inspect(archive()).tensors[0]
 
-    with pytest.raises(ArchiveError, match=f"{tensor.name} should be in {tensor.storage}"):
+    with pytest.raises(FileError, match=f"{tensor.name} should be in {tensor.storage}"):
         check_archive(changed(archive(), {tensor.storage: None}))
 
 
@@ -115,7 +115,7 @@ def test_a_short_storage():
     """A storage with fewer bytes than its tensor has is named."""
     tensor = inspect(archive()).tensors[0]
 
-    with pytest.raises(ArchiveError, match=f"{tensor.name} has a storage of {tensor.nbytes} bytes"):
+    with pytest.raises(FileError, match=f"{tensor.name} has a storage of {tensor.nbytes} bytes"):
         check_archive(changed(archive(), {tensor.storage: bytes(tensor.nbytes - 4)}))
 
 
@@ -124,13 +124,13 @@ def test_two_members_of_one_name():
     ambiguous = changed(archive(), {"DATA.PKL": b"other"})
 
     for look in (check_archive, inspect):
-        with pytest.raises(ArchiveError, match="two members have the same name"):
+        with pytest.raises(FileError, match="two members have the same name"):
             look(ambiguous)
 
 
 def test_a_member_outside_of_the_folder():
     """A member that is not where the others are is refused: torch would not see it."""
-    with pytest.raises(ArchiveError, match="'other/data/0' is not in the folder 'archive/'"):
+    with pytest.raises(FileError, match="'other/data/0' is not in the folder 'archive/'"):
         check_archive(packed({**members(archive()), "other/data/0": b"1234"}))
 
 
@@ -144,7 +144,7 @@ def test_something_around_the_zip_file(side):
     }
 
     for look in (check_archive, inspect):
-        with pytest.raises(ArchiveError, match="is damaged: its table of members does not fill"):
+        with pytest.raises(FileError, match="is damaged: its table of members does not fill"):
             look(around[side])
 
 
@@ -167,7 +167,7 @@ def test_swapped_members(seals):
         with pytest.raises(ValueError, match="another file"):
             check_archive(swapped, sha256=hashlib.sha256(whole).hexdigest())
         return
-    with pytest.raises(ArchiveError, match=f"{first} is not what was saved|{second} is not what"):
+    with pytest.raises(FileError, match=f"{first} is not what was saved|{second} is not what"):
         check_archive(swapped)
 
 
@@ -193,7 +193,7 @@ def test_what_a_seal_finds(change):
     code = next(name for name in members(whole) if name.endswith(".py")).partition("/")[2]
     new = {"missing": {code: None}, "other": {code: b"x = 1"}, "broken": {SEAL: b"{"}}
 
-    with pytest.raises(ArchiveError, match=r"is missing|is not what was saved|members\.json"):
+    with pytest.raises(FileError, match=r"is missing|is not what was saved|members\.json"):
         check_archive(changed(whole, new[change]))
 
 

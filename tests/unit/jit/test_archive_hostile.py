@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from modkit import jit
-from modkit._errors import ArchiveError
+from modkit.errors import FileError
 from modkit.jit._archive import check_archive, inspect
 from modkit.jit._archive_seal import sealed
 from tests.integration.torchscript import scripted_tests
@@ -36,7 +36,7 @@ def passes(data):
     """Tell whether the check lets a file through; an error of another kind fails the test."""
     try:
         check_archive(data)
-    except ArchiveError:
+    except FileError:
         return False
     return True
 
@@ -103,7 +103,7 @@ def test_bit_flips(tmp_path):
         tmp_path, [flip for seed in range(3) for flip in random_flips(seed, 40)]
     )
 
-    assert counts["refused ArchiveError"] > 60
+    assert counts["refused FileError"] > 60
 
 
 def test_torch_alone_loads_wrong_weights(tmp_path):
@@ -137,7 +137,7 @@ def test_truncations(tmp_path):
     cases = [whole[:length] for length in sorted(lengths)]
 
     assert accepted(cases) == []
-    assert set(outcomes(tmp_path, cases[::20])) == {"refused ArchiveError"}
+    assert set(outcomes(tmp_path, cases[::20])) == {"refused FileError"}
 
 
 def test_blocks_of_zeros():
@@ -161,7 +161,7 @@ def test_members_that_change_places(tmp_path):
             swapped.append(packed({**content, first: content[second], second: content[first]}))
     assert len(swapped) > 100
     assert accepted(swapped) == []
-    assert set(outcomes(tmp_path, swapped[::20])) == {"refused ArchiveError"}
+    assert set(outcomes(tmp_path, swapped[::20])) == {"refused FileError"}
 
 
 def test_members_that_change_places_without_new_checksums():
@@ -195,9 +195,9 @@ def test_a_member_that_is_marked_as_a_folder(tmp_path):
     cases = [flip(archive(), parts[f"archive/{name}"] + 38, 4) for name in names]
 
     for name, case in zip(names, cases, strict=True):
-        with pytest.raises(ArchiveError, match=f"'archive/{name}' is marked as a folder"):
+        with pytest.raises(FileError, match=f"'archive/{name}' is marked as a folder"):
             check_archive(case)
-    assert set(outcomes(tmp_path, cases)) == {"refused ArchiveError"}
+    assert set(outcomes(tmp_path, cases)) == {"refused FileError"}
 
 
 @pytest.mark.parametrize("field", ["size", "packed size", "place"])
@@ -227,7 +227,7 @@ def test_a_small_file_that_unpacks_to_a_large_one():
                 member.write(bytes(1 << 20))
 
     assert len(file.getvalue()) < 1 << 20
-    with pytest.raises(ArchiveError, match=r"data\.pkl has 136314880 bytes, so it is not read"):
+    with pytest.raises(FileError, match=r"data\.pkl has 136314880 bytes, so it is not read"):
         inspect(file.getvalue())
 
 
@@ -242,7 +242,7 @@ def answer(data):
     """Return the kind of a file, or that it is damaged."""
     try:
         return inspect(data).kind
-    except ArchiveError:
+    except FileError:
         return "damaged"
 
 
@@ -269,4 +269,4 @@ def test_many_more_bit_flips(seed, tmp_path):
     counts = assert_harmless(tmp_path, random_flips(seed, 1000))
 
     sys.stdout.write(f"{sorted(counts.items())}\n")
-    assert counts["refused ArchiveError"] > 500
+    assert counts["refused FileError"] > 500

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from modkit._errors import ArchiveError
+from modkit.errors import FileError
 from modkit.jit._archive import ArchiveInfo, inspect
 from modkit.jit._archive_tensors import TensorInfo
 from tests.integration.torchscript import scripted_tests
@@ -275,7 +275,7 @@ def test_safetensors_that_promise_too_much(change):
     facts |= {"shape": [5]} if change == "size" else {"shape": [1000], "data_offsets": [0, 4000]}
     header = json.dumps({"weight": facts}).encode()
 
-    with pytest.raises(ArchiveError, match=r"weight: its size|weight: it reaches beyond"):
+    with pytest.raises(FileError, match=r"weight: its size|weight: it reaches beyond"):
         inspect(len(header).to_bytes(8, "little") + header + bytes(16))
 
 

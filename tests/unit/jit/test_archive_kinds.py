@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from modkit._errors import ArchiveError
+from modkit.errors import FileError
 from modkit.jit._archive import check_archive, inspect
 from tests.integration.torchscript import scripted_tests
 from tests.unit.jit.archives import archive, loaded, packed
@@ -94,7 +94,7 @@ def test_a_wrong_file_is_named_with_what_reads_it(case, tmp_path):
     path = tmp_path / "model.pt"
     path.write_bytes(make())
 
-    with pytest.raises(ArchiveError) as caught:
+    with pytest.raises(FileError) as caught:
         check_archive(path)
     assert str(path) in str(caught.value)
     assert name in str(caught.value)
@@ -120,7 +120,7 @@ def test_the_loaders_that_are_named_read_the_file(tmp_path):
 
 def test_the_error_is_one_of_torchs_kind():
     """Code that expects torch's RuntimeError still gets one."""
-    assert issubclass(ArchiveError, RuntimeError)
+    assert issubclass(FileError, RuntimeError)
 
 
 def test_archives_of_old_names_for_the_version():

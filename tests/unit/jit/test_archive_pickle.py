@@ -5,7 +5,7 @@ import pickletools
 
 import pytest
 
-from modkit._errors import ArchiveError
+from modkit.errors import FileError
 from modkit.jit import _archive_pickle as machine
 from modkit.jit._archive import inspect
 from modkit.jit._archive_pickle import Call, Name, Reference, read_pickle
@@ -121,7 +121,7 @@ DAMAGED = {
 @pytest.mark.parametrize("case", DAMAGED)
 def test_damaged_pickles(case):
     """What is no whole pickle is an error that names the file, whatever is wrong with it."""
-    with pytest.raises(ArchiveError, match="the pickle is damaged"):
+    with pytest.raises(FileError, match="the pickle is damaged"):
         read(DAMAGED[case])
 
 
@@ -137,11 +137,11 @@ def test_a_flipped_byte_never_runs_anything(seed):
             changed[place] ^= mask
             try:
                 read(bytes(changed))
-            except ArchiveError as error:
+            except FileError as error:
                 outcomes.add(type(error))
             else:
                 outcomes.add(None)
-    assert outcomes == {None, ArchiveError}
+    assert outcomes == {None, FileError}
 
 
 def test_a_memo_of_billions_takes_no_room():
@@ -153,7 +153,7 @@ def test_the_number_of_instructions_is_limited(monkeypatch):
     """A pickle with more instructions than any file of torch has is refused."""
     monkeypatch.setattr(machine, "MOST_INSTRUCTIONS", 100)
 
-    with pytest.raises(ArchiveError, match="more than 100 instructions"):
+    with pytest.raises(FileError, match="more than 100 instructions"):
         read(b"\x80\x02" + b"N0" * 60 + b"N.")
 
 
@@ -162,7 +162,7 @@ def test_nested_keys_are_refused():
     doubled = b"\x80\x02}(K\x01" + b"2\x86" * 60 + b"K\x01u."
 
     assert "TUPLE2" in {code.name for code, _, _ in pickletools.genops(doubled)}
-    with pytest.raises(ArchiveError, match="a key is nested"):
+    with pytest.raises(FileError, match="a key is nested"):
         read(doubled)
 
 

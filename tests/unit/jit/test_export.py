@@ -5,7 +5,10 @@ import torch
 from torch import Tensor
 
 import modkit.nn as nn
-from modkit._errors import ArchiveError, ConversionError
+from modkit.errors import (
+    ConversionError,
+    FileError,
+)
 from modkit.jit._archive import check_archive, inspect
 from modkit.jit._archive_seal import seal
 from modkit.jit._export import EXPORT, add_export, export_files, read_export, to_export
@@ -246,5 +249,5 @@ def test_archives_without_a_program():
         )
     )
     data[place_of(bytes(data), f"archive/extra/{EXPORT}") + 200] ^= 1
-    with pytest.raises(ArchiveError, match=r"export\.pt2 does not match its checksum"):
+    with pytest.raises(FileError, match=r"export\.pt2 does not match its checksum"):
         read_export(bytes(data))

@@ -57,7 +57,7 @@ def test_a_file_of_another_kind_is_named_with_what_reads_it(case, tmp_path):
     path = as_path(tmp_path, make())
 
     for source in (path, str(path), io.BytesIO(make())):
-        with pytest.raises(jit.ArchiveError) as caught:
+        with pytest.raises(jit.FileError) as caught:
             jit.load(source)
         assert name in str(caught.value)
         assert advice in str(caught.value)
@@ -136,7 +136,7 @@ def test_nothing_runs_of_a_damaged_archive(tmp_path):
     path.write_bytes(whole.replace(b"right", b"wrong"))
 
     assert jit.inspect(path).runs_at_load
-    with pytest.raises(jit.ArchiveError):
+    with pytest.raises(jit.FileError):
         jit.load(path)
     assert not mark.exists()
     jit.load(io.BytesIO(whole))
@@ -268,7 +268,7 @@ def test_damage_is_no_reason_to_take_the_program():
     code = next(name for name in _names(saved()[0]) if name.endswith(".py"))
     damaged = changed(saved()[0], {code: b"def forward("})
 
-    with pytest.raises(jit.ArchiveError, match="is not what was saved under that name"):
+    with pytest.raises(jit.FileError, match="is not what was saved under that name"):
         jit.load(io.BytesIO(damaged))
 
 
@@ -288,7 +288,7 @@ def test_members_that_were_exchanged_are_found(tmp_path):
     path.write_bytes(changed(path.read_bytes(), {first: weights[1], second: weights[0]}))
 
     assert torch.equal(torch.jit.load(path).state_dict()["0.weight"], module[1].weight)
-    with pytest.raises(jit.ArchiveError, match="is not what was saved under that name"):
+    with pytest.raises(jit.FileError, match="is not what was saved under that name"):
         jit.load(path)
 
 
