@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from modkit.files.atomic_write import written_whole
+from modkit.files.atomic_write import atomic_write
 from modkit.files.zip_check import Archive
 
 
@@ -40,7 +40,7 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str])
         >>> sorted(load_checkpoint(path))
         ['ema', 'model']
     """
-    with written_whole(Path(path)) as unfinished, checksums():
+    with atomic_write(Path(path)) as unfinished, checksums():
         torch.save(checkpoint, unfinished)
 
 

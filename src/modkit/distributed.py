@@ -15,7 +15,7 @@ from modkit.averaging.named_tensors import NamedTensors, canonical_name, canonic
 from modkit.averaging.sharding import is_sharded, whole_tensor
 from modkit.averaging.state import with_empty_parts
 from modkit.checkpoints import save_checkpoint
-from modkit.files.atomic_write import written_whole
+from modkit.files.atomic_write import atomic_write
 from modkit.files.safetensors_files import Described, in_file_order, write_safetensors
 from modkit.files.torch_files import compact
 
@@ -161,7 +161,7 @@ class _Contents:
     def write(self, path: Path, gathered: Iterator[tuple[str, Tensor]]) -> None:
         """Write the file, and take the tensors for it."""
         if self._streamed:
-            with written_whole(path) as unfinished:
+            with atomic_write(path) as unfinished:
                 write_safetensors(unfinished, self._described, gathered)
             return
         found: OrderedDict[str, Any] = OrderedDict(self._values)

@@ -29,7 +29,7 @@ from torch import Tensor
 from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors, check_match
 from modkit.averaging.schedules import Power, gamma_of
-from modkit.files.atomic_write import written_whole
+from modkit.files.atomic_write import atomic_write
 from modkit.files.safetensors_files import library
 from modkit.files.torch_files import load_checked, load_plain, narrowed
 
@@ -91,7 +91,7 @@ def save_snapshot(
     others = {name: narrowed(tensor, None) for name, tensor in (buffers or {}).items()}
     path = Path(directory) / f"ema-{step:010d}-{sigma_rel:.6g}.{file_format}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as unfinished:
+    with atomic_write(path) as unfinished:
         if file_format == "pt":
             content = {"step": step, "sigma_rel": sigma_rel, "averages": tensors, "buffers": others}
             torch.save(content, unfinished)
