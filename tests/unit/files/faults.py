@@ -440,7 +440,7 @@ def fifo(writer: Writer, folder: Path, count: int) -> None:
 def open_pipe(writer: Writer, folder: Path, count: int) -> None:
     """As for ``-o /dev/stdout | gzip``: the reader gets a complete file."""
     if not writer.any_name or ".safetensors" in writer.file:
-        raise NotPossible("the writer chooses the name")
+        raise NotPossible("the name is the writer's, or chooses the format")
     source, sink = os.pipe()
     received = folder / writer.file
     thread = threading.Thread(
@@ -515,8 +515,8 @@ def missing_folder(writer: Writer, folder: Path, count: int) -> None:
     assert names_in(folder) == set()
 
 
-# Where an interrupt hits the making and removing of the private folder, not the saving.
-_HOUSEKEEPING: Final = {"atomic_write", "contextlib", "shutil", "tempfile", "random", "os", "stat"}
+# An interrupt in these, which make and remove the private folder, may leave it.
+_HOUSEKEEPING: Final = {"_private_folder", "_remove", "_remove_leftovers", "_replaced"}
 
 
 @fault("`KeyboardInterrupt` at a random moment", large=True, random=True)
@@ -532,8 +532,8 @@ def interrupted(writer: Writer, folder: Path, count: int) -> str:
     places: list[str] = []
 
     def interrupt(number: int, frame: Any) -> NoReturn:
-        places.append(Path(frame.f_code.co_filename).stem.strip("<>").removeprefix("frozen "))
-        places.extend(traceback.format_stack(frame))
+        functions = [called.f_code.co_name for called, _ in traceback.walk_stack(frame)]
+        places.extend(functions[: functions.index("save") + 1])
         raise KeyboardInterrupt
 
     def save() -> None:
@@ -544,7 +544,7 @@ def interrupted(writer: Writer, folder: Path, count: int) -> str:
             signal.setitimer(signal.ITIMER_REAL, 0)
         except BaseException as error:  # noqa: BLE001 - click makes it another one
             assert type(error).__name__ in {"KeyboardInterrupt", "Abort"}, repr(error)
-        if places and places[0] not in _HOUSEKEEPING:
+        if not _HOUSEKEEPING & {*places}:
             assert names_in(folder) == {target.name}, places
         assert writer.load(target) in ({1, 2} if places else {2})
         os.write(announcer, b"x" if places else b"")
