@@ -72,9 +72,11 @@ def test_sharded_checkpoints(tmp_path: Path, given: str) -> None:
 def test_keys_of_averages(tmp_path: Path) -> None:
     """The keys that ``average --key`` accepts are shown, and whose averages they hold."""
     net = nn.Linear(2, 2)
+    ema = modkit.EMA(net)
+    ema.update()
     content = {
         "swa": torch.optim.swa_utils.AveragedModel(net).state_dict(),
-        "ema": modkit.EMA(net).state_dict(),
+        "ema": ema.state_dict(),
         "net": net.state_dict(),
         "mixed": {"weight": torch.ones(1), "epoch": 3},
         "lrs": [0.1, 0.2],

@@ -6,12 +6,11 @@ import json
 import os
 import pickle
 import re
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -312,11 +311,9 @@ def _of_table(listed: Iterable[tuple[str, Iterable[int], str]], info: FileInfo) 
     tensors: list[TensorInfo] = []
     for name, lengths, dtype in listed:
         shape = torch.Size(lengths)
-        known = getattr(torch, dtype, None)
-        # Other dtypes have their number of bits in their name, such as F4 or F6_E2M3.
-        bits = "".join(filter(str.isdigit, dtype.partition("_")[0])) or "8"
-        width = known.itemsize * 8 if isinstance(known, torch.dtype) else int(bits)
-        tensors.append(TensorInfo(name, tuple(shape), dtype, shape.numel() * width // 8))
+        # float8_e4m3fn and F8_E4M3 have 8 bits; bool names no number, and takes 8 bits too.
+        bits = int("".join(filter(str.isdigit, dtype.partition("_")[0])) or 8)
+        tensors.append(TensorInfo(name, tuple(shape), dtype, shape.numel() * bits // 8))
     groups = {"": tuple(each.name for each in tensors)}
     nbytes = sum(each.nbytes for each in tensors)
     return replace(
@@ -355,6 +352,7 @@ class _Listing:
             self.entries[key] = _short(found)
             return
         names: list[str] = []
+        self.groups[key] = ()
         for name, value in items:
             self.left -= _PER_ENTRY + len(key) + len(name)
             if self.left < 0:
@@ -374,40 +372,28 @@ class _Listing:
 
 def _items(found: object) -> Iterable[tuple[str, object]] | None:
     """Return what is nested in a mapping, or in a list that begins with tensors or mappings."""
+    if isinstance(found, argparse.Namespace):
+        found = vars(found)
     if isinstance(found, Mapping):
         entries = cast("Mapping[object, object]", found)
         return ((n[:_MAX_NAME] if isinstance(n, str) else _short(n), v) for n, v in entries.items())
-    if isinstance(found, Sequence) and not isinstance(found, (str, bytes, bytearray)):
+    if isinstance(found, (list, tuple)):
         values = cast("Sequence[object]", found)
         if any(isinstance(value, (Tensor, Mapping)) for value in islice(values, 100)):
             return ((str(index), value) for index, value in enumerate(values))
     return None
 
 
-class _Short(reprlib.Repr):
-    """A ``repr`` whose length and cost do not depend on the size of the value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxstring = 2, 60
-
-    def repr_int(self, x: int, level: int) -> str:
-        return super().repr_int(x, level) if x.bit_length() <= 256 else "int"
-
-    def repr_instance(self, x: Any, level: int) -> str:
-        if x is None or isinstance(x, (bool, float, complex, torch.dtype, torch.device)):
-            return repr(x)
-        if isinstance(x, (bytes, bytearray)):
-            return repr(x[: self.maxstring])
-        if isinstance(x, argparse.Namespace):
-            x = vars(x)
-        if isinstance(x, Mapping):
-            return self.repr_dict(dict(islice(x.items(), 8)), level)
-        return type(x).__name__
-
-
-_SHORT: Final = _Short()
-
-
-def _short(value: object) -> str:
-    return printable(_SHORT.repr(value))
+def _short(value: object, *, nested: bool = False) -> str:
+    """Return a ``repr`` whose length and cost do not depend on the size of the value."""
+    if isinstance(value, (list, tuple)) and not nested:
+        values = cast("Sequence[object]", value)
+        parts = [_short(each, nested=True) for each in values[:8]]
+        text = ", ".join([*parts, "..."] if len(values) > 8 else parts)
+        return f"[{text}]" if isinstance(value, list) else f"({text})"
+    if isinstance(value, (str, bytes)):
+        return printable(repr(value[:60]) + ("..." if len(value) > 60 else ""))
+    small = isinstance(value, int) and value.bit_length() <= 256
+    if small or value is None or isinstance(value, (float, complex, torch.dtype, torch.device)):
+        return repr(value)
+    return type(value).__name__

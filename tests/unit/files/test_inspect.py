@@ -159,9 +159,11 @@ def test_other_entries_are_short(tmp_path: Path) -> None:
     entries = inspect(tmp_path / "x.pt").entries
 
     assert all(len(text) < 100 and text.isprintable() for text in entries.values())
-    assert entries["options"] == "{'lr': 0.1}"
+    assert entries["options.lr"] == "0.1"
     assert entries["dtype"] == "torch.float16"
     assert entries["(1, 2)"] == "None"
+    assert entries["list"] == "[0, 1, 2, 3, 4, 5, 6, 7, ...]"
+    assert entries["number"] == "int"
 
 
 def test_tensors_without_plain_memory(tmp_path: Path) -> None:
