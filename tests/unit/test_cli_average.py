@@ -532,6 +532,17 @@ def test_a_special_file_is_written_to_and_never_replaced(
         assert read(tmp_path / f"copy.{suffix}").keys() == states()[0].keys()
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+@pytest.mark.parametrize("options", [["-o", "out.pt"], ["--dry-run"]], ids=["average", "dry-run"])
+def test_a_fifo_as_input_is_refused_without_waiting(tmp_path: Path, options: list[str]) -> None:
+    """An input that is not a regular file is not opened."""
+    os.mkfifo(tmp_path / "x.pt")
+    done = run(tmp_path / "x.pt", *options)
+
+    assert done.exit_code == 1
+    assert "x.pt is a FIFO, not a regular file" in done.stderr
+
+
 def no_work(*_: object, **__: object) -> None:
     """Stand for the work that must not begin."""
     raise AssertionError("the work has begun")

@@ -18,6 +18,7 @@ from modkit.checkpoints import save_checkpoint
 from modkit.cli._tables import cell, console, one_line_errors
 from modkit.files.atomic_write import written_whole
 from modkit.files.checkpoint_files import Checkpoint, file_in, is_safetensors
+from modkit.files.kinds import check_regular
 from modkit.files.safetensors_files import library
 
 
@@ -86,6 +87,10 @@ def average(
     if step is not None and ema_sigma is None:
         raise click.UsageError("--step goes with --ema-sigma")
     with one_line_errors():
+        for path in checkpoints:
+            # Opening a FIFO could wait forever. A directory may hold snapshots.
+            if ema_sigma is None or not path.is_dir():
+                check_regular(file_in(path))
         if dry_run:
             show_match(checkpoints, key)
             return

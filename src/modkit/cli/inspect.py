@@ -113,7 +113,7 @@ def groups_of(info: files.FileInfo, limit: int) -> Table:
         elements = sum(math.prod(each.shape) for each in found)
         nbytes = sum(each.nbytes for each in found)
         # average --key accepts a state dict: nothing but tensors.
-        name = (key or "-") if len(found) == len(names) else f"({key})"
+        name = (key or "-") if len(found) == len(names) else f"({key or '-'})"
         counts = f"{len(found):,}", f"{elements:,}", size(nbytes)
         table.add_row(cell(name), *counts, cell(dtypes), f"averages of {owner}" if owner else "")
     return table

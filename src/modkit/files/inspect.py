@@ -33,8 +33,8 @@ _CHUNK: Final = 1 << 20
 _WITH_CHECKSUMS: Final = {kinds.TORCH_SAVE, kinds.TORCHSCRIPT, kinds.EXPORT}
 _UNSAFE: Final = re.compile(r"GLOBAL ([\w.]{1,200}) was not an allowed global")
 _WOULD_EXECUTE: Final = (
-    "loading it with pickle, as torch.load(weights_only=False) does, would execute code. fickling and "
-    "picklescan analyse such files"
+    "loading it with pickle, as torch.load(weights_only=False) does, would execute code that it names. "
+    "fickling and picklescan analyse such files"
 )
 
 
@@ -133,8 +133,9 @@ def inspect(path: str | os.PathLike[str]) -> FileInfo:
         raise
     except Exception as error:
         raise _corrupt(file, error, kind) from error
-    notes = {kinds.PICKLE: _WOULD_EXECUTE, kinds.TEXT: kinds.first_line(file)}
-    return replace(info, note=notes.get(kind, ""))
+    if kind == kinds.TEXT:
+        return replace(info, note=kinds.first_line(file))
+    return replace(info, note=_WOULD_EXECUTE) if kind == kinds.PICKLE else info
 
 
 def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
