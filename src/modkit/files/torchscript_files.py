@@ -13,9 +13,9 @@ import re
 import zlib
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Any, Final
+from typing import IO, Any, Final, cast
 
 from modkit.errors import FileError
 from modkit.files.zip_check import MOST_TEXT, Archive
@@ -28,6 +28,7 @@ _TENSORS: Final = ("data/", "constants/")
 _WORTH_A_THREAD: Final = 1 << 20
 _MOST_THREADS: Final = 4
 _HEAD: Final = 4096
+_OTHER_FORMS: Final = 0x61  # flags of zip files
 _READER: Final = re.compile("PytorchStreamReader|inline_container")
 
 
@@ -60,13 +61,8 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
         FileError: The file is corrupt or not a TorchScript archive. At the end of the block, it
             replaces what the block has raised.
     """
-    with ExitStack() as stack:
-        if isinstance(f, (str, os.PathLike)):
-            file, what, source = _open(f)
-            stack.enter_context(file)
-        else:
-            source, what = _content_of(f), f"the file {getattr(f, 'name', '')}".rstrip()
-            file = io.BytesIO(source)
+    file, what, source = _opened(f)
+    with file, ThreadPoolExecutor(_MOST_THREADS) as pool:
         data = memoryview(source if isinstance(source, bytes) else _mapped(file))
         if sha256 is not None:
             _check_digest(data, what, sha256)
@@ -77,7 +73,6 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
             _check(archive, data, name)
         names = (name for name in archive.members if name.startswith(_EXTRA))
         extra_files = {name.removeprefix(_EXTRA): archive.sizes[name] for name in names}
-        pool = stack.enter_context(ThreadPoolExecutor(_MOST_THREADS))
         checks = _start_checks(pool, archive, data, weights)
         try:
             yield VerifiedArchive(source, extra_files)
@@ -91,9 +86,12 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
         _finish_checks(checks, None)
 
 
-def _open(f: str | os.PathLike[str]) -> tuple[IO[bytes], str, str]:
-    """Open a path once; return the file, its name for errors, and the path for torch's reader."""
-    path = os.fsdecode(f)
+def _opened(f: Any) -> tuple[IO[bytes], str, str | bytes]:
+    """Open a path once, or read a file; return a file, its name for errors, and torch's source."""
+    if not isinstance(f, (str, os.PathLike)):
+        content = _content_of(f)
+        return io.BytesIO(content), f"the file {getattr(f, 'name', '')}".rstrip(), content
+    path = os.fsdecode(cast("os.PathLike[str]", f))
     # The texts are those of torch.jit.load, and show the path as it was given.
     if not os.path.exists(path):  # noqa: PTH110
         raise ValueError(f"The provided filename {f} does not exist")
@@ -108,6 +106,17 @@ def _open(f: str | os.PathLike[str]) -> tuple[IO[bytes], str, str]:
     return file, path, same if os.path.exists(same) else path  # noqa: PTH110
 
 
+def _content_of(f: Any) -> bytes:
+    """Read an open file; one that has just been written stands at its end, and is read from the start."""
+    content: object = f.read()
+    if not content and hasattr(f, "seekable") and f.seekable() and f.tell():
+        f.seek(0)
+        content = f.read()
+    if not isinstance(content, bytes):
+        raise TypeError("the file is open as text; open it in the mode 'rb'")
+    return content
+
+
 def _mapped(file: IO[bytes]) -> mmap.mmap | bytes:
     """Map a file into memory; on Linux at once, which takes less time than page by page."""
     options: dict[str, int] = {"access": mmap.ACCESS_READ}
@@ -115,17 +124,6 @@ def _mapped(file: IO[bytes]) -> mmap.mmap | bytes:
         options = {"flags": mmap.MAP_SHARED | mmap.MAP_POPULATE, "prot": mmap.PROT_READ}
     size = file.seek(0, io.SEEK_END)
     return mmap.mmap(file.fileno(), size, **options) if size else b""
-
-
-def _content_of(f: Any) -> bytes:
-    """Read an open file; one that has just been written stands at its end, and is read from the start."""
-    content: Any = f.read()
-    if not content and hasattr(f, "seekable") and f.seekable() and f.tell():
-        f.seek(0)
-        content = f.read()
-    if not isinstance(content, bytes):
-        raise TypeError("the file is open as text; open it in the mode 'rb'")
-    return content
 
 
 def _check_digest(data: memoryview, what: str, expected: str) -> None:
@@ -166,10 +164,13 @@ def _check(archive: Archive, data: memoryview, name: str) -> None:
         archive.verify(name)
         return
     head = data[info.header_offset :]
+    if info.flag_bits & _OTHER_FORMS:
+        raise _corrupt(archive.what, f"{name} is marked as encrypted or patched")
     # The name is there twice, before the content and in the table of members.
     length, further = (int.from_bytes(head[at : at + 2], "little") for at in (26, 28))
     coding = "utf-8" if info.flag_bits & 0x800 else "cp437"
-    if head[:4] != b"PK\x03\x04" or head[30 : 30 + length] != info.orig_filename.encode(coding):
+    name_there = bytes(head[30 : 30 + length])
+    if bytes(head[:4]) != b"PK\x03\x04" or name_there != info.orig_filename.encode(coding):
         raise _corrupt(archive.what, f"{name} has another name before its content")
     content = head[30 + length + further :][: info.file_size]
     if len(content) < info.file_size or info.CRC not in {0, zlib.crc32(content)}:
@@ -286,14 +287,8 @@ def _walk(data: bytes) -> None:
     marks: list[int] = []
     for operation, argument, _ in pickletools.genops(data):
         name, before = operation.name, operation.stack_before
-        if name == "MARK":
-            marks.append(len(stack))
-        elif "PUT" in name:
-            memo[argument] = stack[-1]
-        elif name == "MEMOIZE":
+        if name == "MEMOIZE":
             memo[len(memo)] = stack[-1]
-        elif "GET" in name:
-            stack.append(memo[argument])
         elif name == "DUP":
             stack.append(stack[-1])
         elif before:
@@ -304,16 +299,22 @@ def _walk(data: bytes) -> None:
                 raise IndexError
             taken = stack[begin:]
             del stack[begin:]
-            if operation.stack_after:
-                stack.append(
-                    _filled(taken[1:], taken[0]) if name in _FILLS else _filled(taken, [0, 0])
-                )
+            if name in _FILLS:
+                stack.append(_filled(taken[1:], taken[0]))
+            elif operation.stack_after:
+                stack.append(_filled(taken, [0, 0]))
+        elif "PUT" in name:
+            memo[argument] = stack[-1]
+        elif "GET" in name:
+            stack.append(memo[argument])
+        elif name == "MARK":
+            marks.append(len(stack))
         elif operation.stack_after:
             stack.append([0, 0])
 
 
 def _filled(inside: list[list[int]], target: list[int]) -> list[int]:
-    depth = max(target[0], 1 + max((each[0] for each in inside), default=0))
+    depth = max(target[0], 1 + max([each[0] for each in inside], default=0))
     if depth > _DEEPEST:
         raise ValueError(f"it nests deeper than {_DEEPEST:,} levels")
     if depth > target[0] and target[1]:
