@@ -27,6 +27,7 @@ from torch import Tensor
 from modkit._upstream import modes_are_active
 from modkit.errors import FileError
 from modkit.files.atomic_write import atomic_write
+from modkit.files.kinds import LEGACY, TORCH_SAVE, kind_of, wrong_kind
 from modkit.files.zip_archive import Archive, is_zip, open_regular, path_of
 
 
@@ -112,10 +113,9 @@ def load_checkpoint(
 
 
 def _torch_archive(descriptor: int, path: str | os.PathLike[str]) -> Archive:
-    archive = Archive(descriptor, os.fspath(path))
-    if "constants.pkl" in archive.members or "data.pkl" not in archive.members:
-        raise FileError(f"{os.fspath(path)} is not a torch.save file")
-    return archive
+    if kind_of(descriptor) != TORCH_SAVE:
+        raise wrong_kind(descriptor, os.fspath(path), "a torch.save file with checksums")
+    return Archive(descriptor, os.fspath(path))
 
 
 def _is_for_cpu(map_location: object) -> bool:
@@ -164,7 +164,7 @@ def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
         FileError: If it is corrupt, apart from the tensors, or cannot be loaded with ``weights_only=True``.
     """
     with open_regular(path) as descriptor:
-        if not is_zip(descriptor):
+        if kind_of(descriptor) == LEGACY:
             return _left_to_torch(descriptor, path, "cpu", mmap=False), Checksums(None)
         archive = _torch_archive(descriptor, path)
         archive.verify(name for name in archive.members if not name.startswith("data/"))

@@ -76,6 +76,17 @@ def is_zip(descriptor: int) -> bool:
     return os.pread(descriptor, 2, 0) in {b"", b"PK"} or end == b"PK\x05\x06"
 
 
+def read_some(source: int | bytes, start: int, count: int) -> bytes:
+    """Return bytes of a file, given as a descriptor or as its content; fewer at its end."""
+    if not isinstance(source, int):
+        return source[start : start + count]
+    found = b""
+    # One call returns at most 2 GiB, or fewer where a signal comes in between.
+    while len(found) < count and (part := os.pread(source, count - len(found), start)):
+        found, start = found + part if found else part, start + len(part)
+    return found
+
+
 class Archive:
     """The members of a zip file, by their names without the folder that holds all of them.
 
@@ -102,13 +113,7 @@ class Archive:
         return FileError(f"{self.what} is corrupt: {reason}", "corrupt zip file")
 
     def _bytes(self, start: int, count: int) -> bytes:
-        if not isinstance(self._source, int):
-            return self._source[start : start + count]
-        found = b""
-        # One call returns at most 2 GiB, or fewer where a signal comes in between.
-        while len(found) < count and (part := os.pread(self._source, count - len(found), start)):
-            found, start = found + part if found else part, start + len(part)
-        return found
+        return read_some(self._source, start, count)
 
     def _find_table(self) -> tuple[int, int, int]:
         """Return the number of members, and where their table begins and ends."""
@@ -334,6 +339,8 @@ class Archive:
 def _crc_of_both(first: int, second: int, length: int) -> int:
     """Return the CRC-32 of two pieces from those of each; ``length`` is that of the second in bytes."""
     # A piece moves the polynomial of what is before it by x ** (8 * length), modulo that of the CRC.
+    if not first:
+        return second
     power, square = 1 << 31, 1 << 23
     while length:
         if length & 1:
