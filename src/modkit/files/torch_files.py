@@ -27,7 +27,8 @@ from torch import Tensor
 from modkit._upstream import modes_are_active
 from modkit.errors import FileError
 from modkit.files.atomic_write import atomic_write
-from modkit.files.zip_archive import Archive, is_zip, open_regular, run_all
+from modkit.files.kinds import LEGACY, TORCH_SAVE, kind_of, wrong_kind
+from modkit.files.zip_archive import Archive, is_zip, open_regular, path_of
 
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -112,10 +113,9 @@ def load_checkpoint(
 
 
 def _torch_archive(descriptor: int, path: str | os.PathLike[str]) -> Archive:
-    archive = Archive(descriptor, os.fspath(path))
-    if "constants.pkl" in archive.members or "data.pkl" not in archive.members:
-        raise FileError(f"{os.fspath(path)} is not a torch.save file")
-    return archive
+    if kind_of(descriptor) != TORCH_SAVE:
+        raise wrong_kind(descriptor, os.fspath(path), "a torch.save file with checksums")
+    return Archive(descriptor, os.fspath(path))
 
 
 def _is_for_cpu(map_location: object) -> bool:
@@ -164,7 +164,7 @@ def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
         FileError: If it is corrupt, apart from the tensors, or cannot be loaded with ``weights_only=True``.
     """
     with open_regular(path) as descriptor:
-        if not is_zip(descriptor):
+        if kind_of(descriptor) == LEGACY:
             return _left_to_torch(descriptor, path, "cpu", mmap=False), Checksums(None)
         archive = _torch_archive(descriptor, path)
         archive.verify(name for name in archive.members if not name.startswith("data/"))
@@ -198,12 +198,6 @@ def _left_to_torch(
     except Exception as error:
         reason = _reason(descriptor, error)
         raise FileError(f"{os.fspath(path)} cannot be read as a checkpoint: {reason}") from error
-
-
-def path_of(descriptor: int, path: str | os.PathLike[str]) -> str:
-    """Return a path that leads to an open file, also where another one has replaced it since."""
-    same = Path(f"/proc/self/fd/{descriptor}")
-    return str(same) if same.exists() else os.fspath(path)
 
 
 def _plain_classes() -> Any:
@@ -450,7 +444,7 @@ def _read_plain(
         FileError: If a checksum is wrong, or a tensor is not within its storage.
     """
     mapping = memory_map.mmap(descriptor, 0, access=memory_map.ACCESS_COPY) if mmap else None
-    tasks: list[Callable[[], None]] = []
+    large: dict[str, memoryview | None] = {}
 
     def allocate(name: str) -> torch.UntypedStorage:
         member = archive.members[name]
@@ -463,12 +457,13 @@ def _read_plain(
         else:
             storage = torch.UntypedStorage(member.size)
             target = _view(storage)
-        if verify or target is not None:
-            read = partial(archive.read_into, name, target)
-            if archive.is_large(name):
-                tasks.append(read)
-            else:
-                read()
+        if archive.is_large(name):
+            if verify:
+                large[name] = target
+        elif target is not None:
+            target[:] = archive.read(name)
+        elif verify:
+            archive.read(name)
         return storage
 
     try:
@@ -487,7 +482,7 @@ def _read_plain(
         raise
     except Exception:  # noqa: BLE001 - whatever is wrong here, torch says it in its own words
         return None
-    run_all(tasks)
+    archive.read_all(large)
     if verify:
         archive.verify(archive.members.keys() - unpickler.used)
     return _Found(found)
