@@ -12,11 +12,11 @@ import functools
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import stat
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
@@ -271,6 +271,8 @@ def size_limit(writer: Writer, folder: Path, count: int) -> None:
     """The error names the path, and the old file stays."""
     target = folder / writer.file
     writer.save(target, 1)
+    import resource  # POSIX alone has it
+
     resource.setrlimit(resource.RLIMIT_FSIZE, (target.stat().st_size // 2,) * 2)
 
     failed_with(writer, target, errno.EFBIG)
@@ -645,9 +647,7 @@ def campaign(
         for one in (FAULTS[each] for each in faults):
             trials = rounds["random"] if one.random else 1 if one.saves else rounds["other"]
             writer, count = (large if one.large else small), rounds["saves"] if one.saves else 0
-            started = time.perf_counter()
             answers = [outcome(one, writer, count) for _ in range(trials)]
-            print(f"{one.name} {name}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
             if "skipped" in answers[0]:
                 found.setdefault(one.name, {})[name] = answers[0]
                 continue
@@ -659,6 +659,38 @@ def campaign(
                 "notes": dict(Counter(note for note in intact if note != "intact")),
                 "lost": next((answer["lost"] for answer in answers if "lost" in answer), None),
             }
+    return found
+
+
+ROOT: Final = Path(__file__).resolve().parents[3]
+
+
+def run(
+    writers: list[str],
+    faults: list[str] | None = None,
+    python: str = sys.executable,
+    **rounds: int,
+) -> dict[str, Any]:
+    """Run a campaign in a process of its own, and return what it found.
+
+    Args:
+        writers: Names of writers.
+        faults: Names of faults; all by default.
+        python: The interpreter.
+        **rounds: The options of the command line.
+    """
+    names = ["--writers", ",".join(writers), "--faults", ",".join(faults or FAULTS)]
+    numbers = [f"--{name}={number}" for name, number in rounds.items()]
+    done = subprocess.run(
+        [python, "-W", "ignore", "-m", "tests.unit.files.faults", *names, *numbers],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
