@@ -16,9 +16,9 @@ from modkit.averaging import posthoc
 from modkit.averaging.checkpoints import average_checkpoints
 from modkit.cli._tables import cell, console, one_line_errors
 from modkit.files.checkpoint_files import Checkpoint, file_in, is_safetensors
-from modkit.files.kinds import check_regular
 from modkit.files.safetensors_files import library, save_safetensors
 from modkit.files.torch_files import save_checkpoint
+from modkit.files.zip_archive import open_regular
 
 
 DTYPES: Final = {
@@ -89,7 +89,8 @@ def average(
         for path in checkpoints:
             # Opening a FIFO could wait forever. A directory may hold snapshots.
             if ema_sigma is None or not path.is_dir():
-                check_regular(file_in(path))
+                with open_regular(file_in(path)):
+                    pass
         if dry_run:
             show_match(checkpoints, key)
             return

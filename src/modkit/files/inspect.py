@@ -1,12 +1,8 @@
 """What is in a file of a model, and whether the file is intact, without executing code from it."""
 
 import argparse
-import hashlib
-import json
 import os
-import pickle
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -17,10 +13,10 @@ from torch import Tensor
 
 from modkit.errors import FileError, printable
 from modkit.files import kinds
-from modkit.files.checkpoint_files import Checkpoint, dtype_name, file_in
-from modkit.files.safetensors_files import DTYPES, library
-from modkit.files.torch_files import read_mapped
-from modkit.files.zip_check import Archive
+from modkit.files.checkpoint_files import INDEX, Checkpoint, dtype_name, file_in
+from modkit.files.safetensors_files import DTYPES, safetensors_file
+from modkit.files.torch_files import UnsafeFileError, read_mapped
+from modkit.files.zip_archive import Archive, open_regular
 
 
 # A hostile file can name one object a billion times. Each listed entry costs its name and this much.
@@ -28,10 +24,10 @@ _BUDGET: Final = 1 << 26
 _PER_ENTRY: Final = 64
 _MAX_DEPTH: Final = 16
 _MAX_NAME: Final = 1000
-_MAX_INDEX: Final = 1 << 28
-_CHUNK: Final = 1 << 20
 _WITH_CHECKSUMS: Final = {kinds.TORCH_SAVE, kinds.TORCHSCRIPT, kinds.EXPORT}
-_UNSAFE: Final = re.compile(r"GLOBAL ([\w.]{1,200}) was not an allowed global")
+_NEVER_INTACT: Final = {
+    *(kinds.EMPTY, kinds.CORRUPT_ZIP, kinds.TEXT, kinds.ZIP, kinds.PICKLE, kinds.UNKNOWN)
+}
 _WOULD_EXECUTE: Final = (
     "loading it with pickle, as torch.load(weights_only=False) does, would execute code that it names. "
     "fickling and picklescan analyse such files"
@@ -109,32 +105,34 @@ def inspect(path: str | os.PathLike[str]) -> FileInfo:
         ImportError: If a safetensors file is inspected without the package safetensors.
 
     Example:
-        >>> import pathlib, tempfile, torch
-        >>> path = pathlib.Path(tempfile.mkdtemp(), "last.pt")
+        >>> import torch
+        >>> path = tmp_path / "last.pt"
         >>> torch.save({"model": {"weight": torch.ones(2, 3)}, "epoch": 7}, path)
         >>> info = inspect(path)
         >>> info.kind, info.tensors[0].name, info.tensors[0].shape, info.entries
         ('torch.save file', 'model.weight', (2, 3), {'epoch': '7'})
     """
-    file, kind, shards = _identified(Path(path))
-    size = sum(map(kinds.check_regular, (file, *shards)))
-    info = FileInfo(os.fspath(path), kind, size, "" if shards else _sha256(file))
-    try:
+    file = file_in(Path(path))
+    if file.name.endswith(INDEX):
+        with open_regular(file):
+            checkpoint = Checkpoint(file, None)
+        listed = ((n, checkpoint.shapes[n], checkpoint.dtypes[n]) for n in checkpoint.shapes)
+        size = sum(each.stat().st_size for each in (file, *checkpoint.files))
+        return _of_table(listed, FileInfo(os.fspath(path), kinds.SHARDED, size, ""))
+    with open_regular(file) as descriptor:
+        kind = kinds.kind_of(descriptor)
+        if kind in {kinds.EMPTY, kinds.CORRUPT_ZIP}:
+            raise kinds.wrong_kind(descriptor, str(file), "a checkpoint or an archive")
+        size, digest = os.fstat(descriptor).st_size, kinds.sha256_of(descriptor)
+        info = FileInfo(os.fspath(path), kind, size, digest)
         if kind in {kinds.TORCH_SAVE, kinds.LEGACY}:
-            return _of_torch_save(file, info)
-        if kind in _WITH_CHECKSUMS:
-            return _of_archive(file, info)
+            return _of_torch_save(file, descriptor, info)
+        if kind in {kinds.TORCHSCRIPT, kinds.EXPORT}:
+            return _of_archive(Archive(descriptor, str(file)), info)
         if kind == kinds.SAFETENSORS:
             return _of_safetensors(file, info)
-        if kind == kinds.SHARDED:
-            found = Checkpoint(file, None)
-            return _of_table(((n, found.shapes[n], found.dtypes[n]) for n in found.shapes), info)
-    except (FileError, OSError, ImportError):
-        raise
-    except Exception as error:
-        raise _corrupt(file, error, kind) from error
-    if kind == kinds.TEXT:
-        return replace(info, note=kinds.first_line(file))
+        if kind == kinds.TEXT:
+            return replace(info, note=kinds.first_line(descriptor))
     return replace(info, note=_WOULD_EXECUTE) if kind == kinds.PICKLE else info
 
 
@@ -155,155 +153,82 @@ def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
         FileError: If the file is corrupt, has another digest or no checksums, or is of another kind.
 
     Example:
-        >>> import pathlib, tempfile, torch
-        >>> path = pathlib.Path(tempfile.mkdtemp(), "last.pt")
+        >>> import torch
+        >>> path = tmp_path / "last.pt"
         >>> torch.save({"weight": torch.ones(2, 3)}, path)
         >>> verify(path)
         >>> verify(path, sha256=inspect(path).sha256)
     """
-    wanted = None if sha256 is None else parse_digest(sha256)
-    file, kind, shards = _identified(Path(path))
-    if wanted is not None:
-        found = "no single SHA-256" if shards else _sha256(file)
-        if found != wanted:
-            raise FileError(f"{path} has the SHA-256 {found}, not {wanted}", kind)
-    for each in shards or [file]:
-        _verify_one(each, kinds.kind_of(each), has_digest=wanted is not None)
-
-
-def parse_digest(sha256: str) -> str:
-    """Return the hexadecimal digits of a SHA-256 in lower case, or raise ``ValueError``."""
-    text = sha256.strip().lower().removeprefix("sha256:")
-    if not re.fullmatch("[0-9a-f]{64}", text):
-        raise ValueError(
-            f"{sha256!r} is not a SHA-256 digest: 64 hexadecimal digits, optionally after 'sha256:'"
-        )
-    return text
-
-
-def _verify_one(file: Path, kind: str, *, has_digest: bool) -> None:
-    if kind == kinds.SAFETENSORS:
-        try:
-            library("safetensors").safe_open(file, framework="pt").keys()
-        except (OSError, ImportError):
-            raise
-        except Exception as error:
-            raise _corrupt(file, error, kind) from error
+    if sha256 is not None:
+        kinds.parse_digest(sha256)
+    file = file_in(Path(path))
+    if file.name.endswith(INDEX):
+        if sha256 is not None:
+            raise FileError(f"{file} has shards, each with a SHA-256 of its own", kinds.SHARDED)
+        for shard in Checkpoint(file, None).files:
+            verify(shard)
         return
-    if kind in {kinds.EMPTY, kinds.CORRUPT_ZIP, kinds.TEXT, kinds.ZIP, kinds.UNKNOWN}:
-        raise kinds.wrong_kind(file, kind, "a checkpoint or an archive of torch")
-    if kind in _WITH_CHECKSUMS:
-        with file.open("rb") as opened:
-            archive = Archive(opened, str(file))
-            archive.check_unambiguous()
-            # torch.serialization.set_crc32_options(False) writes zeros in place of all checksums.
-            if any(member.CRC for member in archive.members.values()):
-                archive.verify()
-                return
-    if not has_digest:
-        advice = "compare its SHA-256 with the expected one"
-        raise FileError(f"{file} is a {kind} and has no checksums: {advice}", kind)
+    with open_regular(file) as descriptor:
+        kind = kinds.kind_of(descriptor)
+        if kind in _NEVER_INTACT:
+            raise kinds.wrong_kind(descriptor, str(file), "a checkpoint or an archive of torch")
+        if sha256 is not None:
+            kinds.check_digest(descriptor, str(file), sha256)
+        if kind == kinds.SAFETENSORS:
+            safetensors_file(file)
+            return
+        archive = Archive(descriptor, str(file)) if kind in _WITH_CHECKSUMS else None
+        if archive is not None and archive.has_checksums:
+            archive.verify()
+        elif sha256 is None:
+            advice = "compare its SHA-256 with the expected one"
+            raise FileError(f"{file} is a {kind} and has no checksums: {advice}", kind)
 
 
-def _identified(path: Path) -> tuple[Path, str, list[Path]]:
-    """Return the file to read, its kind, and the shards beside it if it is an index."""
-    file = file_in(path)
-    if file.name.endswith(".index.json"):
-        return file, kinds.SHARDED, _shards_of(file)
-    kind = kinds.kind_of(file)
-    if kind in {kinds.EMPTY, kinds.CORRUPT_ZIP}:
-        reason = "it is empty" if kind == kinds.EMPTY else "its zip directory cannot be read"
-        raise FileError(f"{file} is corrupt: {reason}", kind)
-    return file, kind, []
-
-
-def _shards_of(index: Path) -> list[Path]:
-    kinds.check_regular(index)
-    try:
-        with index.open("rb") as file:
-            found = json.loads(file.read(_MAX_INDEX))["weight_map"].values()
-        shards = sorted({index.with_name(name) for name in found})
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise _corrupt(index, error, kinds.SHARDED) from error
-    for shard in shards:
-        kinds.check_regular(shard)
-    return shards
-
-
-def _sha256(file: Path) -> str:
-    digest, left = hashlib.sha256(), file.stat().st_size
-    with file.open("rb") as opened:
-        while left > 0 and (chunk := opened.read(min(_CHUNK, left))):
-            digest.update(chunk)
-            left -= len(chunk)
-    return digest.hexdigest()
-
-
-def _corrupt(file: Path, error: BaseException, kind: str) -> FileError:
-    return FileError(f"{file} is corrupt: {str(error).strip() or type(error).__name__}", kind)
-
-
-def _of_torch_save(file: Path, info: FileInfo) -> FileInfo:
-    is_pickle = True
+def _of_torch_save(file: Path, descriptor: int, info: FileInfo) -> FileInfo:
     if info.kind == kinds.TORCH_SAVE:
-        with file.open("rb") as opened:
-            archive = Archive(opened, str(file))
-            info = replace(info, format_version=_version_of(archive))
-            is_pickle = kinds.looks_like_pickle(archive.read("data.pkl"))
+        archive = Archive(descriptor, str(file))
+        info = replace(info, format_version=_version_of(archive))
+        # Corrupt bytes are an error, a pickle of something else than plain data is a note.
+        if not kinds.is_pickle(archive.read("data.pkl")):
+            raise archive.corrupt("its pickle is invalid")
     try:
-        return _Listing().of(read_mapped(file)[0], info)
-    except Exception as error:
-        chain = list(islice(_chain(error), 10))
-        # torch raises UnpicklingError for corrupt pickles too.
-        if not is_pickle or not any(isinstance(each, pickle.UnpicklingError) for each in chain):
-            raise
-        classes = _unsafe_classes(file, " ".join(map(str, chain))) or "more than plain data"
-        return replace(info, note=f"it holds {classes}: {_WOULD_EXECUTE}")
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _unsafe_classes(file: Path, text: str) -> str:
-    """Return the first ten classes that torch names, in the file or in the text of its errors."""
-    try:
-        found = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    except Exception:  # noqa: BLE001 - torch's disassembler fails in many ways, and for old formats
-        found = set(_UNSAFE.findall(text))
-    return ", ".join(printable(n[:200]) for n in sorted(found - {"argparse.Namespace"})[:10])
+        content, _ = read_mapped(file)
+    except UnsafeFileError as error:
+        reason = str(error).rpartition("cannot be read as a checkpoint: ")[2]
+        return replace(info, note=f"{reason}. {_WOULD_EXECUTE}")
+    return _Listing().of(content, info)
 
 
 def _version_of(archive: Archive) -> str:
     for name in ("version", ".data/version"):
-        if 0 < archive.sizes.get(name, 0) <= 20:
-            return printable(archive.text(name).strip())
+        if name in archive.members and archive.members[name].size <= 20:
+            return printable(archive.read(name).decode("utf-8", "replace").strip())
     return ""
 
 
-def _of_archive(file: Path, info: FileInfo) -> FileInfo:
-    """Describe a TorchScript or torch.export archive by its zip directory alone."""
-    with file.open("rb") as opened:
-        archive = Archive(opened, str(file))
-        version, sizes = _version_of(archive), archive.sizes
+def _of_archive(archive: Archive, info: FileInfo) -> FileInfo:
+    """Describe a TorchScript or torch.export archive by its members."""
     script = info.kind == kinds.TORCHSCRIPT
     folders = ("data/", "constants/") if script else ("data/weights/", "data/constants/")
+    sizes = {name: member.size for name, member in archive.members.items()}
     tensors = [n for name, n in sizes.items() if name.startswith(folders) and ".json" not in name]
     extra = ((name[6:], n) for name, n in sizes.items() if name.startswith("extra/"))
-    found = replace(info, n_tensors=len(tensors), tensor_nbytes=sum(tensors))
-    return replace(found, format_version=version, extra_files=dict(islice(extra, 1000)))
+    return replace(
+        info,
+        n_tensors=len(tensors),
+        tensor_nbytes=sum(tensors),
+        format_version=_version_of(archive),
+        extra_files=dict(islice(extra, 1000)),
+    )
 
 
 def _of_safetensors(file: Path, info: FileInfo) -> FileInfo:
-    with library("safetensors").safe_open(file, framework="pt") as opened:
-        slices = ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118 - no mapping
-        listed = ((name, each.get_shape(), str(each.get_dtype())) for name, each in slices)
-        found = _of_table(
-            ((n, shape, DTYPES.get(dtype, dtype)) for n, shape, dtype in listed), info
-        )
-        metadata = islice(cast("Mapping[str, str]", opened.metadata() or {}).items(), 1000)
+    opened = safetensors_file(file)
+    slices = ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118 - no mapping
+    listed = ((name, each.get_shape(), str(each.get_dtype())) for name, each in slices)
+    found = _of_table(((n, shape, DTYPES.get(dtype, dtype)) for n, shape, dtype in listed), info)
+    metadata = islice(cast("Mapping[str, str]", opened.metadata() or {}).items(), 1000)
     return replace(found, entries={name[:_MAX_NAME]: _short(text) for name, text in metadata})
 
 

@@ -5,6 +5,7 @@ import io
 import os
 import pickletools
 import re
+from collections.abc import Container
 from itertools import islice
 from typing import Final
 
@@ -49,14 +50,9 @@ def kind_of(source: int | bytes) -> str:
         return EMPTY
     if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         try:
-            names = Archive(source, "").members.keys()
+            return kind_of_members(Archive(source, "").members)
         except FileError:
             return CORRUPT_ZIP
-        if "constants.pkl" in names or any(name.startswith("code/") for name in names):
-            return TORCHSCRIPT
-        if names & {"serialized_exported_program.json", "archive_format"}:
-            return EXPORT
-        return TORCH_SAVE if "data.pkl" in names else ZIP
     # A header of JSON after its length, which safetensors limits too.
     if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 100_000_000:
         return SAFETENSORS
@@ -65,6 +61,15 @@ def kind_of(source: int | bytes) -> str:
     if is_pickle(head):
         return PICKLE
     return TEXT if _is_text(head) else UNKNOWN
+
+
+def kind_of_members(names: Container[str]) -> str:
+    """Return the kind of a zip file from the names of its members."""
+    if "constants.pkl" in names:
+        return TORCHSCRIPT
+    if "serialized_exported_program.json" in names or "archive_format" in names:
+        return EXPORT
+    return TORCH_SAVE if "data.pkl" in names else ZIP
 
 
 def wrong_kind(source: int | bytes, what: str, wanted: str) -> FileError:
@@ -77,7 +82,9 @@ def wrong_kind(source: int | bytes, what: str, wanted: str) -> FileError:
             return error
     advice = first_line(source) if kind == TEXT else _ADVICE.get(kind)
     article = "an" if kind[0] in "aeu" else "a"
-    return FileError(f"{what} is {article} {kind}, not {wanted}" + (f": {advice}" if advice else ""), kind)
+    return FileError(
+        f"{what} is {article} {kind}, not {wanted}" + (f": {advice}" if advice else ""), kind
+    )
 
 
 def first_line(source: int | bytes) -> str:
@@ -104,7 +111,9 @@ def is_pickle(head: bytes) -> bool:
     complete = False
     try:
         for instruction, argument, _ in islice(pickletools.genops(stream), 10_000):
-            parts = re.split(r"[ .]", str(argument)) if instruction.name in {"GLOBAL", "INST"} else ()
+            parts = (
+                re.split(r"[ .]", str(argument)) if instruction.name in {"GLOBAL", "INST"} else ()
+            )
             if not all(part.isidentifier() for part in parts):
                 break
             seen.append(instruction.name)
