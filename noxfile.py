@@ -112,7 +112,7 @@ def ecosystem(session: nox.Session) -> None:
     lightning = ("lightning", "lightning_faults", "lightning_runs", "lightning_weight_averaging")
     transformers = ("attach", "callback", "faults", "resume")
     trainers = (*lightning, *(f"trainer_{what}" for what in transformers), "accelerate_loop")
-    names = (*averages, "ecosystem", *trainers)
+    names = (*averages, "ecosystem", "integration_kills", *trainers)
     files = [f"tests/integration/test_{name}.py" for name in names]
     files += [
         f"tests/integration/{folder}" for folder in ("migration", "peer_suites", "third_party")

@@ -27,7 +27,7 @@ NEEDS = {"lightning": ("lightning",), "transformers": ("transformers", "accelera
 
 def cell(found: dict[str, Any]) -> str:
     """Return the outcome of a fault for one writer."""
-    return "–" if "skipped" in found else f"{found['intact']} of {found['trials']}"
+    return "n/a" if "skipped" in found else f"{found['intact']} of {found['trials']}"
 
 
 def table(found: dict[str, Any]) -> str:
@@ -73,13 +73,13 @@ def campaign() -> dict[str, Any]:
         if all(map(writers.installed, NEEDS.get(name, ()))):
             started = time.perf_counter()
             fresh = faults.run([name], **ROUNDS)
-            print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
+            sys.stderr.write(f"{name}: {time.perf_counter() - started:.0f} s\n")
         else:
             fresh = {row: {name: before["faults"][row]["cells"][name]} for row in rows}
         for row, cells in fresh.items():
             rows[row]["cells"][name] = cells[name]
             if lost := cells[name].get("lost"):
-                print(f"{row}, {name}:\n{lost}", file=sys.stderr)
+                sys.stderr.write(f"{row}, {name}:\n{lost}\n")
     packages = ["torch", "safetensors", *(p for some in NEEDS.values() for p in some[:1])]
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),

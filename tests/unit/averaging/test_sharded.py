@@ -1,4 +1,6 @@
 import copy
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -88,3 +90,10 @@ def test_states_become_whole_and_split_up_again(mesh) -> None:
         found, expected = again["averages"][0][kind], state["averages"][0][kind]
         assert found.keys() == expected.keys() != set()
         assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_another_thread_imports_the_module(monkeypatch):
+    """While `torch.distributed.tensor` is being imported it has no class yet, and no tensor is sharded."""
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("partial"))
+
+    assert not is_sharded(torch.ones(1))

@@ -40,7 +40,7 @@ _NEW_MOUNTS, _NEW_PIDS = 0x00020000, 0x20000000
 _READ_ONLY, _BIND, _REMOUNT, _RECURSIVE, _PRIVATE = 1, 4096, 32, 16384, 1 << 18
 
 
-class NotPossible(Exception):  # noqa: N818 - it is no error of the writer
+class NotPossible(Exception):
     """The fault cannot be made here, or does not apply to the writer."""
 
 
@@ -77,7 +77,7 @@ def fault(title: str, **options: Any) -> Callable[[Any], Any]:
 
 def names_in(folder: Path) -> set[str]:
     """Return all names in a folder, hidden ones too."""
-    return set(os.listdir(folder))
+    return {path.name for path in folder.iterdir()}
 
 
 def check(writer: Writer, target: Path, *versions: int, beside: tuple[str, ...] = ()) -> None:
@@ -87,18 +87,20 @@ def check(writer: Writer, target: Path, *versions: int, beside: tuple[str, ...] 
     assert names_in(target.parent) == {target.name, *beside}, names_in(target.parent)
 
 
-def failed(writer: Writer, target: Path, version: int = 2) -> BaseException:
-    """Save, which must fail; return the error that says why."""
+def failed(writer: Writer, target: Path, named: Path | None = None) -> BaseException:
+    """Save, which must fail and name a path, by default the target; return the error that says why."""
+    error: BaseException | None = None
     try:
-        writer.save(target, version)
-    except BaseException as error:  # noqa: BLE001 - it is looked at by the caller
-        path = str(target.parent if writer.name == "average" else target)
-        assert path in str(error) or path in repr(error), f"no path in {error!r}"
-        # The command line shows the text of an error, which is the cause.
-        while writer.name == "average" and error.__cause__ and not getattr(error, "errno", None):
-            error = error.__cause__
-        return error
-    raise AssertionError("no error")
+        writer.save(target, 2)
+    except BaseException as raised:
+        error = raised
+    assert error is not None, "no error"
+    path = str(named or (target.parent if writer.name == "average" else target))
+    assert path in str(error) or path in repr(error), f"no path in {error!r}"
+    # The command line shows the text of an error, which is the cause.
+    while writer.name == "average" and error.__cause__ and not getattr(error, "errno", None):
+        error = error.__cause__
+    return error
 
 
 def failed_with(writer: Writer, target: Path, *numbers: int) -> None:
@@ -125,7 +127,7 @@ def fork(run: Callable[[], Any]) -> int:
     try:
         run()
         code = 0
-    except BaseException:  # noqa: BLE001 - the process ends here
+    except BaseException:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
@@ -203,7 +205,7 @@ def two_threads(writer: Writer, folder: Path, count: int) -> None:
     def guarded(run: Callable[[], Any]) -> None:
         try:
             run()
-        except BaseException as error:  # noqa: BLE001 - raised below
+        except BaseException as error:
             errors.append(error)
 
     def start(save: Callable[[Writer, int], Any]) -> None:
@@ -225,6 +227,8 @@ def two_threads(writer: Writer, folder: Path, count: int) -> None:
 
 
 def in_two_processes(writer: Writer, folder: Path, count: int, prepare: Callable[[], Any]) -> None:
+    """Let two processes compete, each of which calls a function first."""
+
     def start(save: Callable[[Writer, int], Any]) -> None:
         def alone(first: int) -> None:
             prepare()
@@ -511,12 +515,9 @@ def missing_folder(writer: Writer, folder: Path, count: int) -> None:
     target = folder / "missing" / writer.file
     if writer.name not in _NO_FOLDER:
         raise NotPossible("the writer makes the folder")
-    try:
-        writer.save(target, 1)
-    except _NO_FOLDER[writer.name] as error:
-        assert str(target.parent) in str(error), repr(error)
-    else:
-        raise AssertionError("no error")
+    error = failed(writer, target, target.parent)
+
+    assert isinstance(error, _NO_FOLDER[writer.name]), repr(error)
     assert names_in(folder) == set()
 
 
@@ -547,8 +548,9 @@ def interrupted(writer: Writer, folder: Path, count: int) -> str:
             signal.setitimer(signal.ITIMER_REAL, random.uniform(0.05, 0.95) * duration)
             writer.save(target, 2)
             signal.setitimer(signal.ITIMER_REAL, 0)
-        except BaseException as error:  # noqa: BLE001 - click makes it another one
-            assert type(error).__name__ in {"KeyboardInterrupt", "Abort"}, repr(error)
+        except BaseException as error:
+            if type(error).__name__ not in {"KeyboardInterrupt", "Abort"}:  # click's name for it
+                raise
         if not _HOUSEKEEPING & {*places}:
             assert names_in(folder) == {target.name}, places
         assert writer.load(target) in ({1, 2} if places else {2})
@@ -603,7 +605,7 @@ def trial(one: Fault, writer: Writer, count: int, conn: int) -> None:
         answer = {"intact": one.run(writer, place, count) or "intact"}
     except NotPossible as reason:
         answer = {"skipped": str(reason)}
-    except BaseException:  # noqa: BLE001 - it is reported
+    except BaseException:
         answer = {"lost": traceback.format_exc()[-3000:]}
     os.seteuid(user)
     os.write(conn, json.dumps(answer).encode())

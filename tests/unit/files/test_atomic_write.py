@@ -1,8 +1,11 @@
+import errno
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 
-from modkit.files.atomic_write import atomic_write
+from modkit.files.atomic_write import atomic_write, reserve
 
 
 def test_the_file_appears_when_it_is_complete(tmp_path):
@@ -49,4 +52,77 @@ def test_a_block_that_writes_nothing(tmp_path):
     """A block that writes no file is an error."""
     with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "file.txt"):
         pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_an_interrupt_leaves_everything_as_it_was(tmp_path, error):
+    """What is not an ordinary error passes through as well, and the old file stays."""
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+
+    with pytest.raises(error), atomic_write(path) as unfinished:
+        unfinished.write_text("half")
+        raise error
+    assert path.read_text() == "old"
+    assert [path] == list(tmp_path.iterdir())
+
+
+def test_a_second_interrupt_leaves_no_lock(tmp_path, monkeypatch):
+    """If the removal of the private folder is interrupted, the next write of this process removes it."""
+    path = tmp_path / "file.txt"
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", interrupted)
+        with atomic_write(path) as unfinished:
+            unfinished.write_text("first")
+    left = len(list(tmp_path.iterdir()))
+    with atomic_write(path) as unfinished:
+        unfinished.write_text("second")
+
+    assert left == 2
+    assert path.read_text() == "second"
+    assert [path] == list(tmp_path.iterdir())
+
+
+def test_writers_of_one_target_do_not_see_one_another(tmp_path):
+    """Each has a folder of its own; the last one to finish wins, and nothing is left."""
+    path = tmp_path / "file.txt"
+    with atomic_write(path) as first:
+        with atomic_write(path) as second:
+            first.write_text("first")
+            second.write_text("second")
+        between = path.read_text()
+
+    assert between == "second"
+    assert path.read_text() == "first"
+    assert [path] == list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+def test_an_open_pipe_is_written_to(tmp_path):
+    """``/dev/stdout`` may be a pipe, whose real path cannot be opened."""
+    source, sink = os.pipe()
+    path = Path(f"/dev/fd/{sink}")
+    if not path.exists():
+        pytest.skip("no /dev/fd")
+    with atomic_write(path) as unfinished:
+        unfinished.write_text("whole")
+    os.close(sink)
+
+    with os.fdopen(source) as stream:
+        assert stream.read() == "whole"
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="needs posix_fallocate")
+def test_room_that_is_not_there_cannot_be_reserved(tmp_path):
+    """The error names the target, before anything is written."""
+    path = tmp_path / "file.txt"
+
+    with pytest.raises(OSError, match=r"file\.txt") as raised, atomic_write(path) as unfinished:
+        reserve(unfinished, 1 << 60)
+    assert raised.value.errno in {errno.EFBIG, errno.ENOSPC}
     assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,8 @@
 the version of a complete file and raises for anything else.
 """
 
+# ruff: noqa: D102 - Writer documents them
+
 import contextlib
 import importlib.util
 import io
