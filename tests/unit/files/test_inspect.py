@@ -129,7 +129,7 @@ def test_the_old_format_in_each_protocol(tmp_path: Path, protocol: int) -> None:
     """The old format is recognized whatever protocol its pickles have."""
     path = legacy(CONTENT, tmp_path / "old.pt", pickle_protocol=protocol)
 
-    assert kind_of(path) == "torch.save file (before torch 1.6)"
+    assert kind_of(path.read_bytes()) == "torch.save file (before torch 1.6)"
 
 
 def test_a_plain_state_dict(tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ def test_an_empty_file(tmp_path: Path) -> None:
     """An empty file is an error."""
     (tmp_path / "x.pt").touch()
 
-    with pytest.raises(FileError, match=r"x\.pt is corrupt: it is empty") as caught:
+    with pytest.raises(FileError, match=r"x\.pt is an empty file") as caught:
         inspect(tmp_path / "x.pt")
     assert caught.value.kind == "empty file"
 
@@ -428,7 +428,7 @@ def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"a": "x.pt"}}))
 
     for path in (tmp_path / "x.pt", index, tmp_path):
-        with pytest.raises(FileError, match="is a FIFO, not a regular file"):
+        with pytest.raises(FileError, match="is not a regular file"):
             inspect(path)
 
 
@@ -440,7 +440,7 @@ def test_a_device_is_refused(tmp_path: Path) -> None:
     except (AttributeError, PermissionError):
         pytest.skip("needs the permission to create devices")
 
-    with pytest.raises(FileError, match="is a character device"):
+    with pytest.raises(FileError, match="is not a regular file"):
         inspect(path)
 
 
