@@ -8,7 +8,7 @@ project = "modkit"
 copyright = "the modkit authors"  # noqa: A001 - the name that Sphinx reads
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "faults.md"]  # the table is a part of files.md
 html_theme = "furo"
 html_title = "modkit"
 

@@ -123,6 +123,26 @@ def _streamed(target: Path, name: str) -> Generator[Path]:
             shutil.copyfileobj(content, sink, len(_PROBE))
 
 
+def reserve(unfinished: Path, size: int) -> None:
+    """Raise if there is no room for a file, for writers that do not survive a full disk.
+
+    Args:
+        unfinished: The path that ``atomic_write`` has yielded. Nothing is left under it.
+        size: Size in bytes.
+
+    Raises:
+        OSError: If the disk is full, or a quota or a limit is exceeded.
+    """
+    if size and hasattr(os, "posix_fallocate"):
+        with unfinished.open("wb") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                if error.errno in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}:
+                    raise
+        unfinished.unlink()
+
+
 def _flush(path: Path, flags: int) -> None:
     descriptor = os.open(path, flags)
     try:

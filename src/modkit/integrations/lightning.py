@@ -27,7 +27,7 @@ from modkit.averaging.callback import (
 from modkit.averaging.ema import EMA, Decays, checked_count
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.sharding import has_shards, split_up, whole
-from modkit.files.torch_files import verify_checksums
+from modkit.files.torch_files import save_checkpoint, verify_checksums
 
 
 __all__ = ["EMACallback"]
@@ -346,7 +346,7 @@ def _same_memory(first: Any, second: Any) -> bool:
 
 
 class _CheckpointIO(CheckpointIO):
-    """Saves the average in weights-only checkpoints too, and verifies checksums on load.
+    """Saves the average in weights-only checkpoints too, writes atomically, and verifies checksums on load.
 
     Lightning calls no callback for ``save_weights_only=True``. Everything else is done by the plugin
     that the strategy had before.
@@ -372,7 +372,20 @@ class _CheckpointIO(CheckpointIO):
         if weights_only and ema is not None and not has_shards(ema.model):
             average = self.callback.average_of(self.trainer, checkpoint)
             checkpoint = {**checkpoint, "state_dict": {**checkpoint["state_dict"], **average}}
-        self.inner.save_checkpoint(checkpoint, path, storage_options)
+        if storage_options is not None or not self._is_plain_file(path):
+            self.inner.save_checkpoint(checkpoint, path, storage_options)
+            return
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        save_checkpoint(checkpoint, path)
+
+    def _is_plain_file(self, path: Any) -> bool:
+        """Return True if the wrapped plugin would write a local file with ``torch.save``.
+
+        It writes to the folder for temporary files first. If that is on another file system, the file
+        is copied from there, which is not atomic.
+        """
+        is_local = "://" not in str(path) and "::" not in str(path)
+        return is_local and type(self.inner) is _pl.plugins.TorchCheckpointIO
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Verify the checksums of a local file, then load it with the wrapped plugin."""

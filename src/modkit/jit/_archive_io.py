@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 
 import torch
 
-from modkit.files.atomic_write import atomic_write
+from modkit.files.atomic_write import atomic_write, reserve
 from modkit.jit._members import compiled
 from modkit.jit._upstream import CompilationUnit, import_module, import_module_from_buffer
 from modkit.jit._wrap import make_parameters
@@ -55,13 +55,23 @@ def to_bytes(module: Any, files: ExtraFiles | None) -> bytes:
 
 def save(module: Any, target: Any, files: ExtraFiles | None) -> None:
     """Write the archive to a path or an open file."""
-    save_compiled(compiled(module), target, _extra_files(module, files))
+    tensors = [*module.parameters(), *module.buffers()]
+    storages = [each.untyped_storage() for each in tensors if each.layout == torch.strided]
+    size = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    save_compiled(compiled(module), target, _extra_files(module, files), size)
 
 
-def save_compiled(compiled_module: Any, target: Any, files: ExtraFiles) -> None:
+def save_compiled(compiled_module: Any, target: Any, files: ExtraFiles, size: int = 0) -> None:
     """Write the archive of a module, or a function, of C++.
 
+    Args:
+        compiled_module: The module or function.
+        target: Path or open file.
+        files: The extra files.
+        size: Bytes in the tensors: on a full disk the writer of C++ would abort the process.
+
     Raises:
+        OSError: The file cannot be written.
         RuntimeError: The folder does not exist.
     """
     if not isinstance(target, (str, os.PathLike)):
@@ -71,7 +81,13 @@ def save_compiled(compiled_module: Any, target: Any, files: ExtraFiles) -> None:
     if not path.parent.is_dir():
         raise RuntimeError(f"Parent directory {path.parent} does not exist.")
     with atomic_write(path) as unfinished:
-        compiled_module.save(str(unfinished), _extra_files=files)
+        reserve(unfinished, size)
+        try:
+            os.fspath(unfinished).encode()
+        except UnicodeEncodeError:  # C++ takes no such path
+            unfinished.write_bytes(compiled_module.save_to_buffer(_extra_files=files))
+        else:
+            compiled_module.save(str(unfinished), _extra_files=files)
 
 
 def read(

@@ -1,0 +1,40 @@
+import os
+
+import pytest
+
+from tests.unit.files.faults import FAULTS, run
+from tests.unit.files.writers import OWN
+
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the faults are those of POSIX")
+WRITERS = [writer.name for writer in OWN]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Return what came of a few trials of each fault with each writer, run in one process."""
+    return run(WRITERS, random=5, saves=20, elements=300_000)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_file_survives(found, fault, writer):
+    """The docstrings in faults.py say what has to hold; docs/files.md has the table."""
+    cell = found[fault][writer]
+    if "skipped" in cell:
+        pytest.skip(cell["skipped"])
+
+    assert cell["lost"] is None, cell["lost"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writer", WRITERS)
+def test_file_survives_many_times(writer):
+    """Fifty kills and interrupts at random moments, and two hundred saves to one path."""
+    faults = [fault.name for fault in FAULTS.values() if fault.random or fault.saves]
+    cells = run([writer], faults, random=50, saves=200)
+
+    assert [cell[writer]["lost"] for cell in cells.values() if "skipped" not in cell[writer]] == [
+        None for cell in cells.values() if "skipped" not in cell[writer]
+    ]
+    assert cells["killed"][writer]["notes"]["left a temporary file"] > 0
