@@ -4,6 +4,7 @@ import io
 import itertools
 import pickletools
 import stat
+import warnings
 from pathlib import Path
 from typing import Final
 
@@ -132,14 +133,17 @@ def _kind_of_pickle(head: bytes, *, whole: bool) -> str | None:
     seen: list[str] = []
     valid = False
     try:
-        for opcode, argument, _ in itertools.islice(pickletools.genops(stream), _MAX_OPCODES):
-            if not _applied(opcode, argument, stack):
-                break
-            if argument == _LEGACY_MAGIC and len(seen) < 3:
-                return LEGACY
-            seen.append(opcode.name)
-        else:
-            valid = True
+        with warnings.catch_warnings():
+            # Python warns of escape sequences that are not valid in its own strings.
+            warnings.simplefilter("ignore")
+            for opcode, argument, _ in itertools.islice(pickletools.genops(stream), _MAX_OPCODES):
+                if not _applied(opcode, argument, stack):
+                    break
+                if argument == _LEGACY_MAGIC and len(seen) < 3:
+                    return LEGACY
+                seen.append(opcode.name)
+            else:
+                valid = True
     except (ValueError, UnicodeError):
         # Where the bytes that were read end, the pickle may go on.
         valid = stream.tell() == len(head) and not whole

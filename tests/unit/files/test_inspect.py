@@ -269,8 +269,9 @@ def test_a_pickle_with_code_is_not_executed(tmp_path: Path, protocol: int) -> No
         b"(S'true'\nios\nsystem\n.",
         b"cos\nsystem\n(S'true'\ntR." + b"x" * 3_000_000,
         b"(0cos\nsystem\n(S'true'\ntR.",
+        b"cos\nsystem\n(S'\\q'\ntR.",
     ],
-    ids=["invalid end", "inst", "long end", "popped mark"],
+    ids=["invalid end", "inst", "long end", "popped mark", "escape"],
 )
 def test_a_pickle_that_hides_is_a_pickle(tmp_path: Path, content: bytes) -> None:
     """Unpickling executes code before it meets what is invalid."""
@@ -281,7 +282,11 @@ def test_a_pickle_that_hides_is_a_pickle(tmp_path: Path, content: bytes) -> None
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-@pytest.mark.parametrize("value", [None, 1, "text", [], {"a": [1, 2]}, list(range(5000))], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [None, 1, "text", [], {"a": [1, 2]}, list(range(5000))],
+    ids=["None", "int", "str", "empty", "dict", "long"],
+)
 def test_a_pickle_of_plain_values(tmp_path: Path, protocol: int, value: object) -> None:
     """Small and large pickles of plain values are recognized."""
     path = tmp_path / "x.pkl"
