@@ -200,7 +200,7 @@ def test_the_digest(path: Path, check: list[str]) -> None:
     assert f"has the SHA-256 {right}, not {'0' * 64}" in found.stderr
     found = run(*check, "--sha256", "zz", path)
     assert found.exit_code == 1
-    assert "'zz' is not a SHA-256 digest: 64 hexadecimal digits" in found.stderr
+    assert "'zz' is not a SHA-256 digest" in found.stderr
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
     for options in ([], ["--check"]):
         found = run(*options, tmp_path / "x.pt")
         assert found.exit_code == 1
-        assert "is a FIFO, not a regular file" in found.stderr
+        assert "is not a regular file" in found.stderr
 
 
 def in_process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:

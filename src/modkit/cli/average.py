@@ -14,12 +14,10 @@ from torch import Tensor
 
 from modkit.averaging import posthoc
 from modkit.averaging.checkpoints import average_checkpoints
-from modkit.checkpoints import save_checkpoint
 from modkit.cli._tables import cell, console, one_line_errors
-from modkit.files.atomic_write import written_whole
 from modkit.files.checkpoint_files import Checkpoint, file_in, is_safetensors
-from modkit.files.kinds import check_regular
-from modkit.files.safetensors_files import library
+from modkit.files.safetensors_files import library, save_safetensors
+from modkit.files.torch_files import save_checkpoint
 
 
 DTYPES: Final = {
@@ -87,10 +85,6 @@ def average(
     if step is not None and ema_sigma is None:
         raise click.UsageError("--step goes with --ema-sigma")
     with one_line_errors():
-        for path in checkpoints:
-            # Opening a FIFO could wait forever. A directory may hold snapshots.
-            if ema_sigma is None or not path.is_dir():
-                check_regular(file_in(path))
         if dry_run:
             show_match(checkpoints, key)
             return
@@ -205,14 +199,7 @@ def without_prefix(tensors: Mapping[str, Tensor], prefix: str) -> Mapping[str, T
 
 def write(output: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write the tensors atomically, in the format that the name of the output chooses."""
-    plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    try:
-        if is_safetensors(output):
-            with written_whole(output) as unfinished:
-                # transformers refuses a file that does not state its framework.
-                save = library("safetensors.torch").save_file
-                save(plain, unfinished, metadata={"format": "pt"})
-        else:
-            save_checkpoint(plain, output)
-    except Exception as error:
-        raise OSError(f"{output} cannot be written: {error}") from error
+    if is_safetensors(output):
+        save_safetensors(tensors, output)
+    else:
+        save_checkpoint({name: tensor.contiguous() for name, tensor in tensors.items()}, output)

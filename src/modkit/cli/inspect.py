@@ -12,7 +12,7 @@ from modkit import files
 from modkit.averaging.state import recognise
 from modkit.cli._tables import cell, console, one_line_errors, size
 from modkit.errors import printable
-from modkit.files.inspect import parse_digest
+from modkit.files.kinds import parse_digest
 
 
 _EMA_STATE = {"version", "step", "averages", "schedules"}

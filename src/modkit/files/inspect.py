@@ -1,7 +1,6 @@
 """What is in a file of a model, and whether the file is intact, without executing code from it."""
 
 import argparse
-import hashlib
 import json
 import os
 import pickle
@@ -18,9 +17,9 @@ from torch import Tensor
 from modkit.errors import FileError, printable
 from modkit.files import kinds
 from modkit.files.checkpoint_files import Checkpoint, dtype_name, file_in
-from modkit.files.safetensors_files import DTYPES, library
-from modkit.files.torch_files import load_plain
-from modkit.files.zip_check import Archive
+from modkit.files.safetensors_files import DTYPES, safetensors_file
+from modkit.files.torch_files import read_mapped
+from modkit.files.zip_archive import Archive, open_regular, read_some
 
 
 # A hostile file can name one object a billion times. Each listed entry costs its name and this much.
@@ -29,7 +28,6 @@ _PER_ENTRY: Final = 64
 _MAX_DEPTH: Final = 16
 _MAX_NAME: Final = 1000
 _MAX_INDEX: Final = 1 << 28
-_CHUNK: Final = 1 << 20
 _WITH_CHECKSUMS: Final = {kinds.TORCH_SAVE, kinds.TORCHSCRIPT, kinds.EXPORT}
 _UNSAFE: Final = re.compile(r"GLOBAL ([\w.]{1,200}) was not an allowed global")
 _WOULD_EXECUTE: Final = (
@@ -71,8 +69,8 @@ class FileInfo:
         n_tensors: Number of tensors.
         tensor_nbytes: Their size in bytes. Tensors that share a storage count once.
         entries: Other entries of a checkpoint, such as the epoch: key and shortened ``repr``.
-        groups: For each key that :func:`~modkit.averaging.checkpoints.average_checkpoints` accepts, ``""`` for the whole file,
-            the names directly under it.
+        groups: Names directly under each key, ``""`` for the whole file. Where all are tensors,
+            :func:`~modkit.averaging.checkpoints.average_checkpoints` accepts the key.
         extra_files: Name and size in bytes of the extra files of a TorchScript archive.
         note: Remarks for the reader, for instance that loading the file would execute code.
     """
@@ -116,25 +114,25 @@ def inspect(path: str | os.PathLike[str]) -> FileInfo:
         >>> info.kind, info.tensors[0].name, info.tensors[0].shape, info.entries
         ('torch.save file', 'model.weight', (2, 3), {'epoch': '7'})
     """
-    file, kind, shards = _identified(Path(path))
-    size = sum(map(kinds.check_regular, (file, *shards)))
-    info = FileInfo(os.fspath(path), kind, size, "" if shards else _sha256(file))
-    try:
-        if kind in {kinds.TORCH_SAVE, kinds.LEGACY}:
-            return _of_torch_save(file, info)
+    file = file_in(Path(path))
+    if file.name.endswith(".index.json"):
+        return _of_shards(file, os.fspath(path))
+    with open_regular(file) as descriptor:
+        kind = _kind_of(descriptor, file)
+        size, digest = os.fstat(descriptor).st_size, kinds.sha256_of(descriptor)
+        info = FileInfo(os.fspath(path), kind, size, digest)
         if kind in _WITH_CHECKSUMS:
-            return _of_archive(file, info)
+            archive = Archive(descriptor, str(file))
+            info = replace(info, format_version=_version_of(archive))
+            if kind != kinds.TORCH_SAVE:
+                return _of_archive(archive, info)
+            return _of_torch_save(file, info, may_be_unsafe=_has_pickle(archive))
+        if kind == kinds.LEGACY:
+            return _of_torch_save(file, info, may_be_unsafe=True)
         if kind == kinds.SAFETENSORS:
             return _of_safetensors(file, info)
-        if kind == kinds.SHARDED:
-            found = Checkpoint(file, None)
-            return _of_table(((n, found.shapes[n], found.dtypes[n]) for n in found.shapes), info)
-    except (FileError, OSError, ImportError):
-        raise
-    except Exception as error:
-        raise _corrupt(file, error, kind) from error
-    if kind == kinds.TEXT:
-        return replace(info, note=kinds.first_line(file))
+        if kind == kinds.TEXT:
+            return replace(info, note=kinds.first_line(descriptor))
     return replace(info, note=_WOULD_EXECUTE) if kind == kinds.PICKLE else info
 
 
@@ -161,101 +159,81 @@ def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
         >>> verify(path)
         >>> verify(path, sha256=inspect(path).sha256)
     """
-    wanted = None if sha256 is None else parse_digest(sha256)
-    file, kind, shards = _identified(Path(path))
-    if wanted is not None:
-        found = "no single SHA-256" if shards else _sha256(file)
-        if found != wanted:
-            raise FileError(f"{path} has the SHA-256 {found}, not {wanted}", kind)
-    for each in shards or [file]:
-        _verify_one(each, kinds.kind_of(each), has_digest=wanted is not None)
-
-
-def parse_digest(sha256: str) -> str:
-    """Return the hexadecimal digits of a SHA-256 in lower case, or raise ``ValueError``."""
-    text = sha256.strip().lower().removeprefix("sha256:")
-    if not re.fullmatch("[0-9a-f]{64}", text):
-        raise ValueError(
-            f"{sha256!r} is not a SHA-256 digest: 64 hexadecimal digits, optionally after 'sha256:'"
-        )
-    return text
-
-
-def _verify_one(file: Path, kind: str, *, has_digest: bool) -> None:
-    if kind == kinds.SAFETENSORS:
-        try:
-            library("safetensors").safe_open(file, framework="pt").keys()
-        except (OSError, ImportError):
-            raise
-        except Exception as error:
-            raise _corrupt(file, error, kind) from error
+    wanted = None if sha256 is None else kinds.parse_digest(sha256)
+    file = file_in(Path(path))
+    if file.name.endswith(".index.json"):
+        if wanted is not None:
+            raise FileError(f"{path} has several files and no single SHA-256", kinds.SHARDED)
+        for shard in _shards_of(file):
+            verify(shard)
         return
-    if kind in {kinds.EMPTY, kinds.CORRUPT_ZIP, kinds.TEXT, kinds.ZIP, kinds.UNKNOWN}:
-        raise kinds.wrong_kind(file, kind, "a checkpoint or an archive of torch")
-    if kind in _WITH_CHECKSUMS:
-        with file.open("rb") as opened:
-            archive = Archive(opened, str(file))
-            archive.check_unambiguous()
-            # torch.serialization.set_crc32_options(False) writes zeros in place of all checksums.
-            if any(member.CRC for member in archive.members.values()):
+    with open_regular(file) as descriptor:
+        if wanted is not None:
+            kinds.check_digest(descriptor, str(file), wanted)
+        kind = _kind_of(descriptor, file)
+        if kind in _WITH_CHECKSUMS:
+            archive = Archive(descriptor, str(file))
+            if archive.has_checksums:
                 archive.verify()
                 return
-    if not has_digest:
+        if kind in {kinds.TEXT, kinds.ZIP, kinds.UNKNOWN}:
+            raise kinds.wrong_kind(descriptor, str(file), "a checkpoint or an archive of torch")
+    if kind == kinds.SAFETENSORS:
+        safetensors_file(file)
+    elif wanted is None:
         advice = "compare its SHA-256 with the expected one"
         raise FileError(f"{file} is a {kind} and has no checksums: {advice}", kind)
 
 
-def _identified(path: Path) -> tuple[Path, str, list[Path]]:
-    """Return the file to read, its kind, and the shards beside it if it is an index."""
-    file = file_in(path)
-    if file.name.endswith(".index.json"):
-        return file, kinds.SHARDED, _shards_of(file)
-    kind = kinds.kind_of(file)
-    if kind in {kinds.EMPTY, kinds.CORRUPT_ZIP}:
-        reason = "it is empty" if kind == kinds.EMPTY else "its zip directory cannot be read"
-        raise FileError(f"{file} is corrupt: {reason}", kind)
-    return file, kind, []
+def _kind_of(descriptor: int, file: Path) -> str:
+    kind = kinds.kind_of(descriptor)
+    if kind == kinds.CORRUPT_ZIP:
+        # It raises an error that says what is wrong.
+        Archive(descriptor, str(file))
+    if kind == kinds.EMPTY:
+        raise FileError(f"{file} is corrupt: it is empty", kind)
+    return kind
 
 
 def _shards_of(index: Path) -> list[Path]:
-    kinds.check_regular(index)
     try:
-        with index.open("rb") as file:
-            found = json.loads(file.read(_MAX_INDEX))["weight_map"].values()
-        shards = sorted({index.with_name(name) for name in found})
+        with open_regular(index) as descriptor:
+            content = read_some(descriptor, 0, _MAX_INDEX)
+        return sorted(
+            {index.with_name(name) for name in json.loads(content)["weight_map"].values()}
+        )
+    except FileError:
+        raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise _corrupt(index, error, kinds.SHARDED) from error
-    for shard in shards:
-        kinds.check_regular(shard)
-    return shards
+        raise FileError(f"{index} is corrupt: {error!r}", kinds.SHARDED) from error
 
 
-def _sha256(file: Path) -> str:
-    digest, left = hashlib.sha256(), file.stat().st_size
-    with file.open("rb") as opened:
-        while left > 0 and (chunk := opened.read(min(_CHUNK, left))):
-            digest.update(chunk)
-            left -= len(chunk)
-    return digest.hexdigest()
-
-
-def _corrupt(file: Path, error: BaseException, kind: str) -> FileError:
-    return FileError(f"{file} is corrupt: {str(error).strip() or type(error).__name__}", kind)
-
-
-def _of_torch_save(file: Path, info: FileInfo) -> FileInfo:
-    is_pickle = True
-    if info.kind == kinds.TORCH_SAVE:
-        with file.open("rb") as opened:
-            archive = Archive(opened, str(file))
-            info = replace(info, format_version=_version_of(archive))
-            is_pickle = kinds.looks_like_pickle(archive.read("data.pkl"))
+def _of_shards(index: Path, path: str) -> FileInfo:
+    size = 0
+    for file in (index, *_shards_of(index)):
+        with open_regular(file) as descriptor:
+            size += os.fstat(descriptor).st_size
     try:
-        return _Listing().of(load_plain(file), info)
-    except Exception as error:
-        chain = list(islice(_chain(error), 10))
+        found = Checkpoint(index, None)
+    except (FileError, OSError, ImportError):
+        raise
+    except ValueError as error:
+        raise FileError(str(error), kinds.SHARDED) from error
+    listed = ((name, found.shapes[name], found.dtypes[name]) for name in found.shapes)
+    return _of_table(listed, FileInfo(path, kinds.SHARDED, size, ""))
+
+
+def _has_pickle(archive: Archive) -> bool:
+    return kinds.is_pickle(archive.read("data.pkl"))
+
+
+def _of_torch_save(file: Path, info: FileInfo, *, may_be_unsafe: bool) -> FileInfo:
+    try:
+        return _Listing().of(read_mapped(file)[0], info)
+    except FileError as error:
         # torch raises UnpicklingError for corrupt pickles too.
-        if not is_pickle or not any(isinstance(each, pickle.UnpicklingError) for each in chain):
+        chain = list(islice(_chain(error), 10))
+        if not may_be_unsafe or not any(isinstance(e, pickle.UnpicklingError) for e in chain):
             raise
         classes = _unsafe_classes(file, " ".join(map(str, chain))) or "more than plain data"
         return replace(info, note=f"it holds {classes}: {_WOULD_EXECUTE}")
@@ -278,32 +256,28 @@ def _unsafe_classes(file: Path, text: str) -> str:
 
 def _version_of(archive: Archive) -> str:
     for name in ("version", ".data/version"):
-        if 0 < archive.sizes.get(name, 0) <= 20:
-            return printable(archive.text(name).strip())
+        if name in archive.members and archive.members[name].size <= 20:
+            return printable(archive.read(name).decode("utf-8", "replace").strip())
     return ""
 
 
-def _of_archive(file: Path, info: FileInfo) -> FileInfo:
+def _of_archive(archive: Archive, info: FileInfo) -> FileInfo:
     """Describe a TorchScript or torch.export archive by its zip directory alone."""
-    with file.open("rb") as opened:
-        archive = Archive(opened, str(file))
-        version, sizes = _version_of(archive), archive.sizes
+    sizes = {name: member.size for name, member in archive.members.items()}
     script = info.kind == kinds.TORCHSCRIPT
     folders = ("data/", "constants/") if script else ("data/weights/", "data/constants/")
     tensors = [n for name, n in sizes.items() if name.startswith(folders) and ".json" not in name]
     extra = ((name[6:], n) for name, n in sizes.items() if name.startswith("extra/"))
     found = replace(info, n_tensors=len(tensors), tensor_nbytes=sum(tensors))
-    return replace(found, format_version=version, extra_files=dict(islice(extra, 1000)))
+    return replace(found, extra_files=dict(islice(extra, 1000)))
 
 
 def _of_safetensors(file: Path, info: FileInfo) -> FileInfo:
-    with library("safetensors").safe_open(file, framework="pt") as opened:
-        slices = ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118 - no mapping
-        listed = ((name, each.get_shape(), str(each.get_dtype())) for name, each in slices)
-        found = _of_table(
-            ((n, shape, DTYPES.get(dtype, dtype)) for n, shape, dtype in listed), info
-        )
-        metadata = islice(cast("Mapping[str, str]", opened.metadata() or {}).items(), 1000)
+    opened = safetensors_file(file)
+    slices = ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118 - no mapping
+    listed = ((name, each.get_shape(), str(each.get_dtype())) for name, each in slices)
+    found = _of_table(((n, shape, DTYPES.get(dtype, dtype)) for n, shape, dtype in listed), info)
+    metadata = islice(cast("Mapping[str, str]", opened.metadata() or {}).items(), 1000)
     return replace(found, entries={name[:_MAX_NAME]: _short(text) for name, text in metadata})
 
 

@@ -1,15 +1,16 @@
-"""The kind of a file, from its first bytes and the names in its zip directory. No code is executed."""
+"""Which kind of file something is, from its first bytes and its members. No code is executed."""
 
+import hashlib
 import io
-import itertools
+import os
 import pickletools
-import stat
+import re
 import warnings
-from pathlib import Path
+from itertools import islice
 from typing import Final
 
 from modkit.errors import FileError, printable
-from modkit.files.zip_check import Archive
+from modkit.files.zip_archive import Archive, read_some
 
 
 TORCH_SAVE: Final = "torch.save file"
@@ -26,84 +27,63 @@ EMPTY: Final = "empty file"
 UNKNOWN: Final = "unknown file"
 
 _ADVICE: Final = {
-    TORCH_SAVE: "modkit.load_checkpoint reads it",
-    LEGACY: "modkit.load_checkpoint reads it",
-    TORCHSCRIPT: "modkit.jit.load reads it",
-    EXPORT: "torch.export.load reads it",
-    SAFETENSORS: "safetensors.torch.load_file reads it",
-    PICKLE: "loading it with pickle would execute code",
+    TORCH_SAVE: "read it with modkit.load_checkpoint",
+    LEGACY: "read it with torch.load(..., weights_only=True); it has no checksums",
+    TORCHSCRIPT: "read it with modkit.jit.load",
+    EXPORT: "read it with torch.export.load",
+    SAFETENSORS: "read it with safetensors.torch.load_file",
+    PICKLE: "loading it with pickle would execute code that it names",
+    EMPTY: "nothing was written to it",
 }
-_HEAD: Final = 1 << 20
-_MAX_OPCODES: Final = 10_000
-# The library safetensors refuses longer headers too.
-_MAX_HEADER: Final = 100_000_000
+_HEAD: Final = 1 << 16
+_CHUNK: Final = 1 << 20
 # The first object of the pickles that torch.save wrote before torch 1.6.
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
-_EXECUTES: Final = {"REDUCE", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD"}
-_NOT_REGULAR: Final = {
-    stat.S_IFIFO: "FIFO",
-    stat.S_IFCHR: "character device",
-    stat.S_IFBLK: "block device",
-    stat.S_IFSOCK: "socket",
-    stat.S_IFDIR: "directory",
-}
+_IMPORTS: Final = {"GLOBAL", "STACK_GLOBAL", "INST"}
+_CALLS: Final = {"REDUCE", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD"}
 
 
-def wrong_kind(path: Path, kind: str, wanted: str) -> FileError:
-    """Return the error for an intact file of another kind than the caller wants."""
-    advice = first_line(path) if kind == TEXT else _ADVICE.get(kind)
+def kind_of(source: int | bytes) -> str:
+    """Return the kind of a file, given as a descriptor or as its content."""
+    head = read_some(source, 0, _HEAD)
+    if not head:
+        return EMPTY
+    if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        try:
+            names = Archive(source, "").members.keys()
+        except FileError:
+            return CORRUPT_ZIP
+        if "constants.pkl" in names or any(name.startswith("code/") for name in names):
+            return TORCHSCRIPT
+        if names & {"serialized_exported_program.json", "archive_format"}:
+            return EXPORT
+        return TORCH_SAVE if "data.pkl" in names else ZIP
+    # A header of JSON after its length, which safetensors limits too.
+    if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 100_000_000:
+        return SAFETENSORS
+    if kind := _kind_of_pickle(head):
+        return kind
+    return TEXT if _is_text(head) else UNKNOWN
+
+
+def wrong_kind(source: int | bytes, what: str, wanted: str) -> FileError:
+    """Return the error for a file of another kind than wanted: which kind it is, and what reads it."""
+    kind = kind_of(source)
+    if kind == CORRUPT_ZIP:
+        try:
+            Archive(source, what)
+        except FileError as error:
+            return error
+    advice = first_line(source) if kind == TEXT else _ADVICE.get(kind)
     article = "an" if kind[0] in "aeu" else "a"
     return FileError(
-        f"{path} is {article} {kind}, not {wanted}" + (f": {advice}" if advice else ""), kind
+        f"{what} is {article} {kind}, not {wanted}" + (f": {advice}" if advice else ""), kind
     )
 
 
-def check_regular(path: Path) -> int:
-    """Return the size of a regular file without opening it, because opening a FIFO can block.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        FileError: If it is a FIFO, a device, a socket or a directory.
-    """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        what = _NOT_REGULAR.get(stat.S_IFMT(found.st_mode), "special file")
-        raise FileError(f"{path} is a {what}, not a regular file: nothing was read from it", what)
-    return found.st_size
-
-
-def kind_of(path: Path) -> str:
-    """Return the kind of a regular file, as :class:`modkit.files.FileInfo` names it."""
-    size = check_regular(path)
-    with path.open("rb") as file:
-        head = file.read(min(_HEAD, size))
-        if not head:
-            return EMPTY
-        if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
-            try:
-                return _kind_of_zip(Archive(file, str(path)))
-            # zipfile raises IndexError for a member with an empty name.
-            except (FileError, IndexError):
-                return CORRUPT_ZIP
-    # A cut-off safetensors file is one too: its header names more bytes than the file has.
-    if 2 <= int.from_bytes(head[:8], "little") <= _MAX_HEADER and head[8:9] == b"{":
-        return SAFETENSORS
-    return _kind_of_pickle(head, whole=len(head) == size) or (TEXT if _is_text(head) else UNKNOWN)
-
-
-def _kind_of_zip(archive: Archive) -> str:
-    names = archive.members.keys()
-    if "constants.pkl" in names or any(name.startswith("code/") for name in names):
-        return TORCHSCRIPT
-    if names & {"serialized_exported_program.json", "archive_format"}:
-        return EXPORT
-    return TORCH_SAVE if "data.pkl" in names else ZIP
-
-
-def first_line(path: Path) -> str:
-    """Return the start of a text file: a Git LFS pointer and an HTML page are recognized by it."""
-    with path.open("rb") as file:
-        text = file.read(1000).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
+def first_line(source: int | bytes) -> str:
+    """Return how a text file begins: a Git LFS pointer and an HTML page are recognized by it."""
+    text = read_some(source, 0, 1000).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
     return f"it begins with {printable(text.splitlines()[0][:60] if text else '')!r}"
 
 
@@ -116,64 +96,85 @@ def _is_text(head: bytes) -> bool:
     return all(letter.isprintable() or letter in "\ufeff\t\n\r\f" for letter in text)
 
 
-def looks_like_pickle(data: bytes) -> bool:
-    """Return True if the bytes are a pickle, or if unpickling them would execute code on the way."""
-    return _kind_of_pickle(data[:_HEAD], whole=len(data) <= _HEAD) is not None
+def is_pickle(head: bytes) -> bool:
+    """Return True if bytes begin like a pickle of any protocol, or would execute code if unpickled."""
+    return _kind_of_pickle(head[:_HEAD]) is not None
 
 
-def _kind_of_pickle(head: bytes, *, whole: bool) -> str | None:
-    """Disassemble the start of a pickle of any protocol, checking that its stack never underflows.
+def _kind_of_pickle(head: bytes) -> str | None:
+    """Disassemble the start of a pickle of any protocol, up to an instruction that cannot be executed.
 
-    English text and source code begin with letters that are opcodes of protocol 0, but fail within a
-    few instructions.
+    Text and source code begin with letters that are instructions of protocol 0, but the stack of the
+    unpickler underflows after a few of them.
     """
-    stream = io.BytesIO(head)
-    # For each open mark, the number of objects above it; the first entry is below all marks.
-    stack = [0]
-    seen: list[str] = []
-    valid = False
+    stream, seen = io.BytesIO(head), list[str]()
+    # The number of objects on the stack above each mark; the first is the number below all marks.
+    stack, complete = [0], False
     try:
         with warnings.catch_warnings():
             # Python warns of escape sequences that are not valid in its own strings.
             warnings.simplefilter("ignore")
-            for opcode, argument, _ in itertools.islice(pickletools.genops(stream), _MAX_OPCODES):
+            for opcode, argument, _ in islice(pickletools.genops(stream), 10_000):
                 if not _applied(opcode, argument, stack):
                     break
                 if argument == _LEGACY_MAGIC and len(seen) < 3:
                     return LEGACY
                 seen.append(opcode.name)
             else:
-                valid = True
+                complete = True
     except (ValueError, UnicodeError):
-        # Where the bytes that were read end, the pickle may go on.
-        valid = stream.tell() == len(head) and not whole
-    names_code = not {"GLOBAL", "STACK_GLOBAL"}.isdisjoint(seen)
-    if "INST" in seen or (names_code and not _EXECUTES.isdisjoint(seen)):
-        return PICKLE
-    binary = head[0] == 0x80 and len(seen) >= 3
-    if not valid:
-        return PICKLE if binary and stream.tell() == len(head) else None
-    long_enough = binary or len(seen) >= 16 or names_code
-    return PICKLE if long_enough or (whole and stream.tell() == len(head)) else None
+        complete = stream.tell() == len(head) == _HEAD
+    names, at_end = set(seen), stream.tell() == len(head)
+    imports = bool(names & _IMPORTS)
+    binary = head[:1] == b"\x80" and len(seen) >= 3 and (complete or at_end)
+    long = len(seen) >= 16 or imports or (at_end and len(head) < _HEAD)
+    return PICKLE if (imports and names & _CALLS) or binary or (complete and long) else None
 
 
 def _applied(opcode: pickletools.OpcodeInfo, argument: object, stack: list[int]) -> bool:
-    """Apply an opcode to the numbers of objects between marks; return False if it cannot be."""
-    if opcode.name in {"GLOBAL", "INST"} and not all(
-        part.isidentifier() for part in str(argument).replace(" ", ".").split(".")
-    ):
+    """Apply an instruction to the numbers of objects between marks; return False if it cannot be."""
+    parts = re.split(r"[ .]", str(argument)) if opcode.name in {"GLOBAL", "INST"} else ()
+    if not all(part.isidentifier() for part in parts):
         return False
     if opcode.name == "MARK":
         stack.append(0)
         return True
-    if opcode.name == "POP" and not stack[-1] and len(stack) > 1:
-        stack.pop()
-        return True
     takes = list(opcode.stack_before)
-    if pickletools.markobject in takes:
+    on_mark = opcode.name == "POP" and not stack[-1]
+    if on_mark or pickletools.markobject in takes:
         if len(stack) < 2:
             return False
         stack.pop()
-        takes = takes[: takes.index(pickletools.markobject)]
-    stack[-1] += len(opcode.stack_after) - len(takes)
-    return stack[-1] - len(opcode.stack_after) >= 0
+        takes = [] if on_mark else takes[: takes.index(pickletools.markobject)]
+    left = stack[-1] - len(takes)
+    stack[-1] = left + len(opcode.stack_after)
+    return left >= 0
+
+
+def parse_digest(sha256: str) -> str:
+    """Return the hexadecimal digits of a SHA-256 in lower case.
+
+    Raises:
+        ValueError: If it is not a digest.
+    """
+    text = sha256.strip().lower().removeprefix("sha256:")
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise ValueError(f"{sha256!r} is not a SHA-256 digest, which has 64 hexadecimal digits")
+    return text
+
+
+def sha256_of(source: int | bytes) -> str:
+    """Return the SHA-256 of a file, as ``sha256sum`` prints it."""
+    digest, at = hashlib.sha256(), 0
+    end = os.fstat(source).st_size if isinstance(source, int) else len(source)
+    while at < end and (chunk := read_some(source, at, min(_CHUNK, end - at))):
+        digest.update(chunk)
+        at += len(chunk)
+    return digest.hexdigest()
+
+
+def check_digest(source: int | bytes, what: str, sha256: str) -> None:
+    """Raise FileError if a file has another SHA-256 than expected."""
+    wanted, found = parse_digest(sha256), sha256_of(source)
+    if found != wanted:
+        raise FileError(f"{what} has the SHA-256 {found}, not {wanted}: it is another file")

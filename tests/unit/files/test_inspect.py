@@ -129,7 +129,7 @@ def test_the_old_format_in_each_protocol(tmp_path: Path, protocol: int) -> None:
     """The old format is recognized whatever protocol its pickles have."""
     path = legacy(CONTENT, tmp_path / "old.pt", pickle_protocol=protocol)
 
-    assert kind_of(path) == "torch.save file (before torch 1.6)"
+    assert kind_of(path.read_bytes()) == "torch.save file (before torch 1.6)"
 
 
 def test_a_plain_state_dict(tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"a": "x.pt"}}))
 
     for path in (tmp_path / "x.pt", index, tmp_path):
-        with pytest.raises(FileError, match="is a FIFO, not a regular file"):
+        with pytest.raises(FileError, match="is not a regular file"):
             inspect(path)
 
 
@@ -445,7 +445,7 @@ def test_a_device_is_refused(tmp_path: Path) -> None:
     except (AttributeError, PermissionError):
         pytest.skip("needs the permission to create devices")
 
-    with pytest.raises(FileError, match="is a character device"):
+    with pytest.raises(FileError, match="is not a regular file"):
         inspect(path)
 
 

@@ -62,9 +62,7 @@ def test_another_digest_is_refused(tmp_path: Path, write: Callable[[Path], Path]
 @pytest.mark.parametrize("digest", ["zz", "", "0" * 63, "0" * 65, "md5:" + "0" * 64, "g" * 64])
 def test_a_malformed_digest(tmp_path: Path, digest: str) -> None:
     """A digest that cannot be one is not a property of the file."""
-    with pytest.raises(
-        ValueError, match="is not a SHA-256 digest: 64 hexadecimal digits"
-    ) as caught:
+    with pytest.raises(ValueError, match="is not a SHA-256 digest") as caught:
         verify(saved(tmp_path / "x.pt"), digest)
     assert not isinstance(caught.value, FileError)
 
