@@ -143,7 +143,7 @@ def test_errors_cannot_forge_output(tmp_path: Path) -> None:
 
     assert found.exit_code == 1
     assert found.stderr.count("\n") == 1
-    assert r"m\x1b[31m\n.pt is corrupt" in found.stderr
+    assert r"m\x1b[31m\n.pt is an empty file" in found.stderr
 
 
 @pytest.mark.parametrize("kind", ["torch", "TorchScript", "export", "safetensors", "shards"])
@@ -206,7 +206,7 @@ def test_the_digest(path: Path, check: list[str]) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is corrupt: it is empty"),
+        (b"", "is an empty file, not a checkpoint"),
         (b"PK\x03\x04" + b"x" * 100, "is corrupt: "),
         (bytes(range(256)), "is not known"),
     ],

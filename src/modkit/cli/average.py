@@ -18,6 +18,7 @@ from modkit.cli._tables import cell, console, one_line_errors
 from modkit.files.checkpoint_files import Checkpoint, file_in, is_safetensors
 from modkit.files.safetensors_files import library, save_safetensors
 from modkit.files.torch_files import save_checkpoint
+from modkit.files.zip_archive import open_regular
 
 
 DTYPES: Final = {
@@ -85,6 +86,11 @@ def average(
     if step is not None and ema_sigma is None:
         raise click.UsageError("--step goes with --ema-sigma")
     with one_line_errors():
+        for path in checkpoints:
+            # Opening a FIFO could wait forever. A directory may hold snapshots.
+            if ema_sigma is None or not path.is_dir():
+                with open_regular(file_in(path)):
+                    pass
         if dry_run:
             show_match(checkpoints, key)
             return

@@ -1,11 +1,8 @@
 """What is in a file of a model, and whether the file is intact, without executing code from it."""
 
 import argparse
-import json
 import os
-import pickle
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -16,10 +13,10 @@ from torch import Tensor
 
 from modkit.errors import FileError, printable
 from modkit.files import kinds
-from modkit.files.checkpoint_files import Checkpoint, dtype_name, file_in
+from modkit.files.checkpoint_files import INDEX, Checkpoint, dtype_name, file_in
 from modkit.files.safetensors_files import DTYPES, safetensors_file
-from modkit.files.torch_files import read_mapped
-from modkit.files.zip_archive import Archive, open_regular, read_some
+from modkit.files.torch_files import UnsafeFileError, read_mapped
+from modkit.files.zip_archive import Archive, open_regular
 
 
 # A hostile file can name one object a billion times. Each listed entry costs its name and this much.
@@ -27,9 +24,10 @@ _BUDGET: Final = 1 << 26
 _PER_ENTRY: Final = 64
 _MAX_DEPTH: Final = 16
 _MAX_NAME: Final = 1000
-_MAX_INDEX: Final = 1 << 28
 _WITH_CHECKSUMS: Final = {kinds.TORCH_SAVE, kinds.TORCHSCRIPT, kinds.EXPORT}
-_UNSAFE: Final = re.compile(r"GLOBAL ([\w.]{1,200}) was not an allowed global")
+_NEVER_INTACT: Final = {
+    *(kinds.EMPTY, kinds.CORRUPT_ZIP, kinds.TEXT, kinds.ZIP, kinds.PICKLE, kinds.UNKNOWN)
+}
 _WOULD_EXECUTE: Final = (
     "loading it with pickle, as torch.load(weights_only=False) does, would execute code that it names. "
     "fickling and picklescan analyse such files"
@@ -69,8 +67,8 @@ class FileInfo:
         n_tensors: Number of tensors.
         tensor_nbytes: Their size in bytes. Tensors that share a storage count once.
         entries: Other entries of a checkpoint, such as the epoch: key and shortened ``repr``.
-        groups: Names directly under each key, ``""`` for the whole file. Where all are tensors,
-            :func:`~modkit.averaging.checkpoints.average_checkpoints` accepts the key.
+        groups: For each key that :func:`modkit.average_checkpoints` accepts, ``""`` for the whole file,
+            the names directly under it.
         extra_files: Name and size in bytes of the extra files of a TorchScript archive.
         note: Remarks for the reader, for instance that loading the file would execute code.
     """
@@ -107,28 +105,30 @@ def inspect(path: str | os.PathLike[str]) -> FileInfo:
         ImportError: If a safetensors file is inspected without the package safetensors.
 
     Example:
-        >>> import pathlib, tempfile, torch
-        >>> path = pathlib.Path(tempfile.mkdtemp(), "last.pt")
+        >>> import torch
+        >>> path = tmp_path / "last.pt"
         >>> torch.save({"model": {"weight": torch.ones(2, 3)}, "epoch": 7}, path)
         >>> info = inspect(path)
         >>> info.kind, info.tensors[0].name, info.tensors[0].shape, info.entries
         ('torch.save file', 'model.weight', (2, 3), {'epoch': '7'})
     """
     file = file_in(Path(path))
-    if file.name.endswith(".index.json"):
-        return _of_shards(file, os.fspath(path))
+    if file.name.endswith(INDEX):
+        with open_regular(file):
+            checkpoint = Checkpoint(file, None)
+        listed = ((n, checkpoint.shapes[n], checkpoint.dtypes[n]) for n in checkpoint.shapes)
+        size = sum(each.stat().st_size for each in (file, *checkpoint.files))
+        return _of_table(listed, FileInfo(os.fspath(path), kinds.SHARDED, size, ""))
     with open_regular(file) as descriptor:
-        kind = _kind_of(descriptor, file)
+        kind = kinds.kind_of(descriptor)
+        if kind in {kinds.EMPTY, kinds.CORRUPT_ZIP}:
+            raise kinds.wrong_kind(descriptor, str(file), "a checkpoint or an archive")
         size, digest = os.fstat(descriptor).st_size, kinds.sha256_of(descriptor)
         info = FileInfo(os.fspath(path), kind, size, digest)
-        if kind in _WITH_CHECKSUMS:
-            archive = Archive(descriptor, str(file))
-            info = replace(info, format_version=_version_of(archive))
-            if kind != kinds.TORCH_SAVE:
-                return _of_archive(archive, info)
-            return _of_torch_save(file, info, may_be_unsafe=_has_pickle(archive))
-        if kind == kinds.LEGACY:
-            return _of_torch_save(file, info, may_be_unsafe=True)
+        if kind in {kinds.TORCH_SAVE, kinds.LEGACY}:
+            return _of_torch_save(file, descriptor, info)
+        if kind in {kinds.TORCHSCRIPT, kinds.EXPORT}:
+            return _of_archive(Archive(descriptor, str(file)), info)
         if kind == kinds.SAFETENSORS:
             return _of_safetensors(file, info)
         if kind == kinds.TEXT:
@@ -153,105 +153,51 @@ def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
         FileError: If the file is corrupt, has another digest or no checksums, or is of another kind.
 
     Example:
-        >>> import pathlib, tempfile, torch
-        >>> path = pathlib.Path(tempfile.mkdtemp(), "last.pt")
+        >>> import torch
+        >>> path = tmp_path / "last.pt"
         >>> torch.save({"weight": torch.ones(2, 3)}, path)
         >>> verify(path)
         >>> verify(path, sha256=inspect(path).sha256)
     """
-    wanted = None if sha256 is None else kinds.parse_digest(sha256)
+    if sha256 is not None:
+        kinds.parse_digest(sha256)
     file = file_in(Path(path))
-    if file.name.endswith(".index.json"):
-        if wanted is not None:
-            raise FileError(f"{path} has several files and no single SHA-256", kinds.SHARDED)
-        for shard in _shards_of(file):
+    if file.name.endswith(INDEX):
+        if sha256 is not None:
+            raise FileError(f"{file} has shards, each with a SHA-256 of its own", kinds.SHARDED)
+        for shard in Checkpoint(file, None).files:
             verify(shard)
         return
     with open_regular(file) as descriptor:
-        if wanted is not None:
-            kinds.check_digest(descriptor, str(file), wanted)
-        kind = _kind_of(descriptor, file)
-        if kind in _WITH_CHECKSUMS:
-            archive = Archive(descriptor, str(file))
-            if archive.has_checksums:
-                archive.verify()
-                return
-        if kind in {kinds.TEXT, kinds.ZIP, kinds.UNKNOWN}:
+        kind = kinds.kind_of(descriptor)
+        if kind in _NEVER_INTACT:
             raise kinds.wrong_kind(descriptor, str(file), "a checkpoint or an archive of torch")
-    if kind == kinds.SAFETENSORS:
-        safetensors_file(file)
-    elif wanted is None:
-        advice = "compare its SHA-256 with the expected one"
-        raise FileError(f"{file} is a {kind} and has no checksums: {advice}", kind)
+        if sha256 is not None:
+            kinds.check_digest(descriptor, str(file), sha256)
+        if kind == kinds.SAFETENSORS:
+            safetensors_file(file)
+            return
+        archive = Archive(descriptor, str(file)) if kind in _WITH_CHECKSUMS else None
+        if archive is not None and archive.has_checksums:
+            archive.verify()
+        elif sha256 is None:
+            advice = "compare its SHA-256 with the expected one"
+            raise FileError(f"{file} is a {kind} and has no checksums: {advice}", kind)
 
 
-def _kind_of(descriptor: int, file: Path) -> str:
-    kind = kinds.kind_of(descriptor)
-    if kind == kinds.CORRUPT_ZIP:
-        # It raises an error that says what is wrong.
-        Archive(descriptor, str(file))
-    if kind == kinds.EMPTY:
-        raise FileError(f"{file} is corrupt: it is empty", kind)
-    return kind
-
-
-def _shards_of(index: Path) -> list[Path]:
+def _of_torch_save(file: Path, descriptor: int, info: FileInfo) -> FileInfo:
+    if info.kind == kinds.TORCH_SAVE:
+        archive = Archive(descriptor, str(file))
+        info = replace(info, format_version=_version_of(archive))
+        # Corrupt bytes are an error, a pickle of something else than plain data is a note.
+        if not kinds.is_pickle(archive.read("data.pkl")):
+            raise archive.corrupt("its pickle is invalid")
     try:
-        with open_regular(index) as descriptor:
-            content = read_some(descriptor, 0, _MAX_INDEX)
-        return sorted(
-            {index.with_name(name) for name in json.loads(content)["weight_map"].values()}
-        )
-    except FileError:
-        raise
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise FileError(f"{index} is corrupt: {error!r}", kinds.SHARDED) from error
-
-
-def _of_shards(index: Path, path: str) -> FileInfo:
-    size = 0
-    for file in (index, *_shards_of(index)):
-        with open_regular(file) as descriptor:
-            size += os.fstat(descriptor).st_size
-    try:
-        found = Checkpoint(index, None)
-    except (FileError, OSError, ImportError):
-        raise
-    except ValueError as error:
-        raise FileError(str(error), kinds.SHARDED) from error
-    listed = ((name, found.shapes[name], found.dtypes[name]) for name in found.shapes)
-    return _of_table(listed, FileInfo(path, kinds.SHARDED, size, ""))
-
-
-def _has_pickle(archive: Archive) -> bool:
-    return kinds.is_pickle(archive.read("data.pkl"))
-
-
-def _of_torch_save(file: Path, info: FileInfo, *, may_be_unsafe: bool) -> FileInfo:
-    try:
-        return _Listing().of(read_mapped(file)[0], info)
-    except FileError as error:
-        # torch raises UnpicklingError for corrupt pickles too.
-        chain = list(islice(_chain(error), 10))
-        if not may_be_unsafe or not any(isinstance(e, pickle.UnpicklingError) for e in chain):
-            raise
-        classes = _unsafe_classes(file, " ".join(map(str, chain))) or "more than plain data"
-        return replace(info, note=f"it holds {classes}: {_WOULD_EXECUTE}")
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _unsafe_classes(file: Path, text: str) -> str:
-    """Return the first ten classes that torch names, in the file or in the text of its errors."""
-    try:
-        found = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    except Exception:  # noqa: BLE001 - torch's disassembler fails in many ways, and for old formats
-        found = set(_UNSAFE.findall(text))
-    return ", ".join(printable(n[:200]) for n in sorted(found - {"argparse.Namespace"})[:10])
+        content, _ = read_mapped(file)
+    except UnsafeFileError as error:
+        reason = str(error).rpartition("cannot be read as a checkpoint: ")[2]
+        return replace(info, note=f"{reason}. {_WOULD_EXECUTE}")
+    return _Listing().of(content, info)
 
 
 def _version_of(archive: Archive) -> str:
@@ -262,14 +208,19 @@ def _version_of(archive: Archive) -> str:
 
 
 def _of_archive(archive: Archive, info: FileInfo) -> FileInfo:
-    """Describe a TorchScript or torch.export archive by its zip directory alone."""
-    sizes = {name: member.size for name, member in archive.members.items()}
+    """Describe a TorchScript or torch.export archive by its members."""
     script = info.kind == kinds.TORCHSCRIPT
     folders = ("data/", "constants/") if script else ("data/weights/", "data/constants/")
+    sizes = {name: member.size for name, member in archive.members.items()}
     tensors = [n for name, n in sizes.items() if name.startswith(folders) and ".json" not in name]
     extra = ((name[6:], n) for name, n in sizes.items() if name.startswith("extra/"))
-    found = replace(info, n_tensors=len(tensors), tensor_nbytes=sum(tensors))
-    return replace(found, extra_files=dict(islice(extra, 1000)))
+    return replace(
+        info,
+        n_tensors=len(tensors),
+        tensor_nbytes=sum(tensors),
+        format_version=_version_of(archive),
+        extra_files=dict(islice(extra, 1000)),
+    )
 
 
 def _of_safetensors(file: Path, info: FileInfo) -> FileInfo:

@@ -6,6 +6,7 @@ import os
 import pickletools
 import re
 import warnings
+from collections.abc import Container
 from itertools import islice
 from typing import Final
 
@@ -50,20 +51,24 @@ def kind_of(source: int | bytes) -> str:
         return EMPTY
     if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         try:
-            names = Archive(source, "").members.keys()
+            return kind_of_members(Archive(source, "").members)
         except FileError:
             return CORRUPT_ZIP
-        if "constants.pkl" in names or any(name.startswith("code/") for name in names):
-            return TORCHSCRIPT
-        if names & {"serialized_exported_program.json", "archive_format"}:
-            return EXPORT
-        return TORCH_SAVE if "data.pkl" in names else ZIP
     # A header of JSON after its length, which safetensors limits too.
     if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 100_000_000:
         return SAFETENSORS
     if kind := _kind_of_pickle(head):
         return kind
     return TEXT if _is_text(head) else UNKNOWN
+
+
+def kind_of_members(names: Container[str]) -> str:
+    """Return the kind of a zip file from the names of its members."""
+    if "constants.pkl" in names:
+        return TORCHSCRIPT
+    if "serialized_exported_program.json" in names or "archive_format" in names:
+        return EXPORT
+    return TORCH_SAVE if "data.pkl" in names else ZIP
 
 
 def wrong_kind(source: int | bytes, what: str, wanted: str) -> FileError:

@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -27,11 +26,15 @@ from torch import Tensor
 from modkit._upstream import modes_are_active
 from modkit.errors import FileError
 from modkit.files.atomic_write import atomic_write
-from modkit.files.kinds import LEGACY, TORCH_SAVE, kind_of, wrong_kind
+from modkit.files.kinds import LEGACY, TORCH_SAVE, kind_of, kind_of_members, wrong_kind
 from modkit.files.zip_archive import Archive, is_zip, open_regular, path_of
 
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
+
+
+class UnsafeFileError(FileError):
+    """A pickle is more than plain data."""
 
 
 def save_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -113,9 +116,12 @@ def load_checkpoint(
 
 
 def _torch_archive(descriptor: int, path: str | os.PathLike[str]) -> Archive:
-    if kind_of(descriptor) != TORCH_SAVE:
-        raise wrong_kind(descriptor, os.fspath(path), "a torch.save file with checksums")
-    return Archive(descriptor, os.fspath(path))
+    what = os.fspath(path)
+    if os.pread(descriptor, 2, 0) == b"PK":
+        archive = Archive(descriptor, what)
+        if kind_of_members(archive.members) == TORCH_SAVE:
+            return archive
+    raise wrong_kind(descriptor, what, "a torch.save file with checksums")
 
 
 def _is_for_cpu(map_location: object) -> bool:
@@ -196,8 +202,9 @@ def _left_to_torch(
             source = path_of(descriptor, path) if mmap else file
             return torch.load(source, map_location, weights_only=True, mmap=mmap)
     except Exception as error:
-        reason = _reason(descriptor, error)
-        raise FileError(f"{os.fspath(path)} cannot be read as a checkpoint: {reason}") from error
+        unsafe, reason = _reason(descriptor, error)
+        kind = UnsafeFileError if unsafe else FileError
+        raise kind(f"{os.fspath(path)} cannot be read as a checkpoint: {reason}") from error
 
 
 def _plain_classes() -> Any:
@@ -208,19 +215,20 @@ def _plain_classes() -> Any:
     return torch.serialization.safe_globals([argparse.Namespace])
 
 
-def _reason(descriptor: int, error: Exception) -> str:
+def _reason(descriptor: int, error: Exception) -> tuple[bool, str]:
     """Name the classes that torch refuses, in place of its advice to execute them."""
     if not isinstance(error, pickle.UnpicklingError):
-        return str(error) or type(error).__name__
+        return False, str(error) or type(error).__name__
     try:
         with os.fdopen(os.dup(descriptor), "rb") as file:
             file.seek(0)
             unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    except Exception:  # noqa: BLE001 - the pickle is bad, as torch has said already
-        unsafe = set()
-    if names := ", ".join(sorted(unsafe - {"argparse.Namespace"})):
-        return f"it needs {names}, and loading these would execute code; none was executed"
-    return "its pickle is invalid, or of a kind that weights_only=True does not read"
+    except Exception:  # noqa: BLE001 - the pickle is bad, or in the format from before torch 1.6
+        unsafe = set(re.findall(r"GLOBAL ([\w.]{1,200}) was not an allowed global", str(error)))
+    if names := sorted(unsafe - {"argparse.Namespace"})[:10]:
+        shown = ", ".join(name[:200] for name in names)
+        return True, f"it needs {shown}, and loading these would execute code; none was executed"
+    return True, "its pickle is invalid, or of a kind that weights_only=True does not read"
 
 
 # The fast path.

@@ -70,7 +70,9 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
             # Texts of torch's reader of zip files have one of these names in them.
             if not _READER.search(str(error)):
                 raise
-            raise archive.corrupt(f"torch cannot read it: {str(error).partition(chr(10))[0]}") from error
+            raise archive.corrupt(
+                f"torch cannot read it: {str(error).partition(chr(10))[0]}"
+            ) from error
 
 
 def _check_path(path: str) -> None:
@@ -99,12 +101,8 @@ def _check_pickles(archive: Archive) -> None:
     if missing:
         raise archive.corrupt(f"it has no {', '.join(missing)}")
     for name in _PICKLES:
-        try:
-            check_depth(archive.read(name))
-        except FileError:
-            raise
-        except ValueError as error:
-            raise archive.corrupt(f"{name}: {error}") from None
+        if problem := nesting_problem(archive.read(name)):
+            raise archive.corrupt(f"{name}: {problem}")
 
 
 _DEEPEST: Final = 1000
@@ -113,18 +111,17 @@ _NESTING: Final = b"tldaesuRbioQ\x81\x85\x86\x87\x90\x91\x92\x93"
 _FILLS: Final = frozenset(("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"))
 
 
-def check_depth(data: bytes) -> None:
-    """Refuse a pickle that nests so deep that reading it would overflow the stack of the process.
-
-    Raises:
-        ValueError: It nests deeper than 1,000 levels, or cannot be followed.
-    """
+def nesting_problem(data: bytes) -> str | None:
+    """Return why reading a pickle could overflow the stack of the process, or None."""
     if len(data) - len(data.translate(None, _NESTING)) <= _DEEPEST:
-        return
+        return None
     try:
         _walk(data)
     except (IndexError, KeyError, TypeError):
-        raise ValueError("its operations do not fit together") from None
+        return "its operations do not fit together"
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _walk(data: bytes) -> None:

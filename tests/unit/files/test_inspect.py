@@ -374,7 +374,7 @@ def test_an_empty_file(tmp_path: Path) -> None:
     """An empty file is an error."""
     (tmp_path / "x.pt").touch()
 
-    with pytest.raises(FileError, match=r"x\.pt is corrupt: it is empty") as caught:
+    with pytest.raises(FileError, match=r"x\.pt is an empty file, not a checkpoint") as caught:
         inspect(tmp_path / "x.pt")
     assert caught.value.kind == "empty file"
 
