@@ -5,7 +5,6 @@ import io
 import os
 import pickletools
 import re
-import warnings
 from collections.abc import Container
 from itertools import islice
 from typing import Final
@@ -38,8 +37,8 @@ _ADVICE: Final = {
 }
 _HEAD: Final = 1 << 16
 _CHUNK: Final = 1 << 20
-# The first object of the pickles that torch.save wrote before torch 1.6.
-_LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
+# The first object of the pickles that torch.save wrote before torch 1.6, as protocol 2 writes it.
+_LEGACY_MAGIC: Final = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 _IMPORTS: Final = {"GLOBAL", "STACK_GLOBAL", "INST"}
 _CALLS: Final = {"REDUCE", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD"}
 
@@ -57,8 +56,10 @@ def kind_of(source: int | bytes) -> str:
     # A header of JSON after its length, which safetensors limits too.
     if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 100_000_000:
         return SAFETENSORS
-    if kind := _kind_of_pickle(head):
-        return kind
+    if _LEGACY_MAGIC in head[:16]:
+        return LEGACY
+    if is_pickle(head):
+        return PICKLE
     return TEXT if _is_text(head) else UNKNOWN
 
 
@@ -102,58 +103,31 @@ def _is_text(head: bytes) -> bool:
 
 
 def is_pickle(head: bytes) -> bool:
-    """Return True if bytes begin like a pickle of any protocol, or would execute code if unpickled."""
-    return _kind_of_pickle(head[:_HEAD]) is not None
+    """Return True if bytes begin like a pickle of any protocol, or would execute code if unpickled.
 
-
-def _kind_of_pickle(head: bytes) -> str | None:
-    """Disassemble the start of a pickle of any protocol, up to an instruction that cannot be executed.
-
-    Text and source code begin with letters that are instructions of protocol 0, but the stack of the
-    unpickler underflows after a few of them.
+    Text begins with letters that are instructions of protocol 0 too, but few of them make sense.
     """
-    stream, seen = io.BytesIO(head), list[str]()
-    # The number of objects on the stack above each mark; the first is the number below all marks.
-    stack, complete = [0], False
+    stream, seen = io.BytesIO(head[:_HEAD]), list[str]()
+    complete = False
     try:
-        with warnings.catch_warnings():
-            # Python warns of escape sequences that are not valid in its own strings.
-            warnings.simplefilter("ignore")
-            for opcode, argument, _ in islice(pickletools.genops(stream), 10_000):
-                if not _applied(opcode, argument, stack):
-                    break
-                if argument == _LEGACY_MAGIC and len(seen) < 3:
-                    return LEGACY
-                seen.append(opcode.name)
-            else:
-                complete = True
+        for instruction, argument, _ in islice(pickletools.genops(stream), 10_000):
+            parts = (
+                re.split(r"[ .]", str(argument)) if instruction.name in {"GLOBAL", "INST"} else ()
+            )
+            if not all(part.isidentifier() for part in parts):
+                break
+            seen.append(instruction.name)
+        else:
+            complete = True
     except (ValueError, UnicodeError):
         complete = stream.tell() == len(head) == _HEAD
-    names, at_end = set(seen), stream.tell() == len(head)
-    imports = bool(names & _IMPORTS)
-    binary = head[:1] == b"\x80" and len(seen) >= 3 and (complete or at_end)
-    long = len(seen) >= 16 or imports or (at_end and len(head) < _HEAD)
-    return PICKLE if (imports and names & _CALLS) or binary or (complete and long) else None
-
-
-def _applied(opcode: pickletools.OpcodeInfo, argument: object, stack: list[int]) -> bool:
-    """Apply an instruction to the numbers of objects between marks; return False if it cannot be."""
-    parts = re.split(r"[ .]", str(argument)) if opcode.name in {"GLOBAL", "INST"} else ()
-    if not all(part.isidentifier() for part in parts):
-        return False
-    if opcode.name == "MARK":
-        stack.append(0)
-        return True
-    takes = list(opcode.stack_before)
-    on_mark = opcode.name == "POP" and not stack[-1]
-    if on_mark or pickletools.markobject in takes:
-        if len(stack) < 2:
-            return False
-        stack.pop()
-        takes = [] if on_mark else takes[: takes.index(pickletools.markobject)]
-    left = stack[-1] - len(takes)
-    stack[-1] = left + len(opcode.stack_after)
-    return left >= 0
+    names = set(seen)
+    long = seen[-1:] == ["STOP"] or len(seen) >= 16
+    return (
+        (complete and long)
+        or (head[:1] == b"\x80" and len(seen) >= 3)
+        or bool(names & _IMPORTS and names & _CALLS)
+    )
 
 
 def parse_digest(sha256: str) -> str:
