@@ -289,7 +289,9 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
         done = run(*whole, "-o", tmp_path / "out.pt")
 
         assert done.exit_code == 1, length
-        assert re.search(r"1\.pt (is corrupt|cannot be read as a checkpoint|is an? .*): \S", done.output)
+        assert re.search(
+            r"1\.pt is (corrupt|an empty file|an unknown file|a text file)", done.output
+        )
         assert not (tmp_path / "out.pt").exists()
 
 
@@ -326,7 +328,7 @@ def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
     done = run(*paths, "-o", tmp_path / "out.pt")
 
     assert done.exit_code == 1
-    assert "1.pt is corrupt: the content of 'layer.weight' does not match its checksum" in done.output
+    assert "1.pt is corrupt: the content of 'layer.weight' does not match" in done.output
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full"), RuntimeError("broken")])
@@ -450,7 +452,7 @@ def test_files_of_other_kinds_are_named(tmp_path: Path, kind: str) -> None:
     assert done.exit_code == 1
     assert done.stderr.startswith(f"Error: {paths[1]} is ")
     assert kind in done.stderr
-    assert "weights_only" not in done.stderr
+    assert "weights_only=False" not in done.stderr
     assert "mmap" not in done.stderr
     assert not (tmp_path / "out.pt").exists()
 

@@ -200,13 +200,13 @@ def test_the_digest(path: Path, check: list[str]) -> None:
     assert f"has the SHA-256 {right}, not {'0' * 64}" in found.stderr
     found = run(*check, "--sha256", "zz", path)
     assert found.exit_code == 1
-    assert "'zz' is not a SHA-256 digest: 64 hexadecimal digits" in found.stderr
+    assert "'zz' is not a SHA-256 digest" in found.stderr
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is an empty file"),
+        (b"", "is an empty file, not a checkpoint"),
         (b"PK\x03\x04" + b"x" * 100, "is corrupt: "),
         (bytes(range(256)), "is not known"),
     ],
