@@ -26,7 +26,7 @@ _PICKLES: Final = ("data.pkl", "constants.pkl")
 _TENSORS: Final = ("data/", "constants/")
 # Below this many bytes, checksums take less time than starting a thread does.
 _WORTH_A_THREAD: Final = 1 << 20
-_MOST_THREADS: Final = 4
+_MOST_THREADS: Final = 16
 _HEAD: Final = 4096
 _OTHER_FORMS: Final = 0x61  # flags of zip files
 _READER: Final = re.compile("PytorchStreamReader|inline_container")
@@ -63,7 +63,11 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
     """
     file, what, source = _opened(f)
     with file, ThreadPoolExecutor(_MOST_THREADS) as pool:
-        data = memoryview(source if isinstance(source, bytes) else _mapped(file))
+        data = memoryview(b"")
+        if isinstance(source, bytes):
+            data = memoryview(source)
+        elif file.seek(0, io.SEEK_END):
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         if sha256 is not None:
             _check_digest(data, what, sha256)
         _check_kind(bytes(data[:_HEAD]), what)
@@ -115,15 +119,6 @@ def _content_of(f: Any) -> bytes:
     if not isinstance(content, bytes):
         raise TypeError("the file is open as text; open it in the mode 'rb'")
     return content
-
-
-def _mapped(file: IO[bytes]) -> mmap.mmap | bytes:
-    """Map a file into memory; on Linux at once, which takes less time than page by page."""
-    options: dict[str, int] = {"access": mmap.ACCESS_READ}
-    if hasattr(mmap, "MAP_POPULATE"):
-        options = {"flags": mmap.MAP_SHARED | mmap.MAP_POPULATE, "prot": mmap.PROT_READ}
-    size = file.seek(0, io.SEEK_END)
-    return mmap.mmap(file.fileno(), size, **options) if size else b""
 
 
 def _check_digest(data: memoryview, what: str, expected: str) -> None:
@@ -187,8 +182,8 @@ def _start_checks(
 ) -> list[Future[None]]:
     """Verify members in threads, the largest first; a few bytes are verified at once.
 
-    Torch holds the GIL while it loads, so that each thread gets through one member until then. What is
-    left takes both cores afterwards.
+    Torch holds the GIL while it loads. Until it is done, each thread gets through the one member that it
+    has begun with, so there are more threads than cores.
     """
     sizes = {name: archive.members[name].file_size for name in names}
     left = iter(sorted(names, key=sizes.__getitem__, reverse=True))
@@ -200,7 +195,7 @@ def _start_checks(
     if sum(sizes.values()) < _WORTH_A_THREAD:
         check()
         return []
-    return [pool.submit(check) for _ in range(min(_MOST_THREADS, os.cpu_count() or 1))]
+    return [pool.submit(check) for _ in range(min(_MOST_THREADS, len(names)))]
 
 
 def _finish_checks(checks: list[Future[None]], cause: Exception | None) -> None:
