@@ -168,7 +168,8 @@ def _check(archive: Archive, data: memoryview, name: str) -> None:
     if bytes(head[:4]) != b"PK\x03\x04" or name_there != info.orig_filename.encode(coding):
         raise _corrupt(archive.what, f"{name} has another name before its content")
     content = head[30 + length + further :][: info.file_size]
-    if len(content) < info.file_size or info.CRC not in {0, zlib.crc32(content)}:
+    sizes = {info.file_size, info.compress_size, len(content)}
+    if len(sizes) > 1 or info.CRC not in {0, zlib.crc32(content)}:
         raise _corrupt(archive.what, f"the content of {name} does not match its checksum")
     if name in _PICKLES:
         try:
