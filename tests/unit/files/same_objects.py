@@ -20,7 +20,7 @@ ATOMS = (
 MISSING = object()
 
 
-class Different(AssertionError):  # noqa: N818 - it reads as a sentence: raise Different
+class Different(AssertionError):
     """Two objects are not the same; the message begins with the path to them."""
 
 
