@@ -15,12 +15,51 @@ import torch
 
 LOCAL, CENTRAL, DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 END_64, LOCATOR, END = b"PK\x06\x06", b"PK\x06\x07", b"PK\x05\x06"
-LOCAL_FIELDS = ["signature", "version", "flags", "method", "time", "date", "crc", "packed", "size", "name", "extra"]
-CENTRAL_FIELDS = (
-    ["signature", "made", "version", "flags", "method", "time", "date", "crc", "packed", "size", "name", "extra", "comment", "disk", "internal", "external", "offset"]
-)
+LOCAL_FIELDS = [
+    "signature",
+    "version",
+    "flags",
+    "method",
+    "time",
+    "date",
+    "crc",
+    "packed",
+    "size",
+    "name",
+    "extra",
+]
+CENTRAL_FIELDS = [
+    "signature",
+    "made",
+    "version",
+    "flags",
+    "method",
+    "time",
+    "date",
+    "crc",
+    "packed",
+    "size",
+    "name",
+    "extra",
+    "comment",
+    "disk",
+    "internal",
+    "external",
+    "offset",
+]
 END_FIELDS = ["signature", "disk", "first", "here", "count", "length", "offset", "comment"]
-END_64_FIELDS = ["signature", "rest", "made", "version", "disk", "first", "here", "count", "length", "offset"]
+END_64_FIELDS = [
+    "signature",
+    "rest",
+    "made",
+    "version",
+    "disk",
+    "first",
+    "here",
+    "count",
+    "length",
+    "offset",
+]
 FORMATS = {
     LOCAL: ("<4s5H3L2H", LOCAL_FIELDS),
     CENTRAL: ("<4s6H3L5H2L", CENTRAL_FIELDS),

@@ -3,7 +3,6 @@ import inspect
 import struct
 
 import pytest
-import torch
 
 import modkit
 from modkit.errors import FileError
