@@ -29,6 +29,12 @@ pages = Sybil(
     patterns=["*.md"],
     setup=set_up,
 )
-docstrings = Sybil(parsers=[DocTestParser(optionflags=OPTIONS)], path="src", patterns=["*.py"])
+# Examples that write files find a folder in `tmp_path`.
+docstrings = Sybil(
+    parsers=[DocTestParser(optionflags=OPTIONS)],
+    path="src",
+    patterns=["*.py"],
+    fixtures=["tmp_path"],
+)
 
 pytest_collect_file = (pages + docstrings).pytest()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from modkit.averaging.checkpoints import average_checkpoints as average_checkpoints
     from modkit.averaging.ema import EMA as EMA
     from modkit.averaging.posthoc import PostHocEMA as PostHocEMA
-    from modkit.checkpoints import (
+    from modkit.files.torch_files import (
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
     )
@@ -34,10 +34,10 @@ _HOMES = {
     "distributed": "distributed",
     "errors": "errors",
     "jit": "jit",
-    "load_checkpoint": "checkpoints",
+    "load_checkpoint": "files.torch_files",
     "models": "models",
     "optim": "optim",
-    "save_checkpoint": "checkpoints",
+    "save_checkpoint": "files.torch_files",
     "schedules": "schedules",
 }
 

@@ -23,6 +23,8 @@ Checked against torch 2.8 to 2.13.
 - ``trace_instead`` sets the attribute that tells dynamo which function to trace for another one.
 - ``module_globals`` holds the tables of global hooks. They are looked up at each use, because torch
   and its tests rebind some of the names.
+- ``modes_are_active``: torch has no public function that says if a mode, such as a default device or
+  fake tensors, changes what functions of torch do.
 - ``FullyShardCall`` and ``class_before_fully_shard`` read how a model was split up, and what that has
   left in its modules: torch has no public function for it, and refuses to copy such a model.
 """
@@ -77,6 +79,7 @@ __all__ = [
     "jit_trace",
     "layer_loaders",
     "make_parameter",
+    "modes_are_active",
     "module_globals",
     "original_methods",
     "parse_to",
@@ -260,6 +263,11 @@ class FullyShardCall:
             ignored_params={one for one in parameters if id(one) not in dimensions},
             **options,
         )
+
+
+def modes_are_active() -> bool:
+    """Return True inside a mode that changes what functions of torch do."""
+    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
 def fully_shard_calls(model: torch.nn.Module) -> list[FullyShardCall]:

@@ -14,10 +14,9 @@ from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors, canonical_name, canonical_names
 from modkit.averaging.sharding import is_sharded, whole_tensor
 from modkit.averaging.state import with_empty_parts
-from modkit.checkpoints import save_checkpoint
-from modkit.files.atomic_write import written_whole
+from modkit.files.atomic_write import atomic_write
 from modkit.files.safetensors_files import Described, in_file_order, write_safetensors
-from modkit.files.torch_files import compact
+from modkit.files.torch_files import compact, save_checkpoint
 
 
 if TYPE_CHECKING:
@@ -58,13 +57,13 @@ def export_average(
         RuntimeError: That has happened, in the others.
 
     Example:
-        >>> import pathlib, tempfile, torch
+        >>> import torch
         >>> from modkit import EMA, nn
         >>> from modkit.distributed import export_average
         >>> model = nn.Linear(2, 1)
         >>> ema = EMA(model, decay=0.9)
         >>> ema.update()
-        >>> path = pathlib.Path(tempfile.mkdtemp(), "average.pt")
+        >>> path = tmp_path / "average.pt"
         >>> export_average(ema, path)
         >>> model.load_state_dict(torch.load(path))
         <All keys matched successfully>
@@ -161,7 +160,7 @@ class _Contents:
     def write(self, path: Path, gathered: Iterator[tuple[str, Tensor]]) -> None:
         """Write the file, and take the tensors for it."""
         if self._streamed:
-            with written_whole(path) as unfinished:
+            with atomic_write(path) as unfinished:
                 write_safetensors(unfinished, self._described, gathered)
             return
         found: OrderedDict[str, Any] = OrderedDict(self._values)
@@ -219,13 +218,13 @@ def load_averages(
         RuntimeError: The averages are in the model (:meth:`~modkit.averaging.ema.EMA.applied`).
 
     Example:
-        >>> import pathlib, tempfile, warnings
+        >>> import warnings
         >>> import torch.distributed.checkpoint as dcp
         >>> from modkit import EMA, nn
         >>> from modkit.distributed import load_averages
         >>> ema = EMA(nn.Linear(2, 1), decay=0.9)
         >>> ema.update()
-        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> folder = tmp_path / "checkpoint"
         >>> with warnings.catch_warnings():
         ...     warnings.simplefilter("ignore")  # that there is one process only
         ...     _ = dcp.save({"ema": ema.state_dict()}, checkpoint_id=folder)

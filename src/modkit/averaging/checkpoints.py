@@ -52,8 +52,8 @@ def average_checkpoints(
             large for the dtype, or the weights are not one per file, finite, and positive in sum.
 
     Example:
-        >>> import tempfile, torch
-        >>> paths = [f"{tempfile.mkdtemp()}/{name}.pt" for name in "ab"]
+        >>> import torch
+        >>> paths = [tmp_path / f"{name}.pt" for name in "ab"]
         >>> for path, value in zip(paths, (1.0, 2.0)):
         ...     torch.save({"model": {"weight": torch.tensor([value])}}, path)
         >>> average_checkpoints(paths, weights=[3, 1], key="model")

@@ -4,9 +4,8 @@ Training keeps a narrow and a wide power average, and saves a snapshot of each a
 the average of nearly any width, at nearly any step, is a linear combination of snapshots.
 
 Example:
-    >>> import tempfile
     >>> model = torch.nn.Linear(1, 1, bias=False)
-    >>> averages = PostHocEMA(model, tempfile.mkdtemp(), snapshot_every=100)
+    >>> averages = PostHocEMA(model, tmp_path, snapshot_every=100)
     >>> for step in range(1, 1001):
     ...     weight = torch.nn.init.constant_(model.weight, step)
     ...     averages.update()
@@ -29,9 +28,8 @@ from torch import Tensor
 from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors, check_match
 from modkit.averaging.schedules import Power, gamma_of
-from modkit.files.atomic_write import written_whole
-from modkit.files.safetensors_files import library
-from modkit.files.torch_files import load_checked, load_plain, narrowed
+from modkit.files.safetensors_files import safetensors_file, save_safetensors
+from modkit.files.torch_files import narrowed, read_mapped, save_checkpoint
 
 
 __all__ = [
@@ -91,16 +89,14 @@ def save_snapshot(
     others = {name: narrowed(tensor, None) for name, tensor in (buffers or {}).items()}
     path = Path(directory) / f"ema-{step:010d}-{sigma_rel:.6g}.{file_format}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as unfinished:
-        if file_format == "pt":
-            content = {"step": step, "sigma_rel": sigma_rel, "averages": tensors, "buffers": others}
-            torch.save(content, unfinished)
-        else:
-            # The tensors have their own names, so that any reader of safetensors can use the file.
-            names = json.dumps([*others])
-            header = {"step": str(step), "sigma_rel": repr(sigma_rel), "buffers": names}
-            save = library("safetensors.torch").save_file
-            save({**tensors, **others}, unfinished, metadata=header)
+    if file_format == "pt":
+        content = {"step": step, "sigma_rel": sigma_rel, "averages": tensors, "buffers": others}
+        save_checkpoint(content, path)
+    else:
+        # The tensors have their own names, so that any reader of safetensors can use the file.
+        names = json.dumps([*others])
+        header = {"step": str(step), "sigma_rel": repr(sigma_rel), "buffers": names}
+        save_safetensors({**tensors, **others}, path, header)
     return Snapshot(step, sigma_rel, path)
 
 
@@ -122,10 +118,10 @@ def _read_facts(path: Path) -> Snapshot:
     """Return the snapshot in a file, without reading its tensors."""
     try:
         if path.suffix == ".safetensors":
-            with library("safetensors").safe_open(path, framework="pt") as file:
+            with safetensors_file(path) as file:
                 facts = file.metadata() or {}
         else:
-            facts = load_plain(path)
+            facts = read_mapped(path)[0]
         return Snapshot(int(facts["step"]), float(facts["sigma_rel"]), path)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a snapshot of an average") from error
@@ -134,12 +130,12 @@ def _read_facts(path: Path) -> Snapshot:
 def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield each name, its verified tensor, and True if it is averaged; one in memory at a time."""
     if path.suffix == ".safetensors":
-        with library("safetensors").safe_open(path, framework="pt") as file:
+        with safetensors_file(path) as file:
             buffers = set(json.loads(file.metadata()["buffers"]))
             for name in file.keys():  # noqa: SIM118 - it is not a mapping
                 yield name, file.get_tensor(name), name not in buffers
         return
-    content, checksums = load_checked(path)
+    content, checksums = read_mapped(path)
     for part in ("averages", "buffers"):
         for name, tensor in content[part].items():
             checksums.check(name, tensor)

@@ -11,7 +11,7 @@ import torch
 
 from modkit.cli._growth import Series
 from modkit.cli._measure import Result, Verdict
-from modkit.files.atomic_write import written_whole
+from modkit.files.atomic_write import atomic_write
 
 
 class Machine(TypedDict):
@@ -188,5 +188,5 @@ def to_json(found: Report) -> str:
 def write(path: Path, text: str) -> None:
     """Replace a file at once, so that nobody ever reads half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as draft:
+    with atomic_write(path) as draft:
         draft.write_text(text, encoding="utf-8")

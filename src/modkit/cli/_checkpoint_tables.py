@@ -14,7 +14,7 @@ from torch import Tensor
 from modkit.averaging.state import recognise
 from modkit.files.checkpoint_files import Checkpoint, dtype_name, file_in, is_safetensors
 from modkit.files.safetensors_files import library
-from modkit.files.torch_files import load_plain
+from modkit.files.torch_files import read_mapped
 
 
 # A checkpoint of an optimizer has an entry for each parameter.
@@ -83,7 +83,7 @@ def contents(path: Path) -> Contents:
     if file.name.endswith(".index.json"):
         found = Checkpoint(file, None)
         return _flat("shards", ((n, found.shapes[n], found.dtypes[n]) for n in found.shapes))
-    parts = list(_walk(load_plain(file), ""))
+    parts = list(_walk(read_mapped(file)[0], ""))
     groups = tuple(part for part in parts if isinstance(part, Group))
     return Contents("torch", groups, tuple(part for part in parts if not isinstance(part, Group)))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from modkit.averaging import posthoc
 from modkit.averaging.checkpoints import average_checkpoints
 from modkit.cli._checkpoint_tables import contents, contents_tables, match_table, print_tables
-from modkit.files.atomic_write import written_whole
+from modkit.files.atomic_write import atomic_write
 from modkit.files.checkpoint_files import file_in, is_safetensors
 from modkit.files.safetensors_files import library
 
@@ -196,7 +196,7 @@ def write(output: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write the tensors so that the file is there whole or not at all."""
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
-        with written_whole(output) as unfinished:
+        with atomic_write(output) as unfinished:
             if is_safetensors(output):
                 # transformers refuses a file that does not say for which library it is.
                 save = library("safetensors.torch").save_file

@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from modkit import EMA, nn, schedules
-from modkit.files.atomic_write import written_whole
+from modkit.files.atomic_write import atomic_write
 
 
 RAW: Final = "raw"
@@ -144,7 +144,7 @@ def demo(output: Path, epochs: int, seed: int) -> None:
         )
         schedules.plot(AVERAGES, epochs * 28, axes=left)
         draw_curves(right, curves, "Loss on the test half", "epoch")
-        with written_whole(output) as unfinished:
+        with atomic_write(output) as unfinished:
             figure.savefig(unfinished, format=output.suffix.lstrip(".") or "png")
     except (ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from modkit.files.safetensors_files import DTYPES, library
-from modkit.files.torch_files import load_checked
+from modkit.files.safetensors_files import DTYPES, safetensors_file
+from modkit.files.torch_files import read_mapped
 
 
 _INDEX = ".index.json"
@@ -109,7 +109,7 @@ class _Shard:
 
 class _TorchFile(_Shard):
     def __init__(self, path: Path, key: str | None) -> None:
-        content, self._checksums = load_checked(path)
+        content, self._checksums = read_mapped(path)
         self.versions, self._tensors = state_dict_at(content, path, key)
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self.dtypes = {name: dtype_name(tensor) for name, tensor in self._tensors.items()}
@@ -128,16 +128,8 @@ class _TorchFile(_Shard):
 
 class _SafetensorsFile(_Shard):
     def __init__(self, path: Path) -> None:
-        if not path.exists():
-            raise FileNotFoundError(f"{path} is not there")
-        safe_open = library("safetensors").safe_open
-        try:
-            self._file = safe_open(path, framework="pt")
-            slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 - it is no mapping
-        except Exception as error:
-            raise ValueError(
-                f"{path} cannot be read as a checkpoint: {error}{_cut_off(path)}"
-            ) from error
+        self._file = safetensors_file(path)
+        slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 - it is no mapping
         self.shapes = {name: torch.Size(found.get_shape()) for name, found in slices.items()}
         self.dtypes = {
             name: DTYPES.get(found.get_dtype(), str(found.get_dtype()))
@@ -146,24 +138,6 @@ class _SafetensorsFile(_Shard):
 
     def tensor(self, name: str) -> Tensor:
         return cast("Tensor", self._file.get_tensor(name))
-
-
-def _cut_off(path: Path) -> str:
-    """Name the first tensor whose bytes are not all there, if what the file says of itself is."""
-    try:
-        with path.open("rb") as file:
-            start = int.from_bytes(file.read(8), "little") + 8
-            header = json.loads(file.read(min(start - 8, path.stat().st_size)))
-        ends = {
-            name: entry["data_offsets"][1]
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return ""
-    present = path.stat().st_size - start
-    cut = [name for name in sorted(ends, key=ends.__getitem__) if ends[name] > present]
-    return f"; the first tensor that is cut off is {cut[0]}" if cut else ""
 
 
 def _opened(path: Path, key: str | None) -> _Shard:

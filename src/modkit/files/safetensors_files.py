@@ -1,8 +1,9 @@
-"""Files of safetensors, written tensor by tensor: the library wants all of them in memory at once."""
+"""Safetensors files: read and written by the library, or written tensor by tensor where memory is short."""
 
 import ctypes
 import importlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+from modkit.errors import FileError
+from modkit.files.atomic_write import atomic_write
+from modkit.files.zip_archive import open_regular
 
 
 # What the format safetensors calls the dtypes of torch.
@@ -37,6 +42,35 @@ def library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError("files in the format safetensors need the package safetensors") from error
+
+
+def safetensors_file(path: str | os.PathLike[str]) -> Any:
+    """Return what ``safetensors.safe_open`` returns: names, shapes, and tensors one at a time.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        FileError: If the file is corrupt or has another format.
+        ImportError: If safetensors is not installed.
+    """
+    package = library("safetensors")
+    with open_regular(path):
+        pass
+    try:
+        return package.safe_open(path, framework="pt")
+    except package.SafetensorError as error:
+        raise FileError(f"{os.fspath(path)} is corrupt: {error}", "safetensors file") from error
+
+
+def save_safetensors(
+    tensors: Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write tensors atomically; without ``metadata`` in the form that transformers asks for."""
+    save = library("safetensors.torch").save_file
+    plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    with atomic_write(path) as unfinished:
+        save(plain, unfinished, metadata=dict(metadata or {"format": "pt"}))
 
 
 @dataclass(frozen=True)

@@ -1,87 +1,209 @@
-"""Files of ``torch.save``: mapped into memory, with nothing run, and held against their checksums."""
+"""Checkpoints of ``torch.save``: written atomically, read with all checksums verified.
+
+Plain state dicts are read by a fast path: the standard unpickler with an allow-list of names, and memory
+that is read once and checked on the way. Anything else is left to ``torch.load(weights_only=True)``, after
+the same check. Neither executes code from the file.
+"""
 
 import argparse
 import ctypes
+import io
+import mmap as memory_map
+import os
 import pickle
-import zipfile
+import re
+import sys
 import zlib
-from contextlib import nullcontext
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from modkit.files.zip_check import Archive
+from modkit._upstream import modes_are_active
+from modkit.errors import FileError
+from modkit.files.atomic_write import atomic_write
+from modkit.files.zip_archive import Archive, is_zip, open_regular, run_all
+
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+
+def save_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint as ``torch.save`` does, but atomically.
+
+    The file appears complete under its name, flushed to the disk, or what was there before stays: after
+    a killed process, a full disk, or an error. It has checksums, whatever
+    ``torch.serialization.set_crc32_options`` says.
+
+    Args:
+        checkpoint: State dicts, numbers and text under names of your choice.
+        path: The file; its folder must exist. A symbolic link is followed.
+
+    Raises:
+        OSError: If the file cannot be written, with ``errno`` and the path.
+
+    Example:
+        >>> from modkit import EMA, load_checkpoint, nn, save_checkpoint
+        >>> model = nn.Linear(2, 1)
+        >>> ema = EMA(model)
+        >>> path = tmp_path / "last.pt"
+        >>> save_checkpoint({"model": model.state_dict(), "ema": ema.state_dict()}, path)
+        >>> sorted(load_checkpoint(path))
+        ['ema', 'model']
+    """
+    with atomic_write(path) as unfinished, _checksums():
+        torch.save(checkpoint, unfinished)
+
+
+@contextmanager
+def _checksums() -> Generator[None]:
+    """Have checksums written for the length of a block, whatever is set for other files."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    map_location: Any = None,
+    *,
+    mmap: bool = False,
+) -> Any:
+    """Read a file of ``torch.save`` after verifying every checksum in it.
+
+    Returns what ``torch.load(path, map_location, weights_only=True)`` returns, in less time. That does
+    not look at checksums: a flipped bit becomes another weight in silence.
+
+    Args:
+        path: The file.
+        map_location: Where the tensors go, as in ``torch.load``.
+        mmap: Map the file into memory instead of reading the tensors. The file must not be changed in
+            place while they are in use; replacing it, as ``save_checkpoint`` does, is safe.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        FileError: If it is corrupt, was written without checksums, or cannot be loaded with
+            ``weights_only=True``.
+    """
+    with open_regular(path) as descriptor:
+        archive = _torch_archive(descriptor, path)
+        if not archive.has_checksums:
+            raise FileError(
+                f"{os.fspath(path)} was written without checksums; torch.load(path, weights_only=True) "
+                "reads it unverified",
+                "torch.save file",
+            )
+        if _is_for_cpu(map_location):
+            found = _read_plain(
+                archive, descriptor, any_location=map_location is not None, mmap=mmap
+            )
+            if found is not None:
+                return found.content
+        archive.verify()
+        return _left_to_torch(descriptor, path, map_location, mmap=mmap)
+
+
+def _torch_archive(descriptor: int, path: str | os.PathLike[str]) -> Archive:
+    archive = Archive(descriptor, os.fspath(path))
+    if "constants.pkl" in archive.members or "data.pkl" not in archive.members:
+        raise FileError(f"{os.fspath(path)} is not a torch.save file")
+    return archive
+
+
+def _is_for_cpu(map_location: object) -> bool:
+    if modes_are_active():
+        return False
+    return map_location is None or map_location == "cpu" or map_location == torch.device("cpu")
+
+
+# What is mapped and verified tensor by tensor, for readers that do not need all of a file.
 
 
 class Checksums:
-    """The checksums that a file of torch has of its storages.
+    """The checksums of the storages in a file, compared when a tensor is used."""
 
-    Args:
-        path: The file. All in it that is no tensor is read and checked at once, as torch does not.
-
-    Raises:
-        FileError: One of these parts is damaged, or the table of all.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with path.open("rb") as file:
-            archive = Archive(file, "it")
-            archive.check_unambiguous()
-            members = archive.members
-            # torch.serialization.set_crc32_options(False) writes zeros in place of all checksums.
-            self.present = any(member.CRC for member in members.values())
-            if self.present:
-                archive.verify(*(name for name in members if not name.startswith("data/")))
-        self._known = {(member.file_size, member.CRC) for member in members.values()}
-        self._sound: set[int] = set()
+    def __init__(self, archive: Archive | None) -> None:
+        self._archive = archive
+        members = archive.members.values() if archive is not None and archive.has_checksums else ()
+        self._known = {(member.size, member.crc) for member in members}
+        self._intact: set[int] = set()
 
     def check(self, name: str, tensor: Tensor) -> None:
-        """Hold the storage of a tensor against the checksums, the first time that it is met.
+        """Compare the storage of a tensor with the checksums, once.
 
-        It must have one of those in the file. That names no record, and so needs no knowledge of which
-        record torch has taken the storage from.
+        It must have one of those in the file: which of them is not known of storages that torch has read.
 
         Raises:
-            ValueError: Its bytes are not those that were written.
+            FileError: If its bytes are not those that were written.
         """
         storage = tensor.untyped_storage()
         size, address = storage.nbytes(), storage.data_ptr()
-        if not self.present or not size or address in self._sound:
+        if not self._known or not size or address in self._intact:
             return
-        if (size, zlib.crc32((ctypes.c_char * size).from_address(address))) not in self._known:
-            raise ValueError(f"{self._path}: {name} is damaged: it does not fit its checksum")
-        self._sound.add(address)
+        assert self._archive is not None
+        if (size, zlib.crc32(_view(storage))) not in self._known:
+            raise self._archive.corrupt(f"the content of {name!r} does not match its checksum")
+        self._intact.add(address)
 
 
-def load_plain(path: Path) -> Any:
-    """Return what a file of torch holds, without its checksums."""
-    return load_checked(path)[0]
+def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
+    """Return what a file of torch holds, mapped into memory, and the checksums of its tensors.
 
-
-def load_checked(path: Path) -> tuple[Any, Checksums]:
-    """Return what a file of torch holds, and what its tensors are to be held against.
+    Files from before torch 1.6 are read into memory, and have no checksums.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It cannot be read, what it says about its tensors is damaged, or it names classes
-            whose code would have to run.
+        FileNotFoundError: If there is no such file.
+        FileError: If it is corrupt, apart from the tensors, or cannot be loaded with ``weights_only=True``.
     """
+    with open_regular(path) as descriptor:
+        if not is_zip(descriptor):
+            return _left_to_torch(descriptor, path, "cpu", mmap=False), Checksums(None)
+        archive = _torch_archive(descriptor, path)
+        archive.verify(name for name in archive.members if not name.startswith("data/"))
+        if not modes_are_active():
+            found = _read_plain(archive, descriptor, any_location=True, mmap=True, verify=False)
+            if found is not None:
+                return found.content, Checksums(archive)
+        return _left_to_torch(descriptor, path, "cpu", mmap=True), Checksums(archive)
+
+
+def verify_checksums(path: str | os.PathLike[str]) -> None:
+    """Verify the checksums of a file of torch, if it has any; files of other formats pass.
+
+    Raises:
+        FileError: If the file is corrupt.
+    """
+    with open_regular(path) as descriptor:
+        if is_zip(descriptor):
+            Archive(descriptor, os.fspath(path)).verify()
+
+
+def _left_to_torch(
+    descriptor: int, path: str | os.PathLike[str], map_location: Any, *, mmap: bool
+) -> Any:
+    """Load with torch, from the file that has been verified and not from one that has replaced it."""
     try:
-        checksums = Checksums(path) if zipfile.is_zipfile(path) else None
-        with _plain_classes():
-            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except FileNotFoundError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} cannot be read as a checkpoint: {_why(path, error)}") from error
+        with _plain_classes(), os.fdopen(os.dup(descriptor), "rb") as file:
+            file.seek(0)
+            source = path_of(descriptor, path) if mmap else file
+            return torch.load(source, map_location, weights_only=True, mmap=mmap)
     except Exception as error:
-        raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
-    # Torch maps nothing but zip files.
-    assert checksums is not None
-    return content, checksums
+        reason = _reason(descriptor, error)
+        raise FileError(f"{os.fspath(path)} cannot be read as a checkpoint: {reason}") from error
+
+
+def path_of(descriptor: int, path: str | os.PathLike[str]) -> str:
+    """Return a path that leads to an open file, also where another one has replaced it since."""
+    same = Path(f"/proc/self/fd/{descriptor}")
+    return str(same) if same.exists() else os.fspath(path)
 
 
 def _plain_classes() -> Any:
@@ -92,13 +214,343 @@ def _plain_classes() -> Any:
     return torch.serialization.safe_globals([argparse.Namespace])
 
 
-def _why(path: Path, error: Exception) -> str:
-    """Name the classes that torch refuses, in place of its advice to run them."""
-    unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    names = ", ".join(sorted(unsafe - {"argparse.Namespace"}))
-    if not names:
-        return str(error)
-    return f"it needs {names}, whose code would have to run. Nothing has been run"
+def _reason(descriptor: int, error: Exception) -> str:
+    """Name the classes that torch refuses, in place of its advice to execute them."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return str(error) or type(error).__name__
+    try:
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            file.seek(0)
+            unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    except Exception:  # noqa: BLE001 - the pickle is bad, as torch has said already
+        unsafe = set()
+    if names := ", ".join(sorted(unsafe - {"argparse.Namespace"})):
+        return f"it needs {names}, and loading these would execute code; none was executed"
+    return "its pickle is invalid, or of a kind that weights_only=True does not read"
+
+
+# The fast path.
+
+_STORAGES: Final = {
+    f"{name}Storage": dtype
+    for name, dtype in {
+        "BFloat16": torch.bfloat16,
+        "Bool": torch.bool,
+        "Byte": torch.uint8,
+        "Char": torch.int8,
+        "ComplexDouble": torch.complex128,
+        "ComplexFloat": torch.complex64,
+        "Double": torch.float64,
+        "Float": torch.float32,
+        "Half": torch.float16,
+        "Int": torch.int32,
+        "Long": torch.int64,
+        "Short": torch.int16,
+    }.items()
+}
+_LEAVES: Final = frozenset(
+    {str, int, float, bool, type(None), Tensor, torch.nn.Parameter, torch.dtype, torch.Size}
+)
+# The instructions that torch.save writes, without those whose argument has a length of its own. Places
+# in the memo are below 2 ** 21, or the unpickler would allocate as much as a hostile file asks for.
+_INSTRUCTIONS: Final = re.compile(
+    rb"(?:[\x85-\x89()\]}NRabestuQ]|K.|M..|J....|G.{8}|[hq].|j....|r..[\x00-\x1f]\x00"
+    rb"|c[^\n]*\n[^\n]*\n){0,1000}",
+    re.DOTALL,
+)
+# The version of the container that this reader knows.
+_VERSIONS: Final = {str(version).encode() for version in range(1, 11)}
+
+
+class _NotPlainError(Exception):
+    """Something is not what torch.save writes for a plain state dict; torch decides about it."""
+
+
+class _StorageType:
+    """Stands for a class of storages in the pickle."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+class _Storage:
+    """A storage, and what the pickle says about it."""
+
+    __slots__ = ("dtype", "nbytes", "numel", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype, numel: int) -> None:
+        self.storage, self.dtype, self.numel = storage, dtype, numel
+        self.nbytes = storage.nbytes()
+
+
+class _Unpickler(pickle.Unpickler):
+    """The standard unpickler, for a handful of names.
+
+    Args:
+        archive: The file.
+        content: Its pickle.
+        allocate: Makes the storage of a member.
+        any_location: True if tensors from other devices go to the CPU.
+    """
+
+    memo: Any
+
+    def __init__(
+        self,
+        archive: Archive,
+        content: bytes,
+        allocate: Callable[[str], torch.UntypedStorage],
+        *,
+        any_location: bool,
+    ) -> None:
+        super().__init__(io.BytesIO(content))
+        self._archive, self._allocate, self._any_location = archive, allocate, any_location
+        self._storages: dict[str, _Storage] = {}
+        self.used: set[str] = {"data.pkl"}
+        self._corrupt = archive.corrupt
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        """Return what a name stands for."""
+        found = _NAMES.get((module, name))
+        if found is None:
+            raise _NotPlainError
+        return partial(found, self) if found in _REBUILDS else found
+
+    def persistent_load(self, pid: Any, /) -> _Storage:
+        """Return the storage that a tensor refers to."""
+        if type(pid) is not tuple or len(pid) != 5:
+            raise _NotPlainError
+        tag, kind, key, location, numel = pid
+        strings = type(tag) is str and type(key) is str and type(location) is str
+        if not strings or type(kind) is not _StorageType or type(numel) is not int:
+            raise _NotPlainError
+        if tag != "storage" or (location != "cpu" and not self._any_location):
+            raise _NotPlainError
+        found = self._storages.get(key)
+        if found is not None:
+            if found.dtype is not kind.dtype or found.numel != numel:
+                raise _NotPlainError
+            return found
+        name = f"data/{key}"
+        member = self._archive.members.get(name)
+        if member is None or member.size != numel * kind.dtype.itemsize:
+            stated = f"{numel * kind.dtype.itemsize} bytes in the pickle"
+            raise self._corrupt(
+                f"{name!r} has {member.size if member else 'no'} bytes, and {stated}"
+            )
+        found = _Storage(self._allocate(name), kind.dtype, numel)
+        self.used.add(name)
+        # torch makes a new one each time for storages without memory.
+        if numel:
+            self._storages[key] = found
+        return found
+
+    def tensor(
+        self,
+        stored: _Storage,
+        offset: int,
+        size: tuple[int, ...],
+        stride: tuple[int, ...],
+        requires_grad: bool,
+        hooks: Any,
+        *rest: Any,
+    ) -> Tensor:
+        """Rebuild a tensor as torch does, if it lies within its storage."""
+        return self._rebuilt(stored, stored.dtype, offset, size, stride, requires_grad, hooks, rest)
+
+    def tensor_of_dtype(
+        self,
+        stored: _Storage,
+        offset: int,
+        size: tuple[int, ...],
+        stride: tuple[int, ...],
+        requires_grad: bool,
+        hooks: Any,
+        dtype: torch.dtype,
+        *rest: Any,
+    ) -> Tensor:
+        """Rebuild a tensor of a dtype that has no class of storages."""
+        if type(dtype) is not torch.dtype:
+            raise _NotPlainError
+        return self._rebuilt(stored, dtype, offset, size, stride, requires_grad, hooks, rest)
+
+    def _rebuilt(
+        self,
+        stored: _Storage,
+        dtype: torch.dtype,
+        offset: int,
+        size: tuple[int, ...],
+        stride: tuple[int, ...],
+        requires_grad: bool,
+        hooks: Any,
+        metadata: tuple[Any, ...],
+    ) -> Tensor:
+        if type(stored) is not _Storage or type(hooks) is not OrderedDict or hooks:
+            raise _NotPlainError
+        # Bits for lazy conjugation and negation.
+        if metadata and (len(metadata) > 1 or type(metadata[0]) is not dict or metadata[0]):
+            raise _NotPlainError
+        if type(size) is not tuple or type(stride) is not tuple or type(requires_grad) is not bool:
+            raise _NotPlainError
+        last, empty = offset, False
+        for length, step in zip(size, stride, strict=True):
+            if type(length) is not int or type(step) is not int or length < 0 or step < 0:
+                raise _NotPlainError
+            last += (length - 1) * step
+            empty = empty or not length
+        if type(offset) is not int or offset < 0:
+            raise _NotPlainError
+        if not empty and (last + 1) * dtype.itemsize > stored.nbytes:
+            raise self._corrupt("a tensor reaches beyond the end of its storage")
+        tensor = torch.empty(0, dtype=dtype).set_(stored.storage, offset, size, stride)
+        if requires_grad:
+            tensor.requires_grad = True
+        tensor._backward_hooks = hooks
+        return tensor
+
+    def parameter(self, data: Tensor, requires_grad: bool, hooks: Any) -> torch.nn.Parameter:
+        """Rebuild a parameter as torch does."""
+        if type(data) is not Tensor or type(hooks) is not OrderedDict or hooks:
+            raise _NotPlainError
+        parameter = torch.nn.Parameter(data, requires_grad)
+        parameter._backward_hooks = hooks
+        return parameter
+
+
+_REBUILDS: Final = (_Unpickler.tensor, _Unpickler.tensor_of_dtype, _Unpickler.parameter)
+_NAMES: Final[dict[tuple[str, str], Any]] = {
+    **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
+    **{("torch", str(dtype)[6:]): dtype for dtype in _STORAGES.values()},
+    **{
+        ("torch", name): getattr(torch, name)
+        for name in (*("uint16", "uint32", "uint64"), *("float8_e4m3fn", "float8_e5m2"))
+    },
+    ("torch.storage", "UntypedStorage"): _StorageType(torch.uint8),
+    ("torch", "Size"): torch.Size,
+    ("torch._utils", "_rebuild_tensor_v2"): _Unpickler.tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _Unpickler.tensor_of_dtype,
+    ("torch._utils", "_rebuild_parameter"): _Unpickler.parameter,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+
+
+class _Found:
+    """What the fast path has read; a box, as the content may be None."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+def _read_plain(
+    archive: Archive, descriptor: int, *, any_location: bool, mmap: bool, verify: bool = True
+) -> _Found | None:
+    """Read a plain state dict, or return None where torch has to decide.
+
+    Raises:
+        FileError: If a checksum is wrong, or a tensor is not within its storage.
+    """
+    mapping = memory_map.mmap(descriptor, 0, access=memory_map.ACCESS_COPY) if mmap else None
+    tasks: list[Callable[[], None]] = []
+
+    def allocate(name: str) -> torch.UntypedStorage:
+        member = archive.members[name]
+        if mapping is not None and member.size:
+            start = archive.start_of(member)
+            flat = torch.frombuffer(mapping, dtype=torch.uint8, count=member.size, offset=start)
+            storage, target = flat.untyped_storage(), None
+            if start % 16:
+                raise _NotPlainError
+        else:
+            storage = torch.UntypedStorage(member.size)
+            target = _view(storage)
+        if verify or target is not None:
+            read = partial(archive.read_into, name, target)
+            if archive.is_large(name):
+                tasks.append(read)
+            else:
+                read()
+        return storage
+
+    try:
+        content = archive.read("data.pkl")
+        if not _is_as_torch_writes(archive) or not _has_known_instructions(content):
+            return None
+        unpickler = _Unpickler(archive, content, allocate, any_location=any_location)
+        try:
+            found = unpickler.load()
+        finally:
+            # It holds functions that hold the unpickler, and so all tensors.
+            unpickler.memo.clear()
+        if not _is_plain(found):
+            return None
+    except FileError:
+        raise
+    except Exception:  # noqa: BLE001 - whatever is wrong here, torch says it in its own words
+        return None
+    run_all(tasks)
+    if verify:
+        archive.verify(archive.members.keys() - unpickler.used)
+    return _Found(found)
+
+
+def _view(storage: torch.UntypedStorage) -> memoryview:
+    """Return the memory of a storage."""
+    size = storage.nbytes()
+    if not size:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(storage.data_ptr())).cast("B")
+
+
+def _is_as_torch_writes(archive: Archive) -> bool:
+    order = sys.byteorder.encode()
+    if "byteorder" in archive.members:
+        known = archive.read("byteorder") == order
+    else:
+        known = order == b"little" and torch.serialization.get_default_load_endianness() is None
+    version = next((n for n in (".data/version", "version") if n in archive.members), None)
+    return known and version is not None and archive.read(version).strip() in _VERSIONS
+
+
+def _has_known_instructions(content: bytes) -> bool:
+    """Return True if a pickle has no other instructions than torch.save writes."""
+    if not content.startswith(b"\x80\x02"):
+        return False
+    at, end = 2, len(content) - 1
+    while at < end:
+        before = at
+        if content[at] == 0x58:  # text, with its length
+            at += 5 + int.from_bytes(content[at + 1 : at + 5], "little")
+        elif content[at] == 0x8A:  # a long integer, likewise
+            at += 2 + content[at + 1]
+        run = _INSTRUCTIONS.match(content, at, end)
+        at = run.end() if run else at
+        if at == before:
+            return False
+    return at == end and content[end] == 0x2E
+
+
+def _is_plain(found: Any) -> bool:
+    """Return True if there is nothing but tensors, numbers and text in dicts, lists and tuples."""
+    todo: list[Any] = [found]
+    seen: set[int] = set()
+    while todo:
+        value = todo.pop()
+        kind = type(value)
+        if kind in _LEAVES:
+            continue
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if kind is dict or kind is OrderedDict:
+            todo.extend(dict.keys(value))
+            todo.extend(dict.values(value))
+            if kind is OrderedDict:
+                todo.extend(vars(value).values())
+        elif kind is list or kind is tuple:
+            todo.extend(value)
+        else:
+            return False
+    return True
 
 
 def compact(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from modkit.averaging.callback import (
 from modkit.averaging.ema import EMA, Decays, checked_count
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.sharding import has_shards, split_up, whole
-from modkit.checkpoints import verify
+from modkit.files.torch_files import verify_checksums
 
 
 __all__ = ["EMACallback"]
@@ -378,13 +378,7 @@ class _CheckpointIO(CheckpointIO):
         """Verify the checksums of a local file, then load it with the wrapped plugin."""
         # A checkpoint may also be a folder, or a URL that only the wrapped plugin can open.
         if Path(path).is_file():
-            try:
-                verify(Path(path), required=False)
-            except Exception as error:
-                raise ValueError(
-                    f"{path} is corrupt, nothing has been loaded: {error}. Resume from an earlier "
-                    "checkpoint."
-                ) from error
+            verify_checksums(path)
         return self.inner.load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: Any) -> None:

@@ -22,7 +22,7 @@ from modkit.averaging.callback import (
 from modkit.averaging.ema import EMA, Decays
 from modkit.averaging.named_tensors import NamedTensors, check_choice
 from modkit.averaging.swap import any_swapped, pairs_for, write
-from modkit.checkpoints import load_checkpoint, save_checkpoint
+from modkit.files.torch_files import load_checkpoint, save_checkpoint
 
 
 __all__ = ["EMACallback", "EMATrainer"]

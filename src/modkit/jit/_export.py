@@ -20,7 +20,7 @@ from torch.export.passes import move_to_device_pass
 from torch.jit import ScriptFunction
 
 from modkit.errors import ConversionError
-from modkit.files.atomic_write import written_whole
+from modkit.files.atomic_write import atomic_write
 from modkit.files.zip_check import Archive, Source, opened
 from modkit.jit._archive_seal import EXTRA, add_files
 from modkit.jit._upstream import CompilationUnit, convert_script, import_module_from_buffer
@@ -99,7 +99,7 @@ def add_export(path: str | os.PathLike[str], program: ExportedProgram) -> None:
         ValueError: The archive has one.
     """
     # What a link leads to is replaced, not the link.
-    with written_whole(Path(path).resolve()) as unfinished:
+    with atomic_write(Path(path).resolve()) as unfinished:
         shutil.copy(path, unfinished)
         add_files(unfinished, export_files(program))
 

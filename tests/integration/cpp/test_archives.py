@@ -12,7 +12,7 @@ from torch.utils import cpp_extension
 
 import modkit.nn as nn
 from modkit import jit
-from modkit.files.atomic_write import written_whole
+from modkit.files.atomic_write import atomic_write
 from tests.integration.torchscript import SharedLayer, scripted_tests
 
 
@@ -51,7 +51,7 @@ def program(request):
     folder = request.config.cache.mkdir("cpp")
     built = folder / f"roundtrip-{hashlib.sha256(recipe).hexdigest()[:16]}"
     if not built.exists():
-        with written_whole(built) as unfinished:
+        with atomic_write(built) as unfinished:
             run = subprocess.run(
                 [*command, "-o", str(unfinished)], capture_output=True, text=True, check=False
             )

@@ -120,7 +120,7 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path, kind: str) -> None:
     empty.touch()
 
     for path in (cut, empty):
-        with pytest.raises(ValueError, match=f"{path.name} cannot be read as a checkpoint"):
+        with pytest.raises(ValueError, match=f"{path.name} is (corrupt|an empty file)"):
             average_checkpoints([whole, path])
     with pytest.raises(FileNotFoundError, match="nothing"):
         average_checkpoints([whole, tmp_path / f"nothing.{kind}"])

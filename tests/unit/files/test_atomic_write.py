@@ -2,14 +2,14 @@ import os
 
 import pytest
 
-from modkit.files.atomic_write import written_whole
+from modkit.files.atomic_write import atomic_write
 
 
 def test_the_file_appears_when_it_is_complete(tmp_path):
     """Inside of the block the path holds what it held before, after it the new content."""
     path = tmp_path / "file.txt"
     path.write_text("old")
-    with written_whole(path) as unfinished:
+    with atomic_write(path) as unfinished:
         unfinished.write_text("new")
         during = path.read_text()
 
@@ -23,7 +23,7 @@ def test_an_error_leaves_everything_as_it_was(tmp_path):
     path = tmp_path / "file.txt"
     path.write_text("old")
 
-    with pytest.raises(ZeroDivisionError), written_whole(path) as unfinished:
+    with pytest.raises(ZeroDivisionError), atomic_write(path) as unfinished:
         unfinished.write_text("half")
         unfinished.write_text(str(1 / 0))
     assert path.read_text() == "old"
@@ -39,7 +39,7 @@ def test_a_full_disk_leaves_everything_as_it_was(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr(os, "fsync", disk_full)
-    with pytest.raises(OSError, match="no space left"), written_whole(path) as unfinished:
+    with pytest.raises(OSError, match="no space left"), atomic_write(path) as unfinished:
         unfinished.write_text("new")
     assert path.read_text() == "old"
     assert [path] == list(tmp_path.iterdir())
@@ -47,6 +47,6 @@ def test_a_full_disk_leaves_everything_as_it_was(tmp_path, monkeypatch):
 
 def test_a_block_that_writes_nothing(tmp_path):
     """A block that writes no file is an error."""
-    with pytest.raises(FileNotFoundError), written_whole(tmp_path / "file.txt"):
+    with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "file.txt"):
         pass
     assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ from torch import nn
 import modkit
 from modkit import average_checkpoints
 from modkit.averaging import checkpoints, posthoc
+from modkit.errors import FileError
 
 
 def saved(directory: Path, contents: list) -> list[Path]:
@@ -60,18 +61,18 @@ def test_a_damaged_snapshot_is_never_put_to_use(tmp_path) -> None:
 
         assert torch.equal(found, expected)
     assert all(str(victim) in refusal for refusal in refusals)
-    assert any("weight is damaged: it does not fit its checksum" in each for each in refusals)
+    assert any("content of 'weight' does not match its checksum" in each for each in refusals)
 
 
 def test_options_of_a_training_script_do_no_harm(tmp_path) -> None:
     """A namespace of arguments beside the model, as timm saves it, is no code that would run."""
     content = {"state_dict": {"w": torch.ones(1)}, "args": argparse.Namespace(lr=0.1)}
     paths = saved(tmp_path, [content])
-    allowed = torch.serialization.get_safe_globals()
+    allowed = set(torch.serialization.get_safe_globals())
     found = average_checkpoints(paths, key="state_dict")
 
     assert found["w"].item() == 1.0
-    assert torch.serialization.get_safe_globals() == allowed
+    assert set(torch.serialization.get_safe_globals()) == allowed
 
 
 def test_what_the_user_allows_stays_allowed(tmp_path) -> None:
@@ -160,30 +161,15 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused(tmp_path) -> None:
     assert average_checkpoints(infinite, dtype=torch.float16)["mask"].tolist() == [1.0, -torch.inf]
 
 
-@pytest.mark.parametrize("missing", [1, 30])
-def test_the_first_tensor_that_is_cut_off_is_named(tmp_path, missing: int) -> None:
-    """A file of safetensors whose end is missing says which tensor is the first that is not whole."""
+@pytest.mark.parametrize("length", [0, 5, 8, 20, -1, -30])
+def test_a_cut_off_file_is_refused(tmp_path, length: int) -> None:
+    """A safetensors file whose header or whose tensors are not all there is named."""
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4)}, path)
-    path.write_bytes(path.read_bytes()[:-missing])
-    name = "c" if missing == 1 else "b"
-
-    with pytest.raises(ValueError, match=rf"the first tensor that is cut off is {name}$"):
-        average_checkpoints([path])
-
-
-@pytest.mark.parametrize("length", [0, 5, 8, 20])
-def test_a_file_without_a_whole_header_is_refused(tmp_path, length: int) -> None:
-    """Where not even the names are there, the file alone is named."""
-    path = tmp_path / "x.safetensors"
-    save_file({"a": torch.ones(4)}, path)
     path.write_bytes(path.read_bytes()[:length])
 
-    with pytest.raises(
-        ValueError, match=r"x\.safetensors cannot be read as a checkpoint"
-    ) as caught:
+    with pytest.raises(FileError, match=r"x\.safetensors is corrupt: "):
         average_checkpoints([path])
-    assert "cut off is" not in str(caught.value)
 
 
 def test_a_missing_shard_is_told_with_a_tensor_that_it_has(tmp_path) -> None:

@@ -1,0 +1,338 @@
+"""The container that ``torch.save`` and ``torch.jit.save`` write: members of a zip file, with checksums.
+
+torch's own reader looks at no checksum, so a flipped bit in the weights loads in silence:
+https://github.com/pytorch/pytorch/issues/126952. This reader accepts the subset of zip that torch writes.
+Whatever another reader might understand in another way is refused.
+"""
+
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from modkit.errors import FileError
+
+
+_CHUNK: Final = 1 << 20
+# Pickles and code are read whole; a member that claims to be larger is refused.
+MOST_TEXT: Final = 128 << 20
+_MOST_MEMBERS: Final = 1_000_000
+# Members up to this size are read together with their header, by the thread that asks for them.
+_SMALL: Final = 1 << 16
+_THREADS: Final = min(4, os.cpu_count() or 1)
+
+# Signature; this disk, disk of the table, entries here, entries; size and start of the table, comment.
+_END: Final = struct.Struct("<4s4H2LH")
+_END_64_LOCATOR: Final = struct.Struct("<4sLQL")
+_END_64: Final = struct.Struct("<4sQ2H2L4Q")
+_ENTRY: Final = struct.Struct("<4s4B4HL2L5H2L")
+_LOCAL: Final = struct.Struct("<4s5H3L2H")
+_UNKNOWN: Final = 0xFFFFFFFF
+_STORED: Final = 0
+_DEFLATED: Final = 8
+_FOLDER: Final = 0x10  # MS-DOS attribute
+# Encrypted, patched, strongly encrypted, masked.
+_UNREADABLE: Final = 0x1 | 0x20 | 0x40 | 0x2000
+
+
+class Member(NamedTuple):
+    """One member: where its local header is, its bytes in the file, its size unpacked, its checksum."""
+
+    name: str
+    header: int
+    packed: int
+    size: int
+    crc: int
+    method: int
+
+
+@contextmanager
+def open_regular(path: str | os.PathLike[str]) -> Generator[int]:
+    """Open a regular file for reading and yield the descriptor; never wait for a pipe or a device.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        IsADirectoryError: If it is a folder.
+        FileError: If it is neither a regular file nor a folder.
+    """
+    mode = Path(path).stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise FileError(f"{os.fspath(path)} is not a regular file", "special file")
+    # Opening a folder succeeds, reading from it does not; Python's own open() raises the right error.
+    with Path(path).open("rb", buffering=0) as file:
+        yield file.fileno()
+
+
+def is_zip(descriptor: int) -> bool:
+    """Return True for a zip file or what is left of one, an empty file included."""
+    size = os.fstat(descriptor).st_size
+    end = os.pread(descriptor, 4, max(0, size - _END.size))
+    return os.pread(descriptor, 2, 0) in {b"", b"PK"} or end == b"PK\x05\x06"
+
+
+class Archive:
+    """The members of a zip file, by their names without the folder that holds all of them.
+
+    Args:
+        source: A descriptor, or the content.
+        what: The name of the file in errors.
+
+    Raises:
+        FileError: If it is not a zip file as torch writes it, or is cut off.
+    """
+
+    def __init__(self, source: int | bytes, what: str) -> None:
+        self.what, self._source = what, source
+        self._length = os.fstat(source).st_size if isinstance(source, int) else len(source)
+        self.members: dict[str, Member] = {}
+        try:
+            self._read_table(*self._find_table())
+        except (struct.error, UnicodeDecodeError) as error:
+            raise self.corrupt(f"its table of members cannot be read ({error})") from error
+        self._check_places()
+
+    def corrupt(self, reason: str) -> FileError:
+        """Return the error for a damaged file."""
+        return FileError(f"{self.what} is corrupt: {reason}", "corrupt zip file")
+
+    def _bytes(self, start: int, count: int) -> bytes:
+        if not isinstance(self._source, int):
+            return self._source[start : start + count]
+        found = b""
+        # One call returns at most 2 GiB, or fewer where a signal comes in between.
+        while len(found) < count and (part := os.pread(self._source, count - len(found), start)):
+            found, start = found + part if found else part, start + len(part)
+        return found
+
+    def _find_table(self) -> tuple[int, int, int]:
+        """Return the number of members, and where their table begins and ends."""
+        tail = self._bytes(max(0, self._length - 98), 98)
+        if len(tail) < _END.size or not tail[-_END.size :].startswith(b"PK\x05\x06"):
+            raise self.corrupt("the end of a zip file is missing; copy or download it again")
+        end = self._length - _END.size
+        _, disk, table_disk, here, count, size, start, comment = _END.unpack(tail[-_END.size :])
+        disks = {disk, table_disk}
+        place = tail[-_END.size - _END_64_LOCATOR.size :]
+        if place.startswith(b"PK\x06\x07"):
+            end -= _END_64_LOCATOR.size + _END_64.size
+            record = _END_64.unpack(
+                tail[-_END.size - _END_64_LOCATOR.size - _END_64.size :][: _END_64.size]
+            )
+            _, on_disk, found, number = _END_64_LOCATOR.unpack(place[: _END_64_LOCATOR.size])
+            long = (here, count, size, start)
+            here, count, size, start = record[6:]
+            # What both records can say has to agree.
+            short = zip(
+                long, (here, count, size, start), (0xFFFF, 0xFFFF, _UNKNOWN, _UNKNOWN), strict=True
+            )
+            if any(a not in {b, unknown} for a, b, unknown in short) or found != end:
+                raise self.corrupt("its two end records contradict each other")
+            if record[0] != b"PK\x06\x06" or record[1] != _END_64.size - 12 or number > 1:
+                raise self.corrupt("its end record for large files is invalid")
+            disks |= {record[4], record[5], on_disk}
+        if disks != {0} or comment or here != count:
+            raise self.corrupt("its end record is not one that torch writes")
+        if start + size != end or count * _ENTRY.size > size or count > _MOST_MEMBERS:
+            raise self.corrupt("its table of members has another size or place than stated")
+        return count, start, end
+
+    def _read_table(self, count: int, start: int, end: int) -> None:
+        table = self._bytes(start, end - start)
+        at, seen = 0, set[str]()
+        self._table, self.folder = start, ""
+        for _ in range(count):
+            entry = _ENTRY.unpack_from(table, at)
+            name_at = at + _ENTRY.size
+            extra_at = name_at + entry[12]
+            at = extra_at + entry[13] + entry[14]
+            name = table[name_at:extra_at].decode()
+            if entry[0] != b"PK\x01\x02" or at > len(table):
+                raise self.corrupt("its table of members cannot be read")
+            packed, size, header = entry[10], entry[11], entry[18]
+            if _UNKNOWN in {packed, size, header}:
+                extra = table[extra_at : extra_at + entry[13]]
+                size, packed, header = _long_fields(extra, size, packed, header)
+            if not self.members:
+                self.folder = name.partition("/")[0] + "/"
+            short = name.removeprefix(self.folder)
+            self._check_entry(name, short, entry, packed, size)
+            # torch looks members up without regard to case.
+            seen.add(short.lower())
+            self.members[short] = Member(name, header, packed, size, entry[9], entry[6])
+        if len(seen) < count:
+            raise self.corrupt("two members have the same name")
+        if at != len(table):
+            raise self.corrupt("its table of members has another size than stated")
+
+    def _check_entry(
+        self, name: str, short: str, entry: tuple[int, ...], packed: int, size: int
+    ) -> None:
+        method = entry[6]
+        problem = ""
+        if not short or self.folder == "/" or "\0" in name:
+            problem = "has no name in a folder"
+        elif len(short) == len(name):
+            problem = "is in another folder than the others"
+        elif entry[17] & _FOLDER or name.endswith("/"):
+            problem = "is marked as a folder"
+        elif entry[5] & _UNREADABLE or entry[15]:
+            problem = "is encrypted, or on another disk"
+        elif method == _STORED:
+            problem = "" if packed == size else "has two sizes"
+        elif method != _DEFLATED or not short.endswith((".py", ".debug_pkl")):
+            problem = "is compressed, which torch never does"
+        elif size > MOST_TEXT:
+            problem = f"has {size} bytes unpacked"
+        if problem:
+            raise self.corrupt(f"its member {name!r} {problem}")
+
+    def _check_places(self) -> None:
+        """Refuse bytes before the first member, and members that share bytes."""
+        place = 0
+        for member in sorted(self.members.values(), key=lambda member: member.header):
+            if member.header < place or (place == 0 and member.header):
+                raise self.corrupt(f"its member {member.name!r} is not where it should be")
+            place = member.header + _LOCAL.size + len(member.name.encode()) + member.packed
+        if place > self._table:
+            raise self.corrupt("its last member reaches into the table of members")
+        packed = sum(m.size for m in self.members.values() if m.method == _DEFLATED)
+        if packed > MOST_TEXT:
+            raise self.corrupt(f"its compressed members have {packed} bytes unpacked")
+
+    @property
+    def has_checksums(self) -> bool:
+        """False if ``torch.serialization.set_crc32_options(False)`` has written zeros for all."""
+        return any(member.crc for member in self.members.values())
+
+    def start_of(self, member: Member) -> int:
+        """Return where the content of a member begins, after comparing its local header."""
+        return self._after_header(
+            member, self._bytes(member.header, _LOCAL.size + 4 * len(member.name))
+        )
+
+    def _after_header(self, member: Member, head: bytes) -> int:
+        try:
+            magic, _, flags, method, *_, length, extra = _LOCAL.unpack_from(head)
+        except struct.error as error:
+            raise self.corrupt(f"the header of {member.name!r} is cut off") from error
+        name = head[_LOCAL.size : _LOCAL.size + length]
+        if magic != b"PK\x03\x04" or method != member.method or flags & _UNREADABLE:
+            raise self.corrupt(f"the header of {member.name!r} is invalid")
+        start: int = member.header + _LOCAL.size + length + extra
+        if name != member.name.encode() or start + member.packed > self._table:
+            raise self.corrupt(f"the header of {member.name!r} is that of another member")
+        return start
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a member of at most :data:`MOST_TEXT` bytes, verified."""
+        member = self.members[name]
+        if member.packed > MOST_TEXT:
+            raise self.corrupt(f"{name!r} has {member.size} bytes, more than torch would write")
+        content = self._content(member)
+        if member.method == _DEFLATED:
+            content = self._inflated(member, content)
+        self._check(member, zlib.crc32(content), len(content))
+        return content
+
+    def _content(self, member: Member) -> bytes:
+        if member.packed <= _SMALL:
+            # With the header at once; torch pads that to a multiple of 64 bytes.
+            room = _LOCAL.size + len(member.name) + 128
+            block = self._bytes(member.header, room + member.packed)
+            start = self._after_header(member, block) - member.header
+            if len(content := block[start : start + member.packed]) == member.packed:
+                return content
+        return self._bytes(self.start_of(member), member.packed)
+
+    def _inflated(self, member: Member, content: bytes) -> bytes:
+        unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
+        try:
+            found = unpacker.decompress(content, member.size + 1)
+        except zlib.error as error:
+            raise self.corrupt(f"{member.name!r} cannot be unpacked: {error}") from error
+        if unpacker.unconsumed_tail or unpacker.unused_data:
+            raise self.corrupt(f"{member.name!r} has another size than stated")
+        return found
+
+    def read_into(self, name: str, target: memoryview | None) -> None:
+        """Verify a stored member, and fill memory of its size with its content."""
+        member = self.members[name]
+        if member.size <= _SMALL:
+            content = self.read(name)
+            if target is not None:
+                target[:] = content
+            return
+        scratch = memoryview(bytearray(_CHUNK if target is None else 0))
+        start, crc, done = self.start_of(member), 0, 0
+        while done < member.size:
+            room = min(_CHUNK, member.size - done)
+            part = scratch[:room] if target is None else target[done : done + room]
+            count = self._fill(start + done, part)
+            if not count:
+                break
+            crc, done = zlib.crc32(part[:count], crc), done + count
+        self._check(member, crc, done)
+
+    def _fill(self, start: int, part: memoryview) -> int:
+        if isinstance(self._source, int):
+            return os.preadv(self._source, [part], start)
+        content = self._source[start : start + len(part)]
+        part[: len(content)] = content
+        return len(content)
+
+    def _check(self, member: Member, crc: int, size: int) -> None:
+        if size != member.size or (crc != member.crc and self.has_checksums):
+            raise self.corrupt(f"the content of {member.name!r} does not match its checksum")
+
+    def verify(self, names: Iterable[str] | None = None) -> None:
+        """Compare the content of members, by default all, with their checksums, in threads.
+
+        Raises:
+            FileError: If a member is not what was written.
+        """
+        chosen = list(self.members if names is None else names)
+        large = [name for name in chosen if self.is_large(name)]
+        run_all([partial(self.read_into, name, None) for name in large])
+        for name in chosen:
+            if not self.is_large(name):
+                self.read(name)
+
+    def is_large(self, name: str) -> bool:
+        """Return True for a stored member that is worth reading in a thread of its own."""
+        member = self.members[name]
+        return member.size > _SMALL and member.method == _STORED
+
+
+def run_all(tasks: Sequence[Callable[[], None]]) -> None:
+    """Run tasks that leave the interpreter lock alone, in a few threads; raise the first error."""
+    if len(tasks) < 2 or _THREADS < 2:
+        for task in tasks:
+            task()
+        return
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for done in [pool.submit(task) for task in tasks]:
+            done.result()
+
+
+def _long_fields(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
+    """Return size, packed size and place, those that are unknown from the field for large files."""
+    while len(extra) >= 4:
+        kind, length = struct.unpack_from("<2H", extra)
+        if kind == 1:
+            values = iter(struct.unpack_from(f"<{length // 8}Q", extra, 4))
+            short = (size, packed, header)
+            found = [next(values, _UNKNOWN) if value == _UNKNOWN else value for value in short]
+            return found[0], found[1], found[2]
+        extra = extra[4 + length :]
+    return size, packed, header
+
+
+def sizes(members: Mapping[str, Member], prefix: str) -> dict[str, int]:
+    """Return the sizes of the members in a folder, by the rest of their names."""
+    return {n.removeprefix(prefix): m.size for n, m in members.items() if n.startswith(prefix)}
