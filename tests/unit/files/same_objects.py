@@ -120,7 +120,10 @@ class Comparison:
         if not self._is_new(path, "storage", self._storages, a._cdata, b._cdata):
             return
         self._alive += [a, b]
-        for name in ("nbytes", "resizable", "is_pinned", "is_shared"):
+        # Those of modkit may be resizable where those of torch are not.
+        if not a.resizable():
+            equal(path, "storage resizable", False, b.resizable())
+        for name in ("nbytes", "is_pinned", "is_shared"):
             equal(path, f"storage {name}", getattr(a, name)(), getattr(b, name)())
         equal(path, "storage device", a.device, b.device)
         for name in ("_checkpoint_offset", "_fake_device"):
@@ -141,7 +144,10 @@ class Comparison:
             equal(path, name, getattr(a, name)(), getattr(b, name)())
         if a._is_view():
             self.compare(f"{path}._base", a._base, b._base)
-        self.compare(f"{path}.__dict__", vars(a), vars(b))
+        if isinstance(a, FakeTensor):
+            equal(path, "fake_device", a.fake_device, b.fake_device)
+        else:
+            self.compare(f"{path}.__dict__", vars(a), vars(b))
         self._contents(path, a, b)
 
     def _contents(self, path: str, a: Tensor, b: Tensor) -> None:
@@ -178,8 +184,6 @@ class Comparison:
                 equal(path, "axis", a.q_per_channel_axis(), b.q_per_channel_axis())
         # A tensor that wraps others has no memory itself; what it wraps is among its attributes.
         if not hasattr(a, "__tensor_flatten__"):
-            if isinstance(a, FakeTensor):
-                equal(path, "fake_device", a.fake_device, b.fake_device)
             self._storage(path, a.untyped_storage(), b.untyped_storage())
 
 

@@ -218,7 +218,7 @@ def test_truncated(reader, tmp_path):
 def test_names_in_errors_are_printable(reader, tmp_path):
     """Names of members cannot move the cursor of a terminal, nor forge a line."""
     path = tmp_path / "file.pt"
-    name = b"FOLDER/data/\x1b[2J\nfake: all is well\xe2\x80\xae"
+    name = b"FOLDER/\x1b[2J\nfake: all is well\xe2\x80\xae"
     path.write_bytes(added(seed_of(reader), name, central={"crc": 1}))
 
     text = str(refusal(reader, path))
