@@ -1,6 +1,6 @@
 """Every exception class that modkit raises by itself."""
 
-__all__ = ["ConversionError", "FileError", "NameMismatchError"]
+__all__ = ["FileError", "NameMismatchError"]
 
 
 class FileError(ValueError, RuntimeError):
@@ -17,19 +17,6 @@ class FileError(ValueError, RuntimeError):
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(printable(message))
         self.kind = kind
-
-
-class ConversionError(RuntimeError):
-    """A module of TorchScript cannot be turned into a program of torch.export.
-
-    Attributes:
-        node: The kind of node that stops it, such as ``prim::Loop``, or None if it is not known.
-        source: Where the node comes from in the source of the module.
-    """
-
-    def __init__(self, message: str, node: str | None = None, source: str = "") -> None:
-        super().__init__(message)
-        self.node, self.source = node, source
 
 
 class NameMismatchError(ValueError):

@@ -225,3 +225,25 @@ def numbers_of(net: nn.Module, callback: EMACallback) -> list[list[float]]:
     assert averages
     tensors = [local_shard(value) for value in (*net.state_dict().values(), *averages)]
     return [value.tolist() for value in tensors]
+
+
+class VectorNet(pl.LightningModule):
+    """One vector, for tests that look at the file and not at the training."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(elements))
+
+    def training_step(self, batch, batch_idx):
+        return self.w.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def vector_trainer(elements: int) -> tuple[pl.Trainer, EMACallback]:
+    """Return a trainer that has taken a step, ready to save checkpoints, and its callback."""
+    callback = EMACallback(decay=0.5)
+    trainer = trainer_for(None, callback, max_steps=1, max_epochs=1)
+    trainer.fit(VectorNet(elements), Batches(1))
+    return trainer, callback

@@ -178,3 +178,23 @@ def result(run: Any, callback: EMACallback) -> dict[str, Any]:
 def fail(step: int) -> None:
     """Raise an error of one's own."""
     raise RuntimeError("out of paper")
+
+
+class VectorModel(torch.nn.Module):
+    """One vector, for tests that look at the file and not at the training."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(elements))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a loss."""
+        return {"loss": self.w.sum()}
+
+
+def vector_trainer(folder: Path, elements: int) -> tuple[Any, EMACallback]:
+    """Return a Trainer that has taken a step, ready to save checkpoints, and its callback."""
+    callback = EMACallback(0.5)
+    run = trainer(folder, callback, model=VectorModel(elements), max_steps=1)
+    run.train()
+    return run, callback

@@ -115,16 +115,7 @@ assert_type(jit.load("net.pt"), jit.ScriptModule)
 assert_type(jit.freeze(compiled), jit.ScriptModule)
 assert_type(jit.optimize_for_inference(compiled, ["forward"]), jit.ScriptModule)
 jit.save(compiled, "net.pt", _extra_files={"labels.txt": "cat", "raw": b"0"})
-jit.save(compiled, "net.pt", export_args=(torch.ones(1, 4),))
 assert_type(jit.load("net.pt", sha256="0" * 64), jit.ScriptModule)
-found = jit.inspect("net.pt")
-assert_type(found, jit.ArchiveInfo)
-assert_type(found.tensors, tuple[jit.TensorInfo, ...])
-assert_type(found.classes, tuple[jit.ClassInfo, ...])
-assert_type(jit.check_archive("net.pt"), dict[str, int])
-assert_type(jit.to_export(compiled, (torch.ones(1, 4),)), torch.export.ExportedProgram)
-assert_type(jit.read_export("net.pt"), torch.export.ExportedProgram)
-jit.add_export("net.pt", jit.read_export("net.pt"))
 
 
 class Scale(jit.ScriptModule):

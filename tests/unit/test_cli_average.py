@@ -1,9 +1,14 @@
 import json
 import os
+import pickle
 import random
+import re
 import signal
+import stat
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,7 @@ from torch import Tensor, nn
 import modkit
 from modkit.cli import average as command
 from modkit.cli._commands import commands
-from modkit.files.checkpoint_files import Checkpoint
+from tests.unit.files.test_inspect import rewritten
 
 
 State = dict[str, Tensor]
@@ -130,18 +135,15 @@ def test_the_options_of_the_average(tmp_path: Path) -> None:
 
 
 def test_the_average_of_a_run_loads_into_the_model(tmp_path: Path) -> None:
-    """The averages that `EMA` has saved can be averaged, by the key that the inspection shows."""
+    """The averages that `EMA` has saved can be averaged by their key."""
     net = nn.Linear(2, 2)
     ema = modkit.EMA(net)
     for step in range(2):
         ema.update()
         torch.save({"ema": ema.state_dict()}, tmp_path / f"{step}.pt")
     key = "ema.averages.0.tensors"
-    seen = run("--inspect", tmp_path / "0.pt")
     done = run(tmp_path / "0.pt", tmp_path / "1.pt", "-o", tmp_path / "out.pt", "--key", key)
 
-    assert f" {key} " in seen.output
-    assert "averages of modkit.EMA" in seen.output
     assert done.exit_code == 0
     assert nn.Linear(2, 2).load_state_dict(read(tmp_path / "out.pt")).missing_keys == []
 
@@ -287,7 +289,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
         done = run(*whole, "-o", tmp_path / "out.pt")
 
         assert done.exit_code == 1, length
-        assert "1.pt cannot be read as a checkpoint" in done.output
+        assert re.search(r"1\.pt (is corrupt|cannot be read as a checkpoint): \S", done.output)
         assert not (tmp_path / "out.pt").exists()
 
 
@@ -350,11 +352,13 @@ def test_an_error_while_writing_leaves_no_file(
     assert not existing or out.read_bytes() == b"old"
 
 
-def child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def child(
+    code: str, *arguments: object, timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run some code and then the command, in a process of its own."""
     program = f"{code}\nfrom modkit.__main__ import main\nmain()"
     line = [sys.executable, "-c", program, "average", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, encoding="utf-8", check=False)
+    return subprocess.run(line, capture_output=True, encoding="utf-8", check=False, timeout=timeout)
 
 
 def test_a_process_that_is_killed_while_writing_leaves_no_output(tmp_path: Path) -> None:
@@ -392,48 +396,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_output(tmp_path: Path, output: st
     assert sorted(tmp_path.iterdir()) == paths
 
 
-@pytest.mark.parametrize("kind", ["torch", "safetensors", "torch shards", "safetensors shards"])
-def test_the_inspection_names_every_tensor(tmp_path: Path, kind: str) -> None:
-    """Names, shapes, dtypes and sizes are shown, for files and for shards."""
-    (path,) = saved_as(tmp_path, kind, states(1))
-    done = run("--inspect", path)
-
-    assert done.exit_code == 0
-    assert all(name in done.output for name in states()[0])
-    assert "4 x 3" in done.output
-    assert "48 B" in done.output
-
-
-@pytest.mark.parametrize("kind", ["torch shards", "safetensors shards"])
-def test_the_inspection_of_shards_reads_no_tensor(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sizes follow from shapes and dtypes; the sizes of bfloat16 and int64 tensors are shown."""
-    (path,) = saved_as(tmp_path, kind, states(1))
-    read: list[str] = []
-    monkeypatch.setattr(Checkpoint, "tensor", lambda _, name: read.append(name))
-    done = run("--inspect", path)
-
-    assert done.exit_code == 0
-    assert read == []
-    assert [f"{size} B" in done.output for size in (48, 8, 8, 64)] == [True] * 4
-
-
-def test_the_inspection_tells_whose_averages_there_are(tmp_path: Path) -> None:
-    """The average of torch is recognised, and what is no tensor is listed as text."""
-    net = nn.Linear(2, 2)
-    average = torch.optim.swa_utils.AveragedModel(net)
-    content = {"swa": average.state_dict(), "net": net.state_dict(), "epoch": 3, "lrs": [0.1, 0.2]}
-    torch.save(content, tmp_path / "all.pt")
-    done = run("--inspect", tmp_path / "all.pt", "--key", "net")
-
-    assert "averages of torch" in done.output
-    assert "Tensors of net" in done.output
-    assert "[0.1, 0.2]" in done.output
-    assert done.output.count("bias") == 1
-
-
-def test_the_inspection_runs_nothing(tmp_path: Path) -> None:
+def test_no_code_in_a_file_is_executed(tmp_path: Path) -> None:
     """A file that would run code when it is loaded is refused, and the code does not run."""
     trace = tmp_path / "trace"
 
@@ -442,11 +405,181 @@ def test_the_inspection_runs_nothing(tmp_path: Path) -> None:
             return os.mkdir, (str(trace),)
 
     torch.save({"model": Harmful()}, tmp_path / "harmful.pt")
-    done = run("--inspect", tmp_path / "harmful.pt")
+    done = run(tmp_path / "harmful.pt", "-o", tmp_path / "out.pt")
 
     assert done.exit_code == 1
     assert "harmful.pt cannot be read as a checkpoint" in done.output
     assert not trace.exists()
+
+
+def test_files_of_the_old_format_are_averaged(tmp_path: Path) -> None:
+    """Files that torch wrote before version 1.6 are read, and mixed with new ones."""
+    paths = saved_as(tmp_path, "torch", states())
+    for path, state in list(zip(paths, states(), strict=True))[:2]:
+        torch.save(state, path, _use_new_zipfile_serialization=False)
+    done = run(*paths, "-o", tmp_path / "out.pt")
+
+    assert (done.exit_code, done.stderr) == (0, "")
+    for name, value in mean_of(states()).items():
+        torch.testing.assert_close(read(tmp_path / "out.pt")[name], value)
+
+
+def scripted(path: Path) -> None:
+    """Write a TorchScript archive."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(nn.Linear(2, 3)), path)
+
+
+WRONG: dict[str, Callable[[Path], object]] = {
+    "unknown file": lambda path: path.write_bytes(bytes(range(256))),
+    "empty": lambda path: path.write_bytes(b""),
+    "text file": lambda path: path.write_text("<html>\n"),
+    "pickle": lambda path: path.write_bytes(pickle.dumps({"a": 1})),
+    "TorchScript archive": scripted,
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_files_of_other_kinds_are_named(tmp_path: Path, kind: str) -> None:
+    """The error says what the file is, and does not advise to load it unsafely."""
+    paths = saved_as(tmp_path, "torch", states(2))
+    WRONG[kind](paths[1])
+    done = run(*paths, "-o", tmp_path / "out.pt")
+
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"Error: {paths[1]} is ")
+    assert kind in done.stderr
+    assert "weights_only" not in done.stderr
+    assert "mmap" not in done.stderr
+    assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("content", [b"\x80\x02\xff.", b"\x80\x02"], ids=["opcode", "cut"])
+def test_a_corrupt_pickle_is_one_line(tmp_path: Path, content: bytes) -> None:
+    """A bad pickle inside a file is an error with a reason, not a traceback."""
+    (path,) = saved_as(tmp_path, "torch", states(1))
+    rewritten(path, "data.pkl", content)
+    done = run(path, "-o", tmp_path / "out.pt")
+
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"Error: {path} ")
+    assert not done.stderr.rstrip().endswith(":")
+    assert isinstance(done.exception, SystemExit)
+
+
+def test_names_cannot_forge_output(tmp_path: Path) -> None:
+    """Control characters in names and paths are escaped, in tables and in errors."""
+    first, second = tmp_path / "a\x1b[31m.pt", tmp_path / "b\n.pt"
+    torch.save({"a\x1b[31mb": torch.ones(1), "line\nbreak": torch.ones(1)}, first)
+    torch.save({"a\x1b[31mb": torch.ones(2), "[red]c[/red]": torch.ones(1)}, second)
+    runs = [
+        run(first, second, "--dry-run"),
+        run(first, second, "-o", tmp_path / "out.pt"),
+        run(first, "-o", tmp_path / "out\x1b.pt"),
+        run(first, "-o", tmp_path / "out.pt", "--key", "\x1b"),
+        run(first, "-o", tmp_path / "out.pt", "--prefix", "\x1b"),
+    ]
+
+    assert [done.exit_code for done in runs] == [1, 1, 0, 1, 1]
+    for done in runs:
+        assert all(c.isprintable() or c == "\n" for c in done.output)
+    for name in (r"a\x1b[31mb", r"line\nbreak", "[red]c[/red]", r"b\n.pt: 2"):
+        assert name in runs[0].stdout
+
+
+def special(path: Path, kind: str) -> None:
+    """Create a FIFO, or a device that swallows what is written as /dev/null does."""
+    if kind == "FIFO":
+        os.mkfifo(path)
+        return
+    try:
+        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+        path.write_bytes(b"x")
+    except OSError:
+        pytest.skip("needs the permission to create devices")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_special_file_is_written_to_and_never_replaced(
+    tmp_path: Path, kind: str, suffix: str
+) -> None:
+    """With --overwrite the average goes through a FIFO or to a device, which stays what it is."""
+    paths = saved_as(tmp_path, "torch", states())
+    folder = tmp_path / "private"
+    folder.mkdir()
+    out = folder / f"out.{suffix}"
+    special(out, kind)
+    mode = out.stat().st_mode
+    code = f"import sys; sys.stdout.buffer.write(open({str(out)!r}, 'rb').read())"
+    reader = subprocess.Popen(
+        [sys.executable, "-c", code if kind == "FIFO" else ""], stdout=subprocess.PIPE
+    )
+    try:
+        done = child("", *paths, "-o", out, "--overwrite", timeout=60)
+        received = reader.communicate(timeout=10)[0]
+    finally:
+        reader.kill()
+        reader.communicate()
+
+    assert done.returncode == 0, done.stderr
+    assert out.stat().st_mode == mode
+    assert list(folder.iterdir()) == [out]
+    if kind == "FIFO":
+        (tmp_path / f"copy.{suffix}").write_bytes(received)
+        assert read(tmp_path / f"copy.{suffix}").keys() == states()[0].keys()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+@pytest.mark.parametrize("options", [["-o", "out.pt"], ["--dry-run"]], ids=["average", "dry-run"])
+def test_a_fifo_as_input_is_refused_without_waiting(tmp_path: Path, options: list[str]) -> None:
+    """An input that is not a regular file is not opened."""
+    os.mkfifo(tmp_path / "x.pt")
+    done = run(tmp_path / "x.pt", *options)
+
+    assert done.exit_code == 1
+    assert "x.pt is a FIFO, not a regular file" in done.stderr
+
+
+def no_work(*_: object, **__: object) -> None:
+    """Stand for the work that must not begin."""
+    raise AssertionError("the work has begun")
+
+
+@pytest.mark.parametrize(
+    "why", ["safetensors", "missing folder", "read-only", "exists", "directory"]
+)
+def test_an_impossible_output_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """What can be known before the files are read is an error before they are."""
+    paths = saved_as(tmp_path, "torch", states())
+    out = tmp_path / "out.pt"
+    if why == "safetensors":
+        out = tmp_path / "out.safetensors"
+        monkeypatch.setitem(sys.modules, "safetensors", None)
+    elif why == "missing folder":
+        out = tmp_path / "missing" / "out.pt"
+    elif why == "read-only":
+        monkeypatch.setattr(os, "access", lambda _, mode, **__: mode != os.W_OK)
+    elif why == "exists":
+        out.touch()
+    else:
+        out.mkdir()
+    monkeypatch.setattr(command, "average_checkpoints", no_work)
+    done = run(*paths, "-o", out)
+    message = {
+        "safetensors": "need the package safetensors",
+        "missing folder": "there is no directory",
+        "read-only": "is not writable",
+        "exists": "--overwrite replaces it",
+        "directory": "is a directory",
+    }[why]
+
+    assert done.exit_code in {1, 2}
+    assert message in done.stderr
 
 
 @pytest.mark.parametrize(

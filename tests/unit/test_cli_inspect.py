@@ -1,169 +1,295 @@
+"""The command ``inspect``: what is in a file, as tables and as JSON."""
+
 import hashlib
-import io
 import json
+import os
+import pickle
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import click.testing
 import pytest
-import safetensors.torch
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
+import modkit
 from modkit.cli._commands import NAMES, commands
-from modkit.jit._archive import inspect
-from tests.integration.torchscript import scripted_tests
-from tests.unit.jit.archives import Restored, archive, compiled
+from modkit.files import inspect
+from tests.unit.files.test_inspect import Evil, exported, legacy, rewritten, scripted, sharded
 
 
-pytestmark = scripted_tests
-
-
-@pytest.fixture
-def path(tmp_path):
-    """Write an archive to a file."""
-    path = tmp_path / "net.pt"
-    path.write_bytes(archive())
-    return path
-
-
-def run(*arguments):
+def run(*arguments: object) -> click.testing.Result:
     """Run the command, and return what it printed and with which status it ended."""
     return click.testing.CliRunner().invoke(commands, ["inspect", *map(str, arguments)])
 
 
-def cells(output):
+def cells(output: str) -> dict[str, list[str]]:
     """Return the rows of the tables, by their first cells."""
     rows = [line.split("│")[1:-1] for line in output.splitlines() if line.startswith("│")]
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
 
 
-def test_an_archive(path):
-    """The facts, classes and tensors of an archive are shown."""
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Write a state dict."""
+    torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "net.pt")
+    return tmp_path / "net.pt"
+
+
+def test_a_state_dict(path: Path) -> None:
+    """The facts and tensors of a checkpoint are shown."""
     found = run(path)
 
     rows = cells(found.output)
-    info = inspect(path)
-    assert found.exit_code == 0
-    assert all(each.name in rows for each in info.classes)
-    assert rows["body.0.weight"] == ["parameter", "(4, 3)", "float32", "48 B"]
-    for text in (info.sha256, info.content_sha256, "labels.txt (7 B)", "TorchScript archive"):
+    assert (found.exit_code, found.stderr) == (0, "")
+    assert rows["weight"] == ["(3, 2)", "float32", "24 B"]
+    assert rows["-"] == ["2", "9", "36 B", "float32", ""]
+    for text in (str(path), "torch.save file", inspect(path).sha256, "2, 36 B"):
         assert text in found.output
-    assert "runs at load" not in found.output
 
 
-def test_code_that_runs_at_load(tmp_path):
-    """What runs while the file is loaded is said."""
-    path = tmp_path / "net.pt"
-    path.write_bytes(compiled(Restored()).save_to_buffer())
+def test_an_archive(tmp_path: Path) -> None:
+    """The extra files of a TorchScript archive are shown."""
+    output = run(scripted(tmp_path / "net.pt")).output
 
-    line = next(line for line in run(path).output.splitlines() if "runs at load" in line)
-    assert "Restored.__setstate__" in line
+    for text in ("TorchScript archive", "labels.txt (3 B)", "2, 36 B"):
+        assert text in output
 
 
-@pytest.mark.parametrize("kind", ["state_dict", "safetensors", "export"])
-def test_files_of_other_kinds(tmp_path, kind):
-    """The tensors of files that are no archives are shown too."""
-    module, path = torch.nn.Linear(2, 3), tmp_path / "file"
-    if kind == "state_dict":
-        torch.save(module.state_dict(), path)
-    elif kind == "safetensors":
-        safetensors.torch.save_file(module.state_dict(), path)
-    else:
-        buffer = io.BytesIO()
-        torch.export.save(torch.export.export(module, (torch.ones(1, 2),)), buffer)
-        path.write_bytes(buffer.getvalue())
+@pytest.mark.parametrize("given", ["index", "directory"])
+def test_sharded_checkpoints(tmp_path: Path, given: str) -> None:
+    """Tensors of all shards are listed."""
+    index = sharded(tmp_path)
+    rows = cells(run(index if given == "index" else tmp_path).output)
 
-    rows = cells(run(path).output)
-    assert {name: row[1:] for name, row in rows.items()} == {
-        "weight": ["(3, 2)", "float32", "24 B"],
-        "bias": ["(3,)", "float32", "12 B"],
+    assert rows["a"] == ["(2, 3)", "float32", "24 B"]
+    assert rows["b"] == ["(4,)", "bfloat16", "8 B"]
+
+
+def test_keys_of_averages(tmp_path: Path) -> None:
+    """The keys that ``average --key`` accepts are shown, and whose averages they hold."""
+    net = nn.Linear(2, 2)
+    ema = modkit.EMA(net)
+    ema.update()
+    content = {
+        "swa": torch.optim.swa_utils.AveragedModel(net).state_dict(),
+        "ema": ema.state_dict(),
+        "net": net.state_dict(),
+        "mixed": {"weight": torch.ones(1), "epoch": 3},
+        "lrs": [0.1, 0.2],
     }
+    torch.save(content, tmp_path / "all.pt")
+    rows = cells(run(tmp_path / "all.pt").output)
+
+    assert rows["swa"][-1] == "averages of torch"
+    assert rows["(ema)"][-1] == "averages of modkit.EMA"
+    assert rows["ema.averages.0.tensors"][:3] == ["2", "6", "24 B"]
+    assert rows["net"] == ["2", "6", "24 B", "float32", ""]
+    assert rows["(mixed)"][0] == "1"
+    assert rows["lrs"] == ["[0.1, 0.2]"]
 
 
-def test_json(path):
-    """All that is known is printed as JSON, for programs."""
-    data = json.loads(run("--json", path).output)
+def test_json(tmp_path: Path) -> None:
+    """Everything is printed as JSON, for programs; control characters are escaped."""
+    path = tmp_path / "x.pt"
+    torch.save({"a\x1b[31mb": torch.ones(1), "epoch": 3}, path)
+    found = run("--json", path)
+    data = json.loads(found.output)
 
-    info = inspect(path)
-    assert data["sha256"] == info.sha256
-    assert data["extra_files"] == {"labels.txt": 7}
-    assert [each["name"] for each in data["tensors"]] == [each.name for each in info.tensors]
-    assert [tuple(each["shape"]) for each in data["tensors"]] == [
-        each.shape for each in info.tensors
+    assert "\x1b" not in found.output
+    assert data["sha256"] == inspect(path).sha256
+    assert data["kind"] == "torch.save file"
+    assert data["tensors"] == [
+        {"name": "a\x1b[31mb", "shape": [1], "dtype": "float32", "nbytes": 4}
     ]
-    assert [each["name"] for each in data["classes"]] == [each.name for each in info.classes]
+    assert data["entries"] == {"epoch": "3"}
 
 
-def test_long_lists_are_cut(path):
-    """With a limit, the first tensors are shown, and how many are left out."""
-    found = run("--limit", 2, path).output
+def test_long_lists_are_cut(tmp_path: Path) -> None:
+    """With a limit, the first rows of each table are shown, and how to see all."""
+    path = tmp_path / "x.pt"
+    torch.save({**{f"t{n}": torch.ones(1) for n in range(5)}, "epoch": 3, "lr": 0.1}, path)
+    found = run("--limit", 1, path).output
 
-    names = [each.name for each in inspect(path).tensors]
-    assert [name for name in names if name in cells(found)] == names[:2]
-    assert f"and {len(names) - 2} more tensors" in found
-
-
-def test_a_name_with_brackets(tmp_path):
-    """Names are printed as they are, also where they look like markup."""
-    path = tmp_path / "state.pt"
-    torch.save({"[red]a[/red]": torch.ones(1)}, path)
-
-    assert "[red]a[/red]" in cells(run(path).output)
+    assert {"t0", "epoch"} <= cells(found).keys()
+    assert not {"t1", "lr"} & cells(found).keys()
+    assert "--limit 5 shows all rows" in found
 
 
-def test_check(tmp_path, path):
-    """``--check`` ends with 1 for a damaged archive and for a file of another kind."""
-    damaged, other = tmp_path / "damaged.pt", tmp_path / "state.pt"
-    weights = compiled_weights()
-    data = archive()
-    damaged.write_bytes(data.replace(weights, bytes(len(weights))))
-    torch.save({"weight": torch.ones(1)}, other)
+def test_names_cannot_forge_output(tmp_path: Path) -> None:
+    """Control characters and line breaks in names are escaped; brackets are not markup."""
+    path = tmp_path / "m\x1b[31m.pt"
+    names = ["a\x1b[31mb", "line\nbreak", "[red]c[/red]", "rtl\u202eabc"]
+    content = {
+        **{name: torch.ones(1) for name in names},
+        "dict\n": {"x\n": torch.ones(1), "v\r": "\x07"},
+    }
+    torch.save(content, path)
+    output = run(path).output
+
+    assert all(c.isprintable() or c == "\n" for c in output)
+    assert {r"a\x1b[31mb", r"line\nbreak", "[red]c[/red]", r"rtl\u202eabc"} <= cells(output).keys()
+    assert r"m\x1b[31m.pt" in output
+
+
+def test_errors_cannot_forge_output(tmp_path: Path) -> None:
+    """Paths in errors are escaped too."""
+    path = tmp_path / "m\x1b[31m\n.pt"
+    path.touch()
+    found = run(path)
+
+    assert found.exit_code == 1
+    assert found.stderr.count("\n") == 1
+    assert r"m\x1b[31m\n.pt is corrupt" in found.stderr
+
+
+@pytest.mark.parametrize("kind", ["torch", "TorchScript", "export", "safetensors", "shards"])
+def test_check_passes_for_intact_files(tmp_path: Path, path: Path, kind: str) -> None:
+    """``--check`` tests the kind of file that it is given."""
+    if kind == "safetensors":
+        save_file({"a": torch.ones(1)}, path)
+    elif kind == "TorchScript":
+        scripted(path)
+    elif kind == "export":
+        path = exported(tmp_path / "net.pt2")
+    elif kind == "shards":
+        path = sharded(tmp_path)
 
     assert run("--check", path).exit_code == 0
-    assert run(damaged).exit_code == 0
-    for file, text in ((damaged, "does not match its checksum"), (other, "torch.save file")):
-        found = run("--check", file)
-        assert found.exit_code == 1
-        assert text in found.output
 
 
-def compiled_weights():
-    """Return the bytes of the weights in the archive."""
-    module = torch.jit.load(io.BytesIO(archive()))
-    return module.state_dict()["body.0.weight"].numpy().tobytes()
+def test_check_finds_corrupt_weights(tmp_path: Path) -> None:
+    """A flipped bit in the weights is found with ``--check`` only."""
+    path = tmp_path / "x.pt"
+    weight = torch.arange(100.0)
+    torch.save({"weight": weight}, path)
+    data = weight.numpy().tobytes()
+    path.write_bytes(path.read_bytes().replace(data, bytes(len(data))))
 
-
-def test_the_digest(path):
-    """``--sha256`` ends with 1 unless the file has that digest."""
-    right = hashlib.sha256(archive()).hexdigest()
-
-    assert run("--sha256", right.upper(), path).exit_code == 0
-    found = run("--sha256", "0" * 64, path)
+    assert run(path).exit_code == 0
+    found = run("--check", path)
     assert found.exit_code == 1
-    assert right in found.output
+    assert "checksum" in found.stderr
 
 
-def test_files_that_cannot_be_read(tmp_path):
-    """A missing file is a usage error, a damaged one an error in a sentence."""
-    damaged = tmp_path / "bad.pkl"
-    damaged.write_bytes(b"\x80\x02" + b"]" * 20)
+def test_check_of_files_without_checksums(tmp_path: Path) -> None:
+    """A file without checksums passes ``--check`` only with its digest."""
+    path = legacy({"weight": torch.ones(1)}, tmp_path / "old.pt")
+    refused = run("--check", path)
 
-    assert run(tmp_path / "missing").exit_code == 2
-    found = run(damaged)
-    assert found.exit_code == 1
-    assert found.output.startswith("Error: ")
-    assert "is damaged" in found.output
-
-
-def test_the_command_line(path):
-    """The command is one of those of ``python -m modkit``."""
-    done = subprocess.run(
-        [sys.executable, "-m", "modkit", "inspect", "--json", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
+    assert refused.exit_code == 1
+    assert "has no checksums" in refused.stderr
+    assert (
+        run("--check", "--sha256", hashlib.sha256(path.read_bytes()).hexdigest(), path).exit_code
+        == 0
     )
+
+
+@pytest.mark.parametrize("check", [[], ["--check"]], ids=["alone", "with --check"])
+def test_the_digest(path: Path, check: list[str]) -> None:
+    """``--sha256`` ends with 1 unless the file has that digest, and for what is not a digest."""
+    right = hashlib.sha256(path.read_bytes()).hexdigest()
+
+    for notation in (right, right.upper(), f"sha256:{right}"):
+        assert run(*check, "--sha256", notation, path).exit_code == 0
+    found = run(*check, "--sha256", "0" * 64, path)
+    assert found.exit_code == 1
+    assert f"has the SHA-256 {right}, not {'0' * 64}" in found.stderr
+    found = run(*check, "--sha256", "zz", path)
+    assert found.exit_code == 1
+    assert "'zz' is not a SHA-256 digest: 64 hexadecimal digits" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is corrupt: it is empty"),
+        (b"PK\x03\x04" + b"x" * 100, "is corrupt: "),
+        (bytes(range(256)), "is not known"),
+    ],
+    ids=["empty", "zip", "unknown"],
+)
+def test_bad_files_end_with_1(tmp_path: Path, content: bytes, message: str) -> None:
+    """Empty, truncated and unknown files are one line of error."""
+    path = tmp_path / "x.pt"
+    path.write_bytes(content)
+    found = run(path)
+
+    assert found.exit_code == 1
+    assert found.stderr.startswith("Error: ")
+    assert message in found.stderr
+
+
+@pytest.mark.parametrize("content", [b"\x80\x02\xff.", b"\x80\x02"], ids=["opcode", "cut"])
+def test_a_corrupt_pickle_is_one_line(path: Path, content: bytes) -> None:
+    """A bad pickle inside a file is an error with a reason, not a traceback."""
+    rewritten(path, "data.pkl", content)
+    found = run(path)
+
+    assert found.exit_code == 1
+    assert found.stderr.startswith(f"Error: {path} ")
+    assert not found.stderr.rstrip().endswith(":")
+    assert isinstance(found.exception, SystemExit)
+
+
+@pytest.mark.parametrize("how", ["zip", "old", "pickle"])
+def test_code_in_a_file_is_not_executed(tmp_path: Path, how: str) -> None:
+    """The note says that the file would execute code."""
+    path, marker = tmp_path / "e.pt", tmp_path / "marker"
+    if how == "pickle":
+        path.write_bytes(pickle.dumps(Evil(marker), 0))
+    else:
+        torch.save({"model": Evil(marker)}, path, _use_new_zipfile_serialization=how == "zip")
+    found = run(path)
+
+    assert found.exit_code == 0
+    assert "would execute code" in " ".join(found.output.split())
+    assert not marker.exists()
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    """A missing file is a usage error, a directory without a checkpoint an error."""
+    assert run(tmp_path / "missing").exit_code == 2
+    found = run(tmp_path)
+    assert found.exit_code == 1
+    assert "is a directory without" in found.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
+    """A FIFO is not opened."""
+    os.mkfifo(tmp_path / "x.pt")
+    for options in ([], ["--check"]):
+        found = run(*options, tmp_path / "x.pt")
+        assert found.exit_code == 1
+        assert "is a FIFO, not a regular file" in found.stderr
+
+
+def in_process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    line = [sys.executable, "-m", "modkit", "inspect", *map(str, arguments)]
+    return subprocess.run(line, stderr=subprocess.PIPE, text=True, check=False, **options)
+
+
+def test_the_command_line(path: Path) -> None:
+    """The command is one of those of ``python -m modkit``."""
+    done = in_process("--json", path, stdout=subprocess.PIPE)
 
     assert "inspect" in NAMES
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["kind"] == "TorchScript archive"
+    assert json.loads(done.stdout)["kind"] == "torch.save file"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")  # noqa: PTH110
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["tables", "json"])
+def test_a_full_disk_is_one_line(path: Path, options: list[str]) -> None:
+    """Where the output cannot be written, the error says so."""
+    with Path("/dev/full").open("wb") as full:
+        done = in_process(*options, path, stdout=full)
+
+    assert done.returncode != 0
+    assert "No space left" in done.stderr
+    assert "Traceback" not in done.stderr

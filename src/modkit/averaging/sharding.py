@@ -17,8 +17,9 @@ ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
 def is_sharded(tensor: object) -> bool:
     """Return True for a ``DTensor``, without importing ``torch.distributed.tensor``."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    # Another thread may be importing it: until the class is there, no tensor is of it.
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return sharded is not None and isinstance(tensor, sharded)
 
 
 def sharded_places(tensors: Iterable[Tensor]) -> list[int]:

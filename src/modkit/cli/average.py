@@ -1,5 +1,6 @@
 """``python -m modkit average``: several checkpoints into one."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -8,21 +9,21 @@ import click
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from torch import Tensor
 
 from modkit.averaging import posthoc
 from modkit.averaging.checkpoints import average_checkpoints
-from modkit.cli._checkpoint_tables import contents, contents_tables, match_table, print_tables
-from modkit.files.atomic_write import atomic_write
-from modkit.files.checkpoint_files import file_in, is_safetensors
-from modkit.files.safetensors_files import library
+from modkit.cli._tables import cell, console, one_line_errors
+from modkit.files.checkpoint_files import Checkpoint, file_in, is_safetensors
+from modkit.files.safetensors_files import library, save_safetensors
+from modkit.files.torch_files import save_checkpoint
+from modkit.files.zip_archive import open_regular
 
 
 DTYPES: Final = {
     name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")
 }
-# What the tables need where there is no terminal to ask for its width.
-PLAIN_WIDTH: Final = 120
 
 
 def numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[float] | None:
@@ -65,7 +66,6 @@ def numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[fl
 @click.option("--step", type=int, help="With --ema-sigma: at which step; default: the latest.")
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it exists; never an input.")
 @click.option("--dry-run", is_flag=True, help="Show which tensors fit; read and write no more.")
-@click.option("--inspect", is_flag=True, help="Show what is in each CKPT, with nothing run.")
 def average(
     checkpoints: tuple[Path, ...],
     output: Path | None,
@@ -77,25 +77,22 @@ def average(
     step: int | None,
     overwrite: bool,
     dry_run: bool,
-    inspect: bool,
 ) -> None:
     """Average checkpoints of one model into one: of torch and of safetensors, sharded ones too.
 
     They are read one after the other, so memory holds the average and one of them. All names and
     shapes are compared first. The output appears when it is complete.
     """
-    console = Console()
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
     if step is not None and ema_sigma is None:
         raise click.UsageError("--step goes with --ema-sigma")
-    try:
-        if inspect:
-            for path in checkpoints:
-                print_tables(console, contents_tables(path, contents(path), key))
-            return
+    with one_line_errors():
+        for path in checkpoints:
+            # Opening a FIFO could wait forever. A directory may hold snapshots.
+            if ema_sigma is None or not path.is_dir():
+                with open_regular(file_in(path)):
+                    pass
         if dry_run:
-            show_match(console, checkpoints, key)
+            show_match(checkpoints, key)
             return
         if output is None:
             raise click.UsageError("missing option '-o' / '--output'")
@@ -103,35 +100,54 @@ def average(
         if ema_sigma is None:
             found = averaged(checkpoints, weights, key, dtype)
         else:
-            found = reconstructed(console, checkpoints, ema_sigma, step, dtype)
+            found = reconstructed(checkpoints, ema_sigma, step, dtype)
         found = without_prefix(found, prefix)
         write(output, found)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise click.ClickException(str(error)) from error
-    console.print(f"{output}: the average of {len(checkpoints)}, {len(found)} tensors")
+        console().print(f"{cell(output)}: the average of {len(checkpoints)}, {len(found)} tensors")
 
 
-def show_match(console: Console, checkpoints: Sequence[Path], key: str | None) -> None:
-    """Print how the checkpoints fit; raise where they do not."""
-    table, problems = match_table(checkpoints, key)
-    print_tables(console, [table])
+def show_match(checkpoints: Sequence[Path], key: str | None) -> None:
+    """Print how the names and shapes of the checkpoints fit; raise where they do not."""
+    shapes = [Checkpoint(path, key).shapes for path in checkpoints]
+    table = Table("name", "shape", "fits", title=f"{len(shapes)} checkpoints", title_justify="left")
+    problems: list[str] = []
+    for name in dict.fromkeys(name for each in shapes for name in each):
+        first = shapes[0].get(name)
+        others = [
+            f"{path.name}: {text_of(each.get(name))}"
+            for path, each in zip(checkpoints, shapes, strict=True)
+            if each.get(name) != first
+        ]
+        verdict = f"[red]{cell('; '.join(others))}[/]" if others else "[green]yes[/]"
+        table.add_row(cell(name), text_of(first), verdict)
+        if others:
+            problems.append(name)
+    console().print(table)
     if problems:
-        raise click.ClickException(
-            f"{len(problems)} tensors do not fit, the first is {problems[0]}"
-        )
+        raise ValueError(f"{len(problems)} tensors do not fit, the first is {problems[0]}")
+
+
+def text_of(shape: torch.Size | None) -> str:
+    """Write a shape for a table."""
+    return "missing" if shape is None else " x ".join(map(str, shape))
 
 
 def check_output(output: Path, checkpoints: Sequence[Path], *, overwrite: bool) -> None:
-    """Refuse to write over an input, whatever name it goes by, or over anything that is unasked for."""
+    """Refuse an output that is an input or cannot be written, before any work is done."""
+    if is_safetensors(output):
+        library("safetensors")
     if not output.parent.is_dir():
-        raise click.ClickException(f"there is no directory {output.parent}")
+        raise FileNotFoundError(f"there is no directory {output.parent}")
+    special = output.exists() and not output.is_file()
+    if not os.access(output if special else output.parent, os.W_OK):
+        raise PermissionError(f"{output if special else output.parent} is not writable")
     if not output.exists():
         return
     for path in checkpoints:
         if any(output.samefile(used) for used in files_of(path)):
-            raise click.ClickException(f"{output} is an input: {path}")
+            raise FileExistsError(f"{output} is an input: {path}")
     if not overwrite:
-        raise click.ClickException(f"{output} exists; --overwrite replaces it")
+        raise FileExistsError(f"{output} exists; --overwrite replaces it")
 
 
 def files_of(path: Path) -> list[Path]:
@@ -148,9 +164,9 @@ def averaged(
 ) -> Mapping[str, Tensor]:
     """Average the files, with a bar where somebody looks."""
     columns = (TextColumn("averaging"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+    errors = Console(stderr=True)
+    hidden = not errors.is_terminal
+    with Progress(*columns, console=errors, transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=1.0)
         return average_checkpoints(
             checkpoints,
@@ -162,19 +178,14 @@ def averaged(
 
 
 def reconstructed(
-    console: Console,
-    checkpoints: Sequence[Path],
-    sigma_rel: float,
-    step: int | None,
-    dtype: str | None,
+    checkpoints: Sequence[Path], sigma_rel: float, step: int | None, dtype: str | None
 ) -> Mapping[str, Tensor]:
     """Put the average of a width together, and say how well that went."""
     single = len(checkpoints) == 1 and checkpoints[0].is_dir()
     found = posthoc.reconstruct(checkpoints[0] if single else checkpoints, sigma_rel, step)
-    console.print(
+    console().print(
         f"sigma_rel {sigma_rel:g} at step {found.step} from {len(found.snapshots)} snapshots: "
-        f"relative error of the fit {found.fit.error:.2g}",
-        highlight=False,
+        f"relative error of the fit {found.fit.error:.2g}"
     )
     if dtype is None:
         return {**found.averages, **found.buffers}
@@ -193,15 +204,8 @@ def without_prefix(tensors: Mapping[str, Tensor], prefix: str) -> Mapping[str, T
 
 
 def write(output: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the tensors so that the file is there whole or not at all."""
-    plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    try:
-        with atomic_write(output) as unfinished:
-            if is_safetensors(output):
-                # transformers refuses a file that does not say for which library it is.
-                save = library("safetensors.torch").save_file
-                save(plain, unfinished, metadata={"format": "pt"})
-            else:
-                torch.save(plain, unfinished)
-    except Exception as error:
-        raise OSError(f"{output} cannot be written: {error}") from error
+    """Write the tensors atomically, in the format that the name of the output chooses."""
+    if is_safetensors(output):
+        save_safetensors(tensors, output)
+    else:
+        save_checkpoint({name: tensor.contiguous() for name, tensor in tensors.items()}, output)

@@ -1,1 +1,6 @@
-"""Files: atomic writes, verified zip files, and readers of torch and safetensors files."""
+"""Files: what is in them, verification, atomic writes, and readers of torch and safetensors files."""
+
+from modkit.files.inspect import FileInfo, TensorInfo, inspect, verify
+
+
+__all__ = ["FileInfo", "TensorInfo", "inspect", "verify"]

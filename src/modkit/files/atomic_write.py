@@ -47,7 +47,8 @@ def atomic_write(path: str | os.PathLike[str]) -> Generator[Path]:
     with _naming(given, target):
         found = _existing(given)
         if found is not None and not stat.S_ISREG(found.st_mode):
-            writing = _streamed(target)
+            # By the name as it was given: the real path of an open pipe (/dev/fd/1) does not exist.
+            writing = _streamed(Path(given), target.name)
         else:
             writing = _replaced(target, found)
         with writing as unfinished:
@@ -62,9 +63,9 @@ def _existing(given: str) -> os.stat_result | None:
         return None
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), given)
-    if not os.access(given, os.W_OK):
-        # A rename would not ask; torch.save refuses as well.
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), given)
+    if stat.S_ISREG(found.st_mode):
+        # A rename would replace a write-protected file too; torch.save refuses.
+        os.close(os.open(given, os.O_WRONLY))
     return found
 
 
@@ -109,16 +110,14 @@ def _replaced(target: Path, found: os.stat_result | None) -> Generator[Path]:
         with contextlib.suppress(OSError):
             _flush(target.parent, os.O_RDONLY)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+        _remove(folder, lock)
 
 
 @contextmanager
-def _streamed(target: Path) -> Generator[Path]:
+def _streamed(target: Path, name: str) -> Generator[Path]:
     """Collect the content elsewhere, then write it into a pipe or a device."""
     with tempfile.TemporaryDirectory() as folder:
-        unfinished = Path(folder, target.name)
+        unfinished = Path(folder, name)
         yield unfinished
         with unfinished.open("rb") as content, target.open("wb") as sink:
             shutil.copyfileobj(content, sink, len(_PROBE))
@@ -193,6 +192,13 @@ def _remove_leftovers(parent: Path, prefix: str) -> None:
             lock = _locked(folder)
             if lock is None and time.time() - folder.stat().st_mtime < _ABANDONED_AFTER:
                 continue
-            shutil.rmtree(folder, ignore_errors=True)
-            if lock is not None:
-                os.close(lock)
+            _remove(folder, lock)
+
+
+def _remove(folder: Path, lock: int | None) -> None:
+    """Remove a folder and release its lock, also if a KeyboardInterrupt comes in between."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        if lock is not None:
+            os.close(lock)

@@ -1,79 +1,82 @@
-"""The tensors in a checkpoint, one at a time and with nothing run."""
+"""The tensors of a checkpoint, one at a time: a torch or safetensors file, or shards of either."""
 
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
+from modkit.errors import FileError
+from modkit.files.kinds import SHARDED
 from modkit.files.safetensors_files import DTYPES, safetensors_file
 from modkit.files.torch_files import read_mapped
+from modkit.files.zip_archive import open_regular, read_some
 
 
-_INDEX = ".index.json"
-_IN_DIRECTORIES = (
+INDEX: Final = ".index.json"
+_IN_DIRECTORIES: Final = (
     "model.safetensors.index.json",
     "model.safetensors",
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
 )
+_MOST_INDEX: Final = 1 << 28
 
 
 class Checkpoint:
-    """Tensors by name: of a file of torch, of safetensors, or of the index of a sharded one.
+    """Tensors by name.
 
-    Only names and shapes are read at first; torch's files are mapped into memory. Each tensor of such a
-    file is held against the checksum in it when it is read; files of safetensors have none.
+    Opening reads names and shapes. Each tensor of a torch file is verified when it is read; safetensors
+    files have no checksums.
 
     Args:
-        path: The file, or a directory as transformers saves it.
-        key: Where in a file of torch the state dict is, with dots between nested names.
+        path: A file, the ``.index.json`` of a sharded checkpoint, or a directory that transformers wrote.
+        key: The path of the state dict in a torch file, with dots between nested names.
+
+    Attributes:
+        shapes: The shape of each tensor.
+        dtypes: The name of each dtype, without ``torch.``.
+        versions: The ``_metadata`` of a state dict: versions of modules, which some need to load.
+        files: The file, or the shards.
 
     Raises:
-        FileNotFoundError: There is no such file, or a shard is missing.
-        ValueError: It cannot be read as a checkpoint, or holds something other than tensors.
+        FileNotFoundError: If there is no such file, or a shard is missing.
+        FileError: If it cannot be read as a checkpoint, or holds something other than tensors.
     """
 
     def __init__(self, path: Path, key: str | None) -> None:
-        self.path = path
-        self._shards: dict[str, _Shard] = {}
         file = file_in(path)
-        if file.name.endswith(_INDEX):
-            for shard, names in _shards_of(file).items():
-                opened = _shard_of(file, shard, names[0], key)
-                absent = [name for name in names if name not in opened.shapes]
-                if absent:
-                    raise ValueError(f"{shard} has no {absent[0]}, which {file} says is there")
-                self._shards |= dict.fromkeys(names, opened)
-        else:
-            opened = _opened(file, key)
-            self._shards = dict.fromkeys(opened.shapes, opened)
-        if not self._shards:
-            raise ValueError(f"{path} holds no tensors")
-        self.shapes = {name: shard.shapes[name] for name, shard in self._shards.items()}
-        self.dtypes = {name: shard.dtypes[name] for name, shard in self._shards.items()}
+        shards: Mapping[Path, list[str] | None] = (
+            _shards_of(file) if file.name.endswith(INDEX) else {file: None}
+        )
+        self._homes: dict[str, _TorchFile | _SafetensorsFile] = {}
+        self.files = list(shards)
         self.versions: Mapping[str, Any] = {}
-        for opened in set(self._shards.values()):
+        for shard, names in shards.items():
+            if names and not shard.exists():
+                raise FileNotFoundError(
+                    f"{shard} is not there, which has {names[0]} as {file} says"
+                )
+            opened = _SafetensorsFile(shard) if is_safetensors(shard) else _TorchFile(shard, key)
+            if absent := [name for name in names or () if name not in opened.shapes]:
+                raise FileError(f"{shard} has no {absent[0]}, which {file} says is there", SHARDED)
+            self._homes |= dict.fromkeys(names or opened.shapes, opened)
             self.versions = {**self.versions, **opened.versions}
+        if not self._homes:
+            raise FileError(f"{path} holds no tensors")
+        self.shapes = {name: home.shapes[name] for name, home in self._homes.items()}
+        self.dtypes = {name: home.dtypes[name] for name, home in self._homes.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor.
-
-        Raises:
-            ValueError: Its bytes are not those that were written.
-        """
-        return self._shards[name].tensor(name)
+        """Return one tensor; raise FileError if its bytes are not those that were written."""
+        return self._homes[name].tensor(name)
 
     def memory(self, name: str) -> Hashable:
-        """Return the same for tensors that are tied, and None for one that cannot be."""
-        return self._shards[name].memory(name)
-
-
-class NoTensorsError(ValueError):
-    """Something in a checkpoint is not a tensor; the message says what."""
+        """Return equal values for tensors that are tied, and None for one that cannot be."""
+        return self._homes[name].memory(name)
 
 
 def file_in(path: Path) -> Path:
@@ -87,30 +90,19 @@ def file_in(path: Path) -> Path:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Tell by its name whether a file has the format of safetensors."""
+    """Return True if the name of a file says that it has the format of safetensors."""
     return path.suffix == ".safetensors"
 
 
-class _Shard:
-    """One file: the shapes and dtypes in it, and its tensors."""
-
-    shapes: dict[str, torch.Size]
-    dtypes: dict[str, str]
-    # What `state_dict()` says of the versions of modules, which some of them need to load.
-    versions: Mapping[str, Any] = MappingProxyType({})
-
-    def tensor(self, name: str) -> Tensor:
-        raise NotImplementedError
-
-    def memory(self, name: str) -> Hashable:
-        """Return the same for tensors that are tied, and None where that cannot be."""
-        return None
+def dtype_name(tensor: Tensor) -> str:
+    """Return the name of the dtype, without ``torch.``."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
-class _TorchFile(_Shard):
+class _TorchFile:
     def __init__(self, path: Path, key: str | None) -> None:
         content, self._checksums = read_mapped(path)
-        self.versions, self._tensors = state_dict_at(content, path, key)
+        self.versions, self._tensors = _state_dict_at(content, path, key)
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self.dtypes = {name: dtype_name(tensor) for name, tensor in self._tensors.items()}
 
@@ -126,91 +118,66 @@ class _TorchFile(_Shard):
         return id(self), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-class _SafetensorsFile(_Shard):
+class _SafetensorsFile:
+    versions: Mapping[str, Any] = MappingProxyType({})
+
     def __init__(self, path: Path) -> None:
         self._file = safetensors_file(path)
-        slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 - it is no mapping
+        slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 - not a mapping
         self.shapes = {name: torch.Size(found.get_shape()) for name, found in slices.items()}
-        self.dtypes = {
-            name: DTYPES.get(found.get_dtype(), str(found.get_dtype()))
-            for name, found in slices.items()
-        }
+        dtypes = {name: str(found.get_dtype()) for name, found in slices.items()}
+        self.dtypes = {name: DTYPES.get(dtype, dtype) for name, dtype in dtypes.items()}
 
     def tensor(self, name: str) -> Tensor:
         return cast("Tensor", self._file.get_tensor(name))
 
-
-def _opened(path: Path, key: str | None) -> _Shard:
-    return _SafetensorsFile(path) if is_safetensors(path) else _TorchFile(path, key)
-
-
-def _shard_of(index: Path, path: Path, name: str, key: str | None) -> _Shard:
-    try:
-        return _opened(path, key)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is not there, which has {name} as {index} says") from None
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """Return what the dtype is called, without the name of torch before it."""
-    return str(tensor.dtype).removeprefix("torch.")
+    def memory(self, name: str) -> Hashable:
+        return None
 
 
 def _shards_of(index: Path) -> dict[Path, list[str]]:
     """Return the names in each file that an index names."""
+    with open_regular(index) as descriptor:
+        content = read_some(descriptor, 0, _MOST_INDEX)
     try:
-        names: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names: Mapping[str, str] = json.loads(content)["weight_map"]
         shards: dict[Path, list[str]] = {}
         for name, file in names.items():
             shards.setdefault(index.with_name(file), []).append(name)
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{index} cannot be read as an index of shards: {error!r}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise FileError(f"{index} is corrupt: {error!r}", SHARDED) from error
     return shards
 
 
-def state_dict_at(
+def _state_dict_at(
     found: Any, path: Path, key: str | None
 ) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-    """Return the tensors at a key, and before them what is said of the versions of modules.
-
-    Raises:
-        ValueError: There is no such key, or something there is not a tensor that can be averaged.
-    """
+    """Return the versions of modules and the tensors at a key."""
     part = ""
     try:
         for part in key.split(".") if key else ():
-            found = _entry(found, part)
+            found = found[int(part)] if isinstance(found, Sequence) else found[part]
     except (KeyError, IndexError, TypeError, ValueError):
-        raise NoTensorsError(f"{path} has no {part!r} on the way to key={key!r}") from None
+        raise FileError(f"{path} has no {part!r} on the way to key={key!r}") from None
     if not isinstance(found, Mapping):
-        raise NoTensorsError(f"{path} holds no state dict but {type(found).__name__}")
+        raise FileError(f"{path} holds {type(found).__name__}, not a state dict")
     entries = cast("Mapping[str, Any]", found)
     for name, value in entries.items():
         if problem := _problem_of(name, value):
             inside = [str(part) for part, value in entries.items() if isinstance(value, Mapping)]
             help_ = f"; key= may be one of {', '.join(inside)}" if inside else ""
-            raise NoTensorsError(f"{path}: {name!r} is {problem}{help_}")
+            raise FileError(f"{path}: {name!r} is {problem}{help_}")
     return getattr(entries, "_metadata", {}), dict(entries)
 
 
 def _problem_of(name: object, value: object) -> str | None:
-    """Say why an entry cannot be averaged, if that is so."""
+    """Return why an entry cannot be averaged, or None."""
     if not isinstance(value, Tensor):
-        return f"no tensor but {type(value).__name__}"
+        return f"not a tensor but {type(value).__name__}"
     if not isinstance(name, str):
-        return "no name of a tensor"
+        return "not the name of a tensor"
     if value.layout != torch.strided or value.is_quantized or value.is_nested:
         return "a tensor without plain memory (sparse, quantized or nested)"
     if value.is_meta:
         return "a tensor without values, on the device meta"
     return None
-
-
-def _entry(found: object, part: str) -> Any:
-    if isinstance(found, Mapping):
-        return cast("Mapping[str, Any]", found)[part]
-    if isinstance(found, Sequence):
-        return found[int(part)]
-    raise TypeError(part)

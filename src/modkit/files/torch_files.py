@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -27,10 +26,15 @@ from torch import Tensor
 from modkit._upstream import modes_are_active
 from modkit.errors import FileError
 from modkit.files.atomic_write import atomic_write
-from modkit.files.zip_archive import Archive, is_zip, open_regular, run_all
+from modkit.files.kinds import LEGACY, TORCH_SAVE, kind_of, kind_of_members, wrong_kind
+from modkit.files.zip_archive import Archive, is_zip, open_regular, path_of
 
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
+
+
+class UnsafeFileError(FileError):
+    """A pickle is more than plain data."""
 
 
 def save_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -112,10 +116,12 @@ def load_checkpoint(
 
 
 def _torch_archive(descriptor: int, path: str | os.PathLike[str]) -> Archive:
-    archive = Archive(descriptor, os.fspath(path))
-    if "constants.pkl" in archive.members or "data.pkl" not in archive.members:
-        raise FileError(f"{os.fspath(path)} is not a torch.save file")
-    return archive
+    what = os.fspath(path)
+    if os.pread(descriptor, 2, 0) == b"PK":
+        archive = Archive(descriptor, what)
+        if kind_of_members(archive.members) == TORCH_SAVE:
+            return archive
+    raise wrong_kind(descriptor, what, "a torch.save file with checksums")
 
 
 def _is_for_cpu(map_location: object) -> bool:
@@ -164,7 +170,7 @@ def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
         FileError: If it is corrupt, apart from the tensors, or cannot be loaded with ``weights_only=True``.
     """
     with open_regular(path) as descriptor:
-        if not is_zip(descriptor):
+        if kind_of(descriptor) == LEGACY:
             return _left_to_torch(descriptor, path, "cpu", mmap=False), Checksums(None)
         archive = _torch_archive(descriptor, path)
         archive.verify(name for name in archive.members if not name.startswith("data/"))
@@ -196,14 +202,9 @@ def _left_to_torch(
             source = path_of(descriptor, path) if mmap else file
             return torch.load(source, map_location, weights_only=True, mmap=mmap)
     except Exception as error:
-        reason = _reason(descriptor, error)
-        raise FileError(f"{os.fspath(path)} cannot be read as a checkpoint: {reason}") from error
-
-
-def path_of(descriptor: int, path: str | os.PathLike[str]) -> str:
-    """Return a path that leads to an open file, also where another one has replaced it since."""
-    same = Path(f"/proc/self/fd/{descriptor}")
-    return str(same) if same.exists() else os.fspath(path)
+        unsafe, reason = _reason(descriptor, error)
+        kind = UnsafeFileError if unsafe else FileError
+        raise kind(f"{os.fspath(path)} cannot be read as a checkpoint: {reason}") from error
 
 
 def _plain_classes() -> Any:
@@ -214,19 +215,20 @@ def _plain_classes() -> Any:
     return torch.serialization.safe_globals([argparse.Namespace])
 
 
-def _reason(descriptor: int, error: Exception) -> str:
+def _reason(descriptor: int, error: Exception) -> tuple[bool, str]:
     """Name the classes that torch refuses, in place of its advice to execute them."""
     if not isinstance(error, pickle.UnpicklingError):
-        return str(error) or type(error).__name__
+        return False, str(error) or type(error).__name__
     try:
         with os.fdopen(os.dup(descriptor), "rb") as file:
             file.seek(0)
             unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except Exception:  # noqa: BLE001 - the pickle is bad, as torch has said already
         unsafe = set()
-    if names := ", ".join(sorted(unsafe - {"argparse.Namespace"})):
-        return f"it needs {names}, and loading these would execute code; none was executed"
-    return "its pickle is invalid, or of a kind that weights_only=True does not read"
+    if names := sorted(unsafe - {"argparse.Namespace"})[:10]:
+        shown = ", ".join(name[:200] for name in names)
+        return True, f"it needs {shown}, and loading these would execute code; none was executed"
+    return True, "its pickle is invalid, or of a kind that weights_only=True does not read"
 
 
 # The fast path.
@@ -450,7 +452,7 @@ def _read_plain(
         FileError: If a checksum is wrong, or a tensor is not within its storage.
     """
     mapping = memory_map.mmap(descriptor, 0, access=memory_map.ACCESS_COPY) if mmap else None
-    tasks: list[Callable[[], None]] = []
+    large: dict[str, memoryview | None] = {}
 
     def allocate(name: str) -> torch.UntypedStorage:
         member = archive.members[name]
@@ -463,12 +465,13 @@ def _read_plain(
         else:
             storage = torch.UntypedStorage(member.size)
             target = _view(storage)
-        if verify or target is not None:
-            read = partial(archive.read_into, name, target)
-            if archive.is_large(name):
-                tasks.append(read)
-            else:
-                read()
+        if archive.is_large(name):
+            if verify:
+                large[name] = target
+        elif target is not None:
+            target[:] = archive.read(name)
+        elif verify:
+            archive.read(name)
         return storage
 
     try:
@@ -487,7 +490,7 @@ def _read_plain(
         raise
     except Exception:  # noqa: BLE001 - whatever is wrong here, torch says it in its own words
         return None
-    run_all(tasks)
+    archive.read_all(large)
     if verify:
         archive.verify(archive.members.keys() - unpickler.used)
     return _Found(found)

@@ -9,21 +9,21 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from modkit.errors import FileError
 
 
-_CHUNK: Final = 1 << 20
+_CHUNK: Final = 1 << 18
+_PART: Final = 1 << 24
 # Pickles and code are read whole; a member that claims to be larger is refused.
 MOST_TEXT: Final = 128 << 20
 _MOST_MEMBERS: Final = 1_000_000
-# Members up to this size are read together with their header, by the thread that asks for them.
+# Members up to this size are read together with their header, without another thread.
 _SMALL: Final = 1 << 16
 _THREADS: Final = min(4, os.cpu_count() or 1)
 
@@ -76,6 +76,17 @@ def is_zip(descriptor: int) -> bool:
     return os.pread(descriptor, 2, 0) in {b"", b"PK"} or end == b"PK\x05\x06"
 
 
+def read_some(source: int | bytes, start: int, count: int) -> bytes:
+    """Return bytes of a file, given as a descriptor or as its content; fewer at its end."""
+    if not isinstance(source, int):
+        return source[start : start + count]
+    found = b""
+    # One call returns at most 2 GiB, or fewer where a signal comes in between.
+    while len(found) < count and (part := os.pread(source, count - len(found), start)):
+        found, start = found + part if found else part, start + len(part)
+    return found
+
+
 class Archive:
     """The members of a zip file, by their names without the folder that holds all of them.
 
@@ -102,13 +113,7 @@ class Archive:
         return FileError(f"{self.what} is corrupt: {reason}", "corrupt zip file")
 
     def _bytes(self, start: int, count: int) -> bytes:
-        if not isinstance(self._source, int):
-            return self._source[start : start + count]
-        found = b""
-        # One call returns at most 2 GiB, or fewer where a signal comes in between.
-        while len(found) < count and (part := os.pread(self._source, count - len(found), start)):
-            found, start = found + part if found else part, start + len(part)
-        return found
+        return read_some(self._source, start, count)
 
     def _find_table(self) -> tuple[int, int, int]:
         """Return the number of members, and where their table begins and ends."""
@@ -260,30 +265,58 @@ class Archive:
             raise self.corrupt(f"{member.name!r} has another size than stated")
         return found
 
-    def read_into(self, name: str, target: memoryview | None) -> None:
-        """Verify a stored member, and fill memory of its size with its content."""
+    def is_large(self, name: str) -> bool:
+        """Return True for a stored member that :meth:`read_all` takes, False for one to :meth:`read`."""
         member = self.members[name]
-        if member.size <= _SMALL:
-            content = self.read(name)
-            if target is not None:
-                target[:] = content
-            return
-        scratch = memoryview(bytearray(_CHUNK if target is None else 0))
-        start, crc, done = self.start_of(member), 0, 0
-        while done < member.size:
-            room = min(_CHUNK, member.size - done)
-            part = scratch[:room] if target is None else target[done : done + room]
-            count = self._fill(start + done, part)
-            if not count:
-                break
-            crc, done = zlib.crc32(part[:count], crc), done + count
-        self._check(member, crc, done)
+        return member.size > _SMALL and member.method == _STORED
 
-    def _fill(self, start: int, part: memoryview) -> int:
+    def read_all(self, targets: Mapping[str, memoryview | None]) -> None:
+        """Verify large members, in threads, and fill memory of their sizes with their content.
+
+        Args:
+            targets: The memory for each member, or None for those that are only verified.
+
+        Raises:
+            FileError: If a member is not what was written.
+        """
+        parts: list[tuple[str, int, int, memoryview | None]] = []
+        for name, target in targets.items():
+            start, size = self.start_of(self.members[name]), self.members[name].size
+            for at in range(0, size, _PART):
+                length = min(_PART, size - at)
+                memory = None if target is None else target[at : at + length]
+                parts.append((name, start + at, length, memory))
+        if len(parts) < 2 or _THREADS < 2:
+            found = [self._read_part(*part) for part in parts]
+        else:
+            with ThreadPoolExecutor(_THREADS) as pool:
+                found = list(pool.map(lambda part: self._read_part(*part), parts))
+        totals = dict.fromkeys(targets, 0)
+        for (name, _, length, _), crc in zip(parts, found, strict=True):
+            totals[name] = _crc_of_both(totals[name], crc, length)
+        for name, crc in totals.items():
+            self._check(self.members[name], crc, self.members[name].size)
+
+    def _read_part(self, name: str, start: int, length: int, target: memoryview | None) -> int:
+        """Return the checksum of a part of the file."""
+        # A small piece stays in the cache of the processor between reading and checking.
+        step = min(length, _CHUNK)
+        scratch = memoryview(bytearray(step)) if target is None else None
+        crc = done = 0
+        while done < length:
+            step = min(step, length - done)
+            piece = scratch[:step] if scratch is not None else target[done : done + step]  # type: ignore[index]
+            count = self._fill(start + done, piece)
+            if not count:
+                raise self.corrupt(f"{name!r} is cut off")
+            crc, done = zlib.crc32(piece[:count], crc), done + count
+        return crc
+
+    def _fill(self, start: int, piece: memoryview) -> int:
         if isinstance(self._source, int):
-            return os.preadv(self._source, [part], start)
-        content = self._source[start : start + len(part)]
-        part[: len(content)] = content
+            return os.preadv(self._source, [piece], start)
+        content = self._source[start : start + len(piece)]
+        piece[: len(content)] = content
         return len(content)
 
     def _check(self, member: Member, crc: int, size: int) -> None:
@@ -291,33 +324,40 @@ class Archive:
             raise self.corrupt(f"the content of {member.name!r} does not match its checksum")
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Compare the content of members, by default all, with their checksums, in threads.
+        """Compare the content of members, by default all, with their checksums.
 
         Raises:
             FileError: If a member is not what was written.
         """
         chosen = list(self.members if names is None else names)
-        large = [name for name in chosen if self.is_large(name)]
-        run_all([partial(self.read_into, name, None) for name in large])
+        self.read_all({name: None for name in chosen if self.is_large(name)})
         for name in chosen:
             if not self.is_large(name):
                 self.read(name)
 
-    def is_large(self, name: str) -> bool:
-        """Return True for a stored member that is worth reading in a thread of its own."""
-        member = self.members[name]
-        return member.size > _SMALL and member.method == _STORED
+
+def _crc_of_both(first: int, second: int, length: int) -> int:
+    """Return the CRC-32 of two pieces from those of each; ``length`` is that of the second in bytes."""
+    # A piece moves the polynomial of what is before it by x ** (8 * length), modulo that of the CRC.
+    if not first:
+        return second
+    power, square = 1 << 31, 1 << 23
+    while length:
+        if length & 1:
+            power = _product(power, square)
+        square = _product(square, square)
+        length >>= 1
+    return _product(power, first) ^ second
 
 
-def run_all(tasks: Sequence[Callable[[], None]]) -> None:
-    """Run tasks that leave the interpreter lock alone, in a few threads; raise the first error."""
-    if len(tasks) < 2 or _THREADS < 2:
-        for task in tasks:
-            task()
-        return
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for done in [pool.submit(task) for task in tasks]:
-            done.result()
+def _product(a: int, b: int) -> int:
+    """Multiply polynomials over GF(2), the highest power in the lowest bit, modulo that of CRC-32."""
+    found = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            found ^= b
+        b = b >> 1 ^ (0xEDB88320 if b & 1 else 0)
+    return found
 
 
 def _long_fields(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
@@ -333,6 +373,7 @@ def _long_fields(extra: bytes, size: int, packed: int, header: int) -> tuple[int
     return size, packed, header
 
 
-def sizes(members: Mapping[str, Member], prefix: str) -> dict[str, int]:
-    """Return the sizes of the members in a folder, by the rest of their names."""
-    return {n.removeprefix(prefix): m.size for n, m in members.items() if n.startswith(prefix)}
+def path_of(descriptor: int, path: str | os.PathLike[str]) -> str:
+    """Return a path that leads to an open file, also where another one has replaced it since."""
+    same = Path(f"/proc/self/fd/{descriptor}")
+    return str(same) if same.exists() else os.fspath(path)

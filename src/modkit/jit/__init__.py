@@ -3,9 +3,6 @@
 Every public name of ``torch.jit`` is here. What makes or takes modules is modkit's; what code that
 is being compiled may name, such as ``fork`` and ``annotate``, is torch's own object, as the compiler
 knows it by that.
-
-Beyond torch there is what reads archives without running them, and the way to ``torch.export``:
-``inspect``, ``check_archive``, ``to_export``, ``add_export`` and ``read_export``, with their types.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -41,23 +38,8 @@ from torch.jit import (  # type: ignore[attr-defined]
     wait as wait,
 )
 
-from modkit.errors import (
-    ConversionError as ConversionError,
-    FileError as FileError,
-)
-from modkit.jit._archive import (
-    ArchiveInfo as ArchiveInfo,
-    check_archive as check_archive,
-    inspect as inspect,
-)
-from modkit.jit._archive_code import ClassInfo as ClassInfo
-from modkit.jit._archive_tensors import TensorInfo as TensorInfo
+from modkit.errors import FileError as FileError
 from modkit.jit._class_based import script_method as script_method
-from modkit.jit._export import (
-    add_export as add_export,
-    read_export as read_export,
-    to_export as to_export,
-)
 from modkit.jit.compile import (
     interface as interface,
     script as script,

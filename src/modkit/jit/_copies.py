@@ -1,4 +1,4 @@
-"""Copies of a ScriptModule, shallow and deep, with the class and the leaf parameters it has."""
+"""Copies and pickles of a ScriptModule, with the class and the leaf parameters it has."""
 
 import copy
 import types
@@ -8,9 +8,12 @@ import torch
 from torch.jit import ScriptFunction
 from torch.nn import Parameter
 
+from modkit.jit import _archive_io
+from modkit.jit._class_based import ScriptMeta, base_class
 from modkit.jit._members import bind, plain_state
 from modkit.jit._upstream import ModuleDict
-from modkit.nn._hooks import TABLES
+from modkit.jit._wrap import Memo, attach_compiled_hooks, blank
+from modkit.nn._hooks import TABLES, reserve_ids
 
 
 def _rebind(value: Any, old: Any, new: Any) -> Any:
@@ -100,3 +103,47 @@ def _leaf_like(source: torch.Tensor, data: torch.Tensor, memo: dict[int, Any]) -
     if source.grad is not None:
         leaf.grad = copy.deepcopy(source.grad, memo)
     return leaf
+
+
+def _pickled_state(module: Any) -> dict[str, Any]:
+    """Return what stands in Python beside the archive; compiled hooks are in that."""
+    state = plain_state(module)
+    for name in TABLES:
+        hooks = state[name].items()
+        state[name] = type(state[name])(
+            (key, hook) for key, hook in hooks if not isinstance(hook, ScriptFunction)
+        )
+    return state
+
+
+def reduce(module: Any) -> str | tuple[Any, ...]:
+    """Describe the module to pickle: the archive, and the class and state of each part."""
+    if "_c" not in module.__dict__:
+        return object.__reduce_ex__(module, 2)
+    parts = {
+        path: (type(part), _pickled_state(part))
+        for path, part in module.named_modules()
+        if isinstance(type(part), ScriptMeta)
+    }
+    return rebuild, (_archive_io.to_bytes(module, None), parts)
+
+
+def rebuild(data: bytes, parts: dict[str, tuple[Any, dict[str, Any]]]) -> Any:
+    """Make the module that ``reduce`` has described."""
+    cpp, files = _archive_io.read(data)
+    return _archive_io.finish(_rebuilt(cpp, "", parts, Memo()), files[_archive_io.RECORD])
+
+
+def _rebuilt(cpp: Any, path: str, parts: dict[str, tuple[Any, dict[str, Any]]], memo: Memo) -> Any:
+    if cpp in memo.by_cpp:
+        return memo.by_cpp[cpp]
+    # A class-based child of torch has no part of its own.
+    cls, state = parts.get(path) or (base_class(parts[""][0]), {})
+    module = memo.by_cpp[cpp] = blank(cls)
+    module.__dict__.update(state)
+    reserve_ids(state)
+    prefix = f"{path}." if path else ""
+    below = ModuleDict(cpp).items()
+    bind(module, cpp, {n: _rebuilt(child, prefix + n, parts, memo) for n, child in below})
+    attach_compiled_hooks(module)
+    return module

@@ -32,10 +32,7 @@ def message() -> str:
     if sys.version_info < _UNSUPPORTED:
         return MESSAGE
     running = ".".join(map(str, sys.version_info[:2]))
-    return (
-        f"{MESSAGE} Torch does not support it on Python {running}, where compiling may fail; archives "
-        "that are saved with export_args load all the same."
-    )
+    return f"{MESSAGE} Torch does not support it on Python {running}, where compiling may fail."
 
 
 @contextmanager

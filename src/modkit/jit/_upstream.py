@@ -15,11 +15,8 @@ Checked against torch 2.13; 2.15 has the same names.
   ``MethodStub``: a decorator has to look at the frame that it is used in, and the public ones look
   at the frame that called them.
 - ``ConstMap`` gives the constants of compiled code as attributes. ``TorchScriptMeta`` collects the script methods and constants of a class.
-- ``import_module`` is None where this torch reads no TorchScript. ``ArchiveReader`` opens
-  an archive as torch does.
+- ``import_module`` is None where this torch reads no TorchScript.
 - ``concrete_type_of`` describes the type of a C++ module to the compiler.
-- ``convert_script`` turns TorchScript into a program of torch.export: torch's own error names the
-  class behind it as the way to go, and it has no public name.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -38,7 +35,6 @@ from torch.jit._script import ConstMap, ScriptMeta as TorchScriptMeta
 
 __all__ = [
     "ENABLED",
-    "ArchiveReader",
     "BufferDict",
     "CompilationUnit",
     "ConstMap",
@@ -54,7 +50,6 @@ __all__ = [
     "class_definition",
     "compile_interface",
     "concrete_type_of",
-    "convert_script",
     "create_script_module",
     "freeze_module",
     "import_module",
@@ -100,7 +95,6 @@ optimize_frozen_graph: Final = _C._jit_pass_optimize_frozen_graph
 optimize_for_inference: Final = _C._jit_pass_optimize_for_inference
 import_module: Final[Any] = getattr(_C, "import_ir_module", None)
 import_module_from_buffer: Final[Any] = getattr(_C, "import_ir_module_from_buffer", None)
-ArchiveReader: Final = _C.PyTorchFileReader
 
 create_script_module: Final = _recursive.create_script_module
 methods_to_compile: Final = _recursive.infer_methods_to_compile
@@ -117,12 +111,3 @@ class_definition: Final = _frontend.get_jit_class_def
 method_definition: Final = _frontend.get_jit_def
 qualified_name: Final = _internal._qualified_name
 names_of_frame: Final = _internal.createResolutionCallbackFromFrame
-
-
-def convert_script(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.export.ExportedProgram:
-    """Turn a ScriptModule into a program of torch.export; the graph of the module is rewritten."""
-    # Imported here, since it is large.
-    from torch._export.converter import TS2EPConverter
-
-    program: torch.export.ExportedProgram = cast("Any", TS2EPConverter)(module, args, {}).convert()
-    return program

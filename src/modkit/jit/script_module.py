@@ -177,8 +177,7 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
         """Write the archive that ``torch.jit.load`` reads, in Python and in C++.
 
         Args:
-            f: A path, which holds either what it held before or the whole archive, or a file that
-                is open for writing.
+            f: A path, which is written atomically, or a file that is open for writing.
             _extra_files: Further files for the archive: name to content.
         """
         _archive_io.save(self, f, _extra_files)
@@ -194,7 +193,7 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
         return cast("Self", _copies.deep(self, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _archive_io.reduce(self)
+        return _copies.reduce(self)
 
     def _reconstruct(self, cpp_module: Any) -> None:
         """Stand for another C++ module from now on; quantization does this in place."""

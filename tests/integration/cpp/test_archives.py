@@ -155,27 +155,6 @@ def test_what_only_modkit_knows_comes_through_cpp(program, tmp_path, kind):
     assert "mask" in dict(again.named_buffers())
 
 
-def test_what_cpp_saves_passes_the_check(program, tmp_path):
-    """An archive that C++ has written is whole, and holds the same tensors under the same names."""
-    path = tmp_path / "there.pt"
-    jit.save(made("scripted"), path)
-    _, out = run(program, path)
-
-    assert set(jit.check_archive(out)) == set(EXTRA)
-    assert jit.inspect(out).tensors == jit.inspect(path).tensors
-    assert jit.inspect(out).classes == jit.inspect(path).classes
-
-
-def test_what_modkit_adds_is_no_hindrance(program, tmp_path):
-    """C++ reads an archive with a list of its members and a program of torch.export beside it."""
-    module, path = made("scripted"), tmp_path / "there.pt"
-    jit.save(module, path, _extra_files={"labels.txt": "cat"}, export_args=(INPUTS,))
-    lines, _ = run(program, path)
-
-    assert set(jit.check_archive(path)) == {*EXTRA, "export.pt2"}
-    assert numbers(lines) == module(INPUTS).flatten().tolist()
-
-
 def test_cpp_does_not_notice_what_loading_refuses(program, tmp_path):
     """C++ computes from damaged weights without a complaint; the error names what is damaged."""
     module, path = made("scripted"), tmp_path / "there.pt"

@@ -30,7 +30,7 @@ MADE_BY_MODKIT = {
 
 
 # Arguments that torch does not have.
-FURTHER = {"load": ("sha256",), "save": ("export_args",)}
+FURTHER = {"load": ("sha256",)}
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -100,7 +100,7 @@ def test_a_class_that_would_run_is_named(tmp_path) -> None:
     [
         (torch.eye(2).to_sparse(), "a tensor without plain memory"),
         (torch.ones(2, device="meta"), "a tensor without values, on the device meta"),
-        (3, "no tensor but int"),
+        (3, "not a tensor but int"),
     ],
     ids=["sparse", "meta", "number"],
 )
@@ -114,7 +114,7 @@ def test_an_entry_that_cannot_be_averaged_is_named(tmp_path, entry, problem: str
 
 def test_names_that_are_numbers_are_refused(tmp_path) -> None:
     """The state of an optimizer counts its tensors, and is no state of a model."""
-    with pytest.raises(ValueError, match="0 is no name of a tensor"):
+    with pytest.raises(ValueError, match="0 is not the name of a tensor"):
         average_checkpoints(saved(tmp_path, [{0: torch.ones(1)}]))
 
 

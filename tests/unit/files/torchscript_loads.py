@@ -1,6 +1,6 @@
 """Run in a process of its own: load archives, and say of each what came of it.
 
-``python loads.py LIBRARY FOLDER`` loads every file of the folder in the order of the names, with torch
+``python torchscript_loads.py LIBRARY FOLDER`` loads every file of the folder in the order of the names, with torch
 or with modkit. For each it writes a line at once: the name, and whether it was refused or has the right
 weights and outputs. If the process dies, the last line names the file before the one that killed it.
 """

@@ -1,0 +1,159 @@
+"""Which kind of file something is, from its first bytes and its members. No code is executed."""
+
+import hashlib
+import io
+import os
+import pickletools
+import re
+from collections.abc import Container
+from itertools import islice
+from typing import Final
+
+from modkit.errors import FileError, printable
+from modkit.files.zip_archive import Archive, read_some
+
+
+TORCH_SAVE: Final = "torch.save file"
+LEGACY: Final = "torch.save file (before torch 1.6)"
+TORCHSCRIPT: Final = "TorchScript archive"
+EXPORT: Final = "torch.export archive"
+SAFETENSORS: Final = "safetensors file"
+SHARDED: Final = "sharded checkpoint"
+ZIP: Final = "zip file"
+CORRUPT_ZIP: Final = "corrupt zip file"
+PICKLE: Final = "pickle"
+TEXT: Final = "text file"
+EMPTY: Final = "empty file"
+UNKNOWN: Final = "unknown file"
+
+_ADVICE: Final = {
+    TORCH_SAVE: "read it with modkit.load_checkpoint",
+    LEGACY: "read it with torch.load(..., weights_only=True); it has no checksums",
+    TORCHSCRIPT: "read it with modkit.jit.load",
+    EXPORT: "read it with torch.export.load",
+    SAFETENSORS: "read it with safetensors.torch.load_file",
+    PICKLE: "loading it with pickle would execute code that it names",
+    EMPTY: "nothing was written to it",
+}
+_HEAD: Final = 1 << 16
+_CHUNK: Final = 1 << 20
+# The first object of the pickles that torch.save wrote before torch 1.6, as protocol 2 writes it.
+_LEGACY_MAGIC: Final = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
+_IMPORTS: Final = {"GLOBAL", "STACK_GLOBAL", "INST"}
+_CALLS: Final = {"REDUCE", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD"}
+
+
+def kind_of(source: int | bytes) -> str:
+    """Return the kind of a file, given as a descriptor or as its content."""
+    head = read_some(source, 0, _HEAD)
+    if not head:
+        return EMPTY
+    if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        try:
+            return kind_of_members(Archive(source, "").members)
+        except FileError:
+            return CORRUPT_ZIP
+    # A header of JSON after its length, which safetensors limits too.
+    if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 100_000_000:
+        return SAFETENSORS
+    if _LEGACY_MAGIC in head[:16]:
+        return LEGACY
+    if is_pickle(head):
+        return PICKLE
+    return TEXT if _is_text(head) else UNKNOWN
+
+
+def kind_of_members(names: Container[str]) -> str:
+    """Return the kind of a zip file from the names of its members."""
+    if "constants.pkl" in names:
+        return TORCHSCRIPT
+    if "serialized_exported_program.json" in names or "archive_format" in names:
+        return EXPORT
+    return TORCH_SAVE if "data.pkl" in names else ZIP
+
+
+def wrong_kind(source: int | bytes, what: str, wanted: str) -> FileError:
+    """Return the error for a file of another kind than wanted: which kind it is, and what reads it."""
+    kind = kind_of(source)
+    if kind == CORRUPT_ZIP:
+        try:
+            Archive(source, what)
+        except FileError as error:
+            return error
+    advice = first_line(source) if kind == TEXT else _ADVICE.get(kind)
+    article = "an" if kind[0] in "aeu" else "a"
+    return FileError(
+        f"{what} is {article} {kind}, not {wanted}" + (f": {advice}" if advice else ""), kind
+    )
+
+
+def first_line(source: int | bytes) -> str:
+    """Return how a text file begins: a Git LFS pointer and an HTML page are recognized by it."""
+    text = read_some(source, 0, 1000).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
+    return f"it begins with {printable(text.splitlines()[0][:60] if text else '')!r}"
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        # The last character may be cut off.
+        text = (head[:-3] if len(head) == _HEAD else head).decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return all(letter.isprintable() or letter in "\ufeff\t\n\r\f" for letter in text)
+
+
+def is_pickle(head: bytes) -> bool:
+    """Return True if bytes begin like a pickle of any protocol, or would execute code if unpickled.
+
+    Text begins with letters that are instructions of protocol 0 too, but few of them make sense.
+    """
+    stream, seen = io.BytesIO(head[:_HEAD]), list[str]()
+    complete = False
+    try:
+        for instruction, argument, _ in islice(pickletools.genops(stream), 10_000):
+            parts = (
+                re.split(r"[ .]", str(argument)) if instruction.name in {"GLOBAL", "INST"} else ()
+            )
+            if not all(part.isidentifier() for part in parts):
+                break
+            seen.append(instruction.name)
+        else:
+            complete = True
+    except (ValueError, UnicodeError):
+        complete = stream.tell() == len(head) == _HEAD
+    names = set(seen)
+    long = seen[-1:] == ["STOP"] or len(seen) >= 16
+    return (
+        (complete and long)
+        or (head[:1] == b"\x80" and len(seen) >= 3)
+        or bool(names & _IMPORTS and names & _CALLS)
+    )
+
+
+def parse_digest(sha256: str) -> str:
+    """Return the hexadecimal digits of a SHA-256 in lower case.
+
+    Raises:
+        ValueError: If it is not a digest.
+    """
+    text = sha256.strip().lower().removeprefix("sha256:")
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise ValueError(f"{sha256!r} is not a SHA-256 digest, which has 64 hexadecimal digits")
+    return text
+
+
+def sha256_of(source: int | bytes) -> str:
+    """Return the SHA-256 of a file, as ``sha256sum`` prints it."""
+    digest, at = hashlib.sha256(), 0
+    end = os.fstat(source).st_size if isinstance(source, int) else len(source)
+    while at < end and (chunk := read_some(source, at, min(_CHUNK, end - at))):
+        digest.update(chunk)
+        at += len(chunk)
+    return digest.hexdigest()
+
+
+def check_digest(source: int | bytes, what: str, sha256: str) -> None:
+    """Raise FileError if a file has another SHA-256 than expected."""
+    wanted, found = parse_digest(sha256), sha256_of(source)
+    if found != wanted:
+        raise FileError(f"{what} has the SHA-256 {found}, not {wanted}: it is another file")

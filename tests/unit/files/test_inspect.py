@@ -1,0 +1,452 @@
+"""What `modkit.files.inspect` says of each kind of file. Nothing in a file is executed."""
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import pickle
+import stat
+import warnings
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from modkit.errors import FileError
+from modkit.files import FileInfo, TensorInfo, inspect
+from modkit.files.kinds import kind_of
+
+
+class Evil:
+    """An object whose unpickling creates a marker file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, (f"open({str(self.marker)!r}, 'w').close()",)
+
+
+def legacy(content: object, path: Path, **options: Any) -> Path:
+    """Write a file as torch did before version 1.6."""
+    torch.save(content, path, _use_new_zipfile_serialization=False, **options)
+    return path
+
+
+def scripted(path: Path) -> Path:
+    """Write a TorchScript archive with an extra file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(nn.Linear(2, 3)), path, _extra_files={"labels.txt": b"abc"})
+    return path
+
+
+def exported(path: Path) -> Path:
+    """Write a torch.export archive."""
+    torch.export.save(torch.export.export(nn.Linear(2, 3), (torch.ones(1, 2),)), path)
+    return path
+
+
+def sharded(folder: Path) -> Path:
+    """Write two shards and their index; return the index."""
+    save_file({"a": torch.ones(2, 3)}, folder / "model-1.safetensors")
+    save_file({"b": torch.ones(4, dtype=torch.bfloat16)}, folder / "model-2.safetensors")
+    index = folder / "model.safetensors.index.json"
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    return index
+
+
+def rewritten(path: Path, name: str, content: bytes) -> None:
+    """Replace a member of a zip file, with the right checksum."""
+    with zipfile.ZipFile(path) as archive:
+        members = {each: archive.read(each) for each in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for each, data in members.items():
+            archive.writestr(each, content if each.endswith(f"/{name}") else data)
+
+
+CONTENT = {
+    "model": OrderedDict(weight=torch.ones(2, 3), bias=torch.ones(3, dtype=torch.bfloat16)),
+    "optimizer": {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1}]},
+    "epoch": 7,
+    "name": "run",
+    "history": [1.5, 2.5],
+}
+TENSORS = (
+    TensorInfo("model.weight", (2, 3), "float32", 24),
+    TensorInfo("model.bias", (3,), "bfloat16", 6),
+    TensorInfo("optimizer.state.0.step", (), "float32", 4),
+)
+ENTRIES = {
+    "optimizer.param_groups.0.lr": "0.1",
+    "epoch": "7",
+    "name": "'run'",
+    "history": "[1.5, 2.5]",
+}
+
+
+def check_content(info: FileInfo) -> None:
+    """Assert that the content is the one above."""
+    assert info.tensors == TENSORS
+    assert (info.n_tensors, info.tensor_nbytes) == (3, 34)
+    assert info.entries == ENTRIES
+    assert info.groups["model"] == ("weight", "bias")
+    assert info.groups[""] == ("model", "optimizer", "epoch", "name", "history")
+    assert info.note == ""
+
+
+def test_a_torch_save_file(tmp_path: Path) -> None:
+    """Tensors, other entries, size, version and digest are listed."""
+    path = tmp_path / "last.pt"
+    torch.save(CONTENT, path)
+    info = inspect(path)
+
+    check_content(info)
+    assert (info.path, info.kind, info.format_version) == (str(path), "torch.save file", "3")
+    assert (info.nbytes, info.sha256) == (
+        path.stat().st_size,
+        hashlib.sha256(path.read_bytes()).hexdigest(),
+    )
+
+
+def test_a_torch_save_file_of_the_old_format(tmp_path: Path) -> None:
+    """Files from before torch 1.6 are read too."""
+    info = inspect(legacy(CONTENT, tmp_path / "old.pt"))
+
+    assert info.kind == "torch.save file (before torch 1.6)"
+    check_content(info)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_the_old_format_in_each_protocol(tmp_path: Path, protocol: int) -> None:
+    """The old format is recognized whatever protocol its pickles have."""
+    path = legacy(CONTENT, tmp_path / "old.pt", pickle_protocol=protocol)
+
+    assert kind_of(path) == "torch.save file (before torch 1.6)"
+
+
+def test_a_plain_state_dict(tmp_path: Path) -> None:
+    """The names of a state dict have no prefix; tied tensors have their bytes once."""
+    weight = torch.ones(4)
+    torch.save({"a.weight": weight, "b.weight": weight}, tmp_path / "net.pt")
+    info = inspect(str(tmp_path / "net.pt"))
+
+    assert [each.name for each in info.tensors] == ["a.weight", "b.weight"]
+    assert (info.n_tensors, info.tensor_nbytes) == (2, 16)
+    assert info.groups == {"": ("a.weight", "b.weight")}
+
+
+def test_other_entries_are_short(tmp_path: Path) -> None:
+    """Values that are not tensors are shown shortened and printable, whatever their size."""
+    content = {
+        "text": "x" * 10_000,
+        "control": "\x1b[31m\n",
+        "number": 1 << 2_000,
+        "list": list(range(10_000)),
+        "options": argparse.Namespace(lr=0.1),
+        "dtype": torch.float16,
+        "size": torch.Size([2]),
+        (1, 2): None,
+    }
+    torch.save(content, tmp_path / "x.pt")
+    entries = inspect(tmp_path / "x.pt").entries
+
+    assert all(len(text) < 100 and text.isprintable() for text in entries.values())
+    assert entries["options.lr"] == "0.1"
+    assert entries["dtype"] == "torch.float16"
+    assert entries["(1, 2)"] == "None"
+    assert entries["list"] == "[0, 1, 2, 3, 4, 5, 6, 7, ...]"
+    assert entries["number"] == "int"
+
+
+def test_tensors_without_plain_memory(tmp_path: Path) -> None:
+    """Sparse tensors are listed with their shape."""
+    torch.save({"sparse": torch.eye(3).to_sparse()}, tmp_path / "x.pt")
+
+    assert inspect(tmp_path / "x.pt").tensors == (TensorInfo("sparse", (3, 3), "float32", 0),)
+
+
+@pytest.mark.parametrize("nested", ["lists", "itself"])
+def test_a_hostile_structure_ends(tmp_path: Path, nested: str) -> None:
+    """A file that names one object a billion times, or itself, is listed up to a bound."""
+    content: Any = {"x": torch.ones(1)}
+    if nested == "itself":
+        content["self"] = content
+    else:
+        for _ in range(12):
+            content = {str(index): content for index in range(10)}
+    torch.save(content, tmp_path / "x.pt")
+    info = inspect(tmp_path / "x.pt")
+
+    assert 0 < info.n_tensors < 2_000_000
+    assert info.note == (
+        "the listing is cut: the file has too many entries" if nested == "lists" else ""
+    )
+
+
+def test_a_torchscript_archive(tmp_path: Path) -> None:
+    """Records of tensors are counted, and the extra files are listed."""
+    info = inspect(scripted(tmp_path / "net.pt"))
+
+    assert (info.kind, info.format_version) == ("TorchScript archive", "3")
+    assert (info.n_tensors, info.tensor_nbytes, info.tensors) == (2, 36, ())
+    assert info.extra_files == {"labels.txt": 3}
+
+
+def test_a_torch_export_archive(tmp_path: Path) -> None:
+    """Records of tensors are counted."""
+    info = inspect(exported(tmp_path / "net.pt2"))
+
+    assert info.kind == "torch.export archive"
+    assert (info.n_tensors, info.tensor_nbytes) == (2, 36)
+
+
+def test_a_safetensors_file(tmp_path: Path) -> None:
+    """Tensors and metadata are listed."""
+    path = tmp_path / "net.bin"
+    save_file(
+        {"a": torch.ones(2, 3), "b": torch.ones(2).to(torch.float8_e4m3fn)}, path, {"by": "me"}
+    )
+    info = inspect(path)
+
+    assert info.kind == "safetensors file"
+    assert info.tensors == (
+        TensorInfo("a", (2, 3), "float32", 24),
+        TensorInfo("b", (2,), "float8_e4m3fn", 2),
+    )
+    assert info.entries == {"by": "'me'"}
+
+
+@pytest.mark.parametrize("given", ["index", "directory"])
+def test_a_sharded_checkpoint(tmp_path: Path, given: str) -> None:
+    """All shards count, through the index or the directory."""
+    index = sharded(tmp_path)
+    info = inspect(index if given == "index" else tmp_path)
+
+    assert (info.kind, info.sha256) == ("sharded checkpoint", "")
+    assert info.nbytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert info.tensors == (
+        TensorInfo("a", (2, 3), "float32", 24),
+        TensorInfo("b", (4,), "bfloat16", 8),
+    )
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/dev/zero", "", 3, None])
+def test_an_index_names_files_beside_it(tmp_path: Path, name: object) -> None:
+    """An index cannot make the reader open files in other folders."""
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+
+    with pytest.raises(FileError, match="is corrupt") as caught:
+        inspect(index)
+    assert caught.value.kind == "sharded checkpoint"
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_with_code_is_not_executed(tmp_path: Path, protocol: int) -> None:
+    """A pickle that runs eval is a pickle in each protocol, the text protocol 0 included."""
+    path, marker = tmp_path / "e.pkl", tmp_path / "marker"
+    path.write_bytes(pickle.dumps(Evil(marker), protocol))
+    info = inspect(path)
+
+    assert info.kind == "pickle"
+    assert "would execute code" in info.note
+    assert "fickling and picklescan" in info.note
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"cos\nsystem\n(S'true'\ntR\xff\xff",
+        b"(S'true'\nios\nsystem\n.",
+        b"cos\nsystem\n(S'true'\ntR." + b"x" * 3_000_000,
+        b"(0cos\nsystem\n(S'true'\ntR.",
+    ],
+    ids=["invalid end", "inst", "long end", "popped mark"],
+)
+def test_a_pickle_that_hides_is_a_pickle(tmp_path: Path, content: bytes) -> None:
+    """Unpickling executes code before it meets what is invalid."""
+    path = tmp_path / "x.txt"
+    path.write_bytes(content)
+
+    assert inspect(path).kind == "pickle"
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("value", [None, 1, "text", [], {"a": [1, 2]}, list(range(5000))], ids=str)
+def test_a_pickle_of_plain_values(tmp_path: Path, protocol: int, value: object) -> None:
+    """Small and large pickles of plain values are recognized."""
+    path = tmp_path / "x.pkl"
+    path.write_bytes(pickle.dumps(value, protocol))
+
+    assert inspect(path).kind == "pickle"
+
+
+@pytest.mark.parametrize("how", ["zip", "zip, protocol 0", "old", "old, protocol 0"])
+def test_a_torch_save_file_with_code_is_not_executed(tmp_path: Path, how: str) -> None:
+    """The note says that loading with pickle would execute code, and what torch names."""
+    path, marker = tmp_path / "e.pt", tmp_path / "marker"
+    content = {"model": Evil(marker)}
+    options = {"pickle_protocol": 0} if "0" in how else {}
+    torch.save(content, path, _use_new_zipfile_serialization="zip" in how, **options)
+    info = inspect(path)
+
+    assert info.kind.startswith("torch.save file")
+    assert "would execute code" in info.note
+    assert "eval" in info.note or "0" in how
+    assert (info.tensors, marker.exists()) == ((), False)
+
+
+@pytest.mark.parametrize(
+    ("content", "note"),
+    [
+        (b"<!DOCTYPE html>\n<html></html>", "it begins with '<!DOCTYPE html>'"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "it begins with 'version https://git-lfs.github.com/spec/v1'",
+        ),
+        (b"No. 1 (I think)\n", "it begins with 'No. 1 (I think)'"),
+        (b"cat\ndog\nmouse\n", "it begins with 'cat'"),
+        (b"class Foo:\n    pass\n", "it begins with 'class Foo:'"),
+        (b"import os\n", "it begins with 'import os'"),
+        (b"(hello)\n", "it begins with '(hello)'"),
+        (b"." * 100, f"it begins with {'.' * 60!r}"),
+        (b"\x7f\n", "unknown"),
+        ("Übergröße\n".encode(), "it begins with 'Übergröße'"),
+    ],
+    ids=[
+        "html",
+        "lfs",
+        "prose",
+        "words",
+        "class",
+        "import",
+        "parenthesis",
+        "dots",
+        "control",
+        "utf8",
+    ],
+)
+def test_text_is_not_a_pickle(tmp_path: Path, content: bytes, note: str) -> None:
+    """Text is shown by its first line."""
+    path = tmp_path / "x.pt"
+    path.write_bytes(content)
+    info = inspect(path)
+
+    if note == "unknown":
+        assert info.kind == "unknown file"
+    else:
+        assert (info.kind, info.note) == ("text file", note)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(__file__).parent.glob("test_*.py")), ids=lambda p: p.name
+)
+def test_source_code_is_text(path: Path) -> None:
+    """Source code begins with letters that are opcodes of protocol 0."""
+    assert inspect(path).kind == "text file"
+
+
+def test_other_files(tmp_path: Path) -> None:
+    """A zip file without members of torch, and bytes of no known kind, are told apart."""
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("a/readme.txt", "text")
+    (tmp_path / "x.bin").write_bytes(bytes(range(256)) * 20)
+
+    assert inspect(tmp_path / "x.zip").kind == "zip file"
+    assert inspect(tmp_path / "x.bin").kind == "unknown file"
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    """An empty file is an error."""
+    (tmp_path / "x.pt").touch()
+
+    with pytest.raises(FileError, match=r"x\.pt is corrupt: it is empty") as caught:
+        inspect(tmp_path / "x.pt")
+    assert caught.value.kind == "empty file"
+
+
+@pytest.mark.parametrize("kind", ["zip", "old", "safetensors"])
+def test_a_truncated_file(tmp_path: Path, kind: str) -> None:
+    """Files that have been cut off anywhere behind their first bytes are an error."""
+    path = tmp_path / "x.pt"
+    content = {"weight": torch.randn(100), "bias": torch.randn(10)}
+    if kind == "safetensors":
+        save_file(content, path)
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=kind == "zip")
+    data = path.read_bytes()
+    for length in (len(data) - 1, len(data) - 400, len(data) // 2, 100):
+        path.write_bytes(data[:length])
+        with pytest.raises(FileError, match=r"x\.pt"):
+            inspect(path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x80\x02\xff.", b"\x80\x02", b""], ids=["opcode", "cut", "empty"]
+)
+def test_a_corrupt_pickle_in_a_torch_save_file(tmp_path: Path, content: bytes) -> None:
+    """A bad pickle is an error with a reason."""
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.ones(1)}, path)
+    rewritten(path, "data.pkl", content)
+
+    with pytest.raises(FileError, match=r"x\.pt .*: \S+"):
+        inspect(path)
+
+
+def test_a_member_with_an_empty_name(tmp_path: Path) -> None:
+    """A zip file whose directory has lost a name is an error."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("a", "text")
+    name_at = buffer.getvalue().rindex(b"PK\x01\x02")
+    data = bytearray(buffer.getvalue())
+    data[name_at + 28 : name_at + 30] = b"\0\0"
+    del data[name_at + 46]
+    data[-10:-6] = (int.from_bytes(data[-10:-6], "little") - 1).to_bytes(4, "little")
+    (tmp_path / "x.pt").write_bytes(data)
+
+    with pytest.raises(FileError, match="is corrupt") as caught:
+        inspect(tmp_path / "x.pt")
+    assert caught.value.kind == "corrupt zip file"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
+    """A FIFO is not opened, as itself and as a shard."""
+    os.mkfifo(tmp_path / "x.pt")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "x.pt"}}))
+
+    for path in (tmp_path / "x.pt", index, tmp_path):
+        with pytest.raises(FileError, match="is a FIFO, not a regular file"):
+            inspect(path)
+
+
+def test_a_device_is_refused(tmp_path: Path) -> None:
+    """A device is not opened."""
+    path = tmp_path / "zero"
+    try:
+        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))
+    except (AttributeError, PermissionError):
+        pytest.skip("needs the permission to create devices")
+
+    with pytest.raises(FileError, match="is a character device"):
+        inspect(path)
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    """A missing file, and a directory without a checkpoint, are FileNotFoundError."""
+    with pytest.raises(FileNotFoundError):
+        inspect(tmp_path / "x.pt")
+    with pytest.raises(FileNotFoundError, match="is a directory without"):
+        inspect(tmp_path)

@@ -1,0 +1,505 @@
+import hashlib
+import io
+import pickle
+import re
+import struct
+import subprocess
+import sys
+import textwrap
+import time
+import zipfile
+
+import pytest
+import safetensors.torch
+import torch
+
+from modkit.errors import FileError
+from modkit.files.torchscript_files import check_depth, verified_archive
+from tests.integration.torchscript import scripted_tests
+from tests.unit.jit.archives import archive, changed, loaded, members, net, packed, place_of
+
+
+pytestmark = scripted_tests
+
+
+def verified(f, sha256=None):
+    """Verify an archive, given as bytes or as what jit.load takes; return its extra files."""
+    with verified_archive(io.BytesIO(f) if isinstance(f, bytes) else f, sha256) as found:
+        return found.extra_files
+
+
+def flipped(data, offset, mask=1):
+    """Return the bytes with one of them changed."""
+    changed_bytes = bytearray(data)
+    changed_bytes[offset] ^= mask
+    return bytes(changed_bytes)
+
+
+def with_fields(data, offset, fields):
+    """Return the bytes with others from an offset on."""
+    offset %= len(data)
+    return data[:offset] + fields + data[offset + len(fields) :]
+
+
+def weight():
+    """Return the name of the member with the weights of the first layer."""
+    content = net().state_dict()["body.0.weight"].numpy().tobytes()
+    return next(name for name, data in members(archive()).items() if data == content)
+
+
+def saved(**options):
+    """Return what torch.save writes."""
+    buffer = io.BytesIO()
+    torch.save(torch.nn.Linear(2, 3).state_dict(), buffer, **options)
+    return buffer.getvalue()
+
+
+def exported():
+    """Return what torch.export.save writes."""
+    buffer = io.BytesIO()
+    program = torch.export.export(torch.nn.Linear(2, 3), (torch.ones(1, 2),))
+    torch.export.save(program, buffer)
+    return buffer.getvalue()
+
+
+# What a file is → how it is made, its kind, and what the error says to do.
+KINDS = {
+    "state_dict": (saved, "torch.save file", "modkit.load_checkpoint"),
+    "legacy": (
+        lambda: saved(_use_new_zipfile_serialization=False),
+        "torch.save file (before torch 1.6)",
+        "torch.load(..., weights_only=True)",
+    ),
+    "pickle": (lambda: pickle.dumps([1, 2, 3]), "pickle", "weights_only=True"),
+    "export": (exported, "torch.export archive", "torch.export.load"),
+    "safetensors": (
+        lambda: safetensors.torch.save({"w": torch.ones(2)}),
+        "safetensors file",
+        "safetensors.torch.load_file",
+    ),
+    "zip": (lambda: packed({"a.txt": b"a"}), "zip file", "none of the members"),
+    "text": (lambda: "zwölf\nzeilen".encode() * 2000, "text file", "it begins with 'zwölf'"),
+    "page": (lambda: b"\n<!DOCTYPE HTML><html>", "text file", "<!DOCTYPE HTML>"),
+    "pointer": (
+        lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+        "text file",
+        "git-lfs",
+    ),
+    "empty": (lambda: b"", "empty file", "nothing was written"),
+    "noise": (lambda: bytes(range(255, 0, -1)) * 9, "unknown file", "first bytes"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+@pytest.mark.parametrize("case", KINDS)
+def test_another_kind_of_file_is_named_with_what_reads_it(case, tmp_path):
+    """Each kind of file that is not an archive gets an error that names it and its loader."""
+    make, kind, advice = KINDS[case]
+    path = tmp_path / "model.pt"
+    path.write_bytes(make())
+
+    for source in (path, str(path), io.BytesIO(make())):
+        with pytest.raises(FileError) as caught:
+            verified(source)
+        assert f"{kind}, not a TorchScript archive: " in str(caught.value)
+        assert advice in str(caught.value)
+        assert caught.value.kind == kind
+        assert str(caught.value).startswith(str(path)) == (
+            source is not None and source in {path, str(path)}
+        )
+
+
+def test_an_intact_archive(tmp_path):
+    """An archive of torch is accepted, and its extra files are returned with their sizes."""
+    path = tmp_path / "net.pt"
+    path.write_bytes(archive())
+
+    assert verified(archive()) == verified(path) == verified(str(path)) == {"labels.txt": 7}
+    with verified_archive(path) as found:
+        assert isinstance(found.source, str)
+        assert torch.jit.load(found.source) is not None
+
+
+def test_an_archive_with_a_seal_of_an_earlier_modkit():
+    """The list of members that modkit once wrote is passed over."""
+    assert verified(changed(archive(), {"modkit.members.json": b"{}"})) == {"labels.txt": 7}
+
+
+def test_archives_of_old_names_for_the_version():
+    """An archive whose version is in ``.data`` is one too, as in torch."""
+    content = members(archive())
+    content = {name.replace("/version", "/.data/version"): content[name] for name in content}
+
+    assert verified(packed(content)) == {"labels.txt": 7}
+
+
+def test_a_flipped_bit_in_the_weights():
+    """Torch loads other weights without a word; here the corrupt member is named."""
+    corrupt = flipped(archive(), place_of(archive(), weight()), 0x40)
+
+    theirs = loaded(corrupt).state_dict()
+    assert any(not torch.equal(theirs[name], right) for name, right in net().state_dict().items())
+    member = weight().partition("/")[2]
+    with pytest.raises(
+        FileError, match=f"^the file is corrupt: the content of {member} does not match"
+    ):
+        verified(corrupt)
+
+
+@pytest.mark.parametrize("size", [64, 1 << 20], ids=["small", "in threads"])
+@pytest.mark.parametrize("raised", [None, RuntimeError, KeyError])
+def test_corrupt_weights_take_precedence(size, raised):
+    """The block runs before the weights are verified; what it raises is the cause."""
+    module = torch.nn.Linear(size, 1, bias=False)
+    with torch.no_grad():
+        module.weight.fill_(2.0)
+    data = torch.jit.script(module).save_to_buffer()
+    corrupt = flipped(data, data.index(module.weight.detach().numpy().tobytes()[:64]))
+    ran = []
+
+    def block():
+        with verified_archive(io.BytesIO(corrupt)):
+            ran.append(True)
+            if raised:
+                raise raised("torch")
+
+    with pytest.raises(FileError, match="does not match its checksum") as caught:
+        block()
+    assert ran == [True] * (size > 64)
+    assert isinstance(caught.value.__cause__, raised or type(None)) or not ran
+
+
+@pytest.mark.parametrize(
+    "text", ["PytorchStreamReader failed locating file", "[enforce fail at inline_container.cc:9]"]
+)
+def test_errors_of_the_reader_of_torch(text):
+    """What torch's reader of zip files refuses is a corrupt file; other errors pass through."""
+    message = re.escape(f"is corrupt: torch cannot read it: {text}")
+    with pytest.raises(FileError, match=message), verified_archive(io.BytesIO(archive())):
+        raise RuntimeError(f"{text}\nand a trace of C++")
+    with (
+        pytest.raises(RuntimeError, match=r"^out of memory$"),
+        verified_archive(io.BytesIO(archive())),
+    ):
+        raise RuntimeError("out of memory")
+
+
+def test_a_checksum_of_zero_was_not_computed():
+    """An archive that torch wrote without checksums is not corrupt."""
+    without = bytearray(archive())
+    with zipfile.ZipFile(io.BytesIO(archive())) as file:
+        for info in file.infolist():
+            stated = info.CRC.to_bytes(4, "little")
+            place = without.index(b"PK\x01\x02", file.start_dir)
+            while without[place + 46 : place + 46 + len(info.filename)] != info.filename.encode():
+                place = without.index(b"PK\x01\x02", place + 1)
+            assert without[place + 16 : place + 20] == stated
+            without[place + 16 : place + 20] = bytes(4)
+
+    assert verified(bytes(without)) == {"labels.txt": 7}
+
+
+def test_the_digest_of_the_file(tmp_path):
+    """The expected digest may be written as tools print it; another one is an error."""
+    path = tmp_path / "net.pt"
+    path.write_bytes(archive())
+    right = hashlib.sha256(archive()).hexdigest()
+    wrong = hashlib.sha256(b"").hexdigest()
+
+    for source in (archive(), path):
+        assert verified(source, right) == {"labels.txt": 7}
+        assert verified(source, f" SHA256:{right.upper()}\n") == {"labels.txt": 7}
+        with pytest.raises(ValueError, match="it is another file") as caught:
+            verified(source, wrong)
+        assert right in str(caught.value)
+        assert wrong in str(caught.value)
+
+
+@pytest.mark.parametrize("digest", ["", "abc", "zz", "g" * 64, "a" * 63])
+def test_what_is_not_a_digest(digest):
+    """A digest that cannot be one is refused as such."""
+    text = f"sha256 must be 64 hexadecimal digits; {digest!r} is not a digest"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        verified(archive(), digest)
+
+
+def test_the_digest_is_compared_first():
+    """A file of another kind with another digest is another file."""
+    with pytest.raises(ValueError, match="it is another file"):
+        verified(b"text", "a" * 64)
+
+
+@pytest.mark.parametrize("name", ["data.pkl", "constants.pkl", "version"])
+def test_missing_members(name):
+    """An archive without what every archive has is corrupt."""
+    with pytest.raises(FileError, match=f"is corrupt: it has no {name}"):
+        verified(changed(archive(), {name: None}))
+
+
+def test_two_members_of_one_name():
+    """Two members whose names differ in case only are refused: torch would take either."""
+    with pytest.raises(FileError, match="two members have the same name"):
+        verified(changed(archive(), {"DATA.PKL": b"other"}))
+
+
+def test_a_member_outside_of_the_folder():
+    """A member that is not where the others are is refused: torch would not see it."""
+    with pytest.raises(FileError, match="'other/data/0' is not in the folder 'archive/'"):
+        verified(packed({**members(archive()), "other/data/0": b"1234"}))
+
+
+def test_a_member_without_a_name():
+    """A member with an empty name is refused."""
+    with pytest.raises(FileError, match="corrupt"):
+        verified(packed({**members(archive()), "": b"1234"}))
+
+
+@pytest.mark.parametrize("side", ["before", "after", "comment"])
+def test_something_around_the_zip_file(side):
+    """What stands before or behind the zip is refused: readers differ on what the file holds."""
+    around = {
+        "before": packed({"archive/data.pkl": b"other"}) + archive(),
+        "after": archive() + b"more",
+        "comment": archive()[:-2] + b"\x04\x00more",
+    }
+
+    with pytest.raises(FileError, match="table of members"):
+        verified(around[side])
+
+
+@pytest.mark.parametrize("name", ["data.pkl", "data/0", "extra/labels.txt"])
+def test_a_compressed_member(name):
+    """Torch compresses code alone; anything else that is compressed is refused unread."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as target:
+        for member, data in members(archive()).items():
+            packs = member.endswith((name, ".py"))
+            target.writestr(member, data, zipfile.ZIP_DEFLATED if packs else zipfile.ZIP_STORED)
+
+    with pytest.raises(FileError, match=f"{name} is compressed"):
+        verified(file.getvalue())
+
+
+def test_a_small_file_that_unpacks_to_a_large_one(tmp_path):
+    """1.5 GB of zeros in a small file are not unpacked, as weights or as code."""
+    for name in ("archive/data/99", "archive/code/__torch__/a.py"):
+        path = tmp_path / "bomb.pt"
+        with zipfile.ZipFile(path, "w") as target:
+            for member, data in members(archive()).items():
+                target.writestr(member, data)
+        _append_zeros(path, name, 1_500_000_000)
+        start = time.perf_counter()
+        with pytest.raises(FileError, match=r"is compressed|128 MiB unpacked"):
+            verified(path)
+        assert time.perf_counter() - start < 1
+
+
+def _append_zeros(path, name, size):
+    """Write a member whose packed bytes are few; only its table tells the full size."""
+    content = members(path.read_bytes())
+    with zipfile.ZipFile(path, "w") as target:
+        for member, data in content.items():
+            target.writestr(member, data)
+        target.writestr(name, bytes(1 << 20), zipfile.ZIP_DEFLATED)
+    data = path.read_bytes()
+    place = data.rindex(b"PK\x01\x02")
+    path.write_bytes(with_fields(data, place + 24, struct.pack("<I", size)))
+
+
+def nested(kind, depth):
+    """Return a pickle of nested containers, put together in one of several ways."""
+    return {
+        "lists": b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b".",
+        "marked lists": b"\x80\x02" + b"](" * depth + b"e" * depth + b".",
+        "tuples": b"\x80\x02)" + b"\x85" * depth + b".",
+        "marked tuples": b"\x80\x02" + b"(" * depth + b"t" * depth + b".",
+        "dicts": b"\x80\x02" + b"}K\x00" * depth + b"Ns" + b"s" * (depth - 1) + b".",
+        "with POP": b"\x80\x02)" + b"\x85N0" * depth + b".",
+        "with memo": b"\x80\x02)" + b"\x85q\x000h\x00" * depth + b".",
+        # Each list is put into the one before it, which the one before that has already.
+        "late": b"\x80\x02"
+        + b"".join(b"]r" + struct.pack("<I", index) for index in range(depth))
+        + b"".join(
+            b"j" + struct.pack("<I", index) + b"j" + struct.pack("<I", index + 1) + b"a0"
+            for index in range(depth - 1)
+        )
+        + b"j\0\0\0\0.",
+    }[kind]
+
+
+NESTED = [
+    "lists",
+    "marked lists",
+    "tuples",
+    "marked tuples",
+    "dicts",
+    "with POP",
+    "with memo",
+    "late",
+]
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_nesting_that_overflows_the_stack(kind, tmp_path):
+    """200,000 nested containers, which crash torch's reader, are refused; the process survives."""
+    for name in ("data.pkl", "constants.pkl"):
+        path = tmp_path / f"{name}.pt"
+        path.write_bytes(changed(archive(), {name: nested(kind, 200_000)}))
+    code = f"""
+        import warnings
+        warnings.simplefilter("ignore")
+        from modkit import errors, jit
+        for name in ("data.pkl", "constants.pkl"):
+            try:
+                jit.load({str(tmp_path)!r} + f"/{{name}}.pt")
+            except errors.FileError as error:
+                print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    assert all(
+        re.search(r"corrupt: \w+\.pkl: it (nests deeper|fills an object)", line) for line in lines
+    )
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_nesting_that_is_no_harm(kind):
+    """Containers in one another to a moderate depth pass, also where there are many."""
+    if kind != "late":
+        check_depth(nested(kind, 900))
+    check_depth(pickle.dumps([[[index], (index, {"a": index})] for index in range(2000)], 2))
+    with pytest.raises(ValueError, match=r"nests deeper|fills an object"):
+        check_depth(nested(kind, 1100))
+
+
+@pytest.mark.parametrize(
+    "data", [b"a" * 2000, b"\x80\x02" + b"t" * 2000, b"\x80\x02" + b"h\x07a" * 2000]
+)
+def test_pickles_that_cannot_be_followed(data):
+    """Operations that find nothing to work on are an error."""
+    with pytest.raises(ValueError, match="do not fit together"):
+        check_depth(data)
+
+
+# Fields of the records at the end of the file, by their place from its end: those of archives of torch,
+# which have the records of large files too, and those of the last record where it is the only one.
+FIELDS = {
+    "disk, large": (-98 + 16, 4),
+    "disk of the table, large": (-98 + 20, 4),
+    "members on the disk, large": (-98 + 24, 8),
+    "members, large": (-98 + 32, 8),
+    "size of the table, large": (-98 + 40, 8),
+    "place of the table, large": (-98 + 48, 8),
+    "disk": (-18, 2),
+    "disk of the table": (-16, 2),
+    "members on the disk": (-14, 2),
+    "members": (-12, 2),
+    "size of the table": (-10, 4),
+    "place of the table": (-6, 4),
+    "length of the comment": (-2, 2),
+}
+
+
+@pytest.mark.parametrize("change", [1, -1])
+@pytest.mark.parametrize("field", FIELDS)
+def test_fields_of_the_end_record(field, change, tmp_path):
+    """Several disks, or a table of another size or place, are a FileError, whoever finds them."""
+    data = archive() if "large" in field else packed(members(archive()))
+    place, size = FIELDS[field]
+    place += len(data)
+    value = int.from_bytes(data[place : place + size], "little") + change
+    data = with_fields(data, place, (value % (1 << 8 * size)).to_bytes(size, "little"))
+    path = tmp_path / "net.pt"
+    path.write_bytes(data)
+
+    for source in (path, io.BytesIO(data)):
+        with pytest.raises(FileError, match=r"corrupt|damaged"), verified_archive(source) as found:
+            given = found.source
+            torch.jit.load(io.BytesIO(given) if isinstance(given, bytes) else given)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems limit memory in other ways")
+def test_a_digest_takes_no_second_copy_in_memory(tmp_path):
+    """Loading with a digest works where there is room for the weights once, and not twice."""
+    path, size = tmp_path / "net.pt", 64 << 20
+    torch.jit.script(torch.nn.Linear(1 << 12, 1 << 12, bias=False)).save(path)
+    code = f"""
+        import re, resource, sys, warnings
+        from pathlib import Path
+        warnings.simplefilter("ignore")
+        import torch
+        from modkit import jit
+        jit.script(torch.nn.Linear(1, 1))
+        used = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+        limit = used + int(1.5 * {size})
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        module = jit.load({str(path)!r}, sha256={hashlib.sha256(path.read_bytes()).hexdigest()!r})
+        print(module.weight.numel())
+        try:
+            content = [bytes({size}) for _ in range(2)]
+        except MemoryError:
+            print("limited")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
+
+    assert done.stdout.split() == [str(1 << 24), "limited"], done.stderr
+
+
+def test_a_file_that_is_exchanged_after_it_was_verified(tmp_path):
+    """What was verified is what torch's reader gets, even if another file takes its place."""
+    path = tmp_path / "net.pt"
+    path.write_bytes(archive())
+    other = tmp_path / "other.pt"
+    other.write_bytes(b"other")
+    with verified_archive(path, hashlib.sha256(archive()).hexdigest()) as found:
+        other.replace(path)
+        module = torch.jit.load(found.source)
+
+    inputs = torch.randn(2, 3)
+    assert torch.equal(module(inputs), net()(inputs))
+    assert path.read_bytes() == b"other"
+
+
+@pytest.mark.parametrize("where", ["missing.pt", "."], ids=["missing", "folder"])
+def test_a_path_without_a_file(where, tmp_path, monkeypatch):
+    """The errors are those of torch."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="The provided filename") as theirs:
+        torch.jit.load(where)
+    with pytest.raises(ValueError, match="The provided filename") as ours:
+        verified(where)
+
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_other_sources(tmp_path):
+    """A file that stands at its end is read from the start; text and pipes are refused."""
+    path = tmp_path / "net.pt"
+    path.write_bytes(archive())
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        assert verified(file) == {"labels.txt": 7}
+    with pytest.raises(TypeError, match="open it in the mode 'rb'"):
+        verified(io.StringIO("text"))
+    with pytest.raises(FileError, match="is not a regular file"):
+        verified("/dev/null")
+
+
+def test_functions_are_archives_too():
+    """The archive of a compiled function passes."""
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(_double), buffer)
+
+    assert verified(buffer) == {}
+
+
+def _double(values: torch.Tensor) -> torch.Tensor:
+    """Return twice the values."""
+    return values * 2
