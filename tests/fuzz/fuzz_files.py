@@ -80,18 +80,21 @@ def script_parts(module: Any) -> Any:
     """Return what is in a compiled module, without calling it: its code may run without end."""
     return {
         "state": dict(module.state_dict()),
-        "code": {name: str(part._c.dump_to_str(True, False, False)) for name, part in [("", module)]},
+        "code": str(module.code),
     }
 
 
 def torch_load(path: Path) -> Any:
     """Read a checkpoint with torch."""
-    return torch.load(path, weights_only=True)
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return torch.load(path, weights_only=True)
 
 
 def torch_average(path: Path) -> Any:
     """Return the tensors in a checkpoint as an average of one file would have them."""
-    return {name: value.detach() for name, value in torch_load(path).items()}
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    return {name: torch.Tensor.detach(value) for name, value in dict.items(found)}
 
 
 def torch_script(path: Path) -> Any:
@@ -141,9 +144,14 @@ def same_values(found: Any, expected: Any) -> str:
 
 def bits(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a tensor, without its gaps."""
+    if tensor.is_meta:
+        return str(tensor.stride()).encode()
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    raw = plain.flatten().view(torch.uint8) if plain.numel() else plain
-    return raw.numpy().tobytes() if plain.numel() else b""
+    if not plain.numel():
+        return b""
+    # Dimensions without strides would be in the way of a view.
+    raw: bytes = plain.flatten().view(torch.uint8).numpy().tobytes()
+    return raw
 
 
 @functools.cache
@@ -217,7 +225,9 @@ def outcome_of(reader: str, chosen: Case, path: Path) -> tuple[str, str]:
     return ("read otherwise", text) if text else ("same", "")
 
 
-def run(seed: int, numbers: range, report: Callable[[Fault], None], begun: Any = None) -> Counter[str]:
+def run(
+    seed: int, numbers: range, report: Callable[[Fault], None], begun: Any = None
+) -> Counter[str]:
     """Read files in this process."""
     counts: Counter[str] = Counter()
     warnings.simplefilter("ignore")
@@ -345,7 +355,9 @@ def fuzz(options: argparse.Namespace) -> int:
         print(f"{count:8,} {name}")
     for (reader, what), count in Counter((f.reader, f.what) for f in faults).items():
         first = next(f for f in faults if (f.reader, f.what) == (reader, what))
-        print(f"FAULT {count} x {reader}: {what}, first {first.number}: {first.text.strip()[-300:]}")
+        print(
+            f"FAULT {count} x {reader}: {what}, first {first.number}: {first.text.strip()[-300:]}"
+        )
     seconds = time.monotonic() - start
     print(f"{read:,} files of seed {options.seed} in {seconds:.0f} s, {len(faults)} faults")
     return 1 if faults else 0

@@ -37,7 +37,9 @@ NUMBERS = [
 ]
 TEXTS = ["", "0", "1", "99", "cpu", "cuda:0", "meta", "storage", "module", "data.pkl", "../0", "é"]
 # Instructions without arguments, and some with.
-OPCODES = [bytes([code]) for code in b"().012NQRabdelotsu]}\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94"]
+OPCODES = [
+    bytes([code]) for code in b"().012NQRabdelotsu]}\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94"
+]
 
 
 class Case(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class Comparison:
             self._tensors(path, a, b)
         elif isinstance(a, (torch.UntypedStorage, torch.TypedStorage)):
             self._storage_objects(path, a, b)
-        elif isinstance(a, Mapping):
+        elif isinstance(a, dict):
             self._mappings(path, a, b)
         elif isinstance(a, (list, tuple)):
             equal(path, "length", len(a), len(b))
@@ -104,8 +104,10 @@ class Comparison:
         return False
 
     def _mappings(self, path: str, a: Any, b: Any) -> None:
-        equal(path, "keys", [packed(key) for key in a], [packed(key) for key in b])
-        for (key, one), other in zip(a.items(), b.values(), strict=True):
+        # Attributes that stand in the file may hide methods.
+        items, values = list(dict.items(a)), list(dict.values(b))
+        equal(path, "keys", [packed(key) for key, _ in items], [packed(key) for key in b])
+        for (key, one), other in zip(items, values, strict=True):
             self.compare(f"{path}[{key!r}]", one, other)
         if isinstance(a, (OrderedDict, Counter)):
             self.compare(f"{path}.__dict__", vars(a), vars(b))
