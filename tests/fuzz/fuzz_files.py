@@ -390,7 +390,7 @@ def guided(options: argparse.Namespace) -> int:
 
 def explore(atheris: Any, options: argparse.Namespace) -> int:
     """Run atheris on the readers of checkpoints; a fault ends it."""
-    from tests.unit.files.raw_zip import unpacked, with_pickle  # noqa: PLC0415
+    from tests.unit.files.raw_zip import unpacked, with_pickle
 
     folder = Path(tempfile.mkdtemp())
     corpus = KEPT / "corpus"

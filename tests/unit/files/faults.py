@@ -40,7 +40,7 @@ _NEW_MOUNTS, _NEW_PIDS = 0x00020000, 0x20000000
 _READ_ONLY, _BIND, _REMOUNT, _RECURSIVE, _PRIVATE = 1, 4096, 32, 16384, 1 << 18
 
 
-class NotPossible(Exception):  # noqa: N818 - it is no error of the writer
+class NotPossible(Exception):
     """The fault cannot be made here, or does not apply to the writer."""
 
 
@@ -91,7 +91,7 @@ def failed(writer: Writer, target: Path, version: int = 2) -> BaseException:
     """Save, which must fail; return the error that says why."""
     try:
         writer.save(target, version)
-    except BaseException as error:  # noqa: BLE001 - it is looked at by the caller
+    except BaseException as error:
         assert str(target) in str(error) or str(target) in repr(error), f"no path in {error!r}"
         # The command line shows the text of an error, which is the cause.
         while writer.name == "average" and error.__cause__ and not getattr(error, "errno", None):
@@ -122,7 +122,7 @@ def fork(run: Callable[[], Any]) -> int:
     try:
         run()
         code = 0
-    except BaseException:  # noqa: BLE001 - the process ends here
+    except BaseException:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
@@ -200,7 +200,7 @@ def two_threads(writer: Writer, folder: Path, count: int) -> None:
     def guarded(run: Callable[[], Any]) -> None:
         try:
             run()
-        except BaseException as error:  # noqa: BLE001 - raised below
+        except BaseException as error:
             errors.append(error)
 
     def start(save: Callable[[Writer, int], Any]) -> None:
@@ -542,7 +542,7 @@ def interrupted(writer: Writer, folder: Path, count: int) -> str:
             signal.setitimer(signal.ITIMER_REAL, random.uniform(0.05, 0.95) * duration)
             writer.save(target, 2)
             signal.setitimer(signal.ITIMER_REAL, 0)
-        except BaseException as error:  # noqa: BLE001 - click makes it another one
+        except BaseException as error:
             assert type(error).__name__ in {"KeyboardInterrupt", "Abort"}, repr(error)
         if places and places[0] not in _HOUSEKEEPING:
             assert names_in(folder) == {target.name}, places
@@ -598,7 +598,7 @@ def trial(one: Fault, writer: Writer, count: int, conn: int) -> None:
         answer = {"intact": one.run(writer, place, count) or "intact"}
     except NotPossible as reason:
         answer = {"skipped": str(reason)}
-    except BaseException:  # noqa: BLE001 - it is reported
+    except BaseException:
         answer = {"lost": traceback.format_exc()[-3000:]}
     os.seteuid(user)
     os.write(conn, json.dumps(answer).encode())
