@@ -93,6 +93,13 @@ def property_(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def fuzz(session: nox.Session) -> None:
+    """Read 100,000 damaged and hostile files; `-- --seed 7 --files 1000` picks others."""
+    install(session, "test", extras="[cli,demo]")
+    session.run("python", "-m", "tests.fuzz.fuzz_files", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(default=False)
 def distributed(session: nox.Session) -> None:
     """Run the tests that start several processes, those of `nox -s tests` included."""
     install(session, "test", extras="[cli,demo]")
@@ -173,9 +180,13 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="virtualenv")
 def peers(session: nox.Session) -> None:
-    """Time the weight averages of modkit and of other libraries; `-- --json FILE` keeps the rows."""
+    """Time the weight averages of modkit and of other libraries; `-- --json FILE` keeps the rows.
+
+    Then the readers of checkpoints, beside torch's and that of safetensors.
+    """
     install(session, "peers")
     session.run("python", "-m", "benchmarks.averaging_peers", *session.posargs)
+    session.run("python", "-m", "benchmarks.checkpoint_peers")
 
 
 @nox.session(default=False)

@@ -143,7 +143,7 @@ def test_errors_cannot_forge_output(tmp_path: Path) -> None:
 
     assert found.exit_code == 1
     assert found.stderr.count("\n") == 1
-    assert r"m\x1b[31m\n.pt is corrupt" in found.stderr
+    assert r"m\x1b[31m\n.pt is an empty file" in found.stderr
 
 
 @pytest.mark.parametrize("kind", ["torch", "TorchScript", "export", "safetensors", "shards"])
@@ -200,13 +200,13 @@ def test_the_digest(path: Path, check: list[str]) -> None:
     assert f"has the SHA-256 {right}, not {'0' * 64}" in found.stderr
     found = run(*check, "--sha256", "zz", path)
     assert found.exit_code == 1
-    assert "'zz' is not a SHA-256 digest: 64 hexadecimal digits" in found.stderr
+    assert "'zz' is not a SHA-256 digest" in found.stderr
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is corrupt: it is empty"),
+        (b"", "is an empty file, not a checkpoint"),
         (b"PK\x03\x04" + b"x" * 100, "is corrupt: "),
         (bytes(range(256)), "is not known"),
     ],
@@ -265,7 +265,7 @@ def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
     for options in ([], ["--check"]):
         found = run(*options, tmp_path / "x.pt")
         assert found.exit_code == 1
-        assert "is a FIFO, not a regular file" in found.stderr
+        assert "is not a regular file" in found.stderr
 
 
 def in_process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -267,3 +267,22 @@ def first_nonfinite(tensors: Sequence[tuple[str, Tensor]]) -> str | None:
 def reads_are_free(device: torch.device) -> bool:
     """Return True if reading an element needs no synchronization with the device."""
     return device.type == "cpu"
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """Return a tensor that has its storage to itself: a file would hold all of a shared one."""
+    tensor = tensor.contiguous()
+    alone = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone else tensor.clone()
+
+
+def narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the tensor on the CPU, in a narrower dtype if its values survive that."""
+    own = tensor.detach().cpu()
+    if dtype is None or not own.is_floating_point() or dtype.itemsize >= own.dtype.itemsize:
+        return compact(own)
+    narrower = own.to(dtype)
+    lost = torch.linalg.vector_norm(narrower.to(own.dtype) - own, dtype=torch.float64)
+    allowed = torch.finfo(dtype).eps / 2 * torch.linalg.vector_norm(own, dtype=torch.float64)
+    # An overflow makes the left side infinite, and a NaN the comparison false.
+    return compact(narrower if bool(lost <= allowed) else own)

@@ -26,7 +26,7 @@ _MAX_DEPTH: Final = 16
 _MAX_NAME: Final = 1000
 _WITH_CHECKSUMS: Final = {kinds.TORCH_SAVE, kinds.TORCHSCRIPT, kinds.EXPORT}
 _NEVER_INTACT: Final = {
-    *(kinds.EMPTY, kinds.CORRUPT_ZIP, kinds.TEXT, kinds.ZIP, kinds.PICKLE, kinds.UNKNOWN)
+    *(kinds.EMPTY, kinds.CORRUPT_ZIP, kinds.TEXT, kinds.ZIP, kinds.UNKNOWN)
 }
 _WOULD_EXECUTE: Final = (
     "loading it with pickle, as torch.load(weights_only=False) does, would execute code that it names. "
@@ -169,11 +169,11 @@ def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
             verify(shard)
         return
     with open_regular(file) as descriptor:
+        if sha256 is not None:
+            kinds.check_digest(descriptor, str(file), sha256)
         kind = kinds.kind_of(descriptor)
         if kind in _NEVER_INTACT:
             raise kinds.wrong_kind(descriptor, str(file), "a checkpoint or an archive of torch")
-        if sha256 is not None:
-            kinds.check_digest(descriptor, str(file), sha256)
         if kind == kinds.SAFETENSORS:
             safetensors_file(file)
             return

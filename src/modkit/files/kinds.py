@@ -5,7 +5,7 @@ import io
 import os
 import pickletools
 import re
-from collections.abc import Container
+from collections.abc import Collection
 from itertools import islice
 from typing import Final
 
@@ -32,13 +32,13 @@ _ADVICE: Final = {
     TORCHSCRIPT: "read it with modkit.jit.load",
     EXPORT: "read it with torch.export.load",
     SAFETENSORS: "read it with safetensors.torch.load_file",
-    PICKLE: "loading it with pickle would execute code that it names",
+    PICKLE: "torch.load(..., weights_only=True) may read it; pickle would execute code that it names",
     EMPTY: "nothing was written to it",
 }
 _HEAD: Final = 1 << 16
 _CHUNK: Final = 1 << 20
-# The first object of the pickles that torch.save wrote before torch 1.6, as protocol 2 writes it.
-_LEGACY_MAGIC: Final = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
+# The first object of the pickles that torch.save wrote before torch 1.6.
+_LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
 _IMPORTS: Final = {"GLOBAL", "STACK_GLOBAL", "INST"}
 _CALLS: Final = {"REDUCE", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD"}
 
@@ -51,21 +51,17 @@ def kind_of(source: int | bytes) -> str:
     if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         try:
             return kind_of_members(Archive(source, "").members)
-        except FileError:
-            return CORRUPT_ZIP
+        except FileError as error:
+            return error.kind
     # A header of JSON after its length, which safetensors limits too.
     if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 100_000_000:
         return SAFETENSORS
-    if _LEGACY_MAGIC in head[:16]:
-        return LEGACY
-    if is_pickle(head):
-        return PICKLE
-    return TEXT if _is_text(head) else UNKNOWN
+    return _kind_of_pickle(head) or (TEXT if _is_text(head) else UNKNOWN)
 
 
-def kind_of_members(names: Container[str]) -> str:
+def kind_of_members(names: Collection[str]) -> str:
     """Return the kind of a zip file from the names of its members."""
-    if "constants.pkl" in names:
+    if "constants.pkl" in names or any(name.startswith("code/") for name in names):
         return TORCHSCRIPT
     if "serialized_exported_program.json" in names or "archive_format" in names:
         return EXPORT
@@ -75,7 +71,7 @@ def kind_of_members(names: Container[str]) -> str:
 def wrong_kind(source: int | bytes, what: str, wanted: str) -> FileError:
     """Return the error for a file of another kind than wanted: which kind it is, and what reads it."""
     kind = kind_of(source)
-    if kind == CORRUPT_ZIP:
+    if kind in {CORRUPT_ZIP, ZIP}:
         try:
             Archive(source, what)
         except FileError as error:
@@ -102,32 +98,57 @@ def _is_text(head: bytes) -> bool:
     return all(letter.isprintable() or letter in "\ufeff\t\n\r\f" for letter in text)
 
 
-def is_pickle(head: bytes) -> bool:
-    """Return True if bytes begin like a pickle of any protocol, or would execute code if unpickled.
+def is_pickle(content: bytes) -> bool:
+    """Return True if bytes begin like a pickle of any protocol, or would execute code if unpickled."""
+    return _kind_of_pickle(content[:_HEAD]) is not None
 
-    Text begins with letters that are instructions of protocol 0 too, but few of them make sense.
+
+def _kind_of_pickle(head: bytes) -> str | None:
+    """Disassemble the start of a pickle.
+
+    Text begins with letters that are instructions of protocol 0, but soon one finds nothing on the stack.
     """
-    stream, seen = io.BytesIO(head[:_HEAD]), list[str]()
+    stream, seen = io.BytesIO(head), list[str]()
+    # For each open mark, the number of objects above it; the first entry is below all marks.
+    stack = [0]
     complete = False
     try:
         for instruction, argument, _ in islice(pickletools.genops(stream), 10_000):
-            parts = (
-                re.split(r"[ .]", str(argument)) if instruction.name in {"GLOBAL", "INST"} else ()
-            )
-            if not all(part.isidentifier() for part in parts):
+            if not _fits(instruction, argument, stack):
                 break
+            if argument == _LEGACY_MAGIC and len(seen) < 3:
+                return LEGACY
             seen.append(instruction.name)
         else:
             complete = True
     except (ValueError, UnicodeError):
         complete = stream.tell() == len(head) == _HEAD
     names = set(seen)
-    long = seen[-1:] == ["STOP"] or len(seen) >= 16
-    return (
-        (complete and long)
-        or (head[:1] == b"\x80" and len(seen) >= 3)
-        or bool(names & _IMPORTS and names & _CALLS)
-    )
+    if names & _IMPORTS and names & _CALLS:
+        return PICKLE
+    if head[0] == 0x80 and len(seen) >= 3:
+        return PICKLE
+    return PICKLE if complete and (seen[-1:] == ["STOP"] or len(seen) >= 16) else None
+
+
+def _fits(instruction: pickletools.OpcodeInfo, argument: object, stack: list[int]) -> bool:
+    """Count what an instruction takes and leaves; return False if the stack has too little."""
+    name, takes = instruction.name, list(instruction.stack_before)
+    parts = re.split("[ .]", str(argument)) if name in {"GLOBAL", "INST"} else ()
+    if not all(part.isidentifier() for part in parts):
+        return False
+    if name == "MARK":
+        stack.append(0)
+        return True
+    if pickletools.markobject in takes or (name == "POP" and not stack[-1] and len(stack) > 1):
+        if len(stack) < 2:
+            return False
+        stack.pop()
+        takes = takes[: takes.index(pickletools.markobject)] if name != "POP" else []
+    stack[-1] -= len(takes)
+    fits = stack[-1] >= 0
+    stack[-1] += len(instruction.stack_after)
+    return fits
 
 
 def parse_digest(sha256: str) -> str:
@@ -138,7 +159,7 @@ def parse_digest(sha256: str) -> str:
     """
     text = sha256.strip().lower().removeprefix("sha256:")
     if not re.fullmatch("[0-9a-f]{64}", text):
-        raise ValueError(f"{sha256!r} is not a SHA-256 digest, which has 64 hexadecimal digits")
+        raise ValueError(f"{sha256!r} is not a SHA-256 digest: 64 hexadecimal digits")
     return text
 
 

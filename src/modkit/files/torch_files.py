@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,7 +110,7 @@ def load_checkpoint(
                 archive, descriptor, any_location=map_location is not None, mmap=mmap
             )
             if found is not None:
-                return found.content
+                return found[0]
         archive.verify()
         return _left_to_torch(descriptor, path, map_location, mmap=mmap)
 
@@ -177,7 +177,7 @@ def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
         if not modes_are_active():
             found = _read_plain(archive, descriptor, any_location=True, mmap=True, verify=False)
             if found is not None:
-                return found.content, Checksums(archive)
+                return found[0], Checksums(archive)
         return _left_to_torch(descriptor, path, "cpu", mmap=True), Checksums(archive)
 
 
@@ -223,8 +223,8 @@ def _reason(descriptor: int, error: Exception) -> tuple[bool, str]:
         with os.fdopen(os.dup(descriptor), "rb") as file:
             file.seek(0)
             unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    except Exception:  # noqa: BLE001 - the pickle is bad, as torch has said already
-        unsafe = set()
+    except Exception:  # noqa: BLE001 - the format is old or the pickle is bad
+        unsafe = set(re.findall(r"GLOBAL ([\w.]{1,200}) was not an allowed global", str(error)))
     if names := sorted(unsafe - {"argparse.Namespace"})[:10]:
         shown = ", ".join(name[:200] for name in names)
         return True, f"it needs {shown}, and loading these would execute code; none was executed"
@@ -234,22 +234,20 @@ def _reason(descriptor: int, error: Exception) -> tuple[bool, str]:
 # The fast path.
 
 _STORAGES: Final = {
-    f"{name}Storage": dtype
-    for name, dtype in {
-        "BFloat16": torch.bfloat16,
-        "Bool": torch.bool,
-        "Byte": torch.uint8,
-        "Char": torch.int8,
-        "ComplexDouble": torch.complex128,
-        "ComplexFloat": torch.complex64,
-        "Double": torch.float64,
-        "Float": torch.float32,
-        "Half": torch.float16,
-        "Int": torch.int32,
-        "Long": torch.int64,
-        "Short": torch.int16,
-    }.items()
+    "BFloat16Storage": torch.bfloat16,
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
 }
+_NEWER: Final = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
 _LEAVES: Final = frozenset(
     {str, int, float, bool, type(None), Tensor, torch.nn.Parameter, torch.dtype, torch.Size}
 )
@@ -275,14 +273,13 @@ class _StorageType:
         self.dtype = dtype
 
 
-class _Storage:
+class _Storage(NamedTuple):
     """A storage, and what the pickle says about it."""
 
-    __slots__ = ("dtype", "nbytes", "numel", "storage")
-
-    def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype, numel: int) -> None:
-        self.storage, self.dtype, self.numel = storage, dtype, numel
-        self.nbytes = storage.nbytes()
+    storage: torch.UntypedStorage
+    dtype: torch.dtype
+    numel: int
+    nbytes: int
 
 
 class _Unpickler(pickle.Unpickler):
@@ -290,7 +287,6 @@ class _Unpickler(pickle.Unpickler):
 
     Args:
         archive: The file.
-        content: Its pickle.
         allocate: Makes the storage of a member.
         any_location: True if tensors from other devices go to the CPU.
     """
@@ -300,16 +296,28 @@ class _Unpickler(pickle.Unpickler):
     def __init__(
         self,
         archive: Archive,
-        content: bytes,
         allocate: Callable[[str], torch.UntypedStorage],
         *,
         any_location: bool,
     ) -> None:
-        super().__init__(io.BytesIO(content))
+        self._content = archive.read("data.pkl")
+        super().__init__(io.BytesIO(self._content))
         self._archive, self._allocate, self._any_location = archive, allocate, any_location
         self._storages: dict[str, _Storage] = {}
         self.used: set[str] = {"data.pkl"}
-        self._corrupt = archive.corrupt
+
+    def load(self) -> Any:
+        """Return what the file holds, if it is nothing but a plain state dict."""
+        if not _has_known_instructions(self._content):
+            raise _NotPlainError
+        try:
+            found = super().load()
+        finally:
+            # It holds functions that hold the unpickler, and so all tensors.
+            self.memo.clear()
+        if not _is_plain(found):
+            raise _NotPlainError
+        return found
 
     def find_class(self, module: str, name: str, /) -> Any:
         """Return what a name stands for."""
@@ -337,62 +345,31 @@ class _Unpickler(pickle.Unpickler):
         member = self._archive.members.get(name)
         if member is None or member.size != numel * kind.dtype.itemsize:
             stated = f"{numel * kind.dtype.itemsize} bytes in the pickle"
-            raise self._corrupt(
+            raise self._archive.corrupt(
                 f"{name!r} has {member.size if member else 'no'} bytes, and {stated}"
             )
-        found = _Storage(self._allocate(name), kind.dtype, numel)
+        found = _Storage(self._allocate(name), kind.dtype, numel, member.size)
         self.used.add(name)
         # torch makes a new one each time for storages without memory.
         if numel:
             self._storages[key] = found
         return found
 
-    def tensor(
-        self,
-        stored: _Storage,
-        offset: int,
-        size: tuple[int, ...],
-        stride: tuple[int, ...],
-        requires_grad: bool,
-        hooks: Any,
-        *rest: Any,
-    ) -> Tensor:
-        """Rebuild a tensor as torch does, if it lies within its storage."""
-        return self._rebuilt(stored, stored.dtype, offset, size, stride, requires_grad, hooks, rest)
+    def tensor(self, stored: Any, *description: Any) -> Tensor:
+        """Rebuild a tensor of the dtype of its storage, as ``torch._utils._rebuild_tensor_v2``."""
+        return self._rebuilt(stored, stored.dtype, description[:5], description[5:])
 
-    def tensor_of_dtype(
-        self,
-        stored: _Storage,
-        offset: int,
-        size: tuple[int, ...],
-        stride: tuple[int, ...],
-        requires_grad: bool,
-        hooks: Any,
-        dtype: torch.dtype,
-        *rest: Any,
-    ) -> Tensor:
-        """Rebuild a tensor of a dtype that has no class of storages."""
-        if type(dtype) is not torch.dtype:
-            raise _NotPlainError
-        return self._rebuilt(stored, dtype, offset, size, stride, requires_grad, hooks, rest)
+    def tensor_of_dtype(self, stored: Any, *description: Any) -> Tensor:
+        """Rebuild a tensor that names its dtype, as ``torch._utils._rebuild_tensor_v3``."""
+        return self._rebuilt(stored, description[5], description[:5], description[6:])
 
-    def _rebuilt(
-        self,
-        stored: _Storage,
-        dtype: torch.dtype,
-        offset: int,
-        size: tuple[int, ...],
-        stride: tuple[int, ...],
-        requires_grad: bool,
-        hooks: Any,
-        metadata: tuple[Any, ...],
-    ) -> Tensor:
-        if type(stored) is not _Storage or type(hooks) is not OrderedDict or hooks:
+    def _rebuilt(self, stored: Any, dtype: Any, description: Any, metadata: Any) -> Tensor:
+        offset, size, stride, requires_grad, hooks = description
+        types = (type(stored), type(dtype), type(offset), type(size), type(stride), type(hooks))
+        if types != _TENSOR_TYPES or type(requires_grad) is not bool or hooks or offset < 0:
             raise _NotPlainError
         # Bits for lazy conjugation and negation.
         if metadata and (len(metadata) > 1 or type(metadata[0]) is not dict or metadata[0]):
-            raise _NotPlainError
-        if type(size) is not tuple or type(stride) is not tuple or type(requires_grad) is not bool:
             raise _NotPlainError
         last, empty = offset, False
         for length, step in zip(size, stride, strict=True):
@@ -400,10 +377,8 @@ class _Unpickler(pickle.Unpickler):
                 raise _NotPlainError
             last += (length - 1) * step
             empty = empty or not length
-        if type(offset) is not int or offset < 0:
-            raise _NotPlainError
         if not empty and (last + 1) * dtype.itemsize > stored.nbytes:
-            raise self._corrupt("a tensor reaches beyond the end of its storage")
+            raise self._archive.corrupt("a tensor reaches beyond the end of its storage")
         tensor = torch.empty(0, dtype=dtype).set_(stored.storage, offset, size, stride)
         if requires_grad:
             tensor.requires_grad = True
@@ -419,14 +394,11 @@ class _Unpickler(pickle.Unpickler):
         return parameter
 
 
+_TENSOR_TYPES: Final = (_Storage, torch.dtype, int, tuple, tuple, OrderedDict)
 _REBUILDS: Final = (_Unpickler.tensor, _Unpickler.tensor_of_dtype, _Unpickler.parameter)
 _NAMES: Final[dict[tuple[str, str], Any]] = {
     **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
-    **{("torch", str(dtype)[6:]): dtype for dtype in _STORAGES.values()},
-    **{
-        ("torch", name): getattr(torch, name)
-        for name in (*("uint16", "uint32", "uint64"), *("float8_e4m3fn", "float8_e5m2"))
-    },
+    **{("torch", str(dtype)[6:]): dtype for dtype in (*_STORAGES.values(), *_NEWER)},
     ("torch.storage", "UntypedStorage"): _StorageType(torch.uint8),
     ("torch", "Size"): torch.Size,
     ("torch._utils", "_rebuild_tensor_v2"): _Unpickler.tensor,
@@ -436,17 +408,10 @@ _NAMES: Final[dict[tuple[str, str], Any]] = {
 }
 
 
-class _Found:
-    """What the fast path has read; a box, as the content may be None."""
-
-    def __init__(self, content: Any) -> None:
-        self.content = content
-
-
 def _read_plain(
     archive: Archive, descriptor: int, *, any_location: bool, mmap: bool, verify: bool = True
-) -> _Found | None:
-    """Read a plain state dict, or return None where torch has to decide.
+) -> tuple[Any] | None:
+    """Return the content of a plain state dict, or None where torch has to decide.
 
     Raises:
         FileError: If a checksum is wrong, or a tensor is not within its storage.
@@ -474,18 +439,11 @@ def _read_plain(
             archive.read(name)
         return storage
 
+    if not _is_as_torch_writes(archive):
+        return None
+    unpickler = _Unpickler(archive, allocate, any_location=any_location)
     try:
-        content = archive.read("data.pkl")
-        if not _is_as_torch_writes(archive) or not _has_known_instructions(content):
-            return None
-        unpickler = _Unpickler(archive, content, allocate, any_location=any_location)
-        try:
-            found = unpickler.load()
-        finally:
-            # It holds functions that hold the unpickler, and so all tensors.
-            unpickler.memo.clear()
-        if not _is_plain(found):
-            return None
+        found = unpickler.load()
     except FileError:
         raise
     except Exception:  # noqa: BLE001 - whatever is wrong here, torch says it in its own words
@@ -493,7 +451,7 @@ def _read_plain(
     archive.read_all(large)
     if verify:
         archive.verify(archive.members.keys() - unpickler.used)
-    return _Found(found)
+    return (found,)
 
 
 def _view(storage: torch.UntypedStorage) -> memoryview:
@@ -554,22 +512,3 @@ def _is_plain(found: Any) -> bool:
         else:
             return False
     return True
-
-
-def compact(tensor: Tensor) -> Tensor:
-    """Return a tensor that has its storage to itself: a file would hold all of a shared one."""
-    tensor = tensor.contiguous()
-    alone = tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if alone else tensor.clone()
-
-
-def narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the tensor on the CPU, in a narrower dtype if its values survive that."""
-    own = tensor.detach().cpu()
-    if dtype is None or not own.is_floating_point() or dtype.itemsize >= own.dtype.itemsize:
-        return compact(own)
-    narrower = own.to(dtype)
-    lost = torch.linalg.vector_norm(narrower.to(own.dtype) - own, dtype=torch.float64)
-    allowed = torch.finfo(dtype).eps / 2 * torch.linalg.vector_norm(own, dtype=torch.float64)
-    # An overflow makes the left side infinite, and a NaN the comparison false.
-    return compact(narrower if bool(lost <= allowed) else own)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from modkit.errors import FileError
 from modkit.files.kinds import TORCHSCRIPT, check_digest, kind_of, parse_digest, wrong_kind
 from modkit.files.zip_archive import Archive, open_regular, path_of
 
@@ -56,10 +55,10 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
         else:
             what = f"the file {getattr(f, 'name', '')}".rstrip()
             content = source = _content_of(f)
-        if kind_of(content) != TORCHSCRIPT:
-            raise wrong_kind(content, what, "a TorchScript archive")
         if sha256 is not None:
             check_digest(content, what, sha256)
+        if kind_of(content) != TORCHSCRIPT:
+            raise wrong_kind(content, what, "a TorchScript archive")
         archive = Archive(content, what)
         _check_pickles(archive)
         archive.verify()

@@ -195,7 +195,8 @@ class Archive:
         elif size > MOST_TEXT:
             problem = f"has {size} bytes unpacked"
         if problem:
-            raise self.corrupt(f"its member {name!r} {problem}")
+            text = f"{self.what} is not a zip file as torch writes it: its member {name!r} {problem}"
+            raise FileError(text, "zip file")
 
     def _check_places(self) -> None:
         """Refuse bytes before the first member, and members that share bytes."""

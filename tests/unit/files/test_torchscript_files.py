@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from modkit.errors import FileError
-from modkit.files.torchscript_files import check_depth, verified_archive
+from modkit.files.torchscript_files import nesting_problem, verified_archive
 from tests.integration.torchscript import scripted_tests
 from tests.unit.jit.archives import archive, changed, loaded, members, net, packed, place_of
 
@@ -77,7 +77,7 @@ KINDS = {
         "safetensors file",
         "safetensors.torch.load_file",
     ),
-    "zip": (lambda: packed({"a.txt": b"a"}), "zip file", "none of the members"),
+    "zip": (lambda: packed({"a.txt": b"a"}), "zip file", "its member 'a.txt'"),
     "text": (lambda: "zwölf\nzeilen".encode() * 2000, "text file", "it begins with 'zwölf'"),
     "page": (lambda: b"\n<!DOCTYPE HTML><html>", "text file", "<!DOCTYPE HTML>"),
     "pointer": (
@@ -86,7 +86,7 @@ KINDS = {
         "git-lfs",
     ),
     "empty": (lambda: b"", "empty file", "nothing was written"),
-    "noise": (lambda: bytes(range(255, 0, -1)) * 9, "unknown file", "first bytes"),
+    "noise": (lambda: bytes(range(255, 0, -1)) * 9, "unknown file", "not a TorchScript archive"),
 }
 
 
@@ -101,7 +101,7 @@ def test_another_kind_of_file_is_named_with_what_reads_it(case, tmp_path):
     for source in (path, str(path), io.BytesIO(make())):
         with pytest.raises(FileError) as caught:
             verified(source)
-        assert f"{kind}, not a TorchScript archive: " in str(caught.value)
+        assert re.search(f"{re.escape(kind)}(, not a TorchScript archive| as torch)", str(caught.value))
         assert advice in str(caught.value)
         assert caught.value.kind == kind
         assert str(caught.value).startswith(str(path)) == (
@@ -141,15 +141,14 @@ def test_a_flipped_bit_in_the_weights():
     assert any(not torch.equal(theirs[name], right) for name, right in net().state_dict().items())
     member = weight().partition("/")[2]
     with pytest.raises(
-        FileError, match=f"^the file is corrupt: the content of {member} does not match"
+        FileError, match=f"^the file is corrupt: the content of '.*/{member}' does not match"
     ):
         verified(corrupt)
 
 
 @pytest.mark.parametrize("size", [64, 1 << 20], ids=["small", "in threads"])
-@pytest.mark.parametrize("raised", [None, RuntimeError, KeyError])
-def test_corrupt_weights_take_precedence(size, raised):
-    """The block runs before the weights are verified; what it raises is the cause."""
+def test_corrupt_weights_are_found_before_the_block(size):
+    """Nothing is loaded from a file with corrupt weights."""
     module = torch.nn.Linear(size, 1, bias=False)
     with torch.no_grad():
         module.weight.fill_(2.0)
@@ -157,16 +156,12 @@ def test_corrupt_weights_take_precedence(size, raised):
     corrupt = flipped(data, data.index(module.weight.detach().numpy().tobytes()[:64]))
     ran = []
 
-    def block():
-        with verified_archive(io.BytesIO(corrupt)):
-            ran.append(True)
-            if raised:
-                raise raised("torch")
-
-    with pytest.raises(FileError, match="does not match its checksum") as caught:
-        block()
-    assert ran == [True] * (size > 64)
-    assert isinstance(caught.value.__cause__, raised or type(None)) or not ran
+    with (
+        pytest.raises(FileError, match="does not match its checksum"),
+        verified_archive(io.BytesIO(corrupt)),
+    ):
+        ran.append(True)
+    assert not ran
 
 
 @pytest.mark.parametrize(
@@ -218,7 +213,7 @@ def test_the_digest_of_the_file(tmp_path):
 @pytest.mark.parametrize("digest", ["", "abc", "zz", "g" * 64, "a" * 63])
 def test_what_is_not_a_digest(digest):
     """A digest that cannot be one is refused as such."""
-    text = f"sha256 must be 64 hexadecimal digits; {digest!r} is not a digest"
+    text = f"{digest!r} is not a SHA-256 digest: 64 hexadecimal digits"
     with pytest.raises(ValueError, match=re.escape(text)):
         verified(archive(), digest)
 
@@ -244,7 +239,7 @@ def test_two_members_of_one_name():
 
 def test_a_member_outside_of_the_folder():
     """A member that is not where the others are is refused: torch would not see it."""
-    with pytest.raises(FileError, match="'other/data/0' is not in the folder 'archive/'"):
+    with pytest.raises(FileError, match="'other/data/0' is in another folder"):
         verified(packed({**members(archive()), "other/data/0": b"1234"}))
 
 
@@ -263,7 +258,7 @@ def test_something_around_the_zip_file(side):
         "comment": archive()[:-2] + b"\x04\x00more",
     }
 
-    with pytest.raises(FileError, match="table of members"):
+    with pytest.raises(FileError, match="is corrupt"):
         verified(around[side])
 
 
@@ -276,7 +271,7 @@ def test_a_compressed_member(name):
             packs = member.endswith((name, ".py"))
             target.writestr(member, data, zipfile.ZIP_DEFLATED if packs else zipfile.ZIP_STORED)
 
-    with pytest.raises(FileError, match=f"{name} is compressed"):
+    with pytest.raises(FileError, match=f"{name}' is compressed"):
         verified(file.getvalue())
 
 
@@ -289,7 +284,7 @@ def test_a_small_file_that_unpacks_to_a_large_one(tmp_path):
                 target.writestr(member, data)
         _append_zeros(path, name, 1_500_000_000)
         start = time.perf_counter()
-        with pytest.raises(FileError, match=r"is compressed|128 MiB unpacked"):
+        with pytest.raises(FileError, match=r"is compressed|bytes unpacked"):
             verified(path)
         assert time.perf_counter() - start < 1
 
@@ -371,10 +366,10 @@ def test_nesting_that_overflows_the_stack(kind, tmp_path):
 def test_nesting_that_is_no_harm(kind):
     """Containers in one another to a moderate depth pass, also where there are many."""
     if kind != "late":
-        check_depth(nested(kind, 900))
-    check_depth(pickle.dumps([[[index], (index, {"a": index})] for index in range(2000)], 2))
-    with pytest.raises(ValueError, match=r"nests deeper|fills an object"):
-        check_depth(nested(kind, 1100))
+        assert nesting_problem(nested(kind, 900)) is None
+    wide = pickle.dumps([[[index], (index, {"a": index})] for index in range(2000)], 2)
+    assert nesting_problem(wide) is None
+    assert re.search("nests deeper|fills an object", nesting_problem(nested(kind, 1100)) or "")
 
 
 @pytest.mark.parametrize(
@@ -382,8 +377,7 @@ def test_nesting_that_is_no_harm(kind):
 )
 def test_pickles_that_cannot_be_followed(data):
     """Operations that find nothing to work on are an error."""
-    with pytest.raises(ValueError, match="do not fit together"):
-        check_depth(data)
+    assert nesting_problem(data) == "its operations do not fit together"
 
 
 # Fields of the records at the end of the file, by their place from its end: those of archives of torch,

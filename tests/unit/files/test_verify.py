@@ -62,9 +62,7 @@ def test_another_digest_is_refused(tmp_path: Path, write: Callable[[Path], Path]
 @pytest.mark.parametrize("digest", ["zz", "", "0" * 63, "0" * 65, "md5:" + "0" * 64, "g" * 64])
 def test_a_malformed_digest(tmp_path: Path, digest: str) -> None:
     """A digest that cannot be one is not a property of the file."""
-    with pytest.raises(
-        ValueError, match="is not a SHA-256 digest: 64 hexadecimal digits"
-    ) as caught:
+    with pytest.raises(ValueError, match="is not a SHA-256 digest") as caught:
         verify(saved(tmp_path / "x.pt"), digest)
     assert not isinstance(caught.value, FileError)
 
@@ -98,7 +96,7 @@ def test_sharded_checkpoints(tmp_path: Path) -> None:
     index = sharded(tmp_path)
     verify(index)
     verify(tmp_path)
-    with pytest.raises(FileError, match="no single SHA-256"):
+    with pytest.raises(FileError, match="has shards, each with a SHA-256 of its own"):
         verify(index, "0" * 64)
 
     shard = tmp_path / "model-2.safetensors"
@@ -145,9 +143,9 @@ def test_other_kinds_are_refused(tmp_path: Path, content: bytes, kind: str) -> N
 
 
 def test_empty_and_missing_files(tmp_path: Path) -> None:
-    """An empty file is corrupt, and a missing file stays a FileNotFoundError."""
+    """An empty file is refused, and a missing file stays a FileNotFoundError."""
     (tmp_path / "x.pt").touch()
-    with pytest.raises(FileError, match="is corrupt: it is empty"):
+    with pytest.raises(FileError, match="is an empty file, not a checkpoint"):
         verify(tmp_path / "x.pt")
     with pytest.raises(FileNotFoundError):
         verify(tmp_path / "y.pt")

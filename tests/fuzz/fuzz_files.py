@@ -1,0 +1,434 @@
+"""Read damaged and hostile files: each is refused with FileError, or read as torch reads it.
+
+    python -m tests.fuzz.fuzz_files                               # 100,000 files
+    python -m tests.fuzz.fuzz_files --seed 7 --seconds 60         # others, for a minute
+    python -m tests.fuzz.fuzz_files --seed 7 --only 1474          # one file, with the traceback
+    python -m tests.fuzz.fuzz_files --atheris                     # guided by coverage, needs atheris
+
+Workers read the files; one that dies or takes too long names its file. Files that show a fault are kept in
+``build/fuzz``. The seed and the number of a file determine it, on one version of torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import json
+import mmap
+import os
+import resource
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import modkit
+from modkit import jit
+from modkit.errors import FileError
+from tests.fuzz.mutations import Case, case, seeds
+from tests.unit.files.same_objects import difference
+
+
+ROOT = Path(__file__).parents[2]
+KEPT = ROOT / "build" / "fuzz"
+MEMORY = 2 << 30
+SLOW = 1.0  # seconds of CPU time
+CLOCK = struct.Struct("<qd")
+
+
+class Fault(NamedTuple):
+    """What is wrong with a reader."""
+
+    number: int
+    reader: str
+    what: str
+    text: str
+
+
+def load(path: Path) -> Any:
+    """Read a checkpoint."""
+    return modkit.load_checkpoint(path)
+
+
+def load_mapped(path: Path) -> Any:
+    """Read a checkpoint from mapped memory."""
+    return modkit.load_checkpoint(path, mmap=True)
+
+
+def average(path: Path) -> Any:
+    """Average one checkpoint."""
+    return modkit.average_checkpoints([path])
+
+
+def script(path: Path) -> Any:
+    """Read a TorchScript archive, and return its tensors and code."""
+    return script_parts(jit.load(path))
+
+
+def script_parts(module: Any) -> Any:
+    """Return what is in a compiled module, without calling it: its code may run without end."""
+    return {
+        "state": dict(module.state_dict()),
+        "code": str(module.code),
+    }
+
+
+def torch_load(path: Path) -> Any:
+    """Read a checkpoint with torch."""
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return torch.load(path, weights_only=True)
+
+
+def torch_average(path: Path) -> Any:
+    """Return the tensors in a checkpoint as an average of one file would have them."""
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    return {name: torch.Tensor.detach(value) for name, value in dict.items(found)}
+
+
+def torch_script(path: Path) -> Any:
+    """Read a TorchScript archive with torch."""
+    return script_parts(torch.jit.load(path))
+
+
+def in_files(name: str) -> Callable[[Path], Any] | None:
+    """Return a function of modkit.files, if it is there."""
+    function: Callable[[Path], Any] | None = getattr(
+        importlib.import_module("modkit.files"), name, None
+    )
+    return function
+
+
+# By name: the reader of modkit, and what returns the same objects with torch.
+READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any] | None]] = {
+    "load_checkpoint": (load, torch_load),
+    "mmap": (load_mapped, torch_load),
+    "average_checkpoints": (average, torch_average),
+    "jit.load": (script, torch_script),
+    **{
+        name: (function, None)
+        for name in ("inspect", "verify")
+        if (function := in_files(name)) is not None
+    },
+}
+
+
+def same_values(found: Any, expected: Any) -> str:
+    """Return how averages or modules differ; averages have storages of their own."""
+    if found.keys() != expected.keys():
+        return f"names {[*found]} instead of {[*expected]}"
+    for name, value in found.items():
+        other = expected[name]
+        if isinstance(value, dict):
+            if text := same_values(value, other):
+                return text
+        elif isinstance(value, torch.Tensor):
+            equal = value.dtype == other.dtype and value.shape == other.shape
+            if not equal or bits(value) != bits(other):
+                return f"{name!r} has other values"
+        elif value != other:
+            return f"{name!r} is {value!r} instead of {other!r}"
+    return ""
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor, without its gaps."""
+    if tensor.is_meta:
+        return str(tensor.stride()).encode()
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if not plain.numel():
+        return b""
+    # Dimensions without strides would be in the way of a view.
+    raw: bytes = plain.flatten().view(torch.uint8).numpy().tobytes()
+    return raw
+
+
+@functools.cache
+def intact(name: str, reader: str) -> Any:
+    """Return what a reader of torch makes of an intact file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "intact.pt")
+        path.write_bytes(seeds()[name])
+        expected = READERS[reader][1]
+        assert expected is not None
+        return expected(path)
+
+
+def readers_of(chosen: Case, number: int) -> Iterator[str]:
+    """Return the readers that a file goes through: those of its kind, and sometimes all."""
+    is_script = chosen.name == "script"
+    for reader in READERS:
+        for_scripts = reader == "jit.load"
+        if reader in {"inspect", "verify"} or for_scripts == is_script or number % 10 == 0:
+            yield reader
+
+
+def faults_of(chosen: Case, number: int, folder: Path, counts: Counter[str]) -> Iterator[Fault]:
+    """Read a file with all readers, and yield what is wrong."""
+    # A new name each time: tensors of the last file may still be mapped from it.
+    path = folder / f"{number}.pt"
+    path.write_bytes(chosen.data)
+    try:
+        for reader in readers_of(chosen, number):
+            start = time.process_time()
+            what, text = outcome_of(reader, chosen, path)
+            counts[f"{reader}, {'right' if chosen.checked else 'wrong'} checksums: {what}"] += 1
+            if text:
+                yield Fault(number, reader, what, text)
+            taken = time.process_time() - start
+            if taken > SLOW:
+                yield Fault(number, reader, "slow", f"{taken:.1f} s")
+    finally:
+        path.unlink()
+
+
+def outcome_of(reader: str, chosen: Case, path: Path) -> tuple[str, str]:
+    """Read a file with one reader; return what came of it, and a text if that is a fault."""
+    try:
+        found = READERS[reader][0](path)
+    except FileError as error:
+        text = str(error)
+        if not text.isprintable() or str(path) not in text or len(text) > 4000:
+            return "bad text", text
+        return "FileError", ""
+    except Exception as error:
+        # A script that is not corrupt is compiled, and torch says what is wrong with the code.
+        if reader == "jit.load" and chosen.checked and type(error) is RuntimeError:
+            return "RuntimeError", ""
+        return "leak", "".join(traceback.format_exception(error))
+    expected = READERS[reader][1]
+    if expected is None:
+        return "read", ""
+    if chosen.checked:
+        try:
+            right = expected(path)
+        except Exception as error:
+            return "read, torch refuses", f"{type(error).__name__}: {error}"
+    else:
+        try:
+            right = intact(chosen.name, reader)
+        except Exception as error:
+            return "read, torch refuses", f"{type(error).__name__}: {error}"
+    compare = difference if reader in {"load_checkpoint", "mmap"} else same_values
+    text = compare(found, right)
+    return ("read otherwise", text) if text else ("same", "")
+
+
+def run(
+    seed: int, numbers: range, report: Callable[[Fault], None], begun: Any = None
+) -> Counter[str]:
+    """Read files in this process."""
+    counts: Counter[str] = Counter()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
+        for number in numbers:
+            chosen = case(seed, number)
+            if begun is not None:
+                begun(number)
+            for fault in faults_of(chosen, number, Path(name), counts):
+                report(fault)
+    return counts
+
+
+def work(options: argparse.Namespace) -> int:
+    """Read files in a worker: tell which one on shared memory, and what came of all at the end."""
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with options.clock.open("r+b") as file:
+        clock = mmap.mmap(file.fileno(), CLOCK.size)
+
+    def say(what: Any) -> None:
+        sys.stdout.write(json.dumps(what) + "\n")
+        sys.stdout.flush()
+
+    def begun(number: int) -> None:
+        clock[:] = CLOCK.pack(number, time.monotonic())
+
+    say(run(options.seed, range(options.start, options.files, options.step), say, begun))
+    return 0
+
+
+class Worker:
+    """A process that reads every n-th file, and is started again after a file that has killed it."""
+
+    def __init__(self, options: argparse.Namespace, start: int, folder: Path) -> None:
+        self._options, self._next = options, start
+        self._clock, self._output = folder / f"clock {start}", folder / f"output {start}"
+        self.done = False
+        self._launch()
+
+    def _launch(self) -> None:
+        self._clock.write_bytes(CLOCK.pack(self._next, time.monotonic() + 60))
+        options = self._options
+        command = [sys.executable, "-m", "tests.fuzz.fuzz_files", "--clock", str(self._clock)]
+        command += ["--start", str(self._next), "--step", str(options.workers)]
+        command += ["--files", str(options.files), "--seed", str(options.seed)]
+        with self._output.open("ab") as output:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, env={**os.environ}
+            )
+
+    def poll(self, limit: float) -> Fault | None:
+        """Return a fault if the process has died or hangs, and go on behind the file."""
+        number, since = CLOCK.unpack(self._clock.read_bytes())
+        code = self._process.poll()
+        if code == 0:
+            self.done = True
+            return None
+        if code is None and time.monotonic() - since < limit:
+            return None
+        self._process.kill()
+        _, said = self._process.communicate()
+        what = "hang" if code is None else f"crash {code}"
+        self._next = number + self._options.workers
+        self.done = self._next >= self._options.files
+        if not self.done:
+            self._launch()
+        return Fault(number, "?", what, said.decode(errors="replace")[-3000:])
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+    def reached(self) -> int:
+        """Return the number of the file that is being read."""
+        number: int = CLOCK.unpack(self._clock.read_bytes())[0]
+        return number
+
+    def said(self) -> list[Any]:
+        """Return the faults and counts that the processes have told."""
+        lines = self._output.read_text().splitlines()
+        return [json.loads(line) for line in lines if line.endswith(("]", "}"))]
+
+
+def keep(seed: int, fault: Fault) -> None:
+    """Write the file that shows a fault, and what is wrong."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    chosen = case(seed, fault.number)
+    stem = f"{seed}-{fault.number}-{fault.reader.replace('?', 'worker')}"
+    (KEPT / f"{stem}.pt").write_bytes(chosen.data)
+    (KEPT / f"{stem}.txt").write_text(
+        f"{chosen.name}: {chosen.how}\n{fault.what}\n{fault.text}\n", encoding="utf-8"
+    )
+
+
+def fuzz(options: argparse.Namespace) -> int:
+    """Start the workers, watch them, and report."""
+    start, faults = time.monotonic(), list[Fault]()
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [Worker(options, number, Path(folder)) for number in range(options.workers)]
+        while not all(worker.done for worker in workers):
+            time.sleep(0.2)
+            faults += [
+                fault
+                for worker in workers
+                if not worker.done and (fault := worker.poll(options.limit)) is not None
+            ]
+            if options.seconds and time.monotonic() - start > options.seconds:
+                break
+        read = sum(1 + worker.reached() // options.workers for worker in workers)
+        for worker in workers:
+            worker.stop()
+            for line in worker.said():
+                if isinstance(line, dict):
+                    counts.update(line)
+                else:
+                    faults.append(Fault(*line))
+    for fault in faults:
+        keep(options.seed, fault)
+    for name, count in sorted(counts.items()):
+        print(f"{count:8,} {name}")
+    for (reader, what), count in Counter((f.reader, f.what) for f in faults).items():
+        first = next(f for f in faults if (f.reader, f.what) == (reader, what))
+        print(
+            f"FAULT {count} x {reader}: {what}, first {first.number}: {first.text.strip()[-300:]}"
+        )
+    seconds = time.monotonic() - start
+    print(f"{read:,} files of seed {options.seed} in {seconds:.0f} s, {len(faults)} faults")
+    return 1 if faults else 0
+
+
+def one(options: argparse.Namespace) -> int:
+    """Read one file in this process, and print what came of it."""
+    found: list[Fault] = []
+    chosen = case(options.seed, options.only)
+    print(chosen.name, chosen.how, len(chosen.data), "checked" if chosen.checked else "")
+    counts = run(options.seed, range(options.only, options.only + 1), found.append)
+    for fault in found:
+        keep(options.seed, fault)
+        print(fault.reader, fault.what, fault.text)
+    print(dict(counts))
+    return 1 if found else 0
+
+
+def guided(options: argparse.Namespace) -> int:
+    """Let atheris make pickles that reach more of the code, within files of right checksums."""
+    with contextlib.suppress(ImportError):
+        atheris = importlib.import_module("atheris")
+        with atheris.instrument_imports(include=["modkit.files"]):
+            for name in [name for name in sys.modules if name.startswith("modkit.files")]:
+                importlib.reload(sys.modules[name])
+        return explore(atheris, options)
+    print("needs the package atheris")
+    return 2
+
+
+def explore(atheris: Any, options: argparse.Namespace) -> int:
+    """Run atheris on the readers of checkpoints; a fault ends it."""
+    from tests.unit.files.raw_zip import unpacked, with_pickle
+
+    folder = Path(tempfile.mkdtemp())
+    corpus = KEPT / "corpus"
+    corpus.mkdir(parents=True, exist_ok=True)
+    for name, data in seeds().items():
+        pickles = [m.data for m in unpacked(data) if m.name.endswith(b"/data.pkl")]
+        (corpus / name.replace(" ", "-")).write_bytes(pickles[0] if pickles else b"")
+
+    def read(pickled: bytes) -> None:
+        data = with_pickle(seeds()["plain"], pickled)
+        for fault in faults_of(Case("plain", "atheris", data, True), 1, folder, Counter()):
+            raise AssertionError(fault)
+
+    atheris.Setup([sys.argv[0], f"-max_total_time={options.seconds or 60}", str(corpus)], read)
+    atheris.Fuzz()
+    return 0
+
+
+def main() -> int:
+    """Read the options, and do what they say."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--files", type=int, default=100_000, help="how many files")
+    parser.add_argument("--seed", type=int, default=0, help="which files")
+    parser.add_argument("--seconds", type=float, default=0, help="end after so many")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--limit", type=float, default=5.0, help="seconds for one file")
+    parser.add_argument("--only", type=int, help="read this file alone")
+    parser.add_argument("--atheris", action="store_true", help="let atheris choose")
+    parser.add_argument("--clock", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--start", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--step", type=int, default=1, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.clock is not None:
+        return work(options)
+    if options.atheris:
+        return guided(options)
+    return fuzz(options) if options.only is None else one(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,332 @@
+"""Files with random damage, each of which its seed and number determine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pickletools
+import random
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from io import BytesIO
+from typing import NamedTuple
+
+import torch
+
+from tests.unit.files.checkpoint_zoo import CONTENTS, WAYS, file_of, file_written, scripted
+from tests.unit.files.raw_zip import (
+    CENTRAL,
+    DESCRIPTOR,
+    FORMATS,
+    Member,
+    build,
+    data_start,
+    records,
+    unpacked,
+)
+
+
+Dice = random.Random
+# Files that are large, or without checksums, or not zip files.
+LEFT_OUT = {"many", "alignment 4096", "no checksums", "legacy", "value list"}
+NUMBERS = [
+    *(0, 1, 2, 3, 4, 5, 7, 8, 16, 63, 64, 100, 255, 256, 1000, 65535, 65536),
+    *(2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**52, 2**62, 2**63 - 1, 2**63, 2**64, 10**30),
+]
+TEXTS = ["", "0", "1", "99", "cpu", "cuda:0", "meta", "storage", "module", "data.pkl", "../0", "é"]
+# Instructions without arguments, and some with.
+OPCODES = [
+    bytes([code]) for code in b"().012NQRabdelotsu]}\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94"
+]
+
+
+class Case(NamedTuple):
+    """A file.
+
+    Attributes:
+        name: The name of the intact file.
+        how: What was done to it.
+        data: The content.
+        checked: True if the checksums are those of the content, and torch says what is in the file;
+            False if it must be refused, or be read as the intact file is.
+    """
+
+    name: str
+    how: str
+    data: bytes
+    checked: bool
+
+
+@functools.cache
+def seeds() -> dict[str, bytes]:
+    """Return the intact files by name; the names of TorchScript archives begin with ``script``."""
+    found = {name: file_of(name) for name in CONTENTS if name not in LEFT_OUT}
+    found |= {way: file_written(way) for way in WAYS if way not in LEFT_OUT}
+    return {**found, "script": scripted()}
+
+
+def case(seed: int, number: int) -> Case:
+    """Return one file."""
+    dice = Dice(f"{seed} {number}")
+    names = [*seeds(), *["script"] * 8]
+    name = dice.choice(names)
+    how = dice.choice([*UNCHECKED, *CHECKED, "damaged", "pickles", "pickles"])
+    data = {**UNCHECKED, **CHECKED}[how](dice, seeds()[name])
+    return Case(name, how, data, how in CHECKED)
+
+
+# Damage of bytes.
+
+
+def flip(dice: Dice, data: bytes) -> bytes:
+    """Change single bits."""
+    changed = bytearray(data)
+    for _ in range(dice.choice([1, 1, 1, 2, 8])):
+        changed[dice.randrange(len(changed))] ^= 1 << dice.randrange(8)
+    return bytes(changed)
+
+
+def overwrite(dice: Dice, data: bytes) -> bytes:
+    """Replace a range by zeros, by ones or by random bytes."""
+    start, end = span(dice, data)
+    new = dice.choice([bytes(end - start), b"\xff" * (end - start), dice.randbytes(end - start)])
+    return data[:start] + new + data[end:]
+
+
+def number(dice: Dice, data: bytes) -> bytes:
+    """Put a number in place of some bytes."""
+    size = dice.choice([1, 2, 4, 8])
+    raw = (dice.choice(NUMBERS) % (1 << 8 * size)).to_bytes(size, "little")
+    start = dice.randrange(max(1, len(data) - size))
+    return (data[:start] + raw + data[start + size :])[: len(data)]
+
+
+def swap(dice: Dice, data: bytes) -> bytes:
+    """Exchange two ranges of one length."""
+    start, end = span(dice, data)
+    other = dice.randrange(len(data) - (end - start) + 1)
+    changed = bytearray(data)
+    changed[start:end], changed[other : other + end - start] = (
+        data[other : other + end - start],
+        data[start:end],
+    )
+    return bytes(changed)
+
+
+def truncate(dice: Dice, data: bytes) -> bytes:
+    """Leave out the end."""
+    return data[: dice.randrange(len(data))]
+
+
+def insert(dice: Dice, data: bytes) -> bytes:
+    """Insert bytes that are random or stand elsewhere."""
+    start, end = span(dice, data)
+    new = dice.choice([data[start:end], bytes(end - start), dice.randbytes(end - start)])
+    place = dice.randrange(len(data) + 1)
+    return data[:place] + new + data[place:]
+
+
+def remove(dice: Dice, data: bytes) -> bytes:
+    """Leave out a range."""
+    start, end = span(dice, data)
+    return data[:start] + data[end:]
+
+
+def span(dice: Dice, data: bytes) -> tuple[int, int]:
+    """Return a range, mostly a short one."""
+    length = min(len(data), dice.choice([1, 2, 4, 8, 16, 64, 64, 512, 4096]))
+    start = dice.randrange(len(data) - length + 1)
+    return start, start + length
+
+
+SAME_LENGTH = [flip, overwrite, number, swap]
+DAMAGE = [*SAME_LENGTH, truncate, insert, remove]
+
+
+def damaged(dice: Dice, data: bytes) -> bytes:
+    """Damage a file, without any regard to its format."""
+    for _ in range(dice.choice([1, 1, 1, 2, 3])):
+        data = dice.choice(DAMAGE)(dice, data) if data else data
+    return data
+
+
+def field(dice: Dice, data: bytes) -> bytes:
+    """Change fields of headers, or of the records at the end."""
+    changed = bytearray(data)
+    places = list(records(data))
+    for _ in range(dice.choice([1, 1, 2, 4])):
+        signature, place = dice.choice(places)
+        form, names = FORMATS[signature]
+        values = list(struct.unpack_from(form, changed, place))
+        chosen = dice.randrange(1, len(names))
+        size = {"H": 2, "L": 4, "Q": 8}[expanded(form)[chosen]]
+        new = dice.choice([*NUMBERS, len(data), values[chosen] + 1, values[chosen] - 1, 1, 8, 9])
+        values[chosen] = new % (1 << 8 * size)
+        struct.pack_into(form, changed, place, *values)
+    return bytes(changed)
+
+
+@functools.cache
+def expanded(form: str) -> list[str]:
+    """Return the kind of each field of a format."""
+    kinds: list[str] = []
+    count = ""
+    for letter in form[1:]:
+        if letter.isdigit():
+            count += letter
+        else:
+            kinds += [letter] * (1 if letter == "s" else int(count or 1))
+            count = ""
+    return kinds
+
+
+def repaired(dice: Dice, data: bytes) -> bytes:
+    """Damage the contents of members, and write the checksums that they have now."""
+    with zipfile.ZipFile(BytesIO(data)) as file:
+        infos = [info for info in file.infolist() if info.file_size]
+    entries = {}
+    place_of = [place for signature, place in records(data) if signature == CENTRAL]
+    for place in place_of:
+        offset = struct.unpack_from("<L", data, place + 42)[0]
+        entries[offset] = place
+    changed = bytearray(data)
+    for _ in range(dice.choice([1, 1, 2, 3])):
+        info = dice.choice(infos)
+        start = data_start(data, info.header_offset)
+        end = start + info.compress_size
+        changed[start:end] = dice.choice(SAME_LENGTH)(dice, bytes(changed[start:end]))
+        content = bytes(changed[start:end])
+        if info.compress_type:
+            continue
+        crc = struct.pack("<L", zlib.crc32(content))
+        central = entries[info.header_offset]
+        changed[central + 16 : central + 20] = crc
+        if data[end : end + 4] == DESCRIPTOR:
+            changed[end + 4 : end + 8] = crc
+        else:
+            changed[info.header_offset + 14 : info.header_offset + 18] = crc
+    return bytes(changed)
+
+
+# Changes of contents, in files with right checksums.
+
+
+def members_changed(dice: Dice, data: bytes) -> bytes:
+    """Damage, leave out, double, rename or exchange members."""
+    members = unpacked(data)
+    for _ in range(dice.choice([1, 1, 2])):
+        at = dice.randrange(len(members))
+        chosen, other = members[at], dice.choice(members)
+        what = dice.choice(["damage", "damage", "leave out", "rename", "exchange", "add"])
+        if what == "damage":
+            content = chosen.data
+            for _ in range(dice.choice([1, 2])):
+                content = dice.choice(DAMAGE)(dice, content) if content else dice.randbytes(5)
+            members[at] = dataclasses.replace(chosen, data=content)
+        elif what == "leave out" and len(members) > 1:
+            del members[at]
+        elif what == "rename":
+            members[at] = dataclasses.replace(chosen, name=dice.choice(DAMAGE)(dice, chosen.name))
+        elif what == "exchange":
+            first, second = chosen.data, other.data
+            chosen.data, other.data = second, first
+        else:
+            members.append(Member(other.name + dice.choice([b"", b"x", b"/"]), chosen.data))
+    return build(members, alignment=dice.choice([64, 64, 1, 4096]))
+
+
+def pickles_changed(dice: Dice, data: bytes) -> bytes:
+    """Change the instructions of a pickle."""
+    members = unpacked(data)
+    pickles = [m for m in members if m.name.endswith((b".pkl", b".debug_pkl"))]
+    chosen = dice.choice(pickles)
+    parts = instructions(chosen.data)
+    for _ in range(dice.choice([1, 1, 2, 3])):
+        change(dice, parts)
+    chosen.data = b"".join(parts)
+    return build(members)
+
+
+def instructions(data: bytes) -> list[bytes]:
+    """Return the instructions of a pickle."""
+    places = [place for _, _, place in pickletools.genops(data)]
+    return [data[a:b] for a, b in zip(places, [*places[1:], len(data)], strict=True)]
+
+
+def change(dice: Dice, parts: list[bytes]) -> None:
+    """Change a list of instructions."""
+    at = dice.randrange(len(parts))
+    what = dice.randrange(10)
+    if what == 0 and len(parts) > 1:
+        del parts[at]
+    elif what == 1:
+        parts.insert(at, dice.choice(OPCODES))
+    elif what == 2:
+        parts[at] = dice.choice(OPCODES)
+    elif what == 3:
+        other = dice.randrange(len(parts))
+        parts[at], parts[other] = parts[other], parts[at]
+    elif what == 4:
+        parts.insert(at, dice.choice(parts))
+    elif what == 5:
+        start, end = sorted(dice.randrange(len(parts)) for _ in range(2))
+        parts[at:at] = parts[start : min(end, start + 20)]
+    elif what == 6:
+        replace(dice, parts, b"KMJ\x8a", integer(dice))
+    elif what == 7:
+        text = dice.choice(TEXTS).encode()
+        replace(dice, parts, b"X", b"X" + struct.pack("<I", len(text)) + text)
+    elif what == 8:
+        replace(dice, parts, b"c", f"c{dice.choice(allowed())}\n".replace(" ", "\n").encode())
+    else:
+        parts[at] = dice.choice(DAMAGE)(dice, parts[at])
+
+
+def replace(dice: Dice, parts: list[bytes], kinds: bytes, new: bytes) -> None:
+    """Put an instruction in place of one of some kinds."""
+    places = [at for at, part in enumerate(parts) if part[:1] and part[:1] in kinds]
+    if places:
+        parts[dice.choice(places)] = new
+
+
+def integer(dice: Dice) -> bytes:
+    """Return the instruction for a number."""
+    value = dice.choice(NUMBERS) * dice.choice([1, 1, 1, -1])
+    if -(2**31) <= value < 2**31 and dice.random() < 0.8:
+        return b"J" + struct.pack("<i", value)
+    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(raw)]) + raw
+
+
+@functools.cache
+def allowed() -> list[str]:
+    """Return the names that torch allows in a pickle, module and name apart, and some others."""
+    names = sorted(torch._weights_only_unpickler._get_allowed_globals())
+    found = [" ".join(name.rpartition(".")[::2]) for name in names]
+    return [*found, "os system", "builtins getattr", "argparse Namespace", "torch FloatStorage"]
+
+
+def spliced(dice: Dice, data: bytes) -> bytes:
+    """Put members of another file among those of this one."""
+    members = unpacked(data)
+    others = unpacked(seeds()[dice.choice(list(seeds()))])
+    folder = members[0].name.partition(b"/")[0]
+    for other in dice.sample(others, min(len(others), dice.choice([1, 2, 4]))):
+        name = folder + b"/" + other.name.partition(b"/")[2]
+        members = [member for member in members if member.name != name]
+        members.append(dataclasses.replace(other, name=name))
+    return build(members)
+
+
+UNCHECKED: dict[str, Callable[[Dice, bytes], bytes]] = {
+    "damaged": damaged,
+    "field": field,
+}
+CHECKED: dict[str, Callable[[Dice, bytes], bytes]] = {
+    "repaired": repaired,
+    "members": members_changed,
+    "pickles": pickles_changed,
+    "spliced": spliced,
+}

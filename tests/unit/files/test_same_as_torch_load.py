@@ -1,0 +1,295 @@
+import contextlib
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import modkit
+from modkit import load_checkpoint
+from modkit.errors import FileError
+from tests.unit.files import checkpoint_zoo
+from tests.unit.files.checkpoint_zoo import (
+    CONTENTS,
+    WAYS,
+    Marked,
+    file_of,
+    file_written,
+    quiet,
+    saved,
+)
+from tests.unit.files.same_objects import Different, assert_same, outcome
+
+
+FILES = [*CONTENTS, *WAYS]
+# What torch reads and modkit does not, because nothing in these files tells whether they are intact.
+REFUSED = {"legacy", "no checksums"}
+# Torch reverses bytes of storages without memory, and the process dies.
+CRASHES = {"big endian"}
+# What a user has to allow before torch reads these.
+PERMISSIONS = {
+    "subclasses": [Marked],
+    "numpy values": [
+        np.dtype,
+        np.dtypes.Float64DType,
+        (np._core.multiarray.scalar, "numpy.core.multiarray.scalar"),
+        (np._core.multiarray.scalar, "numpy._core.multiarray.scalar"),
+    ],
+}
+
+
+def written(folder: Path, name: str) -> Path:
+    """Write the file of this name."""
+    path = folder / "file.pt"
+    path.write_bytes(file_of(name) if name in CONTENTS else file_written(name))
+    return path
+
+
+def assert_as_torch(path: Path, name: str = "", *, within=contextlib.nullcontext, **options):
+    """Read a file with both libraries, and compare the objects, or see both refuse it."""
+    with quiet(), within():
+        expected, refused = outcome(torch.load, path, weights_only=True, **options)
+        if refused is None and name not in REFUSED:
+            found = load_checkpoint(path, **options)
+        else:
+            with pytest.raises(FileError, match=r"file\.pt ") as caught:
+                load_checkpoint(path, **options)
+            assert str(path) in str(caught.value)
+            assert str(caught.value).isprintable()
+            return
+    with quiet():
+        assert_same(found, expected, values=within != torch.serialization.skip_data)
+
+
+needs_mmap = pytest.mark.skipif(
+    "mmap" not in inspect.signature(load_checkpoint).parameters,
+    reason="needs load_checkpoint(mmap=)",
+)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_objects(name, tmp_path):
+    """Each file is read as the same objects as torch makes of it, or refused."""
+    assert_as_torch(written(tmp_path, name), name)
+
+
+@needs_mmap
+@pytest.mark.parametrize("name", FILES)
+def test_objects_in_mapped_memory(name, tmp_path):
+    """The same holds for files that are mapped into memory."""
+    assert_as_torch(written(tmp_path, name), name, mmap=True)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "location", ["cpu", torch.device("cpu"), "meta", {"cuda:0": "cpu"}, {"cpu": "meta"}], ids=repr
+)
+def test_map_location(name, location, tmp_path):
+    """Tensors go to a device, or to those that a table names."""
+    if name in CRASHES and location == "meta":
+        pytest.skip("torch crashes")
+    assert_as_torch(written(tmp_path, name), name, map_location=location)
+
+
+@needs_mmap
+@pytest.mark.parametrize("name", FILES)
+def test_mapped_to_meta(name, tmp_path):
+    """Storages that are on no device remember where they are in the file."""
+    if name in CRASHES:
+        pytest.skip("torch crashes")
+    assert_as_torch(written(tmp_path, name), name, map_location="meta", mmap=True)
+
+
+def keep(storage, location):
+    """Leave a storage where it is."""
+    return storage
+
+
+def copied(storage, location):
+    """Return another storage."""
+    return storage.clone()
+
+
+def undecided(storage, location):
+    """Leave the decision to torch."""
+
+
+def failing(storage, location):
+    """Raise, as the function of a user can."""
+    raise ZeroDivisionError(location)
+
+
+@pytest.mark.parametrize("name", ["plain", "ties", "views", "cuda", "storages", "modules"])
+@pytest.mark.parametrize("function", [keep, copied, undecided], ids=lambda f: f.__name__)
+def test_functions_as_map_location(name, function, tmp_path):
+    """A function is called for each storage, and may return another one."""
+    assert_as_torch(written(tmp_path, name), name, map_location=function)
+
+
+def test_calls_of_map_location(tmp_path):
+    """The function sees the same storages and locations, in the same order."""
+    path = written(tmp_path, "ties")
+    calls = {}
+    for load in (torch.load, load_checkpoint):
+        seen = calls[load] = []
+
+        def function(storage, location, seen=seen):
+            seen.append((type(storage), storage.nbytes(), location, storage.tolist()))
+            return storage
+
+        load(path, map_location=function)
+    assert calls[torch.load] == calls[load_checkpoint]
+    assert calls[torch.load]
+
+
+SURROUNDINGS = {
+    "device meta": lambda: torch.device("meta"),
+    "device cpu": lambda: torch.device("cpu"),
+    "default dtype": lambda: default_dtype(torch.float64),
+    "inference mode": torch.inference_mode,
+    "no grad": torch.no_grad,
+    "fake tensors": FakeTensorMode,
+    "skipped data": torch.serialization.skip_data,
+    "big endian": lambda: endianness(torch.serialization.LoadEndianness.BIG),
+}
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    """Make tensors of another dtype by default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def endianness(order):
+    """Take files that do not tell their byte order for those of a machine with this one."""
+    before = torch.serialization.get_default_load_endianness()
+    torch.serialization.set_default_load_endianness(order)
+    try:
+        yield
+    finally:
+        torch.serialization.set_default_load_endianness(before)
+
+
+@pytest.mark.parametrize("surroundings", SURROUNDINGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("plain", "ties", "views", "modules", "parameters", "shapes", "sparse", "quantized"),
+        *("storages", "attributes", "meta", "big endian", "no byte order", "alignment 1", "nested"),
+    ],
+)
+@pytest.mark.parametrize("mmap", [False, pytest.param(True, marks=needs_mmap)])
+def test_surroundings(surroundings, name, mmap, tmp_path):
+    """Modes of torch around the call have the same effect."""
+    if name in CRASHES and surroundings == "fake tensors":
+        pytest.skip("torch crashes")
+    if name in {"nested", "sparse"} and surroundings == "skipped data":
+        pytest.skip("torch takes uninitialized memory for indices")
+    path = written(tmp_path, name)
+    options = {"mmap": True} if mmap else {}
+    assert_as_torch(path, name, within=SURROUNDINGS[surroundings], **options)
+
+
+@pytest.mark.parametrize("name", PERMISSIONS)
+@pytest.mark.parametrize("mmap", [False, pytest.param(True, marks=needs_mmap)])
+def test_permissions(name, mmap, tmp_path):
+    """What the user has allowed torch to load, modkit loads."""
+    path = written(tmp_path, name)
+    options = {"mmap": True} if mmap else {}
+    with pytest.raises(FileError, match="cannot be read as a checkpoint"):
+        load_checkpoint(path, **options)
+    with torch.serialization.safe_globals(PERMISSIONS[name]), quiet():
+        assert_same(
+            load_checkpoint(path, **options), torch.load(path, weights_only=True, **options)
+        )
+
+
+def test_permissions_for_replacements(tmp_path):
+    """A class that the user allows under the name of another one is the one that is used."""
+    path = tmp_path / "file.pt"
+    path.write_bytes(file_of("subclasses"))
+    with torch.serialization.safe_globals([(torch.Tensor, f"{Marked.__module__}.Marked")]):
+        assert_same(load_checkpoint(path), torch.load(path, weights_only=True))
+
+
+@pytest.mark.parametrize("mmap", [False, pytest.param(True, marks=needs_mmap)])
+def test_writing_to_tensors(mmap, tmp_path):
+    """Tensors can be written to, resized as torch's can, and the file stays as it was."""
+    path = written(tmp_path, "plain")
+    before = path.read_bytes()
+    options = {"mmap": True} if mmap else {}
+    both = [load_checkpoint(path, **options), torch.load(path, weights_only=True, **options)]
+    for found in both:
+        found["part"].add_(1)
+        found["tied"].resize_(2)
+        found["n"].fill_(3)
+    assert_same(*both)
+    assert path.read_bytes() == before
+
+
+def test_training_on_tensors(tmp_path):
+    """Gradients flow to what was loaded, and to the same tensors."""
+    path = written(tmp_path, "parameters")
+    grads = []
+    for load in (torch.load, load_checkpoint):
+        found = load(path)
+        (found["parameter"] * 2 + found["requires grad"]).sum().backward()
+        grads.append({name: getattr(value, "grad", None) for name, value in found.items()})
+    assert_same(*grads)
+
+
+@pytest.mark.parametrize("name", ["plain", "ties", "modules", "attributes", "circles", "bits"])
+def test_saving_what_was_loaded(name, tmp_path):
+    """Saved again, the objects give files that torch reads as the same objects."""
+    path, again = written(tmp_path, name), tmp_path / "again.pt"
+    modkit.save_checkpoint(load_checkpoint(path), again)
+
+    assert_same(torch.load(again), torch.load(path))
+
+
+@needs_mmap
+@pytest.mark.parametrize("mmap", [False, True])
+def test_the_file_may_go(mmap, tmp_path):
+    """A file that was removed or replaced does not change what was loaded from it."""
+    path = written(tmp_path, "modules")
+    expected = torch.load(path)
+    found = load_checkpoint(path, mmap=mmap)
+    (tmp_path / "other").write_bytes(saved({"w": torch.zeros(4000)}))
+    (tmp_path / "other").replace(path)
+
+    assert_same(found, expected)
+
+
+def test_comparison():
+    """The comparison itself sees what it is there for."""
+    base = torch.arange(4.0)
+    shared = {"a": base, "b": base[1:]}
+    others = [
+        {"a": base, "b": base[1:].clone()},
+        {"b": base[1:], "a": base},
+        {"a": base.double(), "b": base[1:]},
+        {"a": torch.nn.Parameter(base), "b": base[1:]},
+        {"a": base, "b": base[:3]},
+        {"a": base.clone().requires_grad_(), "b": base[1:]},
+        {"a": base, "b": base},
+        {"a": base},
+    ]
+    assert_same(shared, {"a": base, "b": base[1:]})
+    for other in others:
+        with pytest.raises(Different):
+            assert_same(other, shared)
+
+
+def test_each_dtype_is_in_the_zoo():
+    """New dtypes of torch join by themselves."""
+    assert torch.float8_e8m0fnu in checkpoint_zoo.DTYPES
+    assert torch.uint64 in checkpoint_zoo.DTYPES
+    assert len(checkpoint_zoo.DTYPES) >= 20
