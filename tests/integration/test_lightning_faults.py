@@ -72,7 +72,8 @@ def test_a_flipped_bit_is_an_error_or_means_nothing(tmp_path: Path, saved) -> No
 
         assert found == through
     assert 0 < len(errors) < 40
-    assert all("last.ckpt is corrupt" in error for error in errors)
+    wordings = ("last.ckpt is corrupt", "last.ckpt is not a zip file as torch writes it")
+    assert [error for error in errors if not any(each in error for each in wordings)] == []
 
 
 @pytest.mark.parametrize("older", [False, True])
