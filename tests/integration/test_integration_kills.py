@@ -2,7 +2,8 @@ import os
 
 import pytest
 
-from tests.unit.files.faults import FAULTS, run
+from tests.unit.files.fault_runs import run
+from tests.unit.files.faults import FAULTS
 from tests.unit.files.writers import installed
 
 

@@ -101,9 +101,7 @@ def test_another_kind_of_file_is_named_with_what_reads_it(case, tmp_path):
     for source in (path, str(path), io.BytesIO(make())):
         with pytest.raises(FileError) as caught:
             verified(source)
-        assert re.search(
-            f"{re.escape(kind)}(, not a TorchScript archive| as torch)", str(caught.value)
-        )
+        assert re.search(f"{re.escape(kind)}(, not a TorchScript archive| as torch)", str(caught.value))
         assert advice in str(caught.value)
         assert caught.value.kind == kind
         assert str(caught.value).startswith(str(path)) == (
