@@ -27,9 +27,8 @@ from tests.unit.files.writers import WRITERS, Writer
 _DEADLINE: Final = 120
 
 
-def trial(one: Fault, writer: Writer, count: int, conn: int) -> None:
-    """Run a fault in a folder of its own, and send what came of it as JSON."""
-    folder = Path(tempfile.mkdtemp(prefix="modkit-faults-"))
+def trial(one: Fault, writer: Writer, count: int, folder: Path, sender: int) -> None:
+    """Run a fault in a folder, and send what came of it as JSON."""
     place = folder / "saved"
     place.mkdir()
     for path in (folder, place):
@@ -42,24 +41,25 @@ def trial(one: Fault, writer: Writer, count: int, conn: int) -> None:
     except BaseException:
         answer = {"lost": traceback.format_exc()[-3000:]}
     os.seteuid(user)
-    os.write(conn, json.dumps(answer).encode())
-    shutil.rmtree(folder, ignore_errors=True)
+    os.write(sender, json.dumps(answer).encode())
 
 
 def outcome(one: Fault, writer: Writer, count: int) -> dict[str, str]:
     """Run one trial in a process of its own."""
+    folder = Path(tempfile.mkdtemp(prefix="modkit-faults-"))
     reader, sender = os.pipe()
 
     def run() -> None:
         os.setsid()
         signal.alarm(_DEADLINE)
-        trial(one, writer, count, sender)
+        trial(one, writer, count, folder, sender)
 
     child = fork(run)
     os.close(sender)
     with os.fdopen(reader, "rb") as stream:
         answer = stream.read()
     os.waitpid(child, 0)
+    shutil.rmtree(folder, ignore_errors=True)
     found: dict[str, str] = json.loads(answer) if answer else {"lost": "the process died"}
     return found
 
