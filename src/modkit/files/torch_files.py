@@ -7,7 +7,6 @@ the same check. Neither executes code from the file.
 
 import argparse
 import ctypes
-import gc
 import io
 import mmap as memory_map
 import os
@@ -28,8 +27,7 @@ from modkit._upstream import modes_are_active
 from modkit.errors import FileError
 from modkit.files.atomic_write import atomic_write
 from modkit.files.kinds import LEGACY, TORCH_SAVE, kind_of, kind_of_members, wrong_kind
-from modkit.files.pickle_limits import PickleLimits
-from modkit.files.zip_archive import MOST_TEXT, Archive, is_zip, open_regular, path_of, read_some
+from modkit.files.zip_archive import Archive, is_zip, open_regular, path_of
 
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -99,35 +97,22 @@ def load_checkpoint(
         FileError: If it is corrupt, was written without checksums, or cannot be loaded with
             ``weights_only=True``.
     """
-    with open_regular(path) as descriptor, _collector_paused():
+    with open_regular(path) as descriptor:
         archive = _torch_archive(descriptor, path)
         if not archive.has_checksums:
             raise FileError(
                 f"{os.fspath(path)} was written without checksums; torch.load(path, weights_only=True) "
                 "reads it unverified",
-                TORCH_SAVE,
+                "torch.save file",
             )
-        usual = _check_limits(archive)
-        cpu = map_location is None or map_location in ("cpu", torch.device("cpu"))
-        if usual and cpu:
-            anywhere = map_location is not None
-            found = _read_plain(archive, descriptor, any_location=anywhere, mmap=mmap)
+        if _is_for_cpu(map_location):
+            found = _read_plain(
+                archive, descriptor, any_location=map_location is not None, mmap=mmap
+            )
             if found is not None:
                 return found[0]
         archive.verify()
         return _left_to_torch(descriptor, path, map_location, mmap=mmap)
-
-
-@contextmanager
-def _collector_paused() -> Generator[None]:
-    """Pause the cyclic collector: it would follow thousands of new objects, none of them garbage."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _torch_archive(descriptor: int, path: str | os.PathLike[str]) -> Archive:
@@ -139,12 +124,10 @@ def _torch_archive(descriptor: int, path: str | os.PathLike[str]) -> Archive:
     raise wrong_kind(descriptor, what, "a torch.save file with checksums")
 
 
-def _check_limits(archive: Archive) -> bool:
-    """Return True if the fast path may read the pickle; raise FileError if nothing may."""
-    limits = PickleLimits(archive.read("data.pkl"))
-    if limits.problem:
-        raise archive.corrupt(limits.problem)
-    return limits.usual and not modes_are_active()
+def _is_for_cpu(map_location: object) -> bool:
+    if modes_are_active():
+        return False
+    return map_location is None or map_location == "cpu" or map_location == torch.device("cpu")
 
 
 # What is mapped and verified tensor by tensor, for readers that do not need all of a file.
@@ -188,25 +171,14 @@ def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
     """
     with open_regular(path) as descriptor:
         if kind_of(descriptor) == LEGACY:
-            _check_legacy_limits(descriptor, os.fspath(path))
             return _left_to_torch(descriptor, path, "cpu", mmap=False), Checksums(None)
         archive = _torch_archive(descriptor, path)
         archive.verify(name for name in archive.members if not name.startswith("data/"))
-        if _check_limits(archive):
+        if not modes_are_active():
             found = _read_plain(archive, descriptor, any_location=True, mmap=True, verify=False)
             if found is not None:
                 return found[0], Checksums(archive)
         return _left_to_torch(descriptor, path, "cpu", mmap=True), Checksums(archive)
-
-
-def _check_legacy_limits(descriptor: int, what: str) -> None:
-    """Test the limits of the five pickles that a file from before torch 1.6 begins with."""
-    content, end = read_some(descriptor, 0, MOST_TEXT), 0
-    for _ in range(5):
-        limits = PickleLimits(content, end)
-        end = limits.end
-        if limits.problem:
-            raise FileError(f"{what} is corrupt: {limits.problem}", LEGACY)
 
 
 def verify_checksums(path: str | os.PathLike[str]) -> None:
@@ -279,6 +251,13 @@ _NEWER: Final = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, 
 _LEAVES: Final = frozenset(
     {str, int, float, bool, type(None), Tensor, torch.nn.Parameter, torch.dtype, torch.Size}
 )
+# The instructions that torch.save writes, without those whose argument has a length of its own. Places
+# in the memo are below 2 ** 21, or the unpickler would allocate as much as a hostile file asks for.
+_INSTRUCTIONS: Final = re.compile(
+    rb"(?:[\x85-\x89()\]}NRabestuQ]|K.|M..|J....|G.{8}|[hq].|j....|r..[\x00-\x1f]\x00"
+    rb"|c[^\n]*\n[^\n]*\n){0,1000}",
+    re.DOTALL,
+)
 # The version of the container that this reader knows.
 _VERSIONS: Final = {str(version).encode() for version in range(1, 11)}
 
@@ -321,13 +300,16 @@ class _Unpickler(pickle.Unpickler):
         *,
         any_location: bool,
     ) -> None:
-        super().__init__(io.BytesIO(archive.read("data.pkl")))
+        self._content = archive.read("data.pkl")
+        super().__init__(io.BytesIO(self._content))
         self._archive, self._allocate, self._any_location = archive, allocate, any_location
         self._storages: dict[str, _Storage] = {}
         self.used: set[str] = {"data.pkl"}
 
     def load(self) -> Any:
         """Return what the file holds, if it is nothing but a plain state dict."""
+        if not _has_known_instructions(self._content):
+            raise _NotPlainError
         try:
             found = super().load()
         finally:
@@ -488,6 +470,24 @@ def _is_as_torch_writes(archive: Archive) -> bool:
         known = order == b"little" and torch.serialization.get_default_load_endianness() is None
     version = next((n for n in (".data/version", "version") if n in archive.members), None)
     return known and version is not None and archive.read(version).strip() in _VERSIONS
+
+
+def _has_known_instructions(content: bytes) -> bool:
+    """Return True if a pickle has no other instructions than torch.save writes."""
+    if not content.startswith(b"\x80\x02"):
+        return False
+    at, end = 2, len(content) - 1
+    while at < end:
+        before = at
+        if content[at] == 0x58:  # text, with its length
+            at += 5 + int.from_bytes(content[at + 1 : at + 5], "little")
+        elif content[at] == 0x8A:  # a long integer, likewise
+            at += 2 + content[at + 1]
+        run = _INSTRUCTIONS.match(content, at, end)
+        at = run.end() if run else at
+        if at == before:
+            return False
+    return at == end and content[end] == 0x2E
 
 
 def _is_plain(found: Any) -> bool:
