@@ -266,8 +266,9 @@ class FullyShardCall:
 
 
 def modes_are_active() -> bool:
-    """Return True inside a mode that changes what functions of torch do."""
-    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
+    """Return True inside a mode that changes what functions of torch do, or what it loads of files."""
+    modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+    return bool(modes or cast("Any", torch.serialization)._serialization_tls.skip_data)
 
 
 def fully_shard_calls(model: torch.nn.Module) -> list[FullyShardCall]:

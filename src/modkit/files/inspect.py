@@ -25,9 +25,7 @@ _PER_ENTRY: Final = 64
 _MAX_DEPTH: Final = 16
 _MAX_NAME: Final = 1000
 _WITH_CHECKSUMS: Final = {kinds.TORCH_SAVE, kinds.TORCHSCRIPT, kinds.EXPORT}
-_NEVER_INTACT: Final = {
-    *(kinds.EMPTY, kinds.CORRUPT_ZIP, kinds.TEXT, kinds.ZIP, kinds.UNKNOWN)
-}
+_NEVER_INTACT: Final = {*(kinds.EMPTY, kinds.CORRUPT_ZIP, kinds.TEXT, kinds.ZIP, kinds.UNKNOWN)}
 _WOULD_EXECUTE: Final = (
     "loading it with pickle, as torch.load(weights_only=False) does, would execute code that it names. "
     "fickling and picklescan analyse such files"

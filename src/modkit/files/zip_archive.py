@@ -195,7 +195,9 @@ class Archive:
         elif size > MOST_TEXT:
             problem = f"has {size} bytes unpacked"
         if problem:
-            text = f"{self.what} is not a zip file as torch writes it: its member {name!r} {problem}"
+            text = (
+                f"{self.what} is not a zip file as torch writes it: its member {name!r} {problem}"
+            )
             raise FileError(text, "zip file")
 
     def _check_places(self) -> None:
