@@ -159,15 +159,13 @@ class _Limits:
             return
         _, kind, key, location, numel = (item.content for item in given)
         if not isinstance(key, (bytes, int)) or given[3].weight > 1 or isinstance(location, list):
-            raise ValueError("it names a storage in another way than torch does")
+            raise ValueError("it names a storage by something else than a text")
         name = key.decode() if isinstance(key, bytes) else str(key)
         member = self._members.get(self._folder + name)
         width = _WIDTHS.get(str(kind).rpartition(".")[2].removesuffix("Storage"))
-        if not isinstance(numel, int) or width is None or member is None:
-            if "\0" in name:
-                raise ValueError(f"it names the storage {name!r}")
-            return
-        if numel * width != member.size:
+        if not isinstance(numel, int) or width is None or "\0" in name:
+            raise ValueError(f"it names the storage {name!r} in another way than torch does")
+        if member is not None and numel * width != member.size:
             raise ValueError(f"{member.name!r} has {member.size} bytes, not {numel * width}")
 
 

@@ -274,7 +274,7 @@ _LEAVES: Final = frozenset(
 _NUMBER: Final = rb"(?:K.|M..|J....|G.{8}|[\x88\x89N])"
 _INSTRUCTIONS: Final = re.compile(
     rb"(?:[hq].|r..[\x00-\x1f]\x00|j....|[)\]}RabesuQ]|[t\x85-\x87](?:q.|r..[\x00-\x1f]\x00)?[RQ]"
-    rb"|\((?:%(n)s*t)?|%(n)s(?:%(n)s*\x85|%(n)s+\x86|%(n)s%(n)s+\x87)?"
+    rb"|\((?:%(n)s+t|(?![eut]))|%(n)s(?:%(n)s*\x85|%(n)s+\x86|%(n)s%(n)s+\x87)?"
     rb"|c[^\n]*\n[^\n]*\n){0,1000}" % {b"n": _NUMBER},
     re.DOTALL,
 )
