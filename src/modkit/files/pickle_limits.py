@@ -44,6 +44,7 @@ class _Limits:
         self._script, self._at = script, 0
         self._stack: list[Any] = []
         self._memo: dict[int, _Value] = {}
+        self._storages: set[str] = set()
         self._work = 10_000 + 10 * len(data)
 
     def follow(self) -> None:
@@ -165,6 +166,10 @@ class _Limits:
         width = _WIDTHS.get(str(kind).rpartition(".")[2].removesuffix("Storage"))
         if not isinstance(numel, int) or width is None or "\0" in name:
             raise ValueError(f"it names the storage {name!r} in another way than torch does")
+        # torch.load makes a storage once, whatever the pickle says of it later.
+        if name in self._storages and numel * width and not self._script:
+            return
+        self._storages.add(name)
         if member is not None and numel * width != member.size:
             raise ValueError(f"{member.name!r} has {member.size} bytes, not {numel * width}")
 
@@ -190,6 +195,8 @@ _Handler = Callable[[_Limits], object]
 _HANDLERS: Final[dict[int, _Handler]] = {
     0x80: lambda limits: limits._bytes(1),
     ord("("): lambda limits: limits._stack.append(_MARK),
+    ord("0"): lambda limits: limits._stack.pop(),
+    ord("2"): lambda limits: limits._stack.append(limits._stack[-1]),
     ord("N"): lambda limits: limits._push(),
     0x88: lambda limits: limits._push(),
     0x89: lambda limits: limits._push(),

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from modkit._upstream import modes_are_active
+from modkit._upstream import modes_are_active, tensors_are_fake
 from modkit.errors import FileError
 from modkit.files.atomic_write import atomic_write
 from modkit.files.kinds import LEGACY, TORCH_SAVE, kind_of, kind_of_members, wrong_kind
@@ -201,7 +201,7 @@ def _check_for_torch(archive: Archive, map_location: object) -> None:
         raise FileError(f"{archive.what} cannot be read as a checkpoint: data.pkl: {problem}")
     order = archive.read("byteorder") if "byteorder" in archive.members else b""
     on_meta = isinstance(map_location, (str, torch.device)) and str(map_location)[:4] == "meta"
-    if order not in {b"", sys.byteorder.encode()} and (on_meta or modes_are_active()):
+    if order not in {b"", sys.byteorder.encode()} and (on_meta or tensors_are_fake()):
         raise FileError(
             f"{archive.what} cannot be read as a checkpoint: its byte order is not that of this machine, "
             "and torch cannot reverse the bytes of tensors without memory"
