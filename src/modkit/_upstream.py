@@ -87,6 +87,7 @@ __all__ = [
     "skip_frame",
     "storage_identity",
     "tensor_guard",
+    "tensors_are_fake",
     "trace_instead",
 ]
 
@@ -266,8 +267,14 @@ class FullyShardCall:
 
 
 def modes_are_active() -> bool:
-    """Return True inside a mode that changes what functions of torch do."""
-    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
+    """Return True inside a mode that changes what functions of torch do, or what it loads of files."""
+    modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+    return bool(modes or cast("Any", torch.serialization)._serialization_tls.skip_data)
+
+
+def tensors_are_fake() -> bool:
+    """Return True inside a mode in which ``torch.load`` makes tensors without memory."""
+    return torch._guards.detect_fake_mode(None) is not None
 
 
 def fully_shard_calls(model: torch.nn.Module) -> list[FullyShardCall]:

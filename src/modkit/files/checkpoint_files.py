@@ -79,6 +79,11 @@ class Checkpoint:
         return self._homes[name].memory(name)
 
 
+# torch copies none of these, and has none before 2.8.
+_FLOAT4: Final = getattr(torch, "float4_e2m1fn_x2", None)
+_MOST_EXPANDED: Final = 1 << 30
+
+
 def file_in(path: Path) -> Path:
     """Return the file to read: in a directory, the one that transformers would read."""
     if not path.is_dir():
@@ -161,13 +166,16 @@ def _state_dict_at(
         raise FileError(f"{path} has no {part!r} on the way to key={key!r}") from None
     if not isinstance(found, Mapping):
         raise FileError(f"{path} holds {type(found).__name__}, not a state dict")
-    entries = cast("Mapping[str, Any]", found)
+    # Attributes that come from the file may hide methods of dicts, and of tensors.
+    entries = dict(dict.items(found) if isinstance(found, dict) else found.items())
     for name, value in entries.items():
         if problem := _problem_of(name, value):
             inside = [str(part) for part, value in entries.items() if isinstance(value, Mapping)]
             help_ = f"; key= may be one of {', '.join(inside)}" if inside else ""
             raise FileError(f"{path}: {name!r} is {problem}{help_}")
-    return getattr(entries, "_metadata", {}), dict(entries)
+    versions = getattr(found, "_metadata", {})
+    tensors = {name: Tensor.detach(value) for name, value in entries.items()}
+    return versions if isinstance(versions, Mapping) else {}, tensors
 
 
 def _problem_of(name: object, value: object) -> str | None:
@@ -180,4 +188,10 @@ def _problem_of(name: object, value: object) -> str | None:
         return "a tensor without plain memory (sparse, quantized or nested)"
     if value.is_meta:
         return "a tensor without values, on the device meta"
+    if value.dtype is _FLOAT4:
+        return "a tensor of a dtype that torch cannot copy"
+    # An expanded tensor has more elements than the file.
+    size = Tensor.numel(value) * value.dtype.itemsize
+    if size > max(Tensor.untyped_storage(value).nbytes(), _MOST_EXPANDED):
+        return "a tensor that is far larger than its storage"
     return None

@@ -126,7 +126,7 @@ def _kind_of_pickle(head: bytes) -> str | None:
     names = set(seen)
     if names & _IMPORTS and names & _CALLS:
         return PICKLE
-    if head[0] == 0x80 and len(seen) >= 3:
+    if head.startswith(b"\x80") and len(seen) >= 3:
         return PICKLE
     return PICKLE if complete and (seen[-1:] == ["STOP"] or len(seen) >= 16) else None
 

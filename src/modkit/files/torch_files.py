@@ -23,10 +23,11 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from modkit._upstream import modes_are_active
+from modkit._upstream import modes_are_active, tensors_are_fake
 from modkit.errors import FileError
 from modkit.files.atomic_write import atomic_write
 from modkit.files.kinds import LEGACY, TORCH_SAVE, kind_of, kind_of_members, wrong_kind
+from modkit.files.pickle_limits import DEEPEST, pickle_problem
 from modkit.files.zip_archive import Archive, is_zip, open_regular, path_of
 
 
@@ -112,6 +113,7 @@ def load_checkpoint(
             if found is not None:
                 return found[0]
         archive.verify()
+        _check_for_torch(archive, map_location)
         return _left_to_torch(descriptor, path, map_location, mmap=mmap)
 
 
@@ -178,6 +180,7 @@ def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
             found = _read_plain(archive, descriptor, any_location=True, mmap=True, verify=False)
             if found is not None:
                 return found[0], Checksums(archive)
+        _check_for_torch(archive, "cpu")
         return _left_to_torch(descriptor, path, "cpu", mmap=True), Checksums(archive)
 
 
@@ -190,6 +193,19 @@ def verify_checksums(path: str | os.PathLike[str]) -> None:
     with open_regular(path) as descriptor:
         if is_zip(descriptor):
             Archive(descriptor, os.fspath(path)).verify()
+
+
+def _check_for_torch(archive: Archive, map_location: object) -> None:
+    """Refuse what torch.load would not survive, or would read from other places of the file."""
+    if problem := pickle_problem(archive.read("data.pkl"), archive.members):
+        raise FileError(f"{archive.what} cannot be read as a checkpoint: data.pkl: {problem}")
+    order = archive.read("byteorder") if "byteorder" in archive.members else b""
+    on_meta = isinstance(map_location, (str, torch.device)) and str(map_location)[:4] == "meta"
+    if order not in {b"", sys.byteorder.encode()} and (on_meta or tensors_are_fake()):
+        raise FileError(
+            f"{archive.what} cannot be read as a checkpoint: its byte order is not that of this machine, "
+            "and torch cannot reverse the bytes of tensors without memory"
+        )
 
 
 def _left_to_torch(
@@ -253,9 +269,13 @@ _LEAVES: Final = frozenset(
 )
 # The instructions that torch.save writes, without those whose argument has a length of its own. Places
 # in the memo are below 2 ** 21, or the unpickler would allocate as much as a hostile file asks for.
+# Tuples hold numbers only, or are the arguments of a call at once: tuples that hold one another may take
+# exponential time to hash.
+_NUMBER: Final = rb"(?:K.|M..|J....|G.{8}|[\x88\x89N])"
 _INSTRUCTIONS: Final = re.compile(
-    rb"(?:[\x85-\x89()\]}NRabestuQ]|K.|M..|J....|G.{8}|[hq].|j....|r..[\x00-\x1f]\x00"
-    rb"|c[^\n]*\n[^\n]*\n){0,1000}",
+    rb"(?:[hq].|r..[\x00-\x1f]\x00|j....|[)\]}RabesuQ]|[t\x85-\x87](?:q.|r..[\x00-\x1f]\x00)?[RQ]"
+    rb"|\((?:%(n)s+t|(?![eut]))|%(n)s(?:%(n)s*\x85|%(n)s+\x86|%(n)s%(n)s+\x87)?"
+    rb"|c[^\n]*\n[^\n]*\n){0,1000}" % {b"n": _NUMBER},
     re.DOTALL,
 )
 # The version of the container that this reader knows.
@@ -468,6 +488,8 @@ def _is_as_torch_writes(archive: Archive) -> bool:
         known = archive.read("byteorder") == order
     else:
         known = order == b"little" and torch.serialization.get_default_load_endianness() is None
+    if ".storage_alignment" in archive.members:
+        known = known and archive.read(".storage_alignment").isdigit()
     version = next((n for n in (".data/version", "version") if n in archive.members), None)
     return known and version is not None and archive.read(version).strip() in _VERSIONS
 
@@ -492,23 +514,26 @@ def _has_known_instructions(content: bytes) -> bool:
 
 def _is_plain(found: Any) -> bool:
     """Return True if there is nothing but tensors, numbers and text in dicts, lists and tuples."""
-    todo: list[Any] = [found]
+    level: list[Any] = [found]
     seen: set[int] = set()
-    while todo:
-        value = todo.pop()
-        kind = type(value)
-        if kind in _LEAVES:
-            continue
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if kind is dict or kind is OrderedDict:
-            todo.extend(dict.keys(value))
-            todo.extend(dict.values(value))
-            if kind is OrderedDict:
-                todo.extend(vars(value).values())
-        elif kind is list or kind is tuple:
-            todo.extend(value)
-        else:
-            return False
-    return True
+    # What nests deeper is left to the function that follows the pickle.
+    for _ in range(DEEPEST):
+        inner: list[Any] = []
+        for value in level:
+            kind = type(value)
+            if kind in _LEAVES or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if kind is dict or kind is OrderedDict:
+                inner.extend(dict.keys(value))
+                inner.extend(dict.values(value))
+                if kind is OrderedDict:
+                    inner.extend(vars(value).values())
+            elif kind is list or kind is tuple:
+                inner.extend(value)
+            else:
+                return False
+        if not inner:
+            return True
+        level = inner
+    return False

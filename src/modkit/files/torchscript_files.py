@@ -1,7 +1,6 @@
 """TorchScript archives: verified before torch loads anything of them."""
 
 import os
-import pickletools
 import re
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from modkit.files.kinds import TORCHSCRIPT, check_digest, kind_of, parse_digest, wrong_kind
+from modkit.files.pickle_limits import pickle_problem
 from modkit.files.zip_archive import Archive, open_regular, path_of
 
 
@@ -65,9 +65,10 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
         extra = {n: m.size for n, m in archive.members.items() if n.startswith(_EXTRA)}
         try:
             yield VerifiedArchive(source, {n.removeprefix(_EXTRA): extra[n] for n in extra})
-        except RuntimeError as error:
-            # Texts of torch's reader of zip files have one of these names in them.
-            if not _READER.search(str(error)):
+        except (RuntimeError, IndexError) as error:
+            # Texts of torch's reader of zip files have one of these names in them. An index that is out of
+            # range comes from its reader of pickles.
+            if isinstance(error, RuntimeError) and not _READER.search(str(error)):
                 raise
             raise archive.corrupt(
                 f"torch cannot read it: {str(error).partition(chr(10))[0]}"
@@ -100,70 +101,7 @@ def _check_pickles(archive: Archive) -> None:
     if missing:
         raise archive.corrupt(f"it has no {', '.join(missing)}")
     for name in _PICKLES:
-        if problem := nesting_problem(archive.read(name)):
+        folder = name.removesuffix(".pkl") + "/"
+        content, members = archive.read(name), archive.members
+        if problem := pickle_problem(content, members, folder, script=True):
             raise archive.corrupt(f"{name}: {problem}")
-
-
-_DEEPEST: Final = 1000
-# Codes of the operations that put objects into others: a pickle nests no deeper than it has of these.
-_NESTING: Final = b"tldaesuRbioQ\x81\x85\x86\x87\x90\x91\x92\x93"
-_FILLS: Final = frozenset(("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"))
-
-
-def nesting_problem(data: bytes) -> str | None:
-    """Return why reading a pickle could overflow the stack of the process, or None."""
-    if len(data) - len(data.translate(None, _NESTING)) <= _DEEPEST:
-        return None
-    try:
-        _walk(data)
-    except (IndexError, KeyError, TypeError):
-        return "its operations do not fit together"
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _walk(data: bytes) -> None:
-    # Of each object there is [how deep it nests, whether another object holds it].
-    stack: list[list[int]] = []
-    memo: dict[Any, list[int]] = {}
-    marks: list[int] = []
-    for operation, argument, _ in pickletools.genops(data):
-        name, before = operation.name, operation.stack_before
-        if name == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
-        elif name == "DUP":
-            stack.append(stack[-1])
-        elif before:
-            marked = pickletools.markobject in before
-            begin = marks.pop() if marked else len(stack)
-            begin -= before.index(pickletools.markobject) if marked else len(before)
-            if begin < 0:
-                raise IndexError
-            taken = stack[begin:]
-            del stack[begin:]
-            if name in _FILLS:
-                stack.append(_filled(taken[1:], taken[0]))
-            elif operation.stack_after:
-                stack.append(_filled(taken, [0, 0]))
-        elif "PUT" in name:
-            memo[argument] = stack[-1]
-        elif "GET" in name:
-            stack.append(memo[argument])
-        elif name == "MARK":
-            marks.append(len(stack))
-        elif operation.stack_after:
-            stack.append([0, 0])
-
-
-def _filled(inside: list[list[int]], target: list[int]) -> list[int]:
-    depth = max(target[0], 1 + max([each[0] for each in inside], default=0))
-    if depth > _DEEPEST:
-        raise ValueError(f"it nests deeper than {_DEEPEST:,} levels")
-    if depth > target[0] and target[1]:
-        # The depth of what holds it would no longer be right. No pickler of torch writes this.
-        raise ValueError("it fills an object that is part of another one already")
-    target[0] = depth
-    for each in inside:
-        each[1] = 1
-    return target
