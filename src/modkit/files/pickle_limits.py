@@ -38,25 +38,32 @@ class _Limits:
     """Follows the instructions of one pickle, and raises ValueError where they exceed a limit."""
 
     def __init__(
-        self, data: bytes, members: Mapping[str, Member], folder: str, *, script: bool
+        self,
+        data: bytes,
+        members: Mapping[str, Member],
+        folder: str,
+        *,
+        script: bool = False,
+        start: int = 0,
     ) -> None:
         self._data, self._members, self._folder = data, members, folder
-        self._script, self._at = script, 0
+        self._script, self._at = script, start
         self._stack: list[Any] = []
         self._memo: dict[int, _Value] = {}
         self._storages: set[str] = set()
         self._work = 10_000 + 10 * len(data)
 
-    def follow(self) -> None:
-        """Follow all instructions, up to the end or to one that torch does not have."""
+    def follow(self) -> int:
+        """Follow all instructions, to the end or to one that torch does not have; return its place."""
         handlers = _HANDLERS
         while (code := self._bytes(1)[0]) != 0x2E:
             handler = handlers.get(code)
             if handler is None:
                 if self._script:
                     raise ValueError(f"it has the instruction {code:#x}, which torch never writes")
-                return
+                break
             handler(self)
+        return self._at
 
     def _bytes(self, count: int) -> bytes:
         start, self._at = self._at, self._at + count
@@ -154,9 +161,11 @@ class _Limits:
                 raise ValueError(f"it calls {name} with {max(numbers)}, for memory alone")
 
     def _storage(self) -> None:
-        given = self._pop().content
+        value = self._pop()
         self._push()
+        given = value.content
         if not isinstance(given, list) or len(given) != 5:
+            self._hash(value, 2)
             return
         _, kind, key, location, numel = (item.content for item in given)
         if not isinstance(key, (bytes, int)) or given[3].weight > 1 or isinstance(location, list):
@@ -242,8 +251,27 @@ def pickle_problem(
         folder: The folder of the storages.
         script: True for the reader in C++, which does without some instructions and checks less.
     """
+    return _problem_of(_Limits(data, members, folder, script=script).follow)
+
+
+def legacy_problem(data: bytes) -> str:
+    """Return why torch must not read one of the five pickles that a file from before torch 1.6 begins with.
+
+    Args:
+        data: The file, or its beginning.
+    """
+
+    def follow_all() -> None:
+        end = 0
+        for _ in range(5):
+            end = _Limits(data, {}, "", start=end).follow()
+
+    return _problem_of(follow_all)
+
+
+def _problem_of(follow: Callable[[], object]) -> str:
     try:
-        _Limits(data, members, folder, script=script).follow()
+        follow()
     except (IndexError, KeyError, TypeError, AttributeError):
         return "its instructions do not fit together"
     except (ValueError, struct.error) as error:

@@ -27,8 +27,8 @@ from modkit._upstream import modes_are_active, tensors_are_fake
 from modkit.errors import FileError
 from modkit.files.atomic_write import atomic_write
 from modkit.files.kinds import LEGACY, TORCH_SAVE, kind_of, kind_of_members, wrong_kind
-from modkit.files.pickle_limits import DEEPEST, pickle_problem
-from modkit.files.zip_archive import Archive, is_zip, open_regular, path_of
+from modkit.files.pickle_limits import DEEPEST, legacy_problem, pickle_problem
+from modkit.files.zip_archive import MOST_TEXT, Archive, is_zip, open_regular, path_of, read_some
 
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -173,6 +173,8 @@ def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
     """
     with open_regular(path) as descriptor:
         if kind_of(descriptor) == LEGACY:
+            if problem := legacy_problem(read_some(descriptor, 0, MOST_TEXT)):
+                raise FileError(f"{os.fspath(path)} is corrupt: {problem}", LEGACY)
             return _left_to_torch(descriptor, path, "cpu", mmap=False), Checksums(None)
         archive = _torch_archive(descriptor, path)
         archive.verify(name for name in archive.members if not name.startswith("data/"))

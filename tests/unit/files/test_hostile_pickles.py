@@ -1,4 +1,6 @@
+import io
 import pickle
+import pickletools
 import struct
 import subprocess
 import sys
@@ -389,6 +391,27 @@ def test_bombs(case, reader, tmp_path):
     """A few bytes do not make a reader compute or allocate without end."""
     path = written(tmp_path, with_pickle(checkpoint(), BOMBS[case]))
     refusal(reader, path)
+
+
+@pytest.mark.parametrize("case", [case for case in BOMBS if "memo" not in case])
+def test_bombs_in_old_files(case, tmp_path):
+    """The same in files from before torch 1.6, which are averaged."""
+    intact = saved({"w": torch.ones(2)}, _use_new_zipfile_serialization=False)
+    parts = pickles_of(intact)
+    path = written(tmp_path, b"".join([*parts[:3], BOMBS[case], *parts[4:]]))
+
+    refusal("average_checkpoints", path)
+
+
+def pickles_of(data):
+    """Return the five pickles that an old file begins with, and the rest."""
+    file, parts = io.BytesIO(data), []
+    for _ in range(5):
+        start = file.tell()
+        for _ in pickletools.genops(file):
+            pass
+        parts.append(data[start : file.tell()])
+    return [*parts, data[file.tell() :]]
 
 
 @readers
