@@ -1,4 +1,5 @@
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def test_the_same_files_each_time() -> None:
     assert {case(0, number).how for number in range(200)} == {*CHECKED, *UNCHECKED}
 
 
-def test_faults_are_seen(tmp_path, monkeypatch) -> None:
+def test_faults_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that lets damage pass, or raises another exception, is found."""
     data = bytearray(seeds()["plain"])
     at = data.index(torch.arange(16.0).numpy().tobytes())
