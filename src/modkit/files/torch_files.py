@@ -7,6 +7,7 @@ the same check. Neither executes code from the file.
 
 import argparse
 import ctypes
+import gc
 import io
 import mmap as memory_map
 import os
@@ -98,7 +99,7 @@ def load_checkpoint(
         FileError: If it is corrupt, was written without checksums, or cannot be loaded with
             ``weights_only=True``.
     """
-    with open_regular(path) as descriptor:
+    with open_regular(path) as descriptor, _collector_paused():
         archive = _torch_archive(descriptor, path)
         if not archive.has_checksums:
             raise FileError(
@@ -115,6 +116,18 @@ def load_checkpoint(
         archive.verify()
         _check_for_torch(archive, map_location)
         return _left_to_torch(descriptor, path, map_location, mmap=mmap)
+
+
+@contextmanager
+def _collector_paused() -> Generator[None]:
+    """Pause the cyclic collector: it would follow thousands of new objects, none of them garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _torch_archive(descriptor: int, path: str | os.PathLike[str]) -> Archive:
