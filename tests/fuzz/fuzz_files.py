@@ -44,6 +44,8 @@ ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "build" / "fuzz"
 MEMORY = 2 << 30
 SLOW = 1.0  # seconds of CPU time
+# A process reads so many files: torch keeps the types of every TorchScript archive.
+PORTION = 5000
 CLOCK = struct.Struct("<qd")
 
 
@@ -270,9 +272,10 @@ class Worker:
     def _launch(self) -> None:
         self._clock.write_bytes(CLOCK.pack(self._next, time.monotonic() + 60))
         options = self._options
+        self._end = min(self._next + PORTION * options.workers, options.files)
         command = [sys.executable, "-m", "tests.fuzz.fuzz_files", "--clock", str(self._clock)]
         command += ["--start", str(self._next), "--step", str(options.workers)]
-        command += ["--files", str(options.files), "--seed", str(options.seed)]
+        command += ["--files", str(self._end), "--seed", str(options.seed)]
         with self._output.open("ab") as output:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, env={**os.environ}
@@ -283,18 +286,22 @@ class Worker:
         number, since = CLOCK.unpack(self._clock.read_bytes())
         code = self._process.poll()
         if code == 0:
-            self.done = True
+            self._go_on(self._end + (self._next - self._end) % self._options.workers)
             return None
         if code is None and time.monotonic() - since < limit:
             return None
         self._process.kill()
         _, said = self._process.communicate()
         what = "hang" if code is None else f"crash {code}"
-        self._next = number + self._options.workers
+        self._go_on(number + self._options.workers)
+        return Fault(number, "?", what, said.decode(errors="replace")[-3000:])
+
+    def _go_on(self, number: int) -> None:
+        """Read the files from a number on, in a new process."""
+        self._next = number
         self.done = self._next >= self._options.files
         if not self.done:
             self._launch()
-        return Fault(number, "?", what, said.decode(errors="replace")[-3000:])
 
     def stop(self) -> None:
         """End the process."""
@@ -309,7 +316,7 @@ class Worker:
     def said(self) -> list[Any]:
         """Return the faults and counts that the processes have told."""
         lines = self._output.read_text().splitlines()
-        return [json.loads(line) for line in lines if line.endswith(("]", "}"))]
+        return [json.loads(line) for line in lines if line[:1] + line[-1:] in {"[]", "{}"}]
 
 
 def keep(seed: int, fault: Fault) -> None:
@@ -346,8 +353,6 @@ def fuzz(options: argparse.Namespace) -> int:
                     counts.update(line)
                 else:
                     faults.append(Fault(*line))
-    for fault in faults:
-        keep(options.seed, fault)
     for name, count in sorted(counts.items()):
         print(f"{count:8,} {name}")
     for (reader, what), count in Counter((f.reader, f.what) for f in faults).items():
@@ -355,6 +360,8 @@ def fuzz(options: argparse.Namespace) -> int:
         print(
             f"FAULT {count} x {reader}: {what}, first {first.number}: {first.text.strip()[-300:]}"
         )
+    for fault in faults:
+        keep(options.seed, fault)
     seconds = time.monotonic() - start
     print(f"{read:,} files of seed {options.seed} in {seconds:.0f} s, {len(faults)} faults")
     return 1 if faults else 0

@@ -281,7 +281,7 @@ def change(dice: Dice, parts: list[bytes]) -> None:
     elif what == 8:
         replace(dice, parts, b"c", f"c{dice.choice(allowed())}\n".replace(" ", "\n").encode())
     else:
-        parts[at] = dice.choice(DAMAGE)(dice, parts[at])
+        parts[at] = dice.choice(DAMAGE)(dice, parts[at]) if parts[at] else dice.randbytes(1)
 
 
 def replace(dice: Dice, parts: list[bytes], kinds: bytes, new: bytes) -> None:

@@ -5,6 +5,7 @@ a storage is as large as the pickle says, whatever the file has. In Python, hash
 takes exponential time. This follows the instructions without making the objects.
 """
 
+import io
 import pickletools
 import warnings
 from collections.abc import Mapping
@@ -68,11 +69,24 @@ def pickle_problem(
         folder: The folder of the storages.
         script: True for the reader in C++, which checks less than the one in Python.
     """
+    return _problem_of(data, members, folder, script, 1)
+
+
+def legacy_problem(data: bytes) -> str:
+    """Return the same for the five pickles that a file from before torch 1.6 begins with."""
+    return _problem_of(data, {}, "", False, 5)
+
+
+def _problem_of(
+    data: bytes, members: Mapping[str, Member], folder: str, script: bool, count: int
+) -> str:
+    stream = io.BytesIO(data)
     try:
         with warnings.catch_warnings():
             # pickletools warns of odd escapes in instructions that torch does not have.
             warnings.simplefilter("ignore")
-            _Follower(data, members, folder, script=script).follow()
+            for _ in range(count):
+                _Follower(len(data), members, folder, script=script).follow(stream)
     except (IndexError, KeyError, TypeError, AttributeError):
         return "its instructions do not fit together"
     except ValueError as error:
@@ -84,19 +98,20 @@ class _Follower:
     """Follows the instructions of one pickle, and raises ValueError where they exceed a limit."""
 
     def __init__(
-        self, data: bytes, members: Mapping[str, Member], folder: str, *, script: bool
+        self, size: int, members: Mapping[str, Member], folder: str, *, script: bool
     ) -> None:
-        self._data, self._members, self._folder, self._script = data, members, folder, script
+        self._size, self._members, self._folder, self._script = size, members, folder, script
         self._stack: list[_Object] = []
         self._memo: dict[int, _Object] = {}
         self._marks: list[int] = []
         self._storages: set[str] = set()
-        self._work = 10_000 + 10 * len(data)
+        self._work = 10_000 + 10 * size
 
-    def follow(self) -> None:
+    def follow(self, stream: io.BytesIO) -> None:
+        """Follow the pickle to its end, or to an instruction that torch does not have."""
         instruction: pickletools.OpcodeInfo
         argument: Any
-        for instruction, argument, _ in pickletools.genops(self._data):
+        for instruction, argument, _ in pickletools.genops(stream):
             name = instruction.name
             if name not in _KNOWN:
                 if self._script:
@@ -106,7 +121,7 @@ class _Follower:
                 self._marks.append(len(self._stack))
             elif name.endswith("PUT"):
                 # torch's reader in C++ makes room for all places below.
-                if argument > len(self._data):
+                if argument > self._size:
                     raise ValueError(f"it stores an object at place {argument}")
                 self._memo[argument] = self._stack[-1]
             elif name.endswith("GET"):
@@ -143,7 +158,7 @@ class _Follower:
         elif name in _CALLS:
             self._call(*taken)
         elif name == "BINPERSID":
-            self._storage(taken[0].content)
+            self._storage(taken[0])
 
     def _hash(self, value: _Object, levels: int = 0) -> None:
         """Count the work of hashing an object, and of some levels of what it holds."""
@@ -170,10 +185,12 @@ class _Follower:
             if any(abs(number) > _MOST_MEMORY for number in numbers):
                 raise ValueError(f"it calls {name} with {max(numbers)}, for memory alone")
 
-    def _storage(self, given: Any) -> None:
+    def _storage(self, taken: _Object) -> None:
         """Compare the size of a storage with that of its member."""
+        given = taken.content
         self._stack.append(_Object())
         if not isinstance(given, list) or len(given) != 5:
+            self._hash(taken, 2)
             return
         _, kind, key, location, numel = (item.content for item in given)
         if not isinstance(key, (str, int)) or given[3].weight > 1 or isinstance(location, list):

@@ -40,8 +40,8 @@ from modkit.files.kinds import (
     parse_digest,
     wrong_kind,
 )
-from modkit.files.pickle_limits import DEEPEST, pickle_problem
-from modkit.files.zip_archive import Archive, is_zip, open_regular, path_of
+from modkit.files.pickle_limits import DEEPEST, legacy_problem, pickle_problem
+from modkit.files.zip_archive import MOST_TEXT, Archive, is_zip, open_regular, path_of, read_some
 
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -210,6 +210,8 @@ def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
     """
     with open_regular(path) as descriptor:
         if kind_of(descriptor) == LEGACY:
+            if problem := legacy_problem(read_some(descriptor, 0, MOST_TEXT)):
+                raise FileError(f"{os.fspath(path)} is corrupt: {problem}", LEGACY)
             return _left_to_torch(descriptor, path, "cpu", mmap=False, options=True), Checksums(
                 None
             )

@@ -89,6 +89,12 @@ def limits(seconds: float = 2.0, memory: int = 1 << 30) -> Generator[None]:
     assert taken < seconds, f"{taken:.1f} s"
 
 
+def assert_readable(error: Exception) -> None:
+    """Check that the text of an error is short and printable."""
+    assert str(error).isprintable()
+    assert len(str(error)) < 1000
+
+
 def refusal(reader: str, path: Path) -> FileError:
     """Return the error of a reader, which is quick, names the file and gives a printable reason."""
     with limits():

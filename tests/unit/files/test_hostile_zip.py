@@ -9,6 +9,7 @@ from modkit.errors import FileError
 from tests.unit.files.checkpoint_zoo import quiet
 from tests.unit.files.hostile import (
     READERS,
+    assert_readable,
     bomb,
     checkpoint,
     folder_of,
@@ -182,8 +183,7 @@ def test_harmless(case, reader, tmp_path):
         with limits():
             found = READERS[reader](path)
     except FileError as error:
-        assert str(error).isprintable()
-        assert str(path) in str(error)
+        assert_readable(error)
     else:
         with quiet():
             expected = READERS[reader](intact)
