@@ -85,8 +85,8 @@ def _problem_of(
         with warnings.catch_warnings():
             # pickletools warns of odd escapes in instructions that torch does not have.
             warnings.simplefilter("ignore")
-            for _ in range(count):
-                _Follower(len(data), members, folder, script=script).follow(stream)
+            while count and _Follower(len(data), members, folder, script=script).follow(stream):
+                count -= 1
     except (IndexError, KeyError, TypeError, AttributeError):
         return "its instructions do not fit together"
     except ValueError as error:
@@ -107,8 +107,8 @@ class _Follower:
         self._storages: set[str] = set()
         self._work = 10_000 + 10 * size
 
-    def follow(self, stream: io.BytesIO) -> None:
-        """Follow the pickle to its end, or to an instruction that torch does not have."""
+    def follow(self, stream: io.BytesIO) -> bool:
+        """Follow the pickle; return False if it has an instruction that torch does not have."""
         instruction: pickletools.OpcodeInfo
         argument: Any
         for instruction, argument, _ in pickletools.genops(stream):
@@ -116,7 +116,7 @@ class _Follower:
             if name not in _KNOWN:
                 if self._script:
                     raise ValueError(f"it has the instruction {name}, which torch never writes")
-                return
+                return False
             if name == "MARK":
                 self._marks.append(len(self._stack))
             elif name.endswith("PUT"):
@@ -132,6 +132,7 @@ class _Follower:
                 self._take(name, instruction.stack_before)
             elif instruction.stack_after:
                 self._stack.append(_Object([] if name.startswith("EMPTY_") else argument))
+        return True
 
     def _take(self, name: str, takes: list[Any]) -> None:
         """Apply an instruction that takes objects from the stack."""
