@@ -9,18 +9,21 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import torch
+
 from modkit.files.zip_archive import Member
 
 
 DEEPEST: Final = 1000
 _MOST_MEMORY: Final = 1 << 24  # bytes that a call may ask for by a number
+# Bytes of an element, for storages whose names are not those of dtypes.
 _WIDTHS: Final = {
-    **dict.fromkeys(("Bool", "Byte", "Char", "QInt8", "QUInt8", "QUInt4x2", "QUInt2x4"), 1),
-    **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
-    **dict.fromkeys(("Float", "Int", "QInt32"), 4),
-    **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
-    "ComplexDouble": 16,
+    "Byte": 1,
+    "Char": 1,
     "Untyped": 1,
+    "ComplexHalf": 4,
+    "ComplexFloat": 8,
+    "ComplexDouble": 16,
 }
 _MARK: Final = object()
 
@@ -172,7 +175,7 @@ class _Limits:
             raise ValueError("it names a storage by something else than a text")
         name = key.decode() if isinstance(key, bytes) else str(key)
         member = self._members.get(self._folder + name)
-        width = _WIDTHS.get(str(kind).rpartition(".")[2].removesuffix("Storage"))
+        width = _width(str(kind).rpartition(".")[2])
         if not isinstance(numel, int) or width is None or "\0" in name:
             raise ValueError(f"it names the storage {name!r} in another way than torch does")
         # torch.load makes a storage once, whatever the pickle says of it later.
@@ -181,6 +184,13 @@ class _Limits:
         self._storages.add(name)
         if member is not None and numel * width != member.size:
             raise ValueError(f"{member.name!r} has {member.size} bytes, not {numel * width}")
+
+
+def _width(kind: str) -> int | None:
+    """Return the bytes of an element of a kind of storage: FloatStorage, or UInt16Storage in scripts."""
+    name = kind.removesuffix("Storage")
+    dtype = getattr(torch, name.lower(), None)
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else _WIDTHS.get(name)
 
 
 def _global(limits: _Limits) -> None:
