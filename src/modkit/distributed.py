@@ -16,7 +16,7 @@ from modkit.averaging.precision import compact
 from modkit.averaging.sharding import is_sharded, whole_tensor
 from modkit.averaging.state import with_empty_parts
 from modkit.files.atomic_write import atomic_write
-from modkit.files.safetensors_files import Described, in_file_order, write_safetensors
+from modkit.files.checkpoint_files import Described, in_file_order, write_safetensors
 from modkit.files.torch_files import save_checkpoint
 
 

@@ -29,7 +29,7 @@ from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors, check_match
 from modkit.averaging.precision import narrowed
 from modkit.averaging.schedules import Power, gamma_of
-from modkit.files.safetensors_files import safetensors_file, save_safetensors
+from modkit.files.checkpoint_files import safetensors_file, save_safetensors
 from modkit.files.torch_files import read_mapped, save_checkpoint
 
 

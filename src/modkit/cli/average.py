@@ -15,8 +15,13 @@ from torch import Tensor
 from modkit.averaging import posthoc
 from modkit.averaging.checkpoints import average_checkpoints
 from modkit.cli._tables import cell, console, one_line_errors
-from modkit.files.checkpoint_files import Checkpoint, file_in, is_safetensors
-from modkit.files.safetensors_files import library, save_safetensors
+from modkit.files.checkpoint_files import (
+    Checkpoint,
+    file_in,
+    is_safetensors,
+    library,
+    save_safetensors,
+)
 from modkit.files.torch_files import save_checkpoint
 from modkit.files.zip_archive import open_regular
 

@@ -13,8 +13,14 @@ from torch import Tensor
 
 from modkit.errors import FileError, printable
 from modkit.files import kinds
-from modkit.files.checkpoint_files import INDEX, Checkpoint, dtype_name, file_in
-from modkit.files.safetensors_files import DTYPES, safetensors_file
+from modkit.files.checkpoint_files import (
+    DTYPES,
+    INDEX,
+    Checkpoint,
+    dtype_name,
+    file_in,
+    safetensors_file,
+)
 from modkit.files.torch_files import UnsafeFileError, read_mapped
 from modkit.files.zip_archive import Archive, open_regular
 

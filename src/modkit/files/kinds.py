@@ -5,6 +5,7 @@ import io
 import os
 import pickletools
 import re
+import warnings
 from collections.abc import Collection
 from itertools import islice
 from typing import Final
@@ -113,14 +114,17 @@ def _kind_of_pickle(head: bytes) -> str | None:
     stack = [0]
     complete = False
     try:
-        for instruction, argument, _ in islice(pickletools.genops(stream), 10_000):
-            if not _fits(instruction, argument, stack):
-                break
-            if argument == _LEGACY_MAGIC and len(seen) < 3:
-                return LEGACY
-            seen.append(instruction.name)
-        else:
-            complete = True
+        with warnings.catch_warnings():
+            # pickletools warns of odd escapes in texts.
+            warnings.simplefilter("ignore")
+            for instruction, argument, _ in islice(pickletools.genops(stream), 10_000):
+                if not _fits(instruction, argument, stack):
+                    break
+                if argument == _LEGACY_MAGIC and len(seen) < 3:
+                    return LEGACY
+                seen.append(instruction.name)
+            else:
+                complete = True
     except (ValueError, UnicodeError):
         complete = stream.tell() == len(head) == _HEAD
     names = set(seen)

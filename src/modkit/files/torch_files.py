@@ -14,11 +14,14 @@ import os
 import pickle
 import re
 import sys
+import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -27,7 +30,16 @@ from torch import Tensor
 from modkit._upstream import modes_are_active, tensors_are_fake
 from modkit.errors import FileError
 from modkit.files.atomic_write import atomic_write
-from modkit.files.kinds import LEGACY, TORCH_SAVE, kind_of, kind_of_members, wrong_kind
+from modkit.files.kinds import (
+    LEGACY,
+    TORCH_SAVE,
+    TORCHSCRIPT,
+    check_digest,
+    kind_of,
+    kind_of_members,
+    parse_digest,
+    wrong_kind,
+)
 from modkit.files.pickle_limits import DEEPEST, legacy_problem, pickle_problem
 from modkit.files.zip_archive import MOST_TEXT, Archive, is_zip, open_regular, path_of, read_some
 
@@ -62,19 +74,31 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str])
         >>> sorted(load_checkpoint(path))
         ['ema', 'model']
     """
-    with atomic_write(path) as unfinished, _checksums():
+    with atomic_write(path) as unfinished, _CHECKSUMS:
         torch.save(checkpoint, unfinished)
 
 
-@contextmanager
-def _checksums() -> Generator[None]:
-    """Have checksums written for the length of a block, whatever is set for other files."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
+class _Checksums:
+    """A block in which torch writes checksums, whatever is set; blocks in several threads may overlap."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = torch.serialization.get_crc32_options()
+                torch.serialization.set_crc32_options(True)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.serialization.set_crc32_options(self._before)
+
+
+_CHECKSUMS: Final = _Checksums()
 
 
 def load_checkpoint(
@@ -188,7 +212,9 @@ def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
         if kind_of(descriptor) == LEGACY:
             if problem := legacy_problem(read_some(descriptor, 0, MOST_TEXT)):
                 raise FileError(f"{os.fspath(path)} is corrupt: {problem}", LEGACY)
-            return _left_to_torch(descriptor, path, "cpu", mmap=False), Checksums(None)
+            return _left_to_torch(descriptor, path, "cpu", mmap=False, options=True), Checksums(
+                None
+            )
         archive = _torch_archive(descriptor, path)
         archive.verify(name for name in archive.members if not name.startswith("data/"))
         if not modes_are_active():
@@ -196,7 +222,7 @@ def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
             if found is not None:
                 return found[0], Checksums(archive)
         _check_for_torch(archive, "cpu")
-        return _left_to_torch(descriptor, path, "cpu", mmap=True), Checksums(archive)
+        return _left_to_torch(descriptor, path, "cpu", mmap=True, options=True), Checksums(archive)
 
 
 def verify_checksums(path: str | os.PathLike[str]) -> None:
@@ -224,11 +250,19 @@ def _check_for_torch(archive: Archive, map_location: object) -> None:
 
 
 def _left_to_torch(
-    descriptor: int, path: str | os.PathLike[str], map_location: Any, *, mmap: bool
+    descriptor: int,
+    path: str | os.PathLike[str],
+    map_location: Any,
+    *,
+    mmap: bool,
+    options: bool = False,
 ) -> Any:
     """Load with torch, from the file that has been verified and not from one that has replaced it."""
     try:
-        with _plain_classes(), os.fdopen(os.dup(descriptor), "rb") as file:
+        with (
+            _plain_classes() if options else nullcontext(),
+            os.fdopen(os.dup(descriptor), "rb") as file,
+        ):
             file.seek(0)
             source = path_of(descriptor, path) if mmap else file
             return torch.load(source, map_location, weights_only=True, mmap=mmap)
@@ -289,8 +323,8 @@ _LEAVES: Final = frozenset(
 _NUMBER: Final = rb"(?:K.|M..|J....|G.{8}|[\x88\x89N])"
 _INSTRUCTIONS: Final = re.compile(
     rb"(?:[hq].|r..[\x00-\x1f]\x00|j....|[)\]}RabesuQ]|[t\x85-\x87](?:q.|r..[\x00-\x1f]\x00)?[RQ]"
-    rb"|\((?:%(n)s+t|(?![eut]))|%(n)s(?:%(n)s*\x85|%(n)s+\x86|%(n)s%(n)s+\x87)?"
-    rb"|c[^\n]*\n[^\n]*\n){0,1000}" % {b"n": _NUMBER},
+    rb"|\((?:%(n)s{1,99}t|(?![eut]))|%(n)s{3}\x87|%(n)s{2}\x86|%(n)s\x85|%(n)s"
+    rb"|c[^\n]{0,99}\n[^\n]{0,99}\n){0,1000}" % {b"n": _NUMBER},
     re.DOTALL,
 )
 # The version of the container that this reader knows.
@@ -552,3 +586,99 @@ def _is_plain(found: Any) -> bool:
             return True
         level = inner
     return False
+
+
+# TorchScript archives.
+
+_EXTRA: Final = "extra/"
+_PICKLES: Final = ("data.pkl", "constants.pkl")
+_READER: Final = re.compile("PytorchStreamReader|inline_container")
+
+
+@dataclass(frozen=True)
+class VerifiedArchive:
+    """What torch may load.
+
+    Attributes:
+        source: The path or the bytes to give to torch's reader.
+        extra_files: Name and size in bytes of each extra file.
+    """
+
+    source: str | bytes
+    extra_files: dict[str, int]
+
+
+@contextmanager
+def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArchive]:
+    """Verify a TorchScript archive, and hold the file open for the block that loads it.
+
+    Args:
+        f: A path, or a file that is open for reading.
+        sha256: Expected digest of the file, 64 hexadecimal digits, after ``sha256:`` or alone.
+
+    Raises:
+        ValueError: If there is no such file, or ``sha256`` is not a digest.
+        FileError: If the file is corrupt, not a TorchScript archive, or has another digest.
+    """
+    if sha256 is not None:
+        parse_digest(sha256)
+    with ExitStack() as stack:
+        content: int | bytes
+        if isinstance(f, (str, os.PathLike)):
+            what = os.fsdecode(f)
+            _check_path(what)
+            content = stack.enter_context(open_regular(what))
+            source: str | bytes = path_of(content, what)
+        else:
+            what = f"the file {getattr(f, 'name', '')}".rstrip()
+            content = source = _content_of(f)
+        if sha256 is not None:
+            check_digest(content, what, sha256)
+        if kind_of(content) != TORCHSCRIPT:
+            raise wrong_kind(content, what, "a TorchScript archive")
+        archive = Archive(content, what)
+        _check_pickles(archive)
+        archive.verify()
+        extra = {n: m.size for n, m in archive.members.items() if n.startswith(_EXTRA)}
+        try:
+            yield VerifiedArchive(source, {n.removeprefix(_EXTRA): extra[n] for n in extra})
+        except (RuntimeError, IndexError) as error:
+            # Texts of torch's reader of zip files have one of these names in them. An index that is out of
+            # range comes from its reader of pickles.
+            if isinstance(error, RuntimeError) and not _READER.search(str(error)):
+                raise
+            raise archive.corrupt(
+                f"torch cannot read it: {str(error).partition(chr(10))[0]}"
+            ) from error
+
+
+def _check_path(path: str) -> None:
+    # The texts are those of torch.jit.load, and show the path as it was given.
+    if not Path(path).exists():
+        raise ValueError(f"The provided filename {path} does not exist")
+    if Path(path).is_dir():
+        raise ValueError(f"The provided filename {path} is a directory")
+
+
+def _content_of(f: Any) -> bytes:
+    """Read an open file; one that has just been written stands at its end, and is read from the start."""
+    content: Any = f.read()
+    if not content and hasattr(f, "seekable") and f.seekable() and f.tell():
+        f.seek(0)
+        content = f.read()
+    if not isinstance(content, bytes):
+        raise TypeError("the file is open as text; open it in the mode 'rb'")
+    return content
+
+
+def _check_pickles(archive: Archive) -> None:
+    missing = [name for name in _PICKLES if name not in archive.members]
+    if not {"version", ".data/version"} & archive.members.keys():
+        missing.append("version")
+    if missing:
+        raise archive.corrupt(f"it has no {', '.join(missing)}")
+    for name in _PICKLES:
+        folder = name.removesuffix(".pkl") + "/"
+        content, members = archive.read(name), archive.members
+        if problem := pickle_problem(content, members, folder, script=True):
+            raise archive.corrupt(f"{name}: {problem}")

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from modkit.files.torchscript_files import verified_archive
+from modkit.files.torch_files import verified_archive
 from modkit.jit import _archive_io
 from modkit.jit._map_location import checked_map_location
 from modkit.jit._notice import give_notice

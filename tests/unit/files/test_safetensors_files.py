@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from modkit.files.safetensors_files import library
+from modkit.files.checkpoint_files import library
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):

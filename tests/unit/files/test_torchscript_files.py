@@ -15,7 +15,7 @@ import torch
 
 from modkit.errors import FileError
 from modkit.files.pickle_limits import pickle_problem
-from modkit.files.torchscript_files import verified_archive
+from modkit.files.torch_files import verified_archive
 from tests.integration.torchscript import scripted_tests
 from tests.unit.jit.archives import archive, changed, loaded, members, net, packed, place_of
 
@@ -253,7 +253,7 @@ def test_a_member_outside_of_the_folder():
 
 def test_a_member_without_a_name():
     """A member with an empty name is refused."""
-    with pytest.raises(FileError, match="corrupt"):
+    with pytest.raises(FileError, match="has no name"):
         verified(packed({**members(archive()), "": b"1234"}))
 
 
