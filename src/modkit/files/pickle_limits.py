@@ -11,18 +11,17 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
+
 from modkit.files.zip_archive import Member
 
 
 DEEPEST: Final = 1000
 _MOST_MEMORY: Final = 1 << 24  # bytes that a call may ask for by a number
+# Bytes of an element, for storages whose names are not those of dtypes.
 _WIDTHS: Final = {
-    **dict.fromkeys(("Bool", "Byte", "Char", "QInt8", "QUInt8", "QUInt4x2", "QUInt2x4"), 1),
-    **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
-    **dict.fromkeys(("Float", "Int", "QInt32"), 4),
-    **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
-    "ComplexDouble": 16,
-    "Untyped": 1,
+    "Byte": 1, "Char": 1, "Untyped": 1,
+    "ComplexHalf": 4, "ComplexFloat": 8, "ComplexDouble": 16,
 }
 _FILLS: Final = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"}
 _CALLS: Final = {"REDUCE", "NEWOBJ"}
@@ -92,6 +91,13 @@ def _problem_of(
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _width(kind: str) -> int | None:
+    """Return the bytes of an element of a kind of storage: FloatStorage, or UInt16Storage in scripts."""
+    name = kind.removesuffix("Storage")
+    dtype = getattr(torch, name.lower(), None)
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else _WIDTHS.get(name)
 
 
 class _Follower:
@@ -197,7 +203,7 @@ class _Follower:
         if not isinstance(key, (str, int)) or given[3].weight > 1 or isinstance(location, list):
             raise ValueError("it names a storage by something else than a text")
         member = self._members.get(f"{self._folder}{key}")
-        width = _WIDTHS.get(str(kind).rpartition(" ")[2].removesuffix("Storage"))
+        width = _width(str(kind).rpartition(" ")[2])
         if not isinstance(numel, int) or width is None or "\0" in str(key):
             raise ValueError(f"it names the storage {key!r} in another way than torch does")
         # torch.load makes a storage once, whatever the pickle says of it later.

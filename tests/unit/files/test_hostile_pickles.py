@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from modkit.errors import FileError
-from tests.unit.files.checkpoint_zoo import file_written, quiet
+from modkit.files import inspect
+from tests.unit.files.checkpoint_zoo import DTYPES, file_written, filled, quiet
 from tests.unit.files.hostile import (
     OF_CHECKPOINTS,
     ORDERED,
@@ -31,7 +32,7 @@ from tests.unit.files.hostile import (
     tuple_of,
     with_object,
 )
-from tests.unit.files.raw_zip import replaced, saved, with_pickle
+from tests.unit.files.raw_zip import replaced, saved, unpacked, with_pickle
 from tests.unit.files.same_objects import assert_same
 from tests.unit.files.test_hostile_zip import needs_mmap
 
@@ -344,6 +345,47 @@ def test_depth_in_scripts(case, member, tmp_path):
     path = written(tmp_path, replaced(script(), {member: DEEP[case]}))
 
     refusal("jit.load", path)
+
+
+def test_storages_of_scripts(tmp_path):
+    """Torch reads as many bytes as the pickle says, beyond the end of a storage that has fewer."""
+    path = written(tmp_path, replaced(script(), {"data/0": b"1234"}))
+
+    assert "'archive/data/0' has 4 bytes, not 24" in str(refusal("jit.load", path))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_of_scripts(dtype, tmp_path):
+    """Storages of each dtype that torch writes are known."""
+    module = torch.nn.Module()
+    module.register_buffer("value", filled(dtype))
+    path = tmp_path / "file.pt"
+    with quiet():
+        torch.jit.save(torch.jit.script(module), path)
+        assert_same(READERS["jit.load"](path).value, torch.jit.load(path).value)
+
+
+@pytest.mark.parametrize("name", ["training", "weight"])
+def test_attributes_that_scripts_do_not_have(name, tmp_path):
+    """Torch raises an IndexError; modkit says that the file is corrupt."""
+    (pickled,) = (m.data for m in unpacked(script()) if m.name.endswith(b"/data.pkl"))
+    changed = pickled.replace(name.encode(), b"x" * len(name))
+    path = written(tmp_path, replaced(script(), {"data.pkl": changed}))
+
+    assert "corrupt" in str(refusal("jit.load", path))
+
+
+def test_inspecting_a_pickle_without_content(tmp_path):
+    """An empty pickle is not of any kind."""
+    with pytest.raises(FileError, match="corrupt"):
+        inspect(written(tmp_path, with_pickle(checkpoint(), b"")))
+
+
+def test_float4_is_not_averaged(tmp_path):
+    """Torch copies no tensors of this dtype."""
+    path = written(tmp_path, saved({"w": filled(torch.float4_e2m1fn_x2)}))
+
+    assert "a dtype that torch cannot copy" in str(refusal("average_checkpoints", path))
 
 
 def test_moderate_depth(tmp_path):
