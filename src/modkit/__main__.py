@@ -1,7 +1,8 @@
-"""``python -m modkit``: the command line."""
+"""``modkit`` and ``python -m modkit``: the command line."""
 
 import importlib.util
 import sys
+from pathlib import Path
 
 
 NEEDED = ("click", "rich")
@@ -12,12 +13,13 @@ def main() -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(
-            f"python -m modkit needs {' and '.join(missing)}, which the extra `cli` brings: "
+            f"The command line needs {' and '.join(missing)}, which the extra `cli` brings: "
             "pip install modkit[cli]"
         )
     from modkit.cli._commands import commands
 
-    commands(prog_name="python -m modkit")
+    script = Path(sys.argv[0]).name != "__main__.py"
+    commands(prog_name="modkit" if script else "python -m modkit")
 
 
 if __name__ == "__main__":

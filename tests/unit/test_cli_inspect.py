@@ -1,6 +1,7 @@
 """The command ``inspect``: what is in a file, as tables and as JSON."""
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import pickle
@@ -281,6 +282,14 @@ def test_the_command_line(path: Path) -> None:
     assert "inspect" in NAMES
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["kind"] == "torch.save file"
+
+
+def test_the_version() -> None:
+    """``--version`` names the installed version."""
+    line = [sys.executable, "-m", "modkit", "--version"]
+    done = subprocess.run(line, capture_output=True, encoding="utf-8", check=True)
+
+    assert done.stdout == f"python -m modkit, version {importlib.metadata.version('modkit')}\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")  # noqa: PTH110

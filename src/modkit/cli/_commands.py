@@ -26,6 +26,7 @@ class Commands(click.Group):
         return found
 
 
+@click.version_option(package_name="modkit")
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def commands() -> None:
     """Tools around modkit, a facade over PyTorch modules and weight averaging."""

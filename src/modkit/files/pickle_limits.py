@@ -20,8 +20,12 @@ DEEPEST: Final = 1000
 _MOST_MEMORY: Final = 1 << 24  # bytes that a call may ask for by a number
 # Bytes of an element, for storages whose names are not those of dtypes.
 _WIDTHS: Final = {
-    "Byte": 1, "Char": 1, "Untyped": 1,
-    "ComplexHalf": 4, "ComplexFloat": 8, "ComplexDouble": 16,
+    "Byte": 1,
+    "Char": 1,
+    "Untyped": 1,
+    "ComplexHalf": 4,
+    "ComplexFloat": 8,
+    "ComplexDouble": 16,
 }
 _FILLS: Final = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"}
 _CALLS: Final = {"REDUCE", "NEWOBJ"}
