@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -201,7 +201,7 @@ def _of_torch_save(file: Path, descriptor: int, info: FileInfo) -> FileInfo:
     except UnsafeFileError as error:
         reason = str(error).rpartition("cannot be read as a checkpoint: ")[2]
         return replace(info, note=f"{reason}. {_WOULD_EXECUTE}")
-    return _Listing().of(content, info)
+    return _of_content(content, info)
 
 
 def _version_of(archive: Archive) -> str:
@@ -245,59 +245,53 @@ def _of_table(listed: Iterable[tuple[str, Iterable[int], str]], info: FileInfo) 
         bits = int("".join(filter(str.isdigit, dtype.partition("_")[0])) or 8)
         tensors.append(TensorInfo(name, tuple(shape), dtype, shape.numel() * bits // 8))
     groups = {"": tuple(each.name for each in tensors)}
-    nbytes = sum(each.nbytes for each in tensors)
+    return _with_tensors(info, tensors, sum(each.nbytes for each in tensors), groups=groups)
+
+
+def _with_tensors(info: FileInfo, tensors: list[TensorInfo], nbytes: int, **facts: Any) -> FileInfo:
     return replace(
-        info, tensors=tuple(tensors), n_tensors=len(tensors), tensor_nbytes=nbytes, groups=groups
+        info, tensors=tuple(tensors), n_tensors=len(tensors), tensor_nbytes=nbytes, **facts
     )
 
 
-class _Listing:
-    """The tensors and other entries of nested mappings and lists, up to a budget."""
+def _of_content(content: object, info: FileInfo) -> FileInfo:
+    """Describe nested mappings and lists: their tensors and other entries, up to a budget."""
+    tensors: list[TensorInfo] = []
+    entries: dict[str, str] = {}
+    groups: dict[str, tuple[str, ...]] = {}
+    storages: dict[int, int] = {}
+    left = _BUDGET
 
-    def __init__(self) -> None:
-        self.left = _BUDGET
-        self.tensors: list[TensorInfo] = []
-        self.entries: dict[str, str] = {}
-        self.groups: dict[str, tuple[str, ...]] = {}
-        self.storages: dict[int, int] = {}
-
-    def of(self, content: object, info: FileInfo) -> FileInfo:
-        self.walk(content, "", 0)
-        return replace(
-            info,
-            tensors=tuple(self.tensors),
-            n_tensors=len(self.tensors),
-            tensor_nbytes=sum(self.storages.values()),
-            entries=self.entries,
-            groups=self.groups,
-            note="the listing is cut: the file has too many entries" if self.left < 0 else "",
-        )
-
-    def walk(self, found: object, key: str, depth: int) -> None:
+    def walk(found: object, key: str, depth: int) -> None:
+        nonlocal left
         if isinstance(found, Tensor):
-            self.add(found, key)
+            # Sparse and nested tensors have no storage of their own.
+            plain = found.layout == torch.strided and not found.is_nested
+            if plain:
+                storage = found.untyped_storage()
+                storages[storage.data_ptr() or -len(tensors)] = storage.nbytes()
+            shape = () if found.is_nested else tuple(found.shape)
+            nbytes = found.nbytes if plain else 0
+            tensors.append(TensorInfo(key, shape, dtype_name(found), nbytes))
             return
         items = None if depth > _MAX_DEPTH else _items(found)
         if items is None:
-            self.entries[key] = _short(found)
+            entries[key] = _short(found)
             return
         names: list[str] = []
-        self.groups[key] = ()
+        groups[key] = ()
         for name, value in items:
-            self.left -= _PER_ENTRY + len(key) + len(name)
-            if self.left < 0:
+            left -= _PER_ENTRY + len(key) + len(name)
+            if left < 0:
                 break
             names.append(name)
-            self.walk(value, f"{key}.{name}" if key else name, depth + 1)
-        self.groups[key] = tuple(names)
+            walk(value, f"{key}.{name}" if key else name, depth + 1)
+        groups[key] = tuple(names)
 
-    def add(self, tensor: Tensor, name: str) -> None:
-        nbytes, shape = 0, () if tensor.is_nested else tuple(tensor.shape)
-        # Sparse and nested tensors have no storage of their own.
-        if tensor.layout == torch.strided and not tensor.is_nested:
-            nbytes, storage = tensor.nbytes, tensor.untyped_storage()
-            self.storages[storage.data_ptr() or -len(self.tensors)] = storage.nbytes()
-        self.tensors.append(TensorInfo(name, shape, dtype_name(tensor), nbytes))
+    walk(content, "", 0)
+    note = "the listing is cut: the file has too many entries" if left < 0 else ""
+    size = sum(storages.values())
+    return _with_tensors(info, tensors, size, entries=entries, groups=groups, note=note)
 
 
 def _items(found: object) -> Iterable[tuple[str, object]] | None:

@@ -19,9 +19,10 @@ from modkit.files.zip_archive import Member
 DEEPEST: Final = 1000
 _MOST_MEMORY: Final = 1 << 24  # bytes that a call may ask for by a number
 # Bytes of an element, for storages whose names are not those of dtypes.
+# Bytes of an element, for storages whose names are not those of dtypes.
 _WIDTHS: Final = {
-    "Byte": 1, "Char": 1, "Untyped": 1,
-    "ComplexHalf": 4, "ComplexFloat": 8, "ComplexDouble": 16,
+    **dict.fromkeys(("Byte", "Char", "Untyped"), 1),
+    **{"ComplexHalf": 4, "ComplexFloat": 8, "ComplexDouble": 16},
 }
 _FILLS: Final = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"}
 _CALLS: Final = {"REDUCE", "NEWOBJ"}
@@ -84,8 +85,8 @@ def _problem_of(
         with warnings.catch_warnings():
             # pickletools warns of odd escapes in instructions that torch does not have.
             warnings.simplefilter("ignore")
-            for _ in range(count):
-                _Follower(len(data), members, folder, script=script).follow(stream)
+            while count and _Follower(len(data), members, folder, script=script).follow(stream):
+                count -= 1
     except (IndexError, KeyError, TypeError, AttributeError):
         return "its instructions do not fit together"
     except ValueError as error:
@@ -113,8 +114,8 @@ class _Follower:
         self._storages: set[str] = set()
         self._work = 10_000 + 10 * size
 
-    def follow(self, stream: io.BytesIO) -> None:
-        """Follow the pickle to its end, or to an instruction that torch does not have."""
+    def follow(self, stream: io.BytesIO) -> bool:
+        """Follow the pickle; return False if it has an instruction that torch does not have."""
         instruction: pickletools.OpcodeInfo
         argument: Any
         for instruction, argument, _ in pickletools.genops(stream):
@@ -122,7 +123,7 @@ class _Follower:
             if name not in _KNOWN:
                 if self._script:
                     raise ValueError(f"it has the instruction {name}, which torch never writes")
-                return
+                return False
             if name == "MARK":
                 self._marks.append(len(self._stack))
             elif name.endswith("PUT"):
@@ -138,6 +139,7 @@ class _Follower:
                 self._take(name, instruction.stack_before)
             elif instruction.stack_after:
                 self._stack.append(_Object([] if name.startswith("EMPTY_") else argument))
+        return True
 
     def _take(self, name: str, takes: list[Any]) -> None:
         """Apply an instruction that takes objects from the stack."""
@@ -211,3 +213,9 @@ class _Follower:
         self._storages.add(str(key))
         if member is not None and numel * width != member.size:
             raise ValueError(f"{member.name!r} has {member.size} bytes, not {numel * width}")
+
+
+def _width(name: str) -> int | None:
+    """Return the bytes of an element: of a Float storage, or a UInt16 one, as scripts name it."""
+    dtype = getattr(torch, name.lower(), None)
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else _WIDTHS.get(name)

@@ -293,7 +293,7 @@ class Archive:
             found = [self._read_part(*part) for part in parts]
         else:
             with ThreadPoolExecutor(_THREADS) as pool:
-                found = list(pool.map(lambda part: self._read_part(*part), parts))
+                found = list(pool.map(self._read_part, *zip(*parts, strict=True)))
         totals = dict.fromkeys(targets, 0)
         for (name, _, length, _), crc in zip(parts, found, strict=True):
             totals[name] = _crc_of_both(totals[name], crc, length)
