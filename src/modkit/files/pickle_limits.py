@@ -19,10 +19,11 @@ from modkit.files.zip_archive import Member
 DEEPEST: Final = 1000
 _MOST_MEMORY: Final = 1 << 24  # bytes that a call may ask for by a number
 # Bytes of an element, for storages whose names are not those of dtypes.
-# Bytes of an element, for storages whose names are not those of dtypes.
 _WIDTHS: Final = {
     **dict.fromkeys(("Byte", "Char", "Untyped"), 1),
-    **{"ComplexHalf": 4, "ComplexFloat": 8, "ComplexDouble": 16},
+    "ComplexHalf": 4,
+    "ComplexFloat": 8,
+    "ComplexDouble": 16,
 }
 _FILLS: Final = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"}
 _CALLS: Final = {"REDUCE", "NEWOBJ"}
@@ -213,9 +214,3 @@ class _Follower:
         self._storages.add(str(key))
         if member is not None and numel * width != member.size:
             raise ValueError(f"{member.name!r} has {member.size} bytes, not {numel * width}")
-
-
-def _width(name: str) -> int | None:
-    """Return the bytes of an element: of a Float storage, or a UInt16 one, as scripts name it."""
-    dtype = getattr(torch, name.lower(), None)
-    return dtype.itemsize if isinstance(dtype, torch.dtype) else _WIDTHS.get(name)
