@@ -274,7 +274,7 @@ def _of_content(content: object, info: FileInfo) -> FileInfo:
             # Sparse and nested tensors have no storage of their own.
             plain = found.layout == torch.strided and not found.is_nested
             if plain:
-                storage = found.untyped_storage()
+                storage = Tensor.untyped_storage(found)
                 storages[storage.data_ptr() or -len(tensors)] = storage.nbytes()
             shape = () if found.is_nested else tuple(found.shape)
             nbytes = found.nbytes if plain else 0
