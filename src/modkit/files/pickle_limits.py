@@ -20,7 +20,9 @@ DEEPEST: Final = 1000
 _MOST_MEMORY: Final = 1 << 24  # bytes that a call may ask for by a number
 # Bytes of an element, for storages whose names are not those of dtypes.
 _WIDTHS: Final = {
-    **dict.fromkeys(("Byte", "Char", "Untyped"), 1),
+    "Byte": 1,
+    "Char": 1,
+    "Untyped": 1,
     "ComplexHalf": 4,
     "ComplexFloat": 8,
     "ComplexDouble": 16,
