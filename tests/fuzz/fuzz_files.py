@@ -37,6 +37,7 @@ import modkit
 from modkit import jit
 from modkit.errors import FileError
 from tests.fuzz.mutations import Case, case, seeds
+from tests.unit.files.raw_zip import replaced
 from tests.unit.files.same_objects import difference, outcome
 
 
@@ -217,6 +218,12 @@ def outcome_of(reader: str, chosen: Case, path: Path) -> tuple[str, str]:
     if expected is None:
         return "read", ""
     right, refused = outcome(expected, path) if chosen.checked else (None, LookupError())
+    if isinstance(refused, UnicodeDecodeError):
+        # torch reads the id of a file as text, and does nothing with it.
+        other = path.with_suffix(".other")
+        other.write_bytes(replaced(chosen.data, {".data/serialization_id": None}))
+        right, refused = outcome(expected, other)
+        other.unlink()
     # A member that modkit has no need of may keep torch from reading the file: then it is as it was.
     if refused is not None:
         right, refused = outcome(intact, chosen.name, reader)
