@@ -148,8 +148,13 @@ DAMAGE = [*SAME_LENGTH, truncate, insert, remove]
 def damaged(dice: Dice, data: bytes) -> bytes:
     """Damage a file, without any regard to its format."""
     for _ in range(dice.choice([1, 1, 1, 2, 3])):
-        data = dice.choice(DAMAGE)(dice, data) if data else data
+        data = hurt(dice, data)
     return data
+
+
+def hurt(dice: Dice, data: bytes) -> bytes:
+    """Damage bytes in one way; of none, make some."""
+    return dice.choice(DAMAGE)(dice, data) if data else dice.randbytes(3)
 
 
 def field(dice: Dice, data: bytes) -> bytes:
@@ -223,12 +228,12 @@ def members_changed(dice: Dice, data: bytes) -> bytes:
         if what == "damage":
             content = chosen.data
             for _ in range(dice.choice([1, 2])):
-                content = dice.choice(DAMAGE)(dice, content) if content else dice.randbytes(5)
+                content = hurt(dice, content)
             members[at] = dataclasses.replace(chosen, data=content)
         elif what == "leave out" and len(members) > 1:
             del members[at]
         elif what == "rename":
-            members[at] = dataclasses.replace(chosen, name=dice.choice(DAMAGE)(dice, chosen.name))
+            members[at] = dataclasses.replace(chosen, name=hurt(dice, chosen.name))
         elif what == "exchange":
             first, second = chosen.data, other.data
             chosen.data, other.data = second, first
@@ -281,7 +286,7 @@ def change(dice: Dice, parts: list[bytes]) -> None:
     elif what == 8:
         replace(dice, parts, b"c", f"c{dice.choice(allowed())}\n".replace(" ", "\n").encode())
     else:
-        parts[at] = dice.choice(DAMAGE)(dice, parts[at]) if parts[at] else dice.randbytes(1)
+        parts[at] = hurt(dice, parts[at])
 
 
 def replace(dice: Dice, parts: list[bytes], kinds: bytes, new: bytes) -> None:

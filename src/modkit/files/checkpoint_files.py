@@ -190,6 +190,8 @@ def _problem_of(name: object, value: object) -> str | None:
         return "not the name of a tensor"
     if value.layout != torch.strided or value.is_quantized or value.is_nested:
         return "a tensor without plain memory (sparse, quantized or nested)"
+    if min(value.shape, default=0) < 0:
+        return "a tensor with a negative dimension"
     if value.is_meta:
         return "a tensor without values, on the device meta"
     if value.dtype is _FLOAT4:

@@ -201,7 +201,13 @@ def _of_torch_save(file: Path, descriptor: int, info: FileInfo) -> FileInfo:
     except UnsafeFileError as error:
         reason = str(error).rpartition("cannot be read as a checkpoint: ")[2]
         return replace(info, note=f"{reason}. {_WOULD_EXECUTE}")
-    return _of_content(content, info)
+    try:
+        return _of_content(content, info)
+    except RuntimeError as error:
+        # A pickle can make tensors of which torch cannot tell the size.
+        raise FileError(
+            f"{info.path} is corrupt: it has an odd tensor: {error}", info.kind
+        ) from error
 
 
 def _version_of(archive: Archive) -> str:
@@ -268,7 +274,7 @@ def _of_content(content: object, info: FileInfo) -> FileInfo:
             # Sparse and nested tensors have no storage of their own.
             plain = found.layout == torch.strided and not found.is_nested
             if plain:
-                storage = found.untyped_storage()
+                storage = Tensor.untyped_storage(found)
                 storages[storage.data_ptr() or -len(tensors)] = storage.nbytes()
             shape = () if found.is_nested else tuple(found.shape)
             nbytes = found.nbytes if plain else 0
@@ -300,7 +306,9 @@ def _items(found: object) -> Iterable[tuple[str, object]] | None:
         found = vars(found)
     if isinstance(found, Mapping):
         entries = cast("Mapping[object, object]", found)
-        return ((n[:_MAX_NAME] if isinstance(n, str) else _short(n), v) for n, v in entries.items())
+        # An attribute from the file may hide the method.
+        pairs = dict.items(found) if isinstance(found, dict) else entries.items()
+        return ((n[:_MAX_NAME] if isinstance(n, str) else _short(n), v) for n, v in pairs)
     if isinstance(found, (list, tuple)):
         values = cast("Sequence[object]", found)
         if any(isinstance(value, (Tensor, Mapping)) for value in islice(values, 100)):

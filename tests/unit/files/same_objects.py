@@ -136,12 +136,14 @@ class Comparison:
     def _tensors(self, path: str, a: Tensor, b: Tensor) -> None:
         for name in (
             *("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn"),
-            *("_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
+            *("_version", "_post_accumulate_grad_hooks"),
             *("is_quantized", "is_nested", "is_sparse", "is_mkldnn"),
         ):
             if name in {"shape", "_version"} and (a.is_nested or a.is_inference()):
                 continue
             equal(path, name, getattr(a, name), getattr(b, name))
+        # A pickle may put anything in the place of hooks.
+        self.compare(f"{path}._backward_hooks", a._backward_hooks, b._backward_hooks)
         self.compare(f"{path}.grad", a.grad, b.grad)
         for name in ("is_conj", "is_neg", "_is_view", "is_inference"):
             equal(path, name, getattr(a, name)(), getattr(b, name)())

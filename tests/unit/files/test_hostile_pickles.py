@@ -309,8 +309,31 @@ def test_attributes_that_hide_methods(attribute, reader, tmp_path):
         try:
             with limits():
                 READERS[reader](path)
+            inspect(path)
         except FileError as error:
             assert_readable(error)
+
+
+@pytest.mark.parametrize("size", [-2, -1])
+def test_negative_dimensions_of_nothing(size, tmp_path):
+    """Torch makes tensors without elements that have a negative dimension."""
+    sizes = tuple_of(numbers(2), numbers(0), numbers(size))
+    strides = tuple_of(numbers(1), numbers(1), numbers(1))
+    path = written(tmp_path, with_object(tensor(size=sizes, stride=strides)))
+
+    refusal("average_checkpoints", path)
+
+
+def test_inspecting_odd_tensors(tmp_path):
+    """Torch cannot tell the size of what this pickle makes of no memory."""
+    rebuild = named("torch._utils", "_rebuild_meta_tensor_no_storage")
+    sizes = tuple_of(numbers(2), numbers(-3))
+    odd = called(rebuild, named("torch", "float32"), sizes, sizes, b"\x89")
+    path = written(tmp_path, with_object(odd))
+    try:
+        inspect(path)
+    except FileError as error:
+        assert_readable(error)
 
 
 def nested(opening: bytes, closing: bytes, depth: int) -> bytes:
