@@ -98,6 +98,8 @@ def _replaced(target: Path, found: os.stat_result | None) -> Generator[Path]:
         except Exception as error:
             _raise_lost_errno(unfinished, error)
             raise
+        # A compiler makes its file executable.
+        mode |= unfinished.stat().st_mode
         if found is not None:
             mode = found.st_mode
             if hasattr(os, "chown"):

@@ -1,6 +1,7 @@
 import errno
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,20 @@ def test_a_full_disk_leaves_everything_as_it_was(tmp_path, monkeypatch):
         unfinished.write_text("new")
     assert path.read_text() == "old"
     assert [path] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("made", "expected"), [(0o600, 0o644), (0o755, 0o755)])
+def test_the_mode_of_a_new_file(tmp_path, made, expected):
+    """The umask decides; what the writer makes executable stays so, and nothing becomes private."""
+    path = tmp_path / "file"
+    before = os.umask(0o022)
+    try:
+        with atomic_write(path) as unfinished:
+            unfinished.write_text("new")
+            unfinished.chmod(made)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == expected
 
 
 def test_a_block_that_writes_nothing(tmp_path):
