@@ -1,5 +1,6 @@
 """Which kind of file something is, from its first bytes and its members. No code is executed."""
 
+import contextlib
 import hashlib
 import io
 import os
@@ -105,54 +106,28 @@ def is_pickle(content: bytes) -> bool:
 
 
 def _kind_of_pickle(head: bytes) -> str | None:
-    """Disassemble the start of a pickle.
-
-    Text begins with letters that are instructions of protocol 0, but soon one finds nothing on the stack.
-    """
     stream, seen = io.BytesIO(head), list[str]()
-    # For each open mark, the number of objects above it; the first entry is below all marks.
-    stack = [0]
-    complete = False
-    try:
-        with warnings.catch_warnings():
-            # pickletools warns of odd escapes in texts.
-            warnings.simplefilter("ignore")
-            for instruction, argument, _ in islice(pickletools.genops(stream), 10_000):
-                if not _fits(instruction, argument, stack):
-                    break
-                if argument == _LEGACY_MAGIC and len(seen) < 3:
-                    return LEGACY
-                seen.append(instruction.name)
-            else:
-                complete = True
-    except (ValueError, UnicodeError):
-        complete = stream.tell() == len(head) == _HEAD
-    names = set(seen)
-    if names & _IMPORTS and names & _CALLS:
-        return PICKLE
+    with warnings.catch_warnings(), contextlib.suppress(ValueError, UnicodeError):
+        # pickletools warns of odd escapes in texts.
+        warnings.simplefilter("ignore")
+        for instruction, argument, _ in islice(pickletools.genops(stream), 10_000):
+            name = instruction.name
+            parts = re.split("[ .]", str(argument)) if name in {"GLOBAL", "INST"} else ()
+            # Text begins with letters that are instructions of protocol 0, but they make no sense.
+            if not all(map(str.isidentifier, parts)) or (name == "INST" and "MARK" not in seen):
+                break
+            if argument == _LEGACY_MAGIC and len(seen) < 3:
+                return LEGACY
+            seen.append(name)
     if head.startswith(b"\x80") and len(seen) >= 3:
         return PICKLE
-    return PICKLE if complete and (seen[-1:] == ["STOP"] or len(seen) >= 16) else None
-
-
-def _fits(instruction: pickletools.OpcodeInfo, argument: object, stack: list[int]) -> bool:
-    """Count what an instruction takes and leaves; return False if the stack has too little."""
-    name, takes = instruction.name, list(instruction.stack_before)
-    parts = re.split("[ .]", str(argument)) if name in {"GLOBAL", "INST"} else ()
-    if not all(part.isidentifier() for part in parts):
-        return False
-    if name == "MARK":
-        stack.append(0)
-        return True
-    if pickletools.markobject in takes or (name == "POP" and not stack[-1] and len(stack) > 1):
-        if len(stack) < 2:
-            return False
-        stack.pop()
-        takes = takes[: takes.index(pickletools.markobject)] if name != "POP" else []
-    stack[-1] -= len(takes)
-    fits = stack[-1] >= 0
-    stack[-1] += len(instruction.stack_after)
-    return fits
+    if not (_IMPORTS.isdisjoint(seen) or _CALLS.isdisjoint(seen)):
+        return PICKLE
+    with warnings.catch_warnings(), contextlib.suppress(ValueError, UnicodeError):
+        warnings.simplefilter("ignore")
+        pickletools.dis(head, io.StringIO())
+        return PICKLE
+    return None
 
 
 def parse_digest(sha256: str) -> str:
