@@ -1,4 +1,6 @@
 import gc
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +56,31 @@ def test_no_more_is_held_than_the_sum_and_one_checkpoint(
     assert all(torch.equal(a, torch.full((NUMBERS,), 2.5, dtype=dtype)) for a in averages.values())
     assert len(found) == FILES * NAMES
     assert max(found) - before <= 2 * CHECKPOINT
+
+
+MAPPED = """
+import sys, pathlib, modkit
+
+def peak():
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])
+
+modkit.load_checkpoint(sys.argv[2])
+before = peak()
+found = modkit.load_checkpoint(sys.argv[1], mmap=True)
+print(peak() - before, float(found["9"][-1]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_a_mapped_checkpoint_takes_no_memory(tmp_path: Path) -> None:
+    """Verifying and mapping 80 MB adds less than a tenth of that to the peak of the process."""
+    path, small = tmp_path / "large.pt", tmp_path / "small.pt"
+    modkit.save_checkpoint({str(n): torch.full((2_000_000,), float(n)) for n in range(10)}, path)
+    modkit.save_checkpoint({"w": torch.ones(2)}, small)
+    line = [sys.executable, "-c", MAPPED, str(path), str(small)]
+    done = subprocess.run(line, capture_output=True, encoding="utf-8", check=True)
+    kilobytes, last = done.stdout.split()
+
+    assert float(last) == 9.0
+    assert int(kilobytes) < 8_000
