@@ -229,7 +229,7 @@ def test_views_refuse_what_a_compiled_type_cannot_do():
     ):
         with pytest.raises(RuntimeError, match=r"cannot delete|Can't add"):
             change()
-    children |= {"head": other.head}
+    children.update({"head": other.head})
 
     assert module.head is other.head
     assert children.setdefault("head") is other.head

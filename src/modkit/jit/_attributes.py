@@ -1,12 +1,11 @@
 """Attributes of a compiled module: C++ holds them, and a few Python objects beside it."""
 
 from collections import OrderedDict
-from collections.abc import ItemsView, Iterator, KeysView, MutableMapping, ValuesView
+from collections.abc import ItemsView, Iterator, MutableMapping, ValuesView
 from typing import Any, Final, NoReturn, cast
 
 import torch
 from torch.nn import Buffer, Parameter
-from typing_extensions import Self
 
 from modkit.jit._upstream import (
     BufferDict,
@@ -14,49 +13,25 @@ from modkit.jit._upstream import (
     ParameterDict,
     RecursiveScriptClass as TorchScriptClass,
     ScriptMethod,
+    TorchTensors,
     concrete_type_of,
     magic_methods,
 )
 from modkit.nn._attributes import fill
 
 
-class Tensors(MutableMapping[str, Any]):
-    """The parameters or the buffers of a C++ module; a name whose value is None is not there.
+class Tensors(TorchTensors, MutableMapping[str, Any]):  # type: ignore[misc,unused-ignore]
+    """The parameters or the buffers of a C++ module; a name whose value is None is not an entry.
 
-    What is read is always what C++ has at that moment, since compiled code may replace a tensor.
+    Each access reads C++, since compiled code may replace a tensor.
     """
 
-    __slots__ = ("_cpp", "_kind")
-
     def __init__(self, cpp: Any, kind: str) -> None:
-        self._cpp = cpp
+        super().__init__(cpp)
         self._kind = kind
-
-    def keys(self) -> KeysView[str]:
-        """Return the names."""
-        return dict[str, Any](self._cpp.items()).keys()
-
-    def values(self) -> ValuesView[Any]:
-        """Return the tensors."""
-        return dict[str, Any](self._cpp.items()).values()
-
-    def items(self) -> ItemsView[str, Any]:
-        """Return the pairs, which stay what they are while tensors are being replaced."""
-        return dict[str, Any](self._cpp.items()).items()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
-
-    def __len__(self) -> int:
-        return len(self._cpp.items())
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and bool(self._cpp.contains(name))
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self:
-            raise KeyError(name)
-        return self._cpp.getattr(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self:
@@ -64,7 +39,7 @@ class Tensors(MutableMapping[str, Any]):
                 f"Can't add a new {self._kind} after ScriptModule construction. "
                 f"Tried to add '{name}'"
             )
-        self._cpp.setattr(name, value)
+        self._c.setattr(name, value)
 
     def __delitem__(self, name: str) -> NoReturn:
         raise RuntimeError(
@@ -73,18 +48,34 @@ class Tensors(MutableMapping[str, Any]):
         )
 
 
-class Children(dict[str, Any]):
-    """The children of a C++ module by name, each as the one object in Python that stands for it."""
+class Children(MutableMapping[str, Any]):
+    """The children of a C++ module by name, each with its one wrapper in Python."""
 
-    __slots__ = ("_cpp",)
+    __slots__ = ("_cpp", "_wrappers")
 
-    def __init__(self, cpp: Any, children: dict[str, Any]) -> None:
-        super().__init__(children)
+    def __init__(self, cpp: Any, wrappers: dict[str, Any]) -> None:
         self._cpp = cpp
+        self._wrappers = wrappers
 
-    def note(self, name: str, child: Any) -> None:
-        """Enter a child that C++ has already."""
-        super().__setitem__(name, child)
+    def items(self) -> ItemsView[str, Any]:
+        """Return the pairs of name and wrapper."""
+        return self._wrappers.items()
+
+    def values(self) -> ValuesView[Any]:
+        """Return the wrappers."""
+        return self._wrappers.values()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._wrappers)
+
+    def __len__(self) -> int:
+        return len(self._wrappers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._wrappers
+
+    def __getitem__(self, name: str) -> Any:
+        return self._wrappers[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self and not self._cpp.contains(name):
@@ -98,42 +89,13 @@ class Children(dict[str, Any]):
                 f"module, tried to replace existing module '{name}': {value}"
             )
         self._cpp.setattr(name, value)
-        super().__setitem__(name, value)
+        self._wrappers[name] = value
 
     def __delitem__(self, name: str) -> NoReturn:
         raise RuntimeError(
             f"cannot delete methods or parameters of a script module: '{name}' is a child of its "
             "compiled type"
         )
-
-    def pop(self, name: str, *_: Any) -> NoReturn:
-        """Refuse, as for any other way of deleting."""
-        del self[name]
-        raise AssertionError
-
-    def popitem(self) -> NoReturn:
-        """Refuse, as for any other way of deleting."""
-        self.pop(next(reversed(self), ""))
-
-    def clear(self) -> None:
-        """Refuse, unless there is nothing to delete."""
-        for name in self:
-            self.pop(name)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Replace several, each through its check."""
-        for name, value in dict[str, Any](*args, **kwargs).items():
-            self[name] = value
-
-    def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc]
-        self.update(other)
-        return self
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        """Return the child; there cannot be a new one."""
-        if name not in self:
-            self[name] = default
-        return self[name]
 
 
 class ScriptClass(TorchScriptClass):  # type: ignore[misc,valid-type,unused-ignore]
@@ -150,7 +112,7 @@ def as_script_class(value: Any) -> Any:
     return value
 
 
-# What Python does where a class has no such method.
+# Python's default where a class has no such method.
 def _is_true(script: Any) -> bool:
     return len(script) > 0 if script._c._has_method("__len__") else True
 
@@ -161,24 +123,9 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "__str__": object.__str__,
     "__bool__": _is_true,
 }
-# What Python asks for once more with the operands exchanged, or refuses in its own words.
+# Python then tries the reflected method, and raises its own error.
 _OPERATORS: Final = frozenset(
-    f"__{name}__"
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "pow",
-        "truediv",
-        "mod",
-        "and",
-        "or",
-        "xor",
-        "lt",
-        "gt",
-        "le",
-        "ge",
-    ]
+    f"__{name}__" for name in "add sub mul pow truediv mod and or xor lt gt le ge".split()
 )
 
 
@@ -265,8 +212,6 @@ def assign(module: Any, name: str, value: Any) -> None:
         state["_modules"][name] = value
     elif cpp.hasattr(name):
         cpp.setattr(name, value)
-        if isinstance(value, torch.jit.ScriptModule):
-            state["_modules"].note(name, value)
     elif name in state["_concrete_type"].get_constants():
         raise AttributeError(
             f"Cannot mutate TorchScript constant value: '{name}'. Value: '{value}'"

@@ -53,6 +53,7 @@ __all__ = [
     "ScriptMethod",
     "TorchRecursiveScriptModule",
     "TorchScriptMeta",
+    "TorchTensors",
     "TorchTopLevelTracedModule",
     "TorchTracedModule",
     "class_definition",
@@ -94,6 +95,8 @@ BufferDict: Final = _C.BufferDict
 ModuleDict: Final = _C.ModuleDict
 CompilationUnit: Final = _C.CompilationUnit
 
+# What a module of torch has as parameters and buffers.
+TorchTensors: Final[Any] = _script.OrderedDictWrapper
 # Names of torch.jit that its type information leaves out.
 TorchRecursiveScriptModule: Final[Any] = _script.RecursiveScriptModule
 TorchTracedModule: Final[Any] = _trace.TracedModule
