@@ -124,9 +124,8 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "__bool__": _is_true,
 }
 # Python then tries the reflected method, and raises its own error.
-_OPERATORS: Final = frozenset(
-    f"__{name}__" for name in "add sub mul pow truediv mod and or xor lt gt le ge".split()
-)
+_ARITHMETIC: Final = ("add", "sub", "mul", "pow", "truediv", "mod", "and", "or", "xor")
+_OPERATORS: Final = {f"__{name}__" for name in (*_ARITHMETIC, "lt", "gt", "le", "ge")}
 
 
 def _dispatch(name: str) -> Any:
@@ -169,8 +168,8 @@ def bind(module: Any, cpp: Any, children: dict[str, Any], concrete_type: Any = N
     state.pop("training", None)
     state["_c"] = cpp
     state["_concrete_type"] = concrete_type or concrete_type_of(cpp._type())
-    state["_parameters"] = Tensors(ParameterDict(cpp), "parameter")
-    state["_buffers"] = Tensors(BufferDict(cpp), "buffer")
+    state["_parameters"] = Tensors(ParameterDict(cpp), "parameter")  # pyright: ignore[reportAbstractUsage]
+    state["_buffers"] = Tensors(BufferDict(cpp), "buffer")  # pyright: ignore[reportAbstractUsage]
     state["_modules"] = Children(ModuleDict(cpp), children)
 
 
