@@ -83,7 +83,7 @@ def test_one_notice_takes_the_place_of_all_warnings(tmp_path):
     lines = run(
         tmp_path,
         """
-        import io, warnings
+        import copy, io, pickle, warnings
         import torch
         import modkit.nn as nn
         from modkit import jit
@@ -99,6 +99,21 @@ def test_one_notice_takes_the_place_of_all_warnings(tmp_path):
             Scale()(torch.ones(1))
             module = jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval())
             jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+            jit.trace_module(nn.Linear(2, 2), {"forward": torch.ones(1, 2)})
+            module.define("def none(self) -> int:\\n    return 0\\n")
+            copy.deepcopy(module)
+            pickle.loads(pickle.dumps(module))
+
+            @jit.interface
+            class Numbers:
+                def number(self) -> int:
+                    pass
+
+            @jit.script_if_tracing
+            def doubled(x):
+                return x * 2
+
+            jit.trace(lambda x: doubled(x), torch.ones(1))
             buffer = io.BytesIO()
             jit.save(module, buffer)
             buffer.seek(0)

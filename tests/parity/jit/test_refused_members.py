@@ -176,3 +176,26 @@ def test_compile_is_refused(impl, kind):
 
     with pytest.raises(RuntimeError, match=r"^compile is not supported on ScriptModules$"):
         module.compile(backend="eager")
+
+
+NAMED_BY_DYNAMO = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="this release of torch does not refuse",
+)
+
+
+@NAMED_BY_DYNAMO
+def test_torch_compile_refuses_a_compiled_module(impl):
+    """``torch.compile`` takes no module of TorchScript."""
+    with pytest.raises(RuntimeError, match=r"does not support compiling torch\.jit\.script"):
+        torch.compile(build(impl, "scripted"), backend="eager")
+
+
+@NAMED_BY_DYNAMO
+def test_dynamo_names_torchscript(impl):
+    """In a full graph the error for a compiled child names TorchScript."""
+    net = torch.nn.Sequential(build(impl, "scripted"), torch.nn.ReLU())
+    torch._dynamo.reset()
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torch\.jit\.script"):
+        torch.compile(net, backend="eager", fullgraph=True)(inputs())
