@@ -163,7 +163,7 @@ DEFINED: Final = "__defined"
 
 
 def bind(module: Any, cpp: Any, children: dict[str, Any], concrete_type: Any = None) -> None:
-    """Let ``module`` stand for the C++ module ``cpp``; its own dict has the bookkeeping already."""
+    """Make ``module``, which has the bookkeeping of a module, the wrapper of ``cpp``."""
     state = module.__dict__
     state.pop("training", None)
     state["_c"] = cpp
@@ -179,9 +179,9 @@ def is_compiled(module: Any) -> bool:
 
 
 def find(module: Any, name: str) -> Any:
-    """Return what ``name`` is in C++: an attribute, a method, or what a compiled property gives.
+    """Return the child, attribute, compiled method or value of a compiled property ``name``.
 
-    A method is put into the instance's own dict, where Python finds it the next time.
+    A method is cached in the instance's own dict.
     """
     state = module.__dict__
     cpp = state["_c"]
@@ -262,7 +262,7 @@ def item(module: Any, index: Any) -> Any:
 
 
 def plain_state(module: Any) -> dict[str, Any]:
-    """Return what stands in the instance's own dict that is neither compiled nor a view."""
+    """Return the entries of the instance's own dict that are neither compiled nor views."""
     views = {"_c", "_concrete_type", "_parameters", "_buffers", "_modules"}
     return {
         name: value

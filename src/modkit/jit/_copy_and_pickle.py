@@ -105,7 +105,7 @@ def _leaf_like(source: torch.Tensor, data: torch.Tensor, memo: dict[int, Any]) -
 
 
 def _pickled_state(module: Any) -> dict[str, Any]:
-    """Return what stands in Python beside the archive; compiled hooks are in that."""
+    """Return the state in Python, without compiled hooks, which the archive holds."""
     state = plain_state(module)
     for name in TABLES:
         hooks = state[name].items()

@@ -123,8 +123,8 @@ def checked_map_location(map_location: str | torch.device | None) -> torch.devic
 
     Raises:
         ValueError: It is neither; the text is that of ``torch.jit.load``.
-        RuntimeError: It is no device, or there is none of that kind or number here. The text, or a
-            note below it, names what there is.
+        RuntimeError: It is not a device, or this machine has no such device. The text, or a note
+            below it, names the available ones.
 
     Example:
         >>> checked_map_location("cpu")
@@ -172,7 +172,7 @@ def _count(kind: str) -> int:
     if is_available is not None:
         available = bool(is_available())
     else:
-        # Apple's backend tells it in another place.
+        # Apple's backend has the function in another module.
         available = kind == "mps" and torch.backends.mps.is_available()
     if not available:
         return 0

@@ -192,7 +192,7 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
         >>> module(torch.ones(3, 4)).shape
         torch.Size([3, 2])
 
-    Differs from torch: what is listed in ``docs/parity.md``.
+    Differs from torch: each difference is a row of ``docs/parity.md``.
     """
 
     # Keeps torch's metaclass from compiling: ours does.

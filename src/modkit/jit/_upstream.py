@@ -4,20 +4,19 @@ They are named here and not in ``modkit/_upstream.py``, so that nothing but ``mo
 on them: the public functions of ``torch.jit`` warn, and later releases of torch may refuse.
 Checked against torch 2.13; 2.15 has the same names.
 
-- ``ENABLED`` is false where the environment has ``PYTORCH_JIT=0``.
-- ``ScriptMethod`` and ``CppModule``: the C++ objects behind a method and a module. The three views
-  list what a C++ module holds.
+- ``ENABLED`` is False if the environment variable ``PYTORCH_JIT`` is 0.
+- ``ScriptMethod`` is the C++ object behind a method. ``ParameterDict``, ``BufferDict`` and
+  ``ModuleDict`` list the members of a C++ module.
 - ``freeze_module``, ``optimize_frozen_graph`` and ``optimize_for_inference`` are what the public
   functions call after their warning; ``import_module`` and ``import_module_from_buffer`` likewise.
 - ``create_script_module``, ``prepare_scriptable``, ``script_anything`` and ``trace_anything`` are the
   compiler behind ``torch.jit.script`` and ``torch.jit.trace``. ``methods_to_compile`` is its rule.
 - ``compile_interface``, ``class_definition``, ``method_definition``, ``names_of_frame`` and
-  ``MethodStub``: a decorator has to look at the frame that it is used in, and the public ones look
-  at the frame that called them.
+  ``MethodStub``: names are looked up in the calling frame, so decorators cannot call torch's.
 - ``ConstMap`` gives the constants of compiled code as attributes. ``TorchScriptMeta`` collects the
   script methods and constants of a class.
 - ``DEPRECATION`` is the category of the warnings of this torch: ``FutureWarning`` since 2.14.
-- ``import_module`` is None where this torch reads no TorchScript.
+- ``import_module`` is None if this release of torch cannot read TorchScript.
 - ``concrete_type_of`` describes the type of a C++ module to the compiler.
 """
 
@@ -45,7 +44,6 @@ __all__ = [
     "BufferDict",
     "CompilationUnit",
     "ConstMap",
-    "CppModule",
     "MethodStub",
     "ModuleDict",
     "ParameterDict",
@@ -88,7 +86,6 @@ _internal: Any = _jit_internal
 
 ENABLED: Final = bool(cast("Any", torch.jit._state)._enabled)
 
-CppModule: Final = _C.ScriptModule
 ScriptMethod: Final = _C.ScriptMethod
 ParameterDict: Final = _C.ParameterDict
 BufferDict: Final = _C.BufferDict
@@ -102,7 +99,7 @@ TorchRecursiveScriptModule: Final[Any] = _script.RecursiveScriptModule
 TorchTracedModule: Final[Any] = _trace.TracedModule
 TorchTopLevelTracedModule: Final[Any] = _trace.TopLevelTracedModule
 RecursiveScriptClass: Final[Any] = _script.RecursiveScriptClass
-# Without the compiler there are no such methods either.
+# Torch does not define them with PYTORCH_JIT=0.
 magic_methods: Final[tuple[str, ...]] = tuple(getattr(_script, "_magic_methods", ()))
 
 freeze_module: Final = _C._freeze_module
@@ -135,21 +132,21 @@ DEPRECATION: Final[type[Warning]] = (
 
 MESSAGE: Final = (
     "TorchScript gets no new features and a later release of torch may drop it: for new work see "
-    "torch.export and torch.compile. Until then modkit.jit keeps it working; this is said once."
+    "torch.export and torch.compile. modkit.jit works until then and warns once in a process."
 )
 
 # The first Python for which torch says that TorchScript is not supported.
 _UNSUPPORTED: Final = (3, 14)
 
-_said: Final[set[str]] = set()
+_given: Final[set[str]] = set()
 
 
 def give_notice(stacklevel: int = 3) -> None:
     """Warn once in a process, with the line that called the public function."""
-    if _said:
+    if _given:
         return
     # Entered first: where the warning is made an error, the next call works.
-    _said.add(MESSAGE)
+    _given.add(MESSAGE)
     warnings.warn(message(), DEPRECATION, stacklevel=stacklevel)
 
 

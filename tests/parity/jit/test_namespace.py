@@ -66,6 +66,21 @@ def test_a_star_import_binds_what_it_binds_in_torch():
     assert bound["modkit"] == bound["torch"] == set(torch.jit.__all__)
 
 
+def test_assigning_reaches_torch_but_for_names_of_modkit(monkeypatch):
+    """A torch name that is set through modkit is set in torch; ``script`` is modkit's alone."""
+    theirs = torch.jit.script
+    monkeypatch.setattr(jit, "annotate", "replaced")
+    monkeypatch.setattr(jit, "script", "replaced")
+
+    assert (torch.jit.annotate, jit.annotate) == ("replaced", "replaced")
+    assert (torch.jit.script, jit.script) == (theirs, "replaced")
+    monkeypatch.undo()
+    assert jit.annotate is torch.jit.annotate != "replaced"
+    assert jit.script is not theirs
+    with pytest.raises(AttributeError, match=r"module 'modkit.jit' has no attribute 'compile'"):
+        jit.compile
+
+
 @pytest.mark.parametrize("name", SUBMODULES)
 def test_every_submodule_is_torchs_own(name):
     """A submodule imported by modkit's name is torch's module."""
