@@ -10,8 +10,7 @@ from tests.helpers import same
 
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit"),
 ]
 
 

@@ -10,7 +10,7 @@ from tests.parity.jit.networks import build, inputs, make_net, reloaded
 
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]
 

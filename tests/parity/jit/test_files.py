@@ -9,7 +9,7 @@ from tests.helpers import MODKIT, TORCH, same
 from tests.parity.jit.networks import build, inputs
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 
 def archive():

@@ -16,8 +16,7 @@ from tests.parity.jit.networks import build, inputs, make_net
 
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]
 
