@@ -72,5 +72,8 @@ else:
         *("ScriptModule", "freeze", "interface", "load", "optimize_for_inference", "save"),
         *("script", "script_method", "trace", "trace_module"),
     )
+    for _name in _OWN:
+        # Texts and pickles name the public path.
+        globals()[_name].__module__ = "modkit.jit"
     mirror("modkit.jit", {"modkit.jit": {name: globals()[name] for name in _OWN}})
     del mirror, TYPE_CHECKING

@@ -43,6 +43,7 @@ def test_every_name_is_torchs_own_but_those_of_modkit():
     differing = {name for name in names if getattr(jit, name) is not getattr(torch.jit, name)}
 
     assert differing == OURS
+    assert {getattr(jit, name).__module__ for name in OURS} == {"modkit.jit"}
     assert set(dir(torch.jit)) <= set(dir(jit))
     assert jit.__all__ == torch.jit.__all__
 
