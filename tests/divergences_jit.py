@@ -9,12 +9,6 @@ _DEFECTS: Final = "tests/parity/jit/test_defects.py::"
 _ARCHIVES: Final = "tests/parity/jit/test_archive_defects.py::"
 _COMPILING: Final = "tests/parity/jit/test_compiling.py::"
 _REFUSED: Final = "tests/parity/jit/test_refused_members.py::"
-_LATER: Final = Divergence(
-    "torch",
-    "Torch compiles what `define` is given into a type that all modules of a class have in common: "
-    "each of them gets the method, and none can define it again. In modkit one module gets it.",
-    NO_ISSUE,
-)
 _CONSTRUCTOR: Final = Divergence(
     "torch",
     "From the third instance on, a class whose constructor calls `define` runs in torch what the "
@@ -26,6 +20,14 @@ _REFUSALS: Final = Divergence(
     "Torch refuses on compiled modules much of what the page of ScriptModule documents: casts such "
     "as `bfloat16`, `requires_grad_`, `to_empty`, hooks, and members by path. In modkit they work.",
     ISSUES + "29037",
+)
+
+_DYNAMO: Final = Divergence(
+    "modkit",
+    "Dynamo compares the exact class with torch's `RecursiveScriptModule`. `torch.compile` of a "
+    "ScriptModule of modkit is not refused and runs TorchScript's code; with `fullgraph=True` the error "
+    "names the compiled method.",
+    NO_ISSUE,
 )
 
 JIT_DIVERGENCES: Final[dict[str, Divergence]] = {
@@ -99,12 +101,6 @@ JIT_DIVERGENCES: Final[dict[str, Divergence]] = {
         "refuses it.",
         NO_ISSUE,
     ),
-    _DEFECTS + "test_a_missing_extra_file_is_an_error": Divergence(
-        "torch",
-        "An extra file that is not in the archive reads as an empty one in torch; in modkit it is a "
-        "KeyError.",
-        NO_ISSUE,
-    ),
     _ARCHIVES + "test_damaged_weights_are_not_loaded": Divergence(
         "torch",
         "Torch reads archives without looking at their checksums, so weights with flipped bits load "
@@ -115,6 +111,12 @@ JIT_DIVERGENCES: Final[dict[str, Divergence]] = {
         "torch",
         "Where one bit of a zip file marks weights as a folder, torch reads nothing and takes what is "
         "in memory for them.",
+        NO_ISSUE,
+    ),
+    "tests/unit/test_jit_environment.py::test_an_archive_loads_with_the_compiler_turned_off": Divergence(
+        "torch",
+        "With `PYTORCH_JIT=0` torch cannot load an archive, as its wrapper of a C++ module is an empty "
+        "class; modkit loads and runs it.",
         NO_ISSUE,
     ),
     _ARCHIVES + "test_a_file_that_was_just_written_is_read": Divergence(
@@ -135,7 +137,6 @@ JIT_DIVERGENCES: Final[dict[str, Divergence]] = {
         "loading; modkit looks for all of them first, and the error names those that there are.",
         ISSUES + "197803",
     ),
-    _DEFECTS + "test_define_gives_the_method_to_one_module": _LATER,
     _DEFECTS + "test_each_instance_compiles_what_its_constructor_defines": _CONSTRUCTOR,
     _DEFECTS + "test_a_module_can_be_pickled": Divergence(
         "torch",
@@ -155,6 +156,7 @@ JIT_DIVERGENCES: Final[dict[str, Divergence]] = {
         NO_ISSUE,
     ),
     _REFUSED + "test_members_that_torch_refuses_do_what_they_do_on_any_module": _REFUSALS,
+    _REFUSED + "test_torch_compile_refuses_a_compiled_module": _DYNAMO,
+    _REFUSED + "test_dynamo_names_torchscript": _DYNAMO,
     _REFUSED + "test_set_submodule_takes_what_was_compiled_from_the_same": _REFUSALS,
-    _REFUSED + "test_compile_leaves_the_results": _REFUSALS,
 }

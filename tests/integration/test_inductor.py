@@ -15,7 +15,7 @@ from tests.integration.networks import agree, gradients, make_batch, make_net
 pytestmark = [
     *compiled_tests,
     # Inductor imports torch.utils.mkldnn, which still writes its methods in TorchScript.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
     pytest.mark.skipif(
         not any(map(shutil.which, ("g++", "clang++", "c++"))),
         reason="inductor generates C++ and finds no compiler",

@@ -283,7 +283,8 @@ def _plain_classes() -> Any:
 def _reason(descriptor: int, error: Exception) -> tuple[bool, str]:
     """Name the classes that torch refuses, in place of its advice to execute them."""
     if not isinstance(error, pickle.UnpicklingError):
-        return False, str(error) or type(error).__name__
+        # Some texts of torch have a hundred lines.
+        return False, str(error).partition("\n")[0][:500] or type(error).__name__
     try:
         with os.fdopen(os.dup(descriptor), "rb") as file:
             file.seek(0)

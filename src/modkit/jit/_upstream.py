@@ -1,26 +1,31 @@
-"""The private parts of ``torch.jit`` that ``modkit.jit`` stands on, each with its reason.
+"""The private parts of ``torch.jit`` that ``modkit.jit`` uses, and the notice of its deprecation.
 
 They are named here and not in ``modkit/_upstream.py``, so that nothing but ``modkit.jit`` depends
 on them: the public functions of ``torch.jit`` warn, and later releases of torch may refuse.
 Checked against torch 2.13; 2.15 has the same names.
 
-- ``ENABLED`` is false where the environment has ``PYTORCH_JIT=0``.
-- ``ScriptMethod`` and ``CppModule``: the C++ objects behind a method and a module. The three views
-  list what a C++ module holds.
+- ``ENABLED`` is False if the environment variable ``PYTORCH_JIT`` is 0.
+- ``ScriptMethod`` is the C++ object behind a method. ``ParameterDict``, ``BufferDict`` and
+  ``ModuleDict`` list the members of a C++ module.
 - ``freeze_module``, ``optimize_frozen_graph`` and ``optimize_for_inference`` are what the public
   functions call after their warning; ``import_module`` and ``import_module_from_buffer`` likewise.
 - ``create_script_module``, ``prepare_scriptable``, ``script_anything`` and ``trace_anything`` are the
   compiler behind ``torch.jit.script`` and ``torch.jit.trace``. ``methods_to_compile`` is its rule.
 - ``compile_interface``, ``class_definition``, ``method_definition``, ``names_of_frame`` and
-  ``MethodStub``: a decorator has to look at the frame that it is used in, and the public ones look
-  at the frame that called them.
-- ``ConstMap`` gives the constants of compiled code as attributes. ``TorchScriptMeta`` collects the script methods and constants of a class.
-- ``import_module`` is None where this torch reads no TorchScript.
+  ``MethodStub``: names are looked up in the calling frame, so decorators cannot call torch's.
+- ``ConstMap`` gives the constants of compiled code as attributes. ``TorchScriptMeta`` collects the
+  script methods and constants of a class.
+- ``DEPRECATION`` is the category of the warnings of this torch: ``FutureWarning`` since 2.14.
+- ``import_module`` is None if this release of torch cannot read TorchScript.
 - ``concrete_type_of`` describes the type of a C++ module to the compiler.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
+import sys
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
@@ -34,24 +39,27 @@ from torch.jit._script import ConstMap, ScriptMeta as TorchScriptMeta
 
 
 __all__ = [
+    "DEPRECATION",
     "ENABLED",
     "BufferDict",
     "CompilationUnit",
     "ConstMap",
-    "CppModule",
     "MethodStub",
     "ModuleDict",
     "ParameterDict",
     "RecursiveScriptClass",
-    "RecursiveScriptModule",
     "ScriptMethod",
+    "TorchRecursiveScriptModule",
     "TorchScriptMeta",
-    "TracedModule",
+    "TorchTensors",
+    "TorchTopLevelTracedModule",
+    "TorchTracedModule",
     "class_definition",
     "compile_interface",
     "concrete_type_of",
     "create_script_module",
     "freeze_module",
+    "give_notice",
     "import_module",
     "import_module_from_buffer",
     "magic_methods",
@@ -66,6 +74,7 @@ __all__ = [
     "script_anything",
     "trace_anything",
     "trace_module_anything",
+    "without_warnings_of_torch",
 ]
 
 _C: Any = torch._C
@@ -77,17 +86,20 @@ _internal: Any = _jit_internal
 
 ENABLED: Final = bool(cast("Any", torch.jit._state)._enabled)
 
-CppModule: Final = _C.ScriptModule
 ScriptMethod: Final = _C.ScriptMethod
 ParameterDict: Final = _C.ParameterDict
 BufferDict: Final = _C.BufferDict
 ModuleDict: Final = _C.ModuleDict
 CompilationUnit: Final = _C.CompilationUnit
 
-RecursiveScriptModule: Final[Any] = _script.RecursiveScriptModule
+# What a module of torch has as parameters and buffers.
+TorchTensors: Final[Any] = _script.OrderedDictWrapper
+# Names of torch.jit that its type information leaves out.
+TorchRecursiveScriptModule: Final[Any] = _script.RecursiveScriptModule
+TorchTracedModule: Final[Any] = _trace.TracedModule
+TorchTopLevelTracedModule: Final[Any] = _trace.TopLevelTracedModule
 RecursiveScriptClass: Final[Any] = _script.RecursiveScriptClass
-TracedModule: Final[Any] = _trace.TracedModule
-# Without the compiler there are no such methods either.
+# Torch does not define them with PYTORCH_JIT=0.
 magic_methods: Final[tuple[str, ...]] = tuple(getattr(_script, "_magic_methods", ()))
 
 freeze_module: Final = _C._freeze_module
@@ -111,3 +123,50 @@ class_definition: Final = _frontend.get_jit_class_def
 method_definition: Final = _frontend.get_jit_def
 qualified_name: Final = _internal._qualified_name
 names_of_frame: Final = _internal.createResolutionCallbackFromFrame
+
+DEPRECATION: Final[type[Warning]] = (
+    FutureWarning
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+    else DeprecationWarning
+)
+
+MESSAGE: Final = (
+    "TorchScript gets no new features and a later release of torch may drop it: for new work see "
+    "torch.export and torch.compile. modkit.jit works until then and warns once in a process."
+)
+
+# The first Python for which torch says that TorchScript is not supported.
+_UNSUPPORTED: Final = (3, 14)
+
+_given: Final[set[str]] = set()
+
+
+def give_notice(stacklevel: int = 3) -> None:
+    """Warn once in a process, with the line that called the public function."""
+    if _given:
+        return
+    # Entered first: where the warning is made an error, the next call works.
+    _given.add(MESSAGE)
+    warnings.warn(message(), DEPRECATION, stacklevel=stacklevel)
+
+
+def message() -> str:
+    """Return the text of the notice, which names a Python that torch does not support."""
+    if sys.version_info < _UNSUPPORTED:
+        return MESSAGE
+    running = ".".join(map(str, sys.version_info[:2]))
+    return f"{MESSAGE} Torch does not support it on Python {running}, where compiling may fail."
+
+
+@contextmanager
+def without_warnings_of_torch() -> Generator[None, None, None]:
+    """Silence torch's warnings that TorchScript is deprecated, and no others.
+
+    The compiler calls the public functions, once for each function that it compiles.
+    """
+    with warnings.catch_warnings():
+        for category in (DeprecationWarning, FutureWarning):
+            warnings.filterwarnings(
+                "ignore", r"`torch\.jit\.\w+` is (deprecated|not supported)", category
+            )
+        yield

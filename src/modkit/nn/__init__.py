@@ -28,7 +28,13 @@ if TYPE_CHECKING:
         UninitializedParameter as UninitializedParameter,
     )
 else:
-    from modkit.nn._namespace import mirror_torch_nn
+    from modkit._namespace import mirror
     from modkit.nn.module import Module
 
-    mirror_torch_nn(Module)
+    mirror(
+        "modkit.nn",
+        {
+            name: {"Module": Module}
+            for name in ("modkit.nn", "modkit.nn.modules", "modkit.nn.modules.module")
+        },
+    )

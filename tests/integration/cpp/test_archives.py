@@ -56,6 +56,7 @@ def program(request):
                 [*command, "-o", str(unfinished)], capture_output=True, text=True, check=False
             )
             assert run.returncode == 0, run.stderr
+    built.chmod(0o755)
     return built
 
 
@@ -166,7 +167,5 @@ def test_cpp_does_not_notice_what_loading_refuses(program, tmp_path):
     lines, _ = run(program, path)
 
     assert numbers(lines) != module(INPUTS).flatten().tolist()
-    with pytest.raises(
-        RuntimeError, match=r"the content of 'there/data/\d+' does not match its checksum"
-    ):
+    with pytest.raises(RuntimeError, match=r"'there/data/\d+' does not match its checksum"):
         jit.load(path)

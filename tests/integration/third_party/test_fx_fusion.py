@@ -7,7 +7,7 @@ from tests.integration.third_party.networks import image_net, images
 
 
 # The file that is imported compiles a class with TorchScript.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is")
 def test_fuse() -> None:
     """The convolution takes over the weights of the normalization behind it."""
     from torch.fx.experimental import optimization

@@ -76,7 +76,7 @@ def forwards_of_a_trace(impl: Implementation, *, hooked: bool, through: str) -> 
     return log
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 @pytest.mark.parametrize(
     ("hooked", "through"), [(False, "module"), (True, "module"), (True, "function")]
 )
@@ -87,7 +87,7 @@ def test_call_goes_through_slow_forward_while_tracing(
     assert forwards_of_a_trace(impl, hooked=hooked, through=through) == ["slow", "forward"]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 def test_call_goes_through_slow_forward_while_a_function_is_traced(impl: Implementation) -> None:
     """A module without hooks that a traced function calls goes the same way (rule 7)."""
     assert forwards_of_a_trace(impl, hooked=False, through="function") == ["slow", "forward"]

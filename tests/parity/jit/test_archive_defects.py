@@ -6,7 +6,7 @@ import torch
 from tests.parity.jit.networks import build, inputs, make_net
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 
 def saved(impl):

@@ -9,7 +9,7 @@ from tests.helpers import MODKIT, TORCH, same
 from tests.parity.jit.networks import build, inputs
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 
 def archive():
@@ -74,15 +74,40 @@ def test_a_link_leads_to_the_new_archive(tmp_path):
 
 
 def test_what_is_not_compiled_is_not_saved(tmp_path):
-    """Saving an eager module, or an extra file that is no text, raises and writes nothing."""
+    """Saving an eager module, or an extra file that is not text, raises and writes nothing."""
     path = tmp_path / "net.pt"
     module = build(MODKIT, "scripted")
 
-    with pytest.raises(TypeError, match=r"not a .*Linear; modkit.jit.script and trace compile one"):
-        MODKIT.jit.save(torch.nn.Linear(1, 1), path)
+    for target in (path, io.BytesIO()):
+        assert same(lambda impl, f=target: impl.jit.save(impl.nn.Linear(1, 1), f))[0] == "raised"
     with pytest.raises(TypeError, match="extra file 'a' has to be str or bytes, not int"):
         MODKIT.jit.save(module, path, _extra_files={"a": 1})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_any_object_with_the_methods_is_saved(impl, tmp_path):
+    """What is saved needs ``save`` for a path and ``save_to_buffer`` for a file, and no base class."""
+    module = build(TORCH, "scripted").eval()
+
+    class Wrapper:
+        def save(self, path, _extra_files):
+            module._c.save(str(path), _extra_files)
+
+        def save_to_buffer(self, _extra_files):
+            return module._c.save_to_buffer(_extra_files)
+
+    buffer = io.BytesIO()
+    impl.jit.save(Wrapper(), buffer, _extra_files={"note": "text"})
+    impl.jit.save(Wrapper(), tmp_path / "wrapped.pt")
+    impl.jit.save(module, tmp_path / "module.pt")
+    files = {"note": ""}
+
+    assert torch.equal(
+        impl.jit.load(io.BytesIO(buffer.getvalue()), _extra_files=files)(inputs()), module(inputs())
+    )
+    assert files == {"note": b"text"}
+    for name in ("wrapped.pt", "module.pt"):
+        assert torch.equal(impl.jit.load(tmp_path / name)(inputs()), module(inputs()))
 
 
 def test_functions_are_saved_and_loaded(impl, tmp_path):

@@ -11,7 +11,7 @@ from tests.parity.jit.networks import KINDS, build, inputs, make_net, reloaded
 
 # Torch itself says at every step that TorchScript is deprecated.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit"),
     # Batch normalization looks at sizes.
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]

@@ -10,7 +10,8 @@ import torch
 
 import modkit.nn as nn
 from modkit import jit
-from modkit.jit import _archive_io, _notice
+from modkit.errors import FileError
+from modkit.jit import _archives, _upstream
 from tests.integration.torchscript import SharedLayer, scripted_tests
 from tests.unit.jit.archives import archive, changed
 
@@ -53,7 +54,7 @@ def test_the_wrong_digest(kind, tmp_path, monkeypatch):
     data, _ = saved()
     source = as_path(tmp_path, data) if kind == "path" else io.BytesIO(data)
     seen = []
-    monkeypatch.setattr(_archive_io, "read", lambda *args: seen.append(args))
+    monkeypatch.setattr(_archives, "read", lambda *args: seen.append(args))
 
     with pytest.raises(ValueError, match="it is another file") as caught:
         jit.load(source, sha256="0" * 64)
@@ -90,7 +91,7 @@ def test_nothing_runs_of_a_damaged_archive(tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b"right", b"wrong"))
 
-    with pytest.raises(jit.FileError, match=r"extra/note\.txt' does not match its checksum"):
+    with pytest.raises(FileError, match=r"extra/note\.txt' does not match its checksum"):
         jit.load(path)
     assert not mark.exists()
     jit.load(io.BytesIO(whole))
@@ -102,13 +103,13 @@ def test_extra_files_are_looked_for_before_loading(tmp_path):
     files = {"labels.txt": "", "other.txt": "before"}
 
     with pytest.raises(KeyError, match=r"no extra file 'other\.txt'; it has .*'labels\.txt'"):
-        jit.load(io.BytesIO(saved()[0]), _extra_files=files)
+        jit.load(io.BytesIO(saved()[0]), _extra_files=files, strict_extra_files=True)
     assert files == {"labels.txt": "", "other.txt": "before"}
 
 
 def test_a_torch_without_torchscript_says_so(monkeypatch):
     """Where torch has nothing that reads TorchScript the error says that."""
-    monkeypatch.setattr(_archive_io, "import_module", None)
+    monkeypatch.setattr(_archives, "import_module", None)
 
     with pytest.raises(RuntimeError, match="this release of torch reads no TorchScript"):
         jit.load(io.BytesIO(archive()))
@@ -120,7 +121,7 @@ def test_an_error_that_is_no_text_is_one_all_the_same(monkeypatch):
     def refuse(*args):
         return b"bad name \xc0".decode()
 
-    monkeypatch.setattr(_archive_io, "import_module_from_buffer", refuse)
+    monkeypatch.setattr(_archives, "import_module_from_buffer", refuse)
 
     with pytest.raises(RuntimeError, match="torch cannot load the archive: bad name \ufffd"):
         jit.load(io.BytesIO(archive()))
@@ -134,7 +135,7 @@ def test_a_corrupt_file_fills_in_nothing(tmp_path):
     files = {"labels.txt": "before"}
 
     for source in (path, io.BytesIO(path.read_bytes())):
-        with pytest.raises(jit.FileError, match="does not match its checksum"):
+        with pytest.raises(FileError, match="does not match its checksum"):
             jit.load(source, _extra_files=files)
     assert files == {"labels.txt": "before"}
 
@@ -145,7 +146,7 @@ def test_what_the_reader_of_torch_refuses_is_a_corrupt_file(kind, tmp_path):
     data = changed(saved()[0], {"data/0": None})
     source = as_path(tmp_path, data) if kind == "path" else io.BytesIO(data)
 
-    with pytest.raises(jit.FileError, match="corrupt: torch cannot read it: PytorchStreamReader"):
+    with pytest.raises(FileError, match="corrupt: torch cannot read it: PytorchStreamReader"):
         jit.load(source)
 
 
@@ -160,10 +161,10 @@ def test_a_link_and_a_path_as_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(("version", "named"), [((3, 13), False), ((3, 14), True)], ids=str)
-def test_the_notice_names_a_python_that_is_not_supported(version, named, monkeypatch):
+def test_the_upstream_names_a_python_that_is_not_supported(version, named, monkeypatch):
     """From Python 3.14 on the notice says that compiling may fail."""
-    monkeypatch.setattr(_notice, "sys", SimpleNamespace(version_info=version))
+    monkeypatch.setattr(_upstream, "sys", SimpleNamespace(version_info=version))
 
-    assert ("does not support it on Python 3.14" in _notice.message()) == named
-    assert _notice.message().startswith(_notice.MESSAGE)
+    assert ("does not support it on Python 3.14" in _upstream.message()) == named
+    assert _upstream.message().startswith(_upstream.MESSAGE)
     assert sys.version_info >= (3, 10)

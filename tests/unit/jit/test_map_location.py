@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from modkit.jit._map_location import checked_map_location
+from modkit.jit._save_and_load import checked_map_location
 from tests.integration.torchscript import scripted_tests
 from tests.unit.jit.archives import archive
 

@@ -1,27 +1,31 @@
-"""``script`` and ``trace``: torch's compiler, giving modkit's class back."""
+"""``script``, ``trace``, ``interface`` and ``freeze``: torch's compiler, with modkit's ScriptModule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar, cast, overload
 
 import torch
 
-from modkit.jit._notice import give_notice, without_warnings_of_torch
-from modkit.jit._script_class import as_script_class
+from modkit.jit._attributes import as_script_class
+from modkit.jit._from_torch import WRAPPERS, make_parameters, wrap_cpp, wrap_torch
+from modkit.jit._script_module import ScriptModule
 from modkit.jit._upstream import (
     ENABLED,
     class_definition,
     compile_interface,
     create_script_module,
+    freeze_module,
+    give_notice,
     methods_to_compile,
     names_of_frame,
+    optimize_for_inference as optimize,
+    optimize_frozen_graph,
     prepare_scriptable,
     qualified_name,
     script_anything,
     trace_anything,
     trace_module_anything,
+    without_warnings_of_torch,
 )
-from modkit.jit._wrap import is_bare, make_parameters, wrap_torch
-from modkit.jit.script_module import ScriptModule
 from modkit.nn.module import Module
 
 
@@ -33,11 +37,10 @@ _MODKIT_MODULE: Final[list[type]] = [Module, torch.nn.Module]
 
 
 def _finish(result: Any, source: Any) -> Any:
-    """Return modkit's class for what the compiler gives, all that is no module unchanged."""
-    if not is_bare(result):
+    """Return modkit's wrapper of a new module, and what the compiler was given as it is."""
+    if type(result) not in WRAPPERS or result is source:
         return as_script_class(result)
-    origin = source if isinstance(source, torch.nn.Module) and source is not result else None
-    module = wrap_torch(ScriptModule, result, origin)
+    module = wrap_torch(result, source if isinstance(source, torch.nn.Module) else None)
     make_parameters(module)
     return module
 
@@ -68,18 +71,17 @@ def script(
     """Compile a module, function, class, or object of a class; wrap a list or dict.
 
     Args:
-        obj: What to compile. What is compiled already is returned as it is; a ScriptModule that
-            torch has made becomes modkit's, around the same C++ module.
-        optimize: Has no effect any more.
-        example_inputs: Arguments to run it with first, to find types that are not annotated; this
-            takes the package MonkeyType.
+        obj: The object to compile. A compiled object is returned as it is.
+        optimize: No effect.
+        example_inputs: Arguments to run it with first, to infer types that are not annotated.
+            Requires the package MonkeyType.
 
     Returns:
-        For a module a ``ScriptModule``, whose parameters are those of the module. Networks of torch
-        and of modkit may be mixed in it.
+        For a module a ``ScriptModule`` that shares its parameters. Modules of torch and of modkit
+        may be mixed in it.
 
     Raises:
-        RuntimeError: TorchScript has no such thing as something in the code.
+        RuntimeError: The code uses Python that TorchScript does not support.
 
     Example:
         >>> import torch
@@ -126,11 +128,11 @@ def trace(
     Args:
         func: The module or function.
         example_inputs: The arguments of the run: a tuple, or one tensor.
-        optimize: Has no effect any more.
-        check_trace: Run both on the same inputs, and warn where they differ.
-        check_inputs: Further arguments for that.
-        check_tolerance: The largest difference that is none.
-        strict: Refuse lists and dicts as results, which may change later.
+        optimize: No effect.
+        check_trace: Run the function and the trace on the same inputs, and warn if they differ.
+        check_inputs: Further arguments for the check.
+        check_tolerance: Largest accepted difference.
+        strict: Refuse lists and dicts as results.
         example_kwarg_inputs: Keyword arguments, in place of ``example_inputs``.
 
     Returns:
@@ -184,12 +186,12 @@ def trace_module(
     Args:
         mod: The module.
         inputs: The arguments of each method, by its name.
-        optimize: Has no effect any more.
-        check_trace: As in ``trace``, and so are the next three.
-        check_inputs: Further arguments, in dicts like ``inputs``.
-        check_tolerance: The largest difference that is none.
+        optimize: No effect.
+        check_trace: Run the methods and their traces on the same inputs, and warn if they differ.
+        check_inputs: Further arguments for the check, in dicts like ``inputs``.
+        check_tolerance: Largest accepted difference.
         strict: Refuse lists and dicts as results.
-        example_inputs_is_kwarg: The arguments of each method are a dict of keywords.
+        example_inputs_is_kwarg: True if the arguments of each method are a dict of keywords.
 
     Example:
         >>> import torch
@@ -216,14 +218,14 @@ def trace_module(
 
 
 def interface(obj: ClassT) -> ClassT:
-    """Make of a class an interface: a type for all modules, or classes, that have its methods.
+    """Compile a class to an interface: a type for all modules, or classes, with its methods.
 
     Args:
-        obj: A class that is derived from nothing, or from ``torch.nn.Module`` or
-            ``modkit.nn.Module`` alone. Its methods have types and no code.
+        obj: A class without bases, or with the one base ``torch.nn.Module`` or
+            ``modkit.nn.Module``. Its methods have types and no code.
 
     Raises:
-        RuntimeError: it is no class, or derived from something else.
+        RuntimeError: ``obj`` is not a class, or has other bases.
 
     Example::
 
@@ -249,3 +251,93 @@ def interface(obj: ClassT) -> ClassT:
     mangled = compile_interface(qualified_name(obj), definition, names, of_modules)
     cast("Any", obj).__torch_script_interface__ = mangled
     return obj
+
+
+def _require_script(mod: object, what: str) -> None:
+    if not isinstance(mod, torch.jit.ScriptModule):
+        raise RuntimeError(  # noqa: TRY004 - torch's type
+            f"{what} expects a ScriptModule as input. "
+            "Please use torch.jit.script or torch.jit.trace to script your 'nn.Module'."
+        )
+
+
+def _freeze(
+    mod: torch.jit.ScriptModule, preserved: Sequence[str], optimize_numerics: bool
+) -> ScriptModule:
+    cpp = cast("Any", mod)._c
+    if mod.training:
+        raise RuntimeError(
+            "Freezing is currently only implemented for modules in eval mode. "
+            "Please call .eval() on your module before freezing."
+        )
+    frozen: Any = freeze_module(cpp, list(preserved))
+    methods = ["forward", *(name for name in preserved if cpp._has_method(name))]
+    for name in methods:
+        if frozen._has_method(name):
+            optimize_frozen_graph(frozen._get_method(name).graph, optimize_numerics)
+    module: ScriptModule = wrap_cpp(frozen)
+    return module
+
+
+def freeze(
+    mod: torch.jit.ScriptModule,
+    preserved_attrs: list[str] | None = None,
+    optimize_numerics: bool = True,
+) -> ScriptModule:
+    """Return a copy whose weights, children and attributes are constants of its code.
+
+    Args:
+        mod: The module, in evaluation mode.
+        preserved_attrs: Attributes and methods to keep. ``forward``, and attributes that a method
+            writes to, are always kept.
+        optimize_numerics: Also apply optimizations that change the last bits of results, such as
+            folding a batch normalization into the convolution before it.
+
+    Raises:
+        RuntimeError: ``mod`` is not a ScriptModule, or is in training mode.
+
+    Example:
+        >>> import torch
+        >>> import modkit.nn as nn
+        >>> from modkit import jit
+        >>> frozen = jit.freeze(jit.script(nn.Linear(4, 2).eval()))
+        >>> len(list(frozen.parameters())), frozen(torch.ones(3, 4)).shape
+        (0, torch.Size([3, 2]))
+
+    Same as ``torch.jit.freeze``.
+    """
+    give_notice()
+    _require_script(mod, "Freezing")
+    return _freeze(mod, preserved_attrs or [], optimize_numerics)
+
+
+def optimize_for_inference(
+    mod: torch.jit.ScriptModule, other_methods: list[str] | None = None
+) -> ScriptModule:
+    """Freeze a module, if it is not frozen, and optimize it for this machine.
+
+    Args:
+        mod: The module; it is set to evaluation mode.
+        other_methods: Methods to keep beside ``forward``.
+
+    Raises:
+        RuntimeError: ``mod`` is not a ScriptModule.
+
+    Example:
+        >>> import torch
+        >>> import modkit.nn as nn
+        >>> from modkit import jit
+        >>> fast = jit.optimize_for_inference(jit.script(nn.Linear(4, 2)))
+        >>> fast(torch.ones(3, 4)).shape
+        torch.Size([3, 2])
+
+    Same as ``torch.jit.optimize_for_inference``.
+    """
+    give_notice()
+    _require_script(mod, "optimize_for_inference")
+    methods = other_methods or []
+    module = mod
+    if hasattr(mod, "training"):
+        module = _freeze(mod.eval(), methods, optimize_numerics=True)
+    optimize(module._c, methods)
+    return cast("ScriptModule", module)

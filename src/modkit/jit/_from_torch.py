@@ -1,4 +1,4 @@
-"""Making ScriptModules for what is in C++ already: each C++ module has one object in Python."""
+"""ScriptModules of modkit for modules of C++ and of torch: one wrapper for each C++ module."""
 
 import types
 from typing import Any, Final
@@ -6,8 +6,8 @@ from typing import Any, Final
 import torch
 from torch.nn import Parameter
 
-from modkit.jit._members import BOOKKEEPING, TRACED, bind
-from modkit.jit._upstream import ModuleDict, RecursiveScriptModule, ScriptMethod, TracedModule
+from modkit.jit._attributes import BOOKKEEPING, bind
+from modkit.jit._upstream import ModuleDict, ScriptMethod, TorchRecursiveScriptModule
 from modkit.nn._attributes import fill
 from modkit.nn._hooks import add
 
@@ -15,6 +15,10 @@ from modkit.nn._hooks import add
 _OF_CONTAINERS: Final = frozenset(
     ("__iter__", "__len__", "__getitem__", "__contains__", "__dir__", "keys", "values", "items")
 )
+
+
+# The class of modkit for each class of wrappers that torch has; entered where they are defined.
+WRAPPERS: Final[dict[type, Any]] = {}
 
 
 class Memo:
@@ -32,24 +36,24 @@ def blank(cls: Any) -> Any:
     return module
 
 
-def wrap_cpp(cls: Any, cpp: Any, memo: Memo | None = None) -> Any:
-    """Return the wrapper of a C++ module that no object in Python stands for yet."""
+def wrap_cpp(cpp: Any, memo: Memo | None = None) -> Any:
+    """Return a new wrapper of a C++ module, with wrappers of all below it."""
     memo = memo or Memo()
     if cpp in memo.by_cpp:
         return memo.by_cpp[cpp]
-    module = memo.by_cpp[cpp] = blank(cls)
-    children = {name: wrap_cpp(cls, child, memo) for name, child in ModuleDict(cpp).items()}
+    module = memo.by_cpp[cpp] = blank(WRAPPERS[TorchRecursiveScriptModule])
+    children = {name: wrap_cpp(child, memo) for name, child in ModuleDict(cpp).items()}
     bind(module, cpp, children)
     attach_compiled_hooks(module)
     return module
 
 
-def rewrap(cls: Any, module: Any, cpp: Any) -> None:
-    """Let ``module`` stand for another C++ module; the children are new."""
+def rewrap(module: Any, cpp: Any) -> None:
+    """Make ``module`` the wrapper of another C++ module; the children are new."""
     for name, value in tuple(module.__dict__.items()):
         if isinstance(value, ScriptMethod):
             del module.__dict__[name]
-    children = {name: wrap_cpp(cls, child) for name, child in ModuleDict(cpp).items()}
+    children = {name: wrap_cpp(child) for name, child in ModuleDict(cpp).items()}
     bind(module, cpp, children)
 
 
@@ -61,49 +65,32 @@ def attach_compiled_hooks(module: Any) -> None:
         add(module._forward_hooks, hook)
 
 
-def is_bare(module: Any) -> bool:
-    """Tell whether ``module`` is nothing but torch's wrapper of a C++ module."""
-    return isinstance(module, (RecursiveScriptModule, TracedModule))
-
-
-def wrap_torch(cls: Any, script: Any, source: Any = None, memo: Memo | None = None) -> Any:
-    """Return what stands for the same C++ modules as ``script``, a ScriptModule of torch.
+def wrap_torch(script: Any, source: Any = None, memo: Memo | None = None) -> Any:
+    """Return a wrapper of the same C++ modules as ``script``, a wrapper of torch.
 
     Args:
-        cls: The class of the wrappers.
-        script: A ScriptModule of torch, with all that is below it. A child of a class that users
-            wrote stays as it is, since it has methods in Python.
-        source: The module that it was compiled from, which knows what the compiler forgets: which
-            buffers are not persistent, and which children are one.
-        memo: The wrappers that this tree has already.
+        script: A module of torch of one of the classes in ``WRAPPERS``, with all below it. A child
+            of a user's class stays as it is, since it has methods in Python.
+        source: The module that it was compiled from. The compiler forgets which buffers are not
+            persistent, and which children are one module.
+        memo: The wrappers of this tree so far.
     """
     memo = memo or Memo()
     if script._c in memo.by_cpp:
         return memo.by_cpp[script._c]
-    module = memo.by_cpp[script._c] = blank(cls)
+    module = memo.by_cpp[script._c] = blank(WRAPPERS[type(script)])
     inner = script.__dict__.get("_actual_script_module", script)
-    bind(
-        module,
-        inner._c,
-        wrap_children(cls, inner, source, memo),
-        inner.__dict__.get("_concrete_type"),
-    )
+    bind(module, inner._c, wrap_children(inner, source, memo), inner.__dict__.get("_concrete_type"))
     _copy_own_attributes(module, inner)
+    if inner is not script:
+        module.__dict__["_name"] = script._name
     attach_compiled_hooks(module)
     if source is not None:
         keep_transient(module, source)
-    if isinstance(script, TracedModule):
-        module.__dict__[TRACED] = script._name
-        if type(script) is TracedModule:
-            module.__dict__["forward"] = _refuse_call
     return module
 
 
-def _refuse_call(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("Trace submodules cannot be called.")
-
-
-def wrap_children(cls: Any, inner: Any, source: Any, memo: Memo) -> dict[str, Any]:
+def wrap_children(inner: Any, source: Any, memo: Memo) -> dict[str, Any]:
     """Return the wrappers of the children; those that were one module become one again."""
     children: dict[str, Any] = {}
     for name, child in inner.__dict__["_modules"].items():
@@ -116,7 +103,8 @@ def wrap_children(cls: Any, inner: Any, source: Any, memo: Memo) -> dict[str, An
             inner._c.setattr(name, known)
             children[name] = known
             continue
-        children[name] = wrap_torch(cls, child, origin, memo) if is_bare(child) else child
+        bare = type(child) in WRAPPERS
+        children[name] = wrap_torch(child, origin, memo) if bare else child
         if origin is not None:
             memo.by_source[id(origin)] = children[name]
     return children

@@ -1,7 +1,7 @@
-"""Writing a ScriptModule to an archive, and reading it again.
+"""Write a ScriptModule to an archive and read it, in torch's format.
 
-The compiler does not know which buffers are persistent, so the extra file ``modkit.json`` says it.
-Torch and C++ read the same archive, and pass over that file.
+The compiler does not know which buffers are persistent, so the extra file ``modkit.json`` lists those
+that are not. Torch and C++ ignore that file.
 """
 
 import contextlib
@@ -14,9 +14,8 @@ from typing import Any, Final, cast
 import torch
 
 from modkit.files.atomic_write import atomic_write, reserve
-from modkit.jit._members import compiled
+from modkit.jit._from_torch import make_parameters
 from modkit.jit._upstream import CompilationUnit, import_module, import_module_from_buffer
-from modkit.jit._wrap import make_parameters
 
 
 RECORD: Final = "modkit.json"
@@ -50,7 +49,7 @@ def _extra_files(module: Any, given: ExtraFiles | None) -> dict[str, str | bytes
 
 def to_bytes(module: Any, files: ExtraFiles | None) -> bytes:
     """Return the archive."""
-    return cast("bytes", compiled(module).save_to_buffer(_extra_files=_extra_files(module, files)))
+    return cast("bytes", module._c.save_to_buffer(_extra_files=_extra_files(module, files)))
 
 
 def save(module: Any, target: Any, files: ExtraFiles | None) -> None:
@@ -58,7 +57,7 @@ def save(module: Any, target: Any, files: ExtraFiles | None) -> None:
     tensors = [*module.parameters(), *module.buffers()]
     storages = [each.untyped_storage() for each in tensors if each.layout == torch.strided]
     size = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
-    save_compiled(compiled(module), target, _extra_files(module, files), size)
+    save_compiled(module._c, target, _extra_files(module, files), size)
 
 
 def save_compiled(compiled_module: Any, target: Any, files: ExtraFiles, size: int = 0) -> None:
@@ -121,7 +120,7 @@ def read(
 
 
 def finish(module: Any, note: bytes | str) -> Any:
-    """Make parameters of what was read, and set which buffers ``modkit.json`` says are not persistent."""
+    """Make Parameters of loaded tensors, and mark the buffers that ``modkit.json`` lists."""
     make_parameters(module)
     transient = json.loads(note).get("non_persistent_buffers", {}) if note else {}
     for path, names in transient.items():

@@ -8,11 +8,10 @@ import torch
 from torch.jit import ScriptFunction
 from torch.nn import Parameter
 
-from modkit.jit import _archive_io
-from modkit.jit._class_based import ScriptMeta, base_class
-from modkit.jit._members import bind, plain_state
-from modkit.jit._upstream import ModuleDict
-from modkit.jit._wrap import Memo, attach_compiled_hooks, blank
+from modkit.jit import _archives
+from modkit.jit._attributes import bind, is_compiled, plain_state
+from modkit.jit._from_torch import WRAPPERS, Memo, attach_compiled_hooks, blank
+from modkit.jit._upstream import ModuleDict, TorchRecursiveScriptModule
 from modkit.nn._hooks import TABLES, reserve_ids
 
 
@@ -106,7 +105,7 @@ def _leaf_like(source: torch.Tensor, data: torch.Tensor, memo: dict[int, Any]) -
 
 
 def _pickled_state(module: Any) -> dict[str, Any]:
-    """Return what stands in Python beside the archive; compiled hooks are in that."""
+    """Return the state in Python, without compiled hooks, which the archive holds."""
     state = plain_state(module)
     for name in TABLES:
         hooks = state[name].items()
@@ -123,22 +122,22 @@ def reduce(module: Any) -> str | tuple[Any, ...]:
     parts = {
         path: (type(part), _pickled_state(part))
         for path, part in module.named_modules()
-        if isinstance(type(part), ScriptMeta)
+        if is_compiled(part)
     }
-    return rebuild, (_archive_io.to_bytes(module, None), parts)
+    return rebuild, (_archives.to_bytes(module, None), parts)
 
 
 def rebuild(data: bytes, parts: dict[str, tuple[Any, dict[str, Any]]]) -> Any:
     """Make the module that ``reduce`` has described."""
-    cpp, files = _archive_io.read(data)
-    return _archive_io.finish(_rebuilt(cpp, "", parts, Memo()), files[_archive_io.RECORD])
+    cpp, files = _archives.read(data)
+    return _archives.finish(_rebuilt(cpp, "", parts, Memo()), files[_archives.RECORD])
 
 
 def _rebuilt(cpp: Any, path: str, parts: dict[str, tuple[Any, dict[str, Any]]], memo: Memo) -> Any:
     if cpp in memo.by_cpp:
         return memo.by_cpp[cpp]
     # A class-based child of torch has no part of its own.
-    cls, state = parts.get(path) or (base_class(parts[""][0]), {})
+    cls, state = parts.get(path) or (WRAPPERS[TorchRecursiveScriptModule], {})
     module = memo.by_cpp[cpp] = blank(cls)
     module.__dict__.update(state)
     reserve_ids(state)

@@ -1,0 +1,415 @@
+"""The class ``ScriptModule``: a module whose state and methods are those of a C++ module.
+
+``script``, ``load`` and ``freeze`` return a ``RecursiveScriptModule``, and ``trace`` a
+``TopLevelTracedModule``: subclasses of ``ScriptModule`` and of torch's class of that name. An
+instance of a user's class is compiled when its constructor has returned. What is not defined here is
+that of ``modkit.nn.Module``, which finds parameters, buffers and children through views of C++.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
+
+import torch
+from typing_extensions import Self
+
+from modkit._types import FunctionT
+from modkit.jit import _archives, _copy_and_pickle
+from modkit.jit._attributes import BOOKKEEPING, DEFINED, assign, bind, find, item, kind
+from modkit.jit._from_torch import (
+    WRAPPERS,
+    Memo,
+    blank,
+    make_parameters,
+    rewrap,
+    wrap_children,
+    wrap_torch,
+)
+from modkit.jit._upstream import (
+    ENABLED,
+    ConstMap,
+    MethodStub,
+    ScriptMethod,
+    TorchRecursiveScriptModule,
+    TorchScriptMeta,
+    TorchTopLevelTracedModule,
+    TorchTracedModule,
+    create_script_module,
+    give_notice,
+    method_definition,
+    methods_to_compile,
+    names_of_frame,
+    parse_definition,
+    without_warnings_of_torch,
+)
+from modkit.nn.module import Module, ModuleType
+
+
+InstanceT = TypeVar("InstanceT")
+# Torch's classes of wrappers. Those of modkit count as instances, and inherit nothing from them.
+_TORCH_WRAPPERS: Final = (
+    TorchRecursiveScriptModule,
+    TorchTopLevelTracedModule,
+    TorchTracedModule,
+)
+
+
+class ScriptMeta(TorchScriptMeta, ModuleType):
+    """Collects the script methods of a class as torch's metaclass does, and compiles its instances.
+
+    The instance itself is the wrapper of the C++ module. Torch keeps a second object behind it, and
+    every access and call goes through that. Every ScriptModule of torch is an instance of
+    ``ScriptModule``.
+    """
+
+    def mro(cls) -> list[type]:  # noqa: N805 - a metaclass
+        """Keep Python's order of bases, but put torch's classes of wrappers last.
+
+        ``RecursiveScriptModule`` of torch overrides many methods with functions that only raise.
+        """
+        order = type.mro(cls)
+        last = [base for base in order if base in _TORCH_WRAPPERS]
+        return [*(base for base in order[:-1] if base not in last), *last, order[-1]]
+
+    def __call__(cls: type[InstanceT], *args: Any, **kwargs: Any) -> InstanceT:  # noqa: N805 - a metaclass
+        module: Any = type.__call__(cls, *args, **kwargs)
+        if ENABLED and isinstance(type(module), ScriptMeta) and "_c" not in module.__dict__:
+            _compile(module)
+        return cast("InstanceT", module)
+
+    def __instancecheck__(cls, instance: object) -> bool:  # noqa: N805 - a metaclass
+        if cls is ScriptModule:
+            return isinstance(instance, torch.jit.ScriptModule)
+        return super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:  # noqa: N805 - a metaclass
+        if cls is ScriptModule:
+            return issubclass(subclass, torch.jit.ScriptModule)
+        return super().__subclasscheck__(subclass)
+
+
+def _compile(module: Any) -> None:
+    """Compile an instance of a user's class, and make it the wrapper of the C++ module."""
+    defined: dict[str, Any] = module.__dict__.pop(DEFINED, {})
+
+    def stubs_for(part: Any) -> list[Any]:
+        if not hasattr(type(part), "_methods"):
+            return cast("list[Any]", methods_to_compile(part))
+        own = defined if part is module else {}
+        return [stub for _, stub in sorted({**type(part)._methods, **own}.items())]
+
+    with without_warnings_of_torch():
+        # An instance with methods of its own cannot share its compiled type with another.
+        inner = create_script_module(module, stubs_for, share_types=not defined)
+    children = wrap_children(inner, module, Memo())
+    concrete_type = inner._concrete_type
+    for name in (
+        *concrete_type.get_attributes(),
+        *(name for name, _ in concrete_type.get_modules()),
+    ):
+        if name not in BOOKKEEPING:
+            module.__dict__.pop(name, None)
+    bind(module, inner._c, children, concrete_type)
+    for name, value in inner.__dict__.items():
+        if isinstance(value, ScriptMethod):
+            module.__dict__[name] = value
+
+
+def script_method(fn: FunctionT) -> FunctionT:
+    """Mark a method of a subclass of ``ScriptModule`` for compilation.
+
+    Args:
+        fn: The method. Names that it uses are looked up where the class is defined.
+
+    Example:
+        >>> import torch
+        >>> from modkit import jit
+        >>> class Scale(jit.ScriptModule):
+        ...     @jit.script_method
+        ...     def forward(self, x, factor: int):
+        ...         return x * factor
+        >>> Scale()(torch.ones(2), 3)
+        tensor([3., 3.])
+
+    Same as ``torch.jit.script_method``.
+    """
+    give_notice()
+    if not ENABLED:
+        return fn
+    # One frame up is the body of the class, two frames up the scope around it.
+    names = names_of_frame(frames_up=2)
+    definition = method_definition(fn, fn.__name__, self_name="ScriptModule")
+    return cast("FunctionT", MethodStub(names, definition, fn))
+
+
+def _without_type(module: Any, name: str, value: Any) -> Any:
+    """Return the value of a ``torch.jit.Attribute``, and note its type on the class."""
+    if not ENABLED or not isinstance(value, torch.jit.Attribute):
+        return value
+    cls = type(module)
+    if "__annotations__" not in cls.__dict__:
+        # The compiler reads the annotations of one class, so those of users' bases are copied.
+        theirs = [base for base in cls.__mro__ if isinstance(base, ScriptMeta)]
+        inherited = [inspect.get_annotations(base) for base in theirs if not _is_ours(base)]
+        cls.__annotations__ = {k: v for found in reversed(inherited) for k, v in found.items()}
+    cls.__annotations__[name] = value.type
+    return value.value
+
+
+def _is_ours(cls: type) -> bool:
+    """Return True for a class of modkit, False for a user's."""
+    return "_disable_script_meta" in cls.__dict__
+
+
+class _Forward:
+    """Finds the compiled ``forward``, which is then an entry of the instance's own dict.
+
+    Without it, that of ``Module`` would be found, which only raises. As it is not a data descriptor,
+    the entry comes first at the next access.
+    """
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        if module is None:
+            raise AttributeError("forward")
+        return module.__getattr__("forward")
+
+
+class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
+    """A module of TorchScript: a wrapper around the C++ ``torch::jit::Module``.
+
+    ``modkit.jit.script``, ``trace``, ``load`` and ``freeze`` return one. An instance of a subclass
+    with methods marked with ``script_method`` is compiled when its constructor has returned.
+    Methods, attributes, parameters, buffers, constants and children are read and set as on any
+    module. ``isinstance(x, ScriptModule)`` holds for every ScriptModule of torch, too.
+
+    Example:
+        >>> import torch
+        >>> import modkit.nn as nn
+        >>> from modkit import jit
+        >>> module = jit.script(nn.Linear(4, 2))
+        >>> isinstance(module, jit.ScriptModule), isinstance(module, torch.jit.ScriptModule)
+        (True, True)
+        >>> module(torch.ones(3, 4)).shape
+        torch.Size([3, 2])
+
+    Differs from torch: each difference is a row of ``docs/parity.md``.
+    """
+
+    # Keeps torch's metaclass from compiling: ours does.
+    _disable_script_meta = True
+
+    forward: Any = _Forward()
+
+    @classmethod
+    def from_torch(cls, module: torch.jit.ScriptModule) -> "ScriptModule":
+        """Return a ScriptModule of modkit around the C++ module of one of torch.
+
+        The two share all state. Loaded tensors that are parameters become ``Parameter``. A module
+        of modkit, or of a user's class, is returned as it is.
+
+        Raises:
+            TypeError: ``module`` is not a ScriptModule.
+
+        Example:
+            >>> import torch, warnings
+            >>> with warnings.catch_warnings():
+            ...     warnings.simplefilter("ignore")
+            ...     plain = torch.jit.script(torch.nn.Linear(4, 2))
+            >>> jit.ScriptModule.from_torch(plain).weight is plain.weight
+            True
+
+        Differs from torch: there is nothing like it.
+        """
+        if not isinstance(cast("object", module), torch.jit.ScriptModule):
+            raise TypeError(
+                f"ScriptModule.from_torch takes a torch.jit.ScriptModule, not a "
+                f"{torch.typename(module)}; modkit.jit.script and trace compile other modules"
+            )
+        if type(module) not in WRAPPERS:
+            return cast("ScriptModule", module)
+        wrapped: ScriptModule = wrap_torch(module)
+        make_parameters(wrapped)
+        return wrapped
+
+    # What was compiled.
+
+    @property
+    def code(self) -> str:
+        """The code of ``forward``, as Python that TorchScript would compile again."""
+        return cast("str", self.forward.code)
+
+    @property
+    def code_with_constants(self) -> tuple[str, ConstMap]:
+        """The code of ``forward``, and the constants that it names ``CONSTANTS.c0`` and so on."""
+        code, constants = self.forward.code_with_constants
+        return code, ConstMap(constants)
+
+    @property
+    def graph(self) -> Any:
+        """The graph of ``forward``; ``str`` of it shows all nodes."""
+        return self._c._get_method("forward").graph
+
+    @property
+    def inlined_graph(self) -> Any:
+        """The graph of ``forward`` with all functions and methods inlined."""
+        return self.forward.inlined_graph
+
+    @property
+    def original_name(self) -> str:
+        """The name of the class that was compiled."""
+        return str(self._c._type().name())
+
+    def graph_for(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the graph that was specialized for these arguments by a call with them."""
+        return self.forward.graph_for(self, *args, **kwargs)
+
+    def get_debug_state(self) -> Any:
+        """Return the state of the executor of ``forward``, after a call."""
+        return self._c.get_debug_state()
+
+    def define(self, src: str) -> None:
+        """Compile a method from source; names in it are looked up in the calling function.
+
+        Modules of one compiled type share their methods. What a constructor defines is compiled
+        with the instance, which then has a type of its own.
+
+        Raises:
+            RuntimeError: The source does not compile, or the type has a method of that name.
+        """
+        names = names_of_frame(frames_up=1)
+        cpp = self.__dict__.get("_c")
+        if cpp is None:
+            definition = parse_definition(src)
+            stubs = vars(self).setdefault(DEFINED, {})
+            stubs[definition.name().name] = MethodStub(names, definition, None)
+            return
+        with without_warnings_of_torch():
+            cpp._define(self._concrete_type, src, names)
+
+    # Attributes.
+
+    def __getattr__(self, name: str) -> Any:
+        if "_c" in self.__dict__:
+            return find(self, name)
+        return torch.nn.Module.__getattr__(cast("torch.nn.Module", self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_c" in self.__dict__:
+            assign(self, name, value)
+        else:
+            super().__setattr__(name, _without_type(self, name, value))
+
+    def _get_name(self) -> str:
+        return str(self.__dict__.get("_name") or type(self).__name__)
+
+    def extra_repr(self) -> str:
+        """Return the name of the class that was compiled, unless it is that of the instance."""
+        return "" if not _is_ours(type(self)) else f"original_name={self.original_name}"
+
+    # Saving and copying.
+
+    def save(self, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) -> None:
+        """Write the archive that ``torch.jit.load`` reads, in Python and in C++.
+
+        Args:
+            f: A path, which is written atomically, or a file that is open for writing.
+            _extra_files: Further files for the archive: name to content.
+        """
+        _archives.save(self, f, _extra_files)
+
+    def save_to_buffer(self, _extra_files: Mapping[str, str | bytes] | None = None) -> bytes:
+        """Return what ``save`` would write."""
+        return _archives.to_bytes(self, _extra_files)
+
+    def __copy__(self) -> Self:
+        return cast("Self", _copy_and_pickle.shallow(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return cast("Self", _copy_and_pickle.deep(self, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _copy_and_pickle.reduce(self)
+
+    def _reconstruct(self, cpp_module: Any) -> None:
+        """Become the wrapper of another C++ module; in-place quantization calls this."""
+        rewrap(self, cpp_module)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        cpp = self._c._replicate_for_data_parallel()
+        replica = blank(RecursiveScriptModule)
+        bind(replica, cpp, {}, self._concrete_type)
+        return replica
+
+
+class RecursiveScriptModule(ScriptModule, TorchRecursiveScriptModule):  # type: ignore[misc]
+    """What ``script``, ``load`` and ``freeze`` return.
+
+    Python looks special methods up in the class, so those of containers, and compiled ones, are
+    here. Where there is none, the error is torch's.
+    """
+
+    _disable_script_meta = True
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse, as torch does."""
+        raise RuntimeError("compile is not supported on ScriptModules")
+
+    def _special(self, name: str, *args: Any) -> Any:
+        if not self._c._has_method(name):
+            raise NotImplementedError
+        return self._c._get_method(name)(*args)
+
+    def __len__(self) -> int:
+        return len(self._modules) if kind(self) else self._special("__len__")
+
+    def __iter__(self) -> Iterator[Any]:
+        container = kind(self)
+        if container is None:
+            return cast("Iterator[Any]", self._special("__iter__"))
+        return iter(self._modules if container == "mapping" else self._modules.values())
+
+    def __getitem__(self, index: Any) -> Any:
+        return item(self, index) if kind(self) else self._special("__getitem__", index)
+
+    def __contains__(self, key: Any) -> bool:
+        container = kind(self)
+        if container is None:
+            return bool(self._special("__contains__", key))
+        if container == "mapping":
+            return key in self._modules
+        return any(key is child for child in self._modules.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._special("__bool__")) if self._c._has_method("__bool__") else True
+
+
+class TracedModule(ScriptModule, TorchTracedModule):  # type: ignore[misc]
+    """A module below one that ``trace`` returns; it cannot be called."""
+
+    _disable_script_meta = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse, as torch does: the code is part of the traced parent's."""
+        raise RuntimeError("Trace submodules cannot be called.")
+
+
+class TopLevelTracedModule(ScriptModule, TorchTopLevelTracedModule):  # type: ignore[misc]
+    """What ``trace`` returns for a module."""
+
+    _disable_script_meta = True
+
+
+WRAPPERS.update(
+    {
+        TorchRecursiveScriptModule: RecursiveScriptModule,
+        TorchTracedModule: TracedModule,
+        TorchTopLevelTracedModule: TopLevelTracedModule,
+    }
+)
+
+if not TYPE_CHECKING and not ENABLED:
+    # With PYTORCH_JIT=0 a user's class is a plain module, as in torch. Archives still load.
+    class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
+        """A module that is not compiled, as the environment variable PYTORCH_JIT is 0."""
+
+        _disable_script_meta = True

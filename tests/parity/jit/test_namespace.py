@@ -1,0 +1,278 @@
+"""The namespace ``modkit.jit``: names, submodules and ``isinstance``, by reflection."""
+
+import importlib
+import inspect
+import io
+import pkgutil
+import types
+
+import pytest
+import torch
+
+import modkit.nn
+from modkit import jit
+from tests.helpers import MODKIT, TORCH
+from tests.parity.jit.networks import build, inputs, make_net
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+]
+
+OURS = {
+    "ScriptModule",
+    "freeze",
+    "interface",
+    "load",
+    "optimize_for_inference",
+    "save",
+    "script",
+    "script_method",
+    "trace",
+    "trace_module",
+}
+SUBMODULES = sorted(
+    module.name for module in pkgutil.walk_packages(torch.jit.__path__, prefix="torch.jit.")
+)
+
+
+def test_every_name_is_torchs_own_but_those_of_modkit():
+    """All attributes of torch.jit are there, private ones and submodules included."""
+    names = {name for name in dir(torch.jit) if not name.startswith("__")}
+    differing = {name for name in names if getattr(jit, name) is not getattr(torch.jit, name)}
+
+    assert differing == OURS
+    assert {getattr(jit, name).__module__ for name in OURS} == {"modkit.jit"}
+    assert set(dir(torch.jit)) <= set(dir(jit))
+    assert jit.__all__ == torch.jit.__all__
+
+
+def test_modkit_adds_no_public_name():
+    """Only private files of modkit are attributes of its own."""
+    added = {name for name in {*vars(jit), *dir(jit)} if not hasattr(torch.jit, name)}
+
+    assert {name for name in added if not name.startswith("_")} == set()
+
+
+def test_a_star_import_binds_what_it_binds_in_torch():
+    """It binds the names of ``__all__`` and does not shadow builtins that torch leaves alone."""
+    bound = {}
+    for library in ("torch", "modkit"):
+        namespace = {}
+        exec(f"from {library}.jit import *", namespace)
+        bound[library] = {name for name in namespace if name != "__builtins__"}
+
+    assert bound["modkit"] == bound["torch"] == set(torch.jit.__all__)
+
+
+def test_assigning_reaches_torch_but_for_names_of_modkit(monkeypatch):
+    """A torch name that is set through modkit is set in torch; ``script`` is modkit's alone."""
+    theirs = torch.jit.script
+    monkeypatch.setattr(jit, "annotate", "replaced")
+    monkeypatch.setattr(jit, "script", "replaced")
+
+    assert (torch.jit.annotate, jit.annotate) == ("replaced", "replaced")
+    assert (torch.jit.script, jit.script) == (theirs, "replaced")
+    monkeypatch.undo()
+    assert jit.annotate is torch.jit.annotate != "replaced"
+    assert jit.script is not theirs
+    with pytest.raises(AttributeError, match=r"module 'modkit.jit' has no attribute 'compile'"):
+        jit.compile
+
+
+@pytest.mark.parametrize("name", SUBMODULES)
+def test_every_submodule_is_torchs_own(name):
+    """A submodule imported by modkit's name is torch's module."""
+    mine = importlib.import_module(name.replace("torch", "modkit", 1))
+
+    assert mine is importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", sorted(OURS - {"ScriptModule"}))
+def test_functions_keep_torchs_parameters(name):
+    """Each parameter of torch's function is there, with its kind and default."""
+    ours, theirs = (inspect.signature(getattr(impl.jit, name)) for impl in (MODKIT, TORCH))
+    missing = [
+        parameter.name
+        for parameter in theirs.parameters.values()
+        if parameter.name != "_compilation_unit"
+        and (ours.parameters.get(parameter.name), parameter)[0].replace(annotation=None)
+        != parameter.replace(annotation=None)
+    ]
+
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", [n for n in dir(torch.jit.ScriptModule) if n[:2] != "__"])
+def test_every_member_of_torchs_class_is_there(name):
+    """Each method and property of torch's ScriptModule is one of modkit's."""
+    assert hasattr(jit.ScriptModule, name) or name == "forward"
+
+
+def optimized(impl):
+    """Optimize a scripted module that is not frozen."""
+    return impl.jit.optimize_for_inference(build(impl, "scripted"))
+
+
+def optimized_frozen(impl):
+    """Optimize a module that is frozen."""
+    return impl.jit.optimize_for_inference(build(impl, "frozen"))
+
+
+def traced_methods(impl):
+    """Trace two methods."""
+    return impl.jit.trace_module(make_net(impl), {"forward": inputs()}, check_trace=False)
+
+
+def exporting(impl):
+    """Trace a module with an exported method, which torch scripts."""
+
+    class Net(impl.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+        @impl.jit.export
+        def other(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    return impl.jit.trace(Net(), inputs(), check_trace=False)
+
+
+def loaded_trace(impl):
+    """Load a traced module."""
+    buffer = io.BytesIO()
+    impl.jit.save(build(impl, "traced"), buffer)
+    return impl.jit.load(io.BytesIO(buffer.getvalue()))
+
+
+def scripted_again(impl):
+    """Script what is scripted."""
+    return impl.jit.script(build(impl, "scripted"))
+
+
+class Point:
+    """A class for TorchScript."""
+
+    def __init__(self, x: int):
+        self.x = x
+
+
+def scripted_object(impl):
+    """Script an object of a class."""
+    return impl.jit.script(Point(1))
+
+
+def function(x):
+    """Add one."""
+    return x + 1
+
+
+CONSTRUCTORS = {
+    "script": lambda impl: build(impl, "scripted"),
+    "script twice": scripted_again,
+    "child of script": lambda impl: build(impl, "scripted").lin,
+    "trace": lambda impl: build(impl, "traced"),
+    "child of trace": lambda impl: build(impl, "traced").lin,
+    "trace of exports": exporting,
+    "trace_module": traced_methods,
+    "load": lambda impl: build(impl, "loaded"),
+    "child of load": lambda impl: build(impl, "loaded").lin,
+    "load of a trace": loaded_trace,
+    "freeze": lambda impl: build(impl, "frozen"),
+    "optimize_for_inference": optimized,
+    "optimize_for_inference of frozen": optimized_frozen,
+    "class-based": lambda impl: build(impl, "class-based"),
+    "child of class-based": lambda impl: build(impl, "class-based").lin,
+    "eager": make_net,
+    "layer": lambda impl: impl.nn.Linear(1, 1),
+    "object": scripted_object,
+    "function": lambda impl: impl.jit.script(function),
+    "traced function": lambda impl: impl.jit.trace(function, inputs()),
+    "list": lambda impl: impl.jit.script([1]),
+}
+CLASSES = {
+    name: (getattr(torch.jit, name), getattr(jit, name))
+    for name in dir(torch.jit)
+    if isinstance(getattr(torch.jit, name), type)
+}
+CLASSES["nn.Module"] = (torch.nn.Module, modkit.nn.Module)
+
+
+@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+def test_isinstance_agrees_both_ways(constructor):
+    """What modkit returns is an instance of what torch returns, under the names of either."""
+    theirs, ours = (CONSTRUCTORS[constructor](impl) for impl in (TORCH, MODKIT))
+    expected = {name: isinstance(theirs, torchs) for name, (torchs, _) in CLASSES.items()}
+
+    for value in (theirs, ours):
+        for which in (0, 1):
+            found = {name: isinstance(value, classes[which]) for name, classes in CLASSES.items()}
+            assert found == expected, (type(value), which)
+            for name, classes in CLASSES.items():
+                assert issubclass(type(value), classes[which]) == expected[name]
+    assert sum(expected.values()) >= (0 if constructor == "list" else 1)
+
+
+def test_a_users_class_is_told_from_its_base():
+    """Torch's modules are instances of ScriptModule itself, not of classes derived from it."""
+
+    class Mine(jit.ScriptModule):
+        pass
+
+    assert isinstance(Mine(), jit.ScriptModule)
+    assert not isinstance(build(TORCH, "scripted"), Mine)
+    assert not issubclass(torch.jit.ScriptModule, Mine)
+    assert issubclass(Mine, torch.jit.ScriptModule)
+    assert not isinstance(torch.nn.Linear(1, 1), jit.ScriptModule)
+    assert issubclass(torch.jit.RecursiveScriptModule, jit.ScriptModule)
+    assert isinstance(jit, types.ModuleType)
+
+
+@pytest.mark.parametrize("kind", ["scripted", "traced", "loaded", "frozen", "class-based"])
+def test_dir_lists_what_it_lists_in_torch(kind):
+    """Names of torch's that modkit's lacks are bookkeeping of torch's second object."""
+    theirs, ours = (set(dir(build(impl, kind))) for impl in (TORCH, MODKIT))
+
+    assert {n for n in theirs - ours if n[:2] != "__"} <= {"_actual_script_module", "_initializing"}
+    assert {name for name in ours - theirs if name[0] != "_"} <= {"from_torch"} | TORCHS_MEMBERS
+
+
+# A class-based or traced module of torch has these at the object behind it.
+TORCHS_MEMBERS = {name for name in dir(torch.jit.RecursiveScriptModule) if name[0] != "_"}
+
+
+def refused(value, call):
+    """Return the type and the text of an error, without the class that it names.
+
+    For a class-based or traced module torch names that of the object behind it.
+    """
+    try:
+        return ("returned", call(value))
+    except Exception as error:
+        text = str(error).replace(f"'{type(value).__name__}' object", "object")
+        return type(error), text.replace("'RecursiveScriptModule' object", "object")
+
+
+@pytest.mark.parametrize("kind", ["scripted", "traced", "loaded", "frozen", "class-based"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        len,
+        iter,
+        lambda m: m[0],
+        lambda m: 1 in m,
+        bool,
+        lambda m: setattr(m, "factor", 4),
+        lambda m: m.missing,
+        lambda m: m.get_extra_state(),
+        lambda m: repr(m).partition("(")[0],
+        lambda m: m.original_name,
+    ],
+    ids=["len", "iter", "item", "in", "bool", "constant", "missing", "extra", "repr", "name"],
+)
+def test_what_a_module_does_not_have_is_refused_as_in_torch(kind, call):
+    """Special methods and constants raise torch's errors, text included."""
+    theirs, ours = (refused(build(impl, kind), call) for impl in (TORCH, MODKIT))
+
+    assert ours == theirs
