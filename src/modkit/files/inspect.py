@@ -71,7 +71,7 @@ class FileInfo:
         n_tensors: Number of tensors.
         tensor_nbytes: Their size in bytes. Tensors that share a storage count once.
         entries: Other entries of a checkpoint, such as the epoch: key and shortened ``repr``.
-        groups: For each key that :func:`modkit.average_checkpoints` accepts, ``""`` for the whole file,
+        groups: For each key that ``modkit.average_checkpoints`` accepts, ``""`` for the whole file,
             the names directly under it.
         extra_files: Name and size in bytes of the extra files of a TorchScript archive.
         note: Remarks for the reader, for instance that loading the file would execute code.
