@@ -107,7 +107,7 @@ def is_pickle(content: bytes) -> bool:
 
 def _kind_of_pickle(head: bytes) -> str | None:
     stream, seen = io.BytesIO(head), list[str]()
-    with warnings.catch_warnings(), contextlib.suppress(ValueError, UnicodeError):
+    with warnings.catch_warnings(), contextlib.suppress(ValueError):
         # pickletools warns of odd escapes in texts.
         warnings.simplefilter("ignore")
         for instruction, argument, _ in islice(pickletools.genops(stream), 10_000):
@@ -123,7 +123,8 @@ def _kind_of_pickle(head: bytes) -> str | None:
         return PICKLE
     if not (_IMPORTS.isdisjoint(seen) or _CALLS.isdisjoint(seen)):
         return PICKLE
-    with warnings.catch_warnings(), contextlib.suppress(ValueError, UnicodeError):
+    # A mark that POP has taken is an IndexError of pickletools.
+    with warnings.catch_warnings(), contextlib.suppress(ValueError, IndexError):
         warnings.simplefilter("ignore")
         pickletools.dis(head, io.StringIO())
         return PICKLE

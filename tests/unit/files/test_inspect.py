@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import pickletools
 import stat
 import warnings
 import zipfile
@@ -456,3 +457,12 @@ def test_missing_files(tmp_path: Path) -> None:
         inspect(tmp_path / "x.pt")
     with pytest.raises(FileNotFoundError, match="is a directory without"):
         inspect(tmp_path)
+
+
+def test_a_pickle_that_takes_a_mark_as_an_object():
+    """Pickletools raises IndexError for it; it is a file of an unknown kind, and not an error."""
+    content = b"N](\x86e."
+    with pytest.raises(IndexError):
+        pickletools.dis(content, io.StringIO())
+
+    assert kind_of(content) == "unknown file"
