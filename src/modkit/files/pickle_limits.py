@@ -5,10 +5,12 @@ a storage is as large as the pickle says, whatever the file has. In Python, hash
 takes exponential time. This follows the instructions without making the objects.
 """
 
+import gc
 import io
 import pickletools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -61,6 +63,18 @@ class _Object:
             item.held = True
 
 
+@contextmanager
+def collector_paused() -> Generator[None]:
+    """Pause the cyclic collector: it would follow thousands of new objects, none of them garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def pickle_problem(
     data: bytes, members: Mapping[str, Member], folder: str = "data/", *, script: bool = False
 ) -> str:
@@ -85,7 +99,7 @@ def _problem_of(
 ) -> str:
     stream = io.BytesIO(data)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), collector_paused():
             # pickletools warns of odd escapes in instructions that torch does not have.
             warnings.simplefilter("ignore")
             while count and _Follower(len(data), members, folder, script=script).follow(stream):

@@ -7,7 +7,6 @@ the same check. Neither executes code from the file.
 
 import argparse
 import ctypes
-import gc
 import io
 import mmap as memory_map
 import os
@@ -40,7 +39,7 @@ from modkit.files.kinds import (
     parse_digest,
     wrong_kind,
 )
-from modkit.files.pickle_limits import DEEPEST, legacy_problem, pickle_problem
+from modkit.files.pickle_limits import DEEPEST, collector_paused, legacy_problem, pickle_problem
 from modkit.files.zip_archive import MOST_TEXT, Archive, is_zip, open_regular, path_of, read_some
 
 
@@ -123,7 +122,7 @@ def load_checkpoint(
         FileError: If it is corrupt, was written without checksums, or cannot be loaded with
             ``weights_only=True``.
     """
-    with open_regular(path) as descriptor, _collector_paused():
+    with open_regular(path) as descriptor, collector_paused():
         archive = _torch_archive(descriptor, path)
         if not archive.has_checksums:
             raise FileError(
@@ -140,18 +139,6 @@ def load_checkpoint(
         archive.verify()
         _check_for_torch(archive, map_location)
         return _left_to_torch(descriptor, path, map_location, mmap=mmap)
-
-
-@contextmanager
-def _collector_paused() -> Generator[None]:
-    """Pause the cyclic collector: it would follow thousands of new objects, none of them garbage."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _torch_archive(descriptor: int, path: str | os.PathLike[str]) -> Archive:
@@ -208,7 +195,7 @@ def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
         FileNotFoundError: If there is no such file.
         FileError: If it is corrupt, apart from the tensors, or cannot be loaded with ``weights_only=True``.
     """
-    with open_regular(path) as descriptor:
+    with open_regular(path) as descriptor, collector_paused():
         if kind_of(descriptor) == LEGACY:
             if problem := legacy_problem(read_some(descriptor, 0, MOST_TEXT)):
                 raise FileError(f"{os.fspath(path)} is corrupt: {problem}", LEGACY)
