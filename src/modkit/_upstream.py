@@ -24,7 +24,7 @@ Checked against torch 2.8 to 2.13.
 - ``module_globals`` holds the tables of global hooks. They are looked up at each use, because torch
   and its tests rebind some of the names.
 - ``modes_are_active``: torch has no public function that says if a mode, such as a default device or
-  fake tensors, changes what functions of torch do.
+  fake tensors, changes what functions of torch do. ``tensors_are_fake`` asks for the second alone.
 - ``FullyShardCall`` and ``class_before_fully_shard`` read how a model was split up, and what that has
   left in its modules: torch has no public function for it, and refuses to copy such a model.
 """

@@ -33,10 +33,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-import modkit
 from modkit import jit
 from modkit.errors import FileError
 from tests.fuzz.mutations import Case, case, seeds
+from tests.unit.files.hostile import average, load, load_mapped
 from tests.unit.files.raw_zip import replaced
 from tests.unit.files.same_objects import difference, outcome
 
@@ -57,21 +57,6 @@ class Fault(NamedTuple):
     reader: str
     what: str
     text: str
-
-
-def load(path: Path) -> Any:
-    """Read a checkpoint."""
-    return modkit.load_checkpoint(path)
-
-
-def load_mapped(path: Path) -> Any:
-    """Read a checkpoint from mapped memory."""
-    return modkit.load_checkpoint(path, mmap=True)
-
-
-def average(path: Path) -> Any:
-    """Average one checkpoint."""
-    return modkit.average_checkpoints([path])
 
 
 def script(path: Path) -> Any:

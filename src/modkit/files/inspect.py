@@ -118,8 +118,7 @@ def inspect(path: str | os.PathLike[str]) -> FileInfo:
     """
     file = file_in(Path(path))
     if file.name.endswith(INDEX):
-        with open_regular(file):
-            checkpoint = Checkpoint(file, None)
+        checkpoint = Checkpoint(file, None)
         listed = ((n, checkpoint.shapes[n], checkpoint.dtypes[n]) for n in checkpoint.shapes)
         size = sum(each.stat().st_size for each in (file, *checkpoint.files))
         return _of_table(listed, FileInfo(os.fspath(path), kinds.SHARDED, size, ""))

@@ -141,13 +141,18 @@ def load_checkpoint(
         return _left_to_torch(descriptor, path, map_location, mmap=mmap)
 
 
-def _torch_archive(descriptor: int, path: str | os.PathLike[str]) -> Archive:
-    what = os.fspath(path)
-    if os.pread(descriptor, 2, 0) == b"PK":
-        archive = Archive(descriptor, what)
-        if kind_of_members(archive.members) == TORCH_SAVE:
+def _archive_of(source: int | bytes, what: str, kind: str, wanted: str) -> Archive:
+    """Return the archive of one kind; raise FileError for a file of another kind."""
+    if read_some(source, 0, 2) == b"PK":
+        archive = Archive(source, what)
+        if kind_of_members(archive.members) == kind:
             return archive
-    raise wrong_kind(descriptor, what, "a torch.save file with checksums")
+    raise wrong_kind(source, what, wanted)
+
+
+def _torch_archive(descriptor: int, path: str | os.PathLike[str]) -> Archive:
+    wanted = "a torch.save file with checksums"
+    return _archive_of(descriptor, os.fspath(path), TORCH_SAVE, wanted)
 
 
 def _is_for_cpu(map_location: object) -> bool:
@@ -196,7 +201,7 @@ def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
         FileError: If it is corrupt, apart from the tensors, or cannot be loaded with ``weights_only=True``.
     """
     with open_regular(path) as descriptor, collector_paused():
-        if kind_of(descriptor) == LEGACY:
+        if read_some(descriptor, 0, 2) != b"PK" and kind_of(descriptor) == LEGACY:
             if problem := legacy_problem(read_some(descriptor, 0, MOST_TEXT)):
                 raise FileError(f"{os.fspath(path)} is corrupt: {problem}", LEGACY)
             return _left_to_torch(descriptor, path, "cpu", mmap=False, options=True), Checksums(
@@ -622,9 +627,7 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
             content = source = _content_of(f)
         if sha256 is not None:
             check_digest(content, what, sha256)
-        if kind_of(content) != TORCHSCRIPT:
-            raise wrong_kind(content, what, "a TorchScript archive")
-        archive = Archive(content, what)
+        archive = _archive_of(content, what, TORCHSCRIPT, "a TorchScript archive")
         _check_pickles(archive)
         archive.verify()
         extra = {n: m.size for n, m in archive.members.items() if n.startswith(_EXTRA)}

@@ -13,6 +13,7 @@ import modkit.nn
 from modkit import jit
 from tests.helpers import MODKIT, TORCH
 from tests.parity.jit.networks import build, inputs, make_net
+from tests.parity.jit.test_compiling import MADE_BY_MODKIT
 
 
 pytestmark = [
@@ -20,18 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]
 
-OURS = {
-    "ScriptModule",
-    "freeze",
-    "interface",
-    "load",
-    "optimize_for_inference",
-    "save",
-    "script",
-    "script_method",
-    "trace",
-    "trace_module",
-}
 SUBMODULES = sorted(
     module.name for module in pkgutil.walk_packages(torch.jit.__path__, prefix="torch.jit.")
 )
@@ -42,8 +31,8 @@ def test_every_name_is_torchs_own_but_those_of_modkit():
     names = {name for name in dir(torch.jit) if not name.startswith("__")}
     differing = {name for name in names if getattr(jit, name) is not getattr(torch.jit, name)}
 
-    assert differing == OURS
-    assert {getattr(jit, name).__module__ for name in OURS} == {"modkit.jit"}
+    assert differing == MADE_BY_MODKIT
+    assert {getattr(jit, name).__module__ for name in MADE_BY_MODKIT} == {"modkit.jit"}
     assert set(dir(torch.jit)) <= set(dir(jit))
     assert jit.__all__ == torch.jit.__all__
 
@@ -89,7 +78,7 @@ def test_every_submodule_is_torchs_own(name):
     assert mine is importlib.import_module(name)
 
 
-@pytest.mark.parametrize("name", sorted(OURS - {"ScriptModule"}))
+@pytest.mark.parametrize("name", sorted(MADE_BY_MODKIT - {"ScriptModule"}))
 def test_functions_keep_torchs_parameters(name):
     """Each parameter of torch's function is there, with its kind and default."""
     ours, theirs = (inspect.signature(getattr(impl.jit, name)) for impl in (MODKIT, TORCH))

@@ -29,23 +29,8 @@ LOCAL_FIELDS = [
     "extra",
 ]
 CENTRAL_FIELDS = [
-    "signature",
-    "made",
-    "version",
-    "flags",
-    "method",
-    "time",
-    "date",
-    "crc",
-    "packed",
-    "size",
-    "name",
-    "extra",
-    "comment",
-    "disk",
-    "internal",
-    "external",
-    "offset",
+    *("signature", "made", *LOCAL_FIELDS[1:]),
+    *("comment", "disk", "internal", "external", "offset"),
 ]
 END_FIELDS = ["signature", "disk", "first", "here", "count", "length", "offset", "comment"]
 END_64_FIELDS = [
