@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from modkit import nn as nn
+from modkit.fast_inference import fast_inference as fast_inference
 from modkit.nn._load_state_dict import load_state_dict as load_state_dict
 
 
@@ -48,6 +49,7 @@ __all__ = [
     "average_checkpoints",
     "distributed",
     "errors",
+    "fast_inference",
     "jit",
     "load_checkpoint",
     "load_state_dict",

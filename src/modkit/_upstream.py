@@ -51,6 +51,7 @@ from torch.nn.modules.module import (
     _IncompatibleKeys as IncompatibleKeys,
     _WrappedHook as WrappedHook,
 )
+from torch.overrides import has_torch_function_variadic as has_torch_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_wrapper_subclass
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
@@ -65,6 +66,7 @@ __all__ = [
     "IncompatibleKeys",
     "RemovableHandle",
     "WrappedHook",
+    "cudnn_is_enabled",
     "foreach_add_",
     "foreach_addcdiv_",
     "foreach_copy_",
@@ -73,6 +75,7 @@ __all__ = [
     "foreach_sub",
     "get_tracing_state",
     "has_compatible_shallow_copy_type",
+    "has_torch_function",
     "is_scripting",
     "is_traceable_wrapper_subclass",
     "is_tracing",
@@ -92,6 +95,7 @@ __all__ = [
 ]
 
 # The stub of torch does not say that there may be no state.
+cudnn_is_enabled = cast("Callable[[], bool]", cast("Any", torch._C)._get_cudnn_enabled)
 get_tracing_state = cast("Callable[[], object | None]", _get_tracing_state)
 is_tracing = cast("Callable[[], bool]", cast("Any", torch._C)._is_tracing)
 
