@@ -20,10 +20,10 @@ import inspect
 import re
 import textwrap
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
@@ -64,7 +64,6 @@ class _Layer(NamedTuple):
         input_condition: What must hold of the input ``x``, or torch's own path is taken.
         functions: The names in ``torch.nn.functional`` that the expression does without.
         methods: The names of methods that it does without.
-        arguments: The names of the arguments of ``forward``.
     """
 
     expression: str
@@ -72,7 +71,6 @@ class _Layer(NamedTuple):
     input_condition: str = ""
     functions: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = ("x",)
 
     @property
     def names(self) -> list[str]:
@@ -94,7 +92,7 @@ def _transposed_convolution(dimensions: int) -> _Layer:
     return _Layer(
         f"F.conv_transpose{dimensions}d(x, self.weight, self.bias, self.stride, self.padding,"
         " self.output_padding, self.groups, self.dilation)",
-        condition="self.padding_mode == 'zeros' and type(self.padding) is tuple"
+        condition="output_size is None and self.padding_mode == 'zeros' and type(self.padding) is tuple"
         " and type(self.output_padding) is tuple",
         methods=("_output_padding",),
     )
@@ -103,7 +101,7 @@ def _transposed_convolution(dimensions: int) -> _Layer:
 def _batch_norm(input_condition: str) -> _Layer:
     return _Layer(
         "torch.batch_norm(x, self.weight, self.bias, self.running_mean, self.running_var, False,"
-        " 0.0 if self.momentum is None else self.momentum, self.eps, cudnn_is_enabled())",
+        " 0.0 if self.momentum is None else self.momentum, self.eps, cudnn)",
         condition="not self.training and self.running_mean is not None"
         " and self.running_var is not None and self.eps >= 0.0",
         input_condition=input_condition,
@@ -137,11 +135,11 @@ _LAYERS: Final[dict[type[nn.Module], _Layer]] = {
     nn.InstanceNorm2d: _instance_norm(2),
     nn.InstanceNorm3d: _instance_norm(3),
     nn.LayerNorm: _Layer(
-        "torch.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, cudnn_is_enabled())",
+        "torch.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, cudnn)",
         functions=("layer_norm",),
     ),
     nn.GroupNorm: _Layer(
-        "torch.group_norm(x, self.num_groups, self.weight, self.bias, self.eps, cudnn_is_enabled())",
+        "torch.group_norm(x, self.num_groups, self.weight, self.bias, self.eps, cudnn)",
         # The function refuses a single value per channel, which more values than these exclude.
         input_condition="x.dim() >= 2 and x.numel() > 2 * self.num_groups",
         functions=("group_norm",),
@@ -151,9 +149,7 @@ _LAYERS: Final[dict[type[nn.Module], _Layer]] = {
         condition="self.padding_idx is None and self.max_norm is None",
         functions=("embedding",),
     ),
-    nn.ReLU: _Layer(
-        "torch.relu_(x) if self.inplace else torch.relu(x)", functions=("relu",)
-    ),
+    nn.ReLU: _Layer("torch.relu_(x) if self.inplace else torch.relu(x)", functions=("relu",)),
     nn.SiLU: _Layer(
         "torch._C._nn.silu_(x) if self.inplace else torch._C._nn.silu(x)", functions=("silu",)
     ),
@@ -172,12 +168,37 @@ def _is_of_torch(function: object) -> bool:
     """Return True if a function is written in ``torch.nn``, and not a wrapper that someone put there."""
     code = getattr(function, "__code__", None)
     own = nn.__path__[0]
-    return code is not None and code.co_filename.startswith(own) and not hasattr(function, "__wrapped__")
+    return (
+        code is not None
+        and code.co_filename.startswith(own)
+        and not hasattr(function, "__wrapped__")
+    )
 
 
 _FUNCTIONS: Final = {
     name: getattr(F, name) for layer in _LAYERS.values() for name in layer.functions
 }
+
+
+class _Kind(NamedTuple):
+    """What modules of a class compute, and the functions that this was read from.
+
+    Args:
+        layer: The computation.
+        signature: The arguments of ``forward`` with their defaults, as source.
+        forward: The function ``forward``.
+        methods: The other functions of the class that it does without.
+    """
+
+    layer: _Layer
+    signature: str
+    forward: FunctionType
+    methods: tuple[tuple[str, FunctionType], ...]
+
+    @property
+    def arguments(self) -> str:
+        """The names of the arguments, as source."""
+        return re.sub(r"=[^,]*", "", self.signature)
 
 
 @lru_cache(maxsize=None)
@@ -188,19 +209,17 @@ def _derived(forward: FunctionType) -> _Layer | None:
     except (OSError, SyntaxError):
         return None
     *before, last = definition.body
-    given = definition.args
-    if (
-        not isinstance(last, ast.Return)
-        or last.value is None
-        or not all(isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) for line in before)
-        or len(given.args) < 2
-        or given.vararg
-        or given.kwarg
-        or given.kwonlyargs
-    ):
+    strings = all(
+        isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) for line in before
+    )
+    if not strings or not isinstance(last, ast.Return) or last.value is None:
         return None
-    itself, first, *others = (argument.arg for argument in given.args)
-    known = {itself: "self", first: "x", **{name: name for name in (*others, "F", "torch", "float")}}
+    itself, first, *others = (argument.arg for argument in definition.args.args)
+    known = {
+        itself: "self",
+        first: "x",
+        **{name: name for name in (*others, "F", "torch", "float")},
+    }
     for node in ast.walk(last.value):
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(f"{itself}."):
             return None
@@ -208,28 +227,34 @@ def _derived(forward: FunctionType) -> _Layer | None:
             if node.id not in known:
                 return None
             node.id = known[node.id]
-    return _Layer(ast.unparse(last.value), arguments=("x", *others))
+    return _Layer(ast.unparse(last.value))
 
 
 @lru_cache(maxsize=1024)
-def _layer_of(kind: type[nn.Module]) -> _Layer | None:
+def _kind(kind: type[nn.Module]) -> _Kind | None:
     """Return what modules of a class compute, or None to take torch's own path."""
-    forward = kind.forward
-    base = next((base for base in kind.__mro__ if "forward" in vars(base)), nn.Module)
-    if base is nn.Module or not base.__module__.startswith("torch.nn.modules.") or not _is_standard(kind):
+    forward: Any = kind.forward
+    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+    if owner is nn.Module or not _is_of_torch(forward) or not _is_standard(kind):
         return None
-    # The class whose layers the table describes: BatchNorm1d, which inherits its ``forward``, and not its base.
-    known = next((base for base in kind.__mro__ if base in _LAYERS), None)
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    if not parameters or any(one.kind is not one.POSITIONAL_OR_KEYWORD for one in parameters):
+        return None
+    # BatchNorm2d inherits ``forward``, so the class of the table need not be its owner.
+    known: Any = next((base for base in kind.__mro__ if base in _LAYERS), None)
     layer = _LAYERS[known] if known is not None and known.forward is forward else _derived(forward)
-    if layer is None or not _is_of_torch(forward):
+    if layer is None or any(hasattr(kind, name) for name in layer.names):
         return None
-    if any(hasattr(kind, name) for name in layer.names):
+    methods = tuple((name, getattr(kind, name)) for name in layer.methods)
+    if not all(_is_of_torch(value) and value is getattr(known, name) for name, value in methods):
         return None
-    if any(getattr(kind, name) is not getattr(known, name) for name in layer.methods):
+    if not all(_is_of_torch(_FUNCTIONS[name]) for name in layer.functions):
         return None
-    if not all(_is_of_torch(getattr(kind, name)) for name in layer.methods):
-        return None
-    return layer if all(map(_is_of_torch, map(_FUNCTIONS.get, layer.functions))) else None
+    signature = ", ".join(
+        one.name if one.default is one.empty else f"{one.name}={one.default!r}"
+        for one in parameters
+    )
+    return _Kind(layer, signature, forward, methods)
 
 
 def _is_standard(kind: type[nn.Module]) -> bool:
@@ -259,8 +284,8 @@ _NAMESPACE: Final[dict[str, Any]] = {
     "torch": torch,
     "hooks": module_globals,
     "jit_trace": jit_trace,
-    "MISSING": object(),
     "cudnn_is_enabled": cudnn_is_enabled,
+    "is_grad_enabled": torch.is_grad_enabled,
     "has_torch_function": has_torch_function,
     "CALL": _CALL,
     "CALL_IMPL": _CALL_IMPL,
@@ -269,13 +294,10 @@ _NAMESPACE: Final[dict[str, Any]] = {
 
 # Attributes that may be of a subclass of Tensor, whose ``__torch_function__`` sees what layers call.
 _TENSORS: Final = frozenset({"weight", "bias", "running_mean", "running_var"})
-_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _SOURCE: Final = """
 def make(plain, run, {parameters}):
-    def call({signature}, /, *args, **kwargs):
-        if args or kwargs or {last} is MISSING:
-            return plain(*[a for a in ({arguments}, *args) if a is not MISSING], **kwargs)
+    def forward(self, {signature}):
         try:
             {loads}
             if (
@@ -285,73 +307,86 @@ def make(plain, run, {parameters}):
         except KeyError:
             return plain({arguments})
         {steps}
-    return call
+    return forward
 """
 
 
 class _Step(NamedTuple):
-    """A layer of a run, or a container whose layers follow: then ``layer`` is None."""
+    """A layer of a run, or a container whose layers follow: then ``kind`` is None."""
 
     module: nn.Module
-    layer: _Layer | None
+    kind: _Kind | None
 
 
 @lru_cache(maxsize=1024)
-def _maker(shape: tuple[tuple[_Layer | None, int], ...], runs: bool) -> Callable[..., Any]:
+def _maker(shape: tuple[tuple[_Kind | None, int], ...], runs: bool) -> Callable[..., Any]:
     """Write and compile what makes the function of a run of layers.
 
     Args:
         shape: What each step computes, None for a container, and the number of its class.
         runs: Whether ``run`` computes the result, as in containers of modules that are no layers.
     """
-    loads: list[str] = ["pass"]
+    alone = len(shape) == 1
+    first = shape[0][0]
+    signature, arguments = (first.signature, first.arguments) if first else ("input", "input")
+    loads = [] if arguments.startswith("x") else [f"x = {arguments.partition(',')[0]}"]
     checks = [
         "hooks._global_forward_hooks or hooks._global_forward_pre_hooks",
-        "hooks._global_backward_hooks or hooks._global_backward_pre_hooks",
         "jit_trace._trace_module_map is not None",
     ]
-    parameters: list[str] = []
+    # Without gradients these have no effect, so a long run need not look at each.
+    backward = ["hooks._global_backward_hooks or hooks._global_backward_pre_hooks"]
     steps: list[str] = []
     tensors = ["x"]
-    functions: dict[str, None] = {}
-    for kind in dict.fromkeys(kind for _, kind in shape):
-        parameters += [f"k{kind}", f"f{kind}"]
-        checks.append(f"k{kind}._call_impl is not CALL_IMPL or k{kind}.forward is not f{kind}")
-        if len(shape) > 1:  # what is called on its own has been called by it
-            checks.append(f"k{kind}.__call__ is not CALL")
-    for i, (layer, kind) in enumerate(shape):
+    parameters: list[str] = []
+    for number in dict.fromkeys(number for _, number in shape):
+        parameters += [f"k{number}", f"f{number}"]
+        checks.append(
+            f"k{number}._call_impl is not CALL_IMPL or k{number}.forward is not f{number}"
+        )
+        if not alone:  # what is called on its own has been called by it
+            checks.append(f"k{number}.__call__ is not CALL")
+    for i, (kind, number) in enumerate(shape):
         parameters += [f"m{i}", f"d{i}"]
-        checks.append(" or ".join(f"d{i}[{table!r}]" for table in _HOOKS))
-        checks.append(f"type(m{i}) is not k{kind} or 'forward' in d{i} or '_call_impl' in d{i}")
-        if layer is None:
+        checks.append(f"d{i}['_forward_hooks'] or d{i}['_forward_pre_hooks']")
+        backward.append(f"d{i}['_backward_hooks'] or d{i}['_backward_pre_hooks']")
+        checks.append(f"type(m{i}) is not k{number} or 'forward' in d{i} or '_call_impl' in d{i}")
+        if kind is None:
             parameters.append(f"t{i}")
             checks.append(f"d{i}['_modules'] is not t{i} or t{i}.changed")
             continue
-        names = layer.names
-        loads += [f"{name}_{i} = d{i}[{name!r}]" for name in names]
-        tensors += [f"{name}_{i}" for name in names if name in _TENSORS]
-        functions.update(dict.fromkeys(layer.functions))
+        layer = kind.layer
+        loads += [f"{name}_{i} = d{i}[{name!r}]" for name in layer.names]
+        tensors += [f"{name}_{i}" for name in layer.names if name in _TENSORS]
         for name in layer.methods:
-            parameters.append(f"{name}_{i}")
-            checks.append(f"k{kind}.{name} is not {name}_{i}")
+            parameters.append(f"{name}_{number}")
+            checks.append(f"k{number}.{name} is not {name}_{number}")
         if layer.condition:
             checks.append(f"not ({_numbered(layer.condition, i)})")
         value = _numbered(layer.expression, i)
         if layer.input_condition:
-            otherwise = "plain" if len(shape) == 1 else f"m{i}"
+            otherwise = "plain" if alone else f"m{i}"
             value = f"({value}) if {_numbered(layer.input_condition, i)} else {otherwise}(x)"
         if value != "x":
             steps.append(f"x = {value}")
+    grouped = " or ".join(backward)
+    checks.append(grouped if alone else f"is_grad_enabled() and ({grouped})")
+    functions = dict.fromkeys(name for kind, _ in shape if kind for name in kind.layer.functions)
     checks += [f"F.{name} is not {name}_of_torch" for name in functions]
     if functions:
         checks.append(f"has_torch_function({', '.join(tensors)})")
-    arguments = shape[0][0].arguments if shape[0][0] is not None else ("x",)
+    # The functions are looked up once for each run, so replaced ones are called.
+    for name in dict.fromkeys(re.findall(r"\b(?:F|torch(?:\._C\._nn)?)\.\w+", " ".join(steps))):
+        local = name.replace(".", "_")
+        loads.append(f"{local} = {name}")
+        steps = [re.sub(rf"\b{re.escape(name)}\b", local, step) for step in steps]
+    if any("cudnn" in step for step in steps):
+        loads.append("cudnn = cudnn_is_enabled()")
     source = _SOURCE.format(
         parameters=", ".join(dict.fromkeys(parameters)),
-        signature=", ".join(f"{name}=MISSING" for name in arguments),
-        arguments=", ".join(arguments),
-        last=arguments[-1],
-        loads=f"\n{' ' * 12}".join(loads),
+        signature=signature,
+        arguments=arguments,
+        loads=f"\n{' ' * 12}".join(loads or ["pass"]),
         checks=f"\n{' ' * 16}or ".join(checks),
         steps=f"\n{' ' * 8}".join([*steps, "return run(x)" if runs else "return x"]),
     )
@@ -370,26 +405,30 @@ def _function(
     steps: list[_Step], plain: Callable[..., Any], run: Callable[[Any], Any] | None = None
 ) -> Callable[..., Any]:
     """Return the function of a run of layers; ``plain`` computes the same by calls of modules."""
-    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(type(step.module) for step in steps))}
+    numbers: dict[type[nn.Module], int] = {}
     values: dict[str, Any] = {}
-    for i, (module, layer) in enumerate(steps):
-        kind = type(module)
-        state = module.__dict__
-        values.update({f"m{i}": module, f"d{i}": state})
-        values.update({f"k{kinds[kind]}": kind, f"f{kinds[kind]}": kind.forward})
-        if layer is None:
-            values[f"t{i}"] = state["_modules"]
+    shape: list[tuple[_Kind | None, int]] = []
+    for i, (module, kind) in enumerate(steps):
+        number = numbers.setdefault(type(module), len(numbers))
+        state = values[f"d{i}"] = module.__dict__
+        values[f"m{i}"], values[f"k{number}"] = module, type(module)
+        if kind is None:
+            values[f"f{number}"], values[f"t{i}"] = nn.Sequential.forward, state["_modules"]
         else:
-            values.update({f"{name}_{i}": getattr(kind, name) for name in layer.methods})
-    shape = tuple((step.layer, kinds[type(step.module)]) for step in steps)
-    return _maker(shape, run is not None)(plain, run, **values)  # type: ignore[no-any-return]
+            values[f"f{number}"] = kind.forward
+            values.update({f"{name}_{number}": function for name, function in kind.methods})
+        shape.append((kind, number))
+    function = _maker(tuple(shape), run is not None)(plain, run, **values)
+    # Wrong arguments are refused in the words of torch's function.
+    function.__qualname__ = values["f0"].__qualname__
+    return MethodType(function, steps[0].module)
 
 
 def _flat(module: nn.Module) -> list[_Step] | None:
     """Return the steps of a layer, or of a container of nothing else; None for other modules."""
-    layer = _layer_of(type(module))
-    if layer is not None:
-        return [_Step(module, layer)] if layer.arguments == ("x",) else None
+    kind = _kind(type(module))
+    if kind is not None:
+        return [_Step(module, kind)] if "," not in kind.signature else None
     if not _is_container(type(module)) or type(module.__dict__.get("_modules")) is not _Table:
         return None
     steps = [_Step(module, None)]
@@ -406,33 +445,16 @@ def _container_function(module: nn.Module) -> Callable[..., Any] | None:
     table = module.__dict__.get("_modules")
     if type(table) is not _Table or None in table.values():
         return None
-    steps = _flat(module)
-    if steps is not None and len(steps) <= _LONGEST_RUN:
-        return _function(steps, module._call_impl)
-    parts: list[tuple[int, Callable[..., Any]]] = []
-    pending: list[_Step] = []
-    children: list[nn.Module] = []
-
-    def flush() -> None:
-        if children:
-            parts.append((len(children), _function(pending.copy(), _one_by_one(tuple(children)))))
-            children.clear()
-            pending.clear()
-
-    for child in table.values():
-        below = _flat(child)
-        if below is None or len(pending) + len(below) > _LONGEST_RUN:
-            flush()
-        if below is None or len(below) > _LONGEST_RUN:
-            parts.append((1, child))
-        else:
-            children.append(child)
-            pending += below
-    flush()
+    children = [(child, _flat(child)) for child in table.values()]
+    if all(below is not None for _, below in children):
+        steps = [_Step(module, None), *(step for _, below in children for step in below or ())]
+        if len(steps) <= _LONGEST_RUN:
+            return _function(steps, module._call_impl)
+    parts = list(_parts(children))
 
     def run(x: Any) -> Any:
         done = 0
-        for count, part in parts:
+        for part, count in parts:
             x = part(x)
             done += count
             if table.changed:
@@ -440,6 +462,23 @@ def _container_function(module: nn.Module) -> Callable[..., Any] | None:
         return x
 
     return _function([_Step(module, None)], module._call_impl, run)
+
+
+def _parts(
+    children: Sequence[tuple[nn.Module, list[_Step] | None]],
+) -> Iterator[tuple[Callable[..., Any], int]]:
+    """Yield functions of as many layers as possible, and other modules, with the number of children each."""
+    steps: list[_Step] = []
+    members: list[nn.Module] = []
+    for child, below in [*children, (None, None)]:
+        if members and (below is None or len(steps) + len(below) > _LONGEST_RUN):
+            one = len(members) == 1
+            yield members[0] if one else _function(steps, _one_by_one(members)), len(members)
+            steps, members = [], []
+        if below is not None and len(below) <= _LONGEST_RUN:
+            steps, members = steps + below, [*members, child]
+        elif child is not None:
+            yield child, 1
 
 
 def _one_by_one(modules: Sequence[nn.Module]) -> Callable[[Any], Any]:
@@ -484,7 +523,16 @@ def _followed(method: Callable[..., Any]) -> Callable[..., Any]:
     return change
 
 
-for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+for _name in (
+    "__setitem__",
+    "__delitem__",
+    "__ior__",
+    "clear",
+    "pop",
+    "popitem",
+    "setdefault",
+    "update",
+):
     setattr(_Table, _name, _followed(getattr(dict, _name)))
 
 
@@ -527,9 +575,9 @@ class _Binding:
     def bind(self) -> None:
         """Put in what is called in place of the hooks and ``forward``."""
         kind = type(self.module)
-        layer = _layer_of(kind)
-        if layer is not None:
-            self.call = _function([_Step(self.module, layer)], self.module._call_impl)
+        known = _kind(kind)
+        if known is not None:
+            self.call = _function([_Step(self.module, known)], self.module._call_impl)
         elif _is_container(kind):
             self.call = _container_function(self.module)
         if self.call is not None:
@@ -582,7 +630,11 @@ def _tree(model: nn.Module) -> list[nn.Module]:
         state = module.__dict__
         table = state.get("_modules")
         ours = id(module) in _bindings
-        if id(module) in found or not isinstance(table, dict) or (state.get(_CALL_SLOT) and not ours):
+        if (
+            id(module) in found
+            or not isinstance(table, dict)
+            or (state.get(_CALL_SLOT) and not ours)
+        ):
             continue
         found[id(module)] = module
         waiting += [child for child in table.values() if child is not None]
@@ -621,10 +673,14 @@ def _leave(used: list[_Binding]) -> None:
 
 
 @contextmanager
-def fast_inference(model: ModuleT, *, fold_batch_norm: bool = False) -> Generator[ModuleT, None, None]:
+def fast_inference(
+    model: ModuleT, *, fold_batch_norm: bool = False
+) -> Generator[ModuleT, None, None]:
     """Run a model in eager mode with less time spent in Python."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"fast_inference(): model must be a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"fast_inference(): model must be a torch.nn.Module, got {type(model).__name__}"
+        )
     used = _enter(model)
     try:
         yield model
