@@ -1,0 +1,113 @@
+"""Folding a BatchNorm into the convolution before it."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - torch's layers call it so
+from torch.nn.utils.fusion import fuse_conv_bn_weights
+
+from modkit.fast_inference.layers import is_container, kind_of
+from modkit.fast_inference.runs import Call, Step, function_of
+
+
+_FOLDABLE: Final[dict[type, tuple[type, Callable[..., torch.Tensor]]]] = {
+    nn.Conv1d: (nn.BatchNorm1d, F.conv1d),
+    nn.Conv2d: (nn.BatchNorm2d, F.conv2d),
+    nn.Conv3d: (nn.BatchNorm3d, F.conv3d),
+}
+
+
+class Fold:
+    """A convolution whose result goes to a BatchNorm and nowhere else."""
+
+    def __init__(self, convolution: nn.Module, norm: nn.Module) -> None:
+        self.convolution, self.norm = convolution, norm
+        self._operation = _FOLDABLE[type(convolution)][1]
+        self._cache: tuple[Any, list[torch.Tensor], list[torch.Tensor]] | None = None
+
+    def functions(self) -> dict[int, Call]:
+        """Return what is called in place of each of the two, by identity."""
+        plain: list[Call] = []
+        checks: list[Step] = []
+        for module in (self.convolution, self.norm):
+            kind = kind_of(type(module))
+            if kind is None:
+                return {}
+            plain.append(function_of([Step(module, kind)]))
+            layer = kind.layer._replace(expression="x", input_condition="", functions=())
+            checks.append(Step(module, kind._replace(layer=layer)))
+
+        def convolve(x: Any) -> Any:
+            state = self.convolution.__dict__
+            if torch.is_grad_enabled() or x.dim() != 2 + len(state["kernel_size"]):
+                return plain[0](x)
+            options = (state[name] for name in ("stride", "padding", "dilation", "groups"))
+            result: Any = self._operation(x, *self._weights(), *options)
+            result.folded_into = self
+            return result
+
+        def normalize(*args: Any, **kwargs: Any) -> Any:
+            result = args[0] if args else None
+            if getattr(result, "folded_into", None) is not self:
+                return plain[1](*args, **kwargs)
+            del result.folded_into  # type: ignore[union-attr]
+            return result
+
+        return {id(self.convolution): function_of(checks, run=convolve), id(self.norm): normalize}
+
+    def _weights(self) -> list[torch.Tensor]:
+        """Return weight and bias of the convolution with the BatchNorm in them, as they are now."""
+        convolution, norm = self.convolution.__dict__, self.norm.__dict__
+        sources: list[Any] = [convolution["weight"], convolution["bias"]]
+        sources += [norm[name] for name in ("running_mean", "running_var")]
+        scale: list[Any] = [norm["weight"], norm["bias"]]
+        there = [tensor for tensor in sources + scale if tensor is not None]
+        try:
+            stamp: Any = [(tensor.data_ptr(), tensor._version) for tensor in there], norm["eps"]
+        except RuntimeError:  # a tensor made in inference mode does not count its changes
+            stamp = None
+        if stamp is None or self._cache is None or self._cache[0] != stamp:
+            fused: Any = fuse_conv_bn_weights
+            weights = [one.detach() for one in fused(*sources, norm["eps"], *scale)]
+            # The aliases keep the memory, so no other tensor can take its address.
+            self._cache = stamp, weights, [tensor.detach() for tensor in there]
+        return self._cache[1]
+
+
+def folds_of(model: nn.Module) -> list[Fold]:
+    """Find the pairs: in a graph of the model if it can be traced, or else in containers."""
+    pairs: Any = _traced_pairs(model)
+    if pairs is None:
+        containers = (one for one in model.modules() if is_container(type(one)))
+        pairs = [pair for one in containers for pair in pairwise(one._modules.values())]
+    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    return [
+        Fold(first, second)
+        for first, second in pairs
+        if type(first) in _FOLDABLE
+        and type(second) is _FOLDABLE[type(first)][0]
+        and uses[id(first)] == uses[id(second)] == 1
+    ]
+
+
+def _traced_pairs(model: nn.Module) -> list[tuple[Any, Any]] | None:
+    """Return the modules of which the second, and nothing else, takes the result of the first."""
+    try:
+        # The copy is for user code that changes its module.
+        with torch.random.fork_rng(devices=[]):
+            graph = torch.fx.Tracer().trace(copy.deepcopy(model))
+    except Exception:  # noqa: BLE001 - what user code raises for proxies can be anything
+        return None
+    calls = {node: node.target for node in graph.nodes if node.op == "call_module"}
+    uses = Counter(calls.values())
+    return [
+        (model.get_submodule(calls[node.args[0]]), model.get_submodule(node.target))
+        for node in calls
+        if len(node.args) == 1 and not node.kwargs and node.args[0] in calls
+        if len(node.args[0].users) == uses[node.target] == uses[calls[node.args[0]]] == 1
+    ]

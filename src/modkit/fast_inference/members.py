@@ -1,0 +1,149 @@
+"""What stands in a module's ``__dict__`` inside the block: its members, and the function to call."""
+
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+from torch import nn
+
+from modkit.fast_inference.layers import finds_members_as_torch
+
+
+# As in ``Module.__getattr__``: a parameter hides a buffer of its name, and that a module.
+_TABLES: Final = ("_modules", "_buffers", "_parameters")
+_REPLACED: Final = frozenset({*_TABLES, "__dict__"})
+# Torch calls what stands under this name in place of the hooks and ``forward``.
+CALL_SLOT: Final = "_compiled_call_impl"
+_OVERRIDES: Final = ("__getstate__", "_replicate_for_data_parallel")
+
+
+class Table(dict[str, Any]):
+    """Stands in for a table of members, and hands every change on to it and to ``__dict__``."""
+
+    __slots__ = ("binding", "changed", "original")
+
+    def __init__(self, binding: "Binding", original: dict[str, Any]) -> None:
+        super().__init__(original)
+        self.binding = binding
+        self.original = original
+        self.changed = False
+
+    def __contains__(self, name: object) -> bool:
+        # ``Module.__setattr__`` asks this before it sets an attribute: here, to replace a whole table.
+        if name in _REPLACED:
+            self.binding.close()
+        return super().__contains__(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self.original,)
+
+
+def _followed(method: Callable[..., Any]) -> Callable[..., Any]:
+    def change(self: Table, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.changed = True
+            self.original.clear()
+            self.original.update(self)
+            self.binding.mirror()
+
+    return change
+
+
+for _name in ("clear", "pop", "popitem", "setdefault", "update"):
+    setattr(Table, _name, _followed(getattr(dict, _name)))
+for _name in ("__setitem__", "__delitem__", "__ior__"):
+    setattr(Table, _name, _followed(getattr(dict, _name)))
+
+
+class Binding:
+    """What ``fast_inference`` has put into one module, and how many blocks use it.
+
+    Attributes:
+        fold: What the module is folded with, if it is.
+        users: The number of blocks.
+    """
+
+    def __init__(self, module: nn.Module, fold: object) -> None:
+        self.module = module
+        self.fold = fold
+        self.users = 0
+        self._state: dict[str, Any] = module.__dict__
+        self._mirrored: dict[str, Any] = {}
+        self._call: Callable[..., Any] | None = None
+        self._is_open = False
+
+    def open(self) -> None:
+        """Put the members into ``__dict__``, and what copies and pickles without them."""
+        self._is_open = True
+        if not finds_members_as_torch(type(self.module)):
+            return
+        for key in _TABLES:
+            table = self._state.get(key)
+            if type(table) is dict and table:
+                self._state[key] = Table(self, table)
+        self.mirror()
+        self._state["__getstate__"] = self.state_of_copies
+        self._state["_replicate_for_data_parallel"] = self.refuse_to_replicate
+
+    def mirror(self) -> None:
+        """Bring the members in ``__dict__`` up to date with the tables."""
+        state, cls, mirrored = self._state, type(self.module), self._mirrored
+        if not self._is_open:
+            return
+        members: dict[str, Any] = {}
+        for key in _TABLES:
+            table = state.get(key)
+            if type(table) is Table:
+                members.update(table)
+        for name in [name for name in mirrored if name not in members]:
+            value = mirrored.pop(name)
+            if state.get(name, state) is value:
+                del state[name]
+        for name, value in members.items():
+            if name in mirrored or not (name in state or hasattr(cls, name)):
+                state[name] = mirrored[name] = value
+
+    def bind(self, call: Callable[..., Any] | None) -> None:
+        """Put in what torch calls in place of the hooks and ``forward``."""
+        if call is not None and self._is_open:
+            self._call = self._state[CALL_SLOT] = call
+
+    def close(self) -> None:
+        """Take everything out again. What the user has changed in the meantime stays."""
+        state = self._state
+        self._is_open = False
+        if self._call is not None and state.get(CALL_SLOT) is self._call:
+            del state[CALL_SLOT]
+        while self._mirrored:
+            name, value = self._mirrored.popitem()
+            if state.get(name, state) is value:
+                del state[name]
+        for key in _TABLES:
+            table = state.get(key)
+            if type(table) is Table:
+                state[key] = table.original
+        for key in _OVERRIDES:
+            if getattr(state.get(key), "__self__", None) is self:
+                del state[key]
+
+    def state_of_copies(self) -> Any:
+        """Return what copies and pickles of the module hold: its state outside the block."""
+        state: Any = type(self.module).__getstate__(self.module)  # type: ignore[attr-defined]
+        if not isinstance(state, dict):
+            return state
+        ours = {**self._mirrored, CALL_SLOT: self._call}
+        return {
+            key: value.original if type(value) is Table else value
+            for key, value in state.items()
+            if not (key in ours and value is ours[key])
+            and not (key in _OVERRIDES and getattr(value, "__self__", None) is self)
+        }
+
+    def refuse_to_replicate(self) -> NoReturn:
+        """Raise: replicas are made by copying ``__dict__``, with the members of this module in it."""
+        name = type(self.module).__name__
+        raise RuntimeError(
+            f"DataParallel cannot replicate {name} inside fast_inference(): the replicas would compute "
+            "with the weights of the original. Enter fast_inference() for a model on one device."
+        )

@@ -1,0 +1,267 @@
+"""Functions that run layers one after the other: generated, so that nothing is called in between.
+
+Each first checks that no hook, patch or override is to be heard; if one is, it takes torch's own path.
+What it checks and computes with is read at each call.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - torch's layers call it so
+
+from modkit._upstream import cudnn_is_enabled, has_torch_function, jit_trace, module_globals
+from modkit.fast_inference.layers import (
+    CALL,
+    CALL_IMPL,
+    CONTAINER,
+    FUNCTIONS,
+    Kind,
+    is_container,
+    kind_of,
+)
+from modkit.fast_inference.members import CALL_SLOT, Table
+
+
+Call = Callable[..., Any]
+
+# A longer run is cut: the time to compile its function grows with the length.
+_LONGEST: Final = 24
+# Attributes that may be of a subclass of Tensor, whose ``__torch_function__`` sees what layers call.
+_TENSORS: Final = frozenset({"weight", "bias", "running_mean", "running_var"})
+
+_NAMESPACE: Final[dict[str, Any]] = {
+    "F": F,
+    "torch": torch,
+    "hooks": module_globals,
+    "jit_trace": jit_trace,
+    "cudnn_is_enabled": cudnn_is_enabled,
+    "is_grad_enabled": torch.is_grad_enabled,
+    "has_torch_function": has_torch_function,
+    "CALL": CALL,
+    "CALL_IMPL": CALL_IMPL,
+    "MISSING": object(),
+    **{f"{name}_of_torch": function for name, function in FUNCTIONS.items()},
+}
+
+_SOURCE: Final = """
+def make({parameters}):
+    def call({signature}, /, *args, **kwargs):
+        if args or kwargs or {last} is MISSING:
+            return {plain}(*[a for a in ({arguments}, *args) if a is not MISSING], **kwargs)
+        try:
+            {loads}
+            differs = (
+                {checks}
+            )
+        except KeyError:
+            differs = True
+        if differs:
+            return {plain}({arguments})
+        {steps}
+    return call
+"""
+
+
+class Step(NamedTuple):
+    """A layer of a run, or a container whose layers follow."""
+
+    module: nn.Module
+    kind: Kind
+
+
+@lru_cache(maxsize=1024)
+def _maker(shape: tuple[tuple[Kind, int], ...], owned: bool, runs: bool) -> Call:
+    """Write and compile what makes the function of a run.
+
+    Args:
+        shape: What each step computes, and the number of its class.
+        owned: Whether this is the function of the first module, so that its own path is torch's.
+        runs: Whether ``run`` computes the result.
+    """
+    arguments = shape[0][0].layer.arguments
+    checks = [
+        "hooks._global_forward_hooks or hooks._global_forward_pre_hooks",
+        "jit_trace._trace_module_map is not None",
+    ]
+    # Without gradients these have no effect, so a long run need not look at each.
+    backward = ["hooks._global_backward_hooks or hooks._global_backward_pre_hooks"]
+    loads: list[str] = []
+    steps: list[str] = []
+    tensors = ["x"]
+    for kind, number in dict.fromkeys(shape):
+        checks.append(
+            f"k{number}._call_impl is not CALL_IMPL or k{number}.forward is not f{number}"
+        )
+        checks += [f"k{number}.{name} is not f{number}{name}" for name, _ in kind.methods]
+        if (
+            len(shape) > 1
+        ):  # torch has been through ``__call__`` where a module is called on its own
+            checks.append(f"k{number}.__call__ is not CALL")
+    for i, (kind, number) in enumerate(shape):
+        layer = kind.layer
+        checks.append(f"d{i}['_forward_hooks'] or d{i}['_forward_pre_hooks']")
+        backward.append(f"d{i}['_backward_hooks'] or d{i}['_backward_pre_hooks']")
+        checks.append(f"type(m{i}) is not k{number} or 'forward' in d{i} or '_call_impl' in d{i}")
+        if not runs and (i or not owned):
+            checks.append(f"{CALL_SLOT!r} in d{i}")
+        if kind is CONTAINER:
+            checks.append(f"d{i}['_modules'] is not t{i} or t{i}.changed")
+        loads += [f"{name}_{i} = d{i}[{name!r}]" for name in layer.names]
+        tensors += [f"{name}_{i}" for name in layer.names if name in _TENSORS]
+        if layer.condition:
+            checks.append(f"not ({_numbered(layer.condition, i)})")
+        value = _numbered(layer.expression, i)
+        if layer.input_condition:
+            otherwise = "m0._call_impl" if owned and i == 0 else f"m{i}"
+            value = f"({value}) if {_numbered(layer.input_condition, i)} else {otherwise}(x)"
+        if value != "x":
+            steps.append(f"x = {value}")
+    functions = dict.fromkeys(name for kind, _ in shape for name in kind.layer.functions)
+    checks += [f"F.{name} is not {name}_of_torch" for name in functions]
+    if functions or any(kind.layer.input_condition for kind, _ in shape):
+        checks.append(f"has_torch_function({', '.join(tensors)})")
+    of_backward = " or ".join(backward)
+    checks.append(of_backward if len(shape) == 1 else f"is_grad_enabled() and ({of_backward})")
+    # The functions are looked up once for each run, so replaced ones are called.
+    for name in dict.fromkeys(re.findall(r"\b(?:F|torch(?:\._C\._nn)?)\.\w+", " ".join(steps))):
+        local = name.replace(".", "_")
+        loads.append(f"{local} = {name}")
+        steps = [re.sub(rf"\b{re.escape(name)}\b", local, step) for step in steps]
+    if "cudnn" in " ".join(steps):
+        loads.append("cudnn = cudnn_is_enabled()")
+    source = _SOURCE.format(
+        plain="m0._call_impl" if owned else "plain",
+        signature=", ".join(f"{name}=MISSING" for name in arguments),
+        arguments=", ".join(arguments),
+        last=arguments[-1],
+        parameters=", ".join(_parameters(shape)),
+        loads=f"\n{' ' * 12}".join(loads or ["pass"]),
+        checks=f"\n{' ' * 16}or ".join(checks),
+        steps=f"\n{' ' * 8}".join([*steps, "return run(x)" if runs else "return x"]),
+    )
+    namespace = dict(_NAMESPACE)
+    exec(compile(source, "<modkit.fast_inference>", "exec"), namespace)  # noqa: S102 - written here
+    made: Call = namespace["make"]
+    return made
+
+
+def _numbered(text: str, number: int) -> str:
+    """Replace each ``self.name`` by the variable of that name and step."""
+    return re.sub(r"\bself\.(\w+)", rf"\1_{number}", text)
+
+
+def _parameters(shape: Sequence[tuple[Kind, int]]) -> Iterator[str]:
+    """Yield the names of what the source needs of its modules and their classes."""
+    yield from ("plain", "run")
+    for kind, number in dict.fromkeys(shape):
+        yield from (f"k{number}", f"f{number}", *(f"f{number}{name}" for name, _ in kind.methods))
+    for i, (kind, _) in enumerate(shape):
+        yield from (f"m{i}", f"d{i}", f"t{i}") if kind is CONTAINER else (f"m{i}", f"d{i}")
+
+
+def function_of(steps: Sequence[Step], plain: Call | None = None, run: Call | None = None) -> Call:
+    """Return the function of a run.
+
+    Args:
+        steps: The layers, and before those of a container the container itself.
+        plain: Computes the same by calls of modules; by default, that is the first module's own path.
+        run: Computes the result where nothing is to be heard, in place of the steps.
+    """
+    numbers: dict[type, int] = {}
+    values: dict[str, Any] = {"plain": plain, "run": run}
+    for i, (module, kind) in enumerate(steps):
+        number = numbers.setdefault(type(module), len(numbers))
+        state = module.__dict__
+        values.update({f"m{i}": module, f"d{i}": state})
+        values.update({f"k{number}": type(module), f"f{number}": kind.forward})
+        values.update({f"f{number}{name}": method for name, method in kind.methods})
+        if kind is CONTAINER:
+            values[f"t{i}"] = state["_modules"]
+    shape = tuple((step.kind, numbers[type(step.module)]) for step in steps)
+    function: Call = _maker(shape, plain is None, run is not None)(**values)
+    return function
+
+
+def container_function(module: nn.Module, apart: set[int], covered: set[int]) -> Call | None:
+    """Return the function of a container: one run of layers, or runs and other modules.
+
+    Args:
+        module: The container.
+        apart: The identities of modules that must be called.
+        covered: The identities of modules that need no function of their own; filled.
+    """
+    table = module.__dict__.get("_modules")
+    if type(table) is not Table or None in table.values():
+        return None
+    steps = _flat(module, apart)
+    if steps is not None:
+        covered.update(id(step.module) for step in steps)
+        return function_of(steps)
+    parts, size = list(_parts(list(table.values()), apart, covered)), len(table)
+
+    def run(x: Any) -> Any:
+        done = 0
+        for part, count in parts:
+            x = part(x)
+            done += count
+            if table.changed:
+                if len(table) != size:
+                    raise RuntimeError("dictionary changed size during iteration")
+                return _one_by_one(list(table.values())[done:])(x)
+        return x
+
+    return function_of([Step(module, CONTAINER)], run=run)
+
+
+def _flat(module: nn.Module, apart: set[int], depth: int = 0) -> list[Step] | None:
+    """Return the steps of a layer, or of a short container of nothing else; None for other modules."""
+    if id(module) in apart or depth > _LONGEST:
+        return None
+    kind = kind_of(type(module))
+    if kind is not None:
+        return [Step(module, kind)] if len(kind.layer.arguments) == 1 else None
+    if not is_container(type(module)) or type(module.__dict__.get("_modules")) is not Table:
+        return None
+    steps = [Step(module, CONTAINER)]
+    for child in module._modules.values():
+        below = None if child is None else _flat(child, apart, depth + 1)
+        if below is None or len(steps) + len(below) > _LONGEST:
+            return None
+        steps += below
+    return steps
+
+
+def _parts(
+    children: list[nn.Module], apart: set[int], covered: set[int]
+) -> Iterator[tuple[Call, int]]:
+    """Yield runs of as many layers as possible, and other modules, with the number of children each."""
+    steps: list[Step] = []
+    members: list[nn.Module] = []
+    for child in [*children, None]:
+        below = None if child is None else _flat(child, apart)
+        if members and (below is None or len(steps) + len(below) > _LONGEST):
+            if len(members) > 1:
+                covered.update(id(step.module) for step in steps)
+                yield function_of(steps, _one_by_one(members)), len(members)
+            else:
+                yield members[0], 1
+            steps, members = [], []
+        if child is not None and below is not None:
+            steps, members = steps + below, [*members, child]
+        elif child is not None:
+            yield child, 1
+
+
+def _one_by_one(modules: Sequence[nn.Module]) -> Call:
+    """Return the function that calls one module after the other."""
+
+    def call(x: Any) -> Any:
+        for module in modules:
+            x = module(x)
+        return x
+
+    return call
