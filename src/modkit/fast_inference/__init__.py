@@ -15,6 +15,10 @@ from modkit.fast_inference.runs import Step, container_function, function_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
+_MSG_FOLDED: Final = (
+    "fast_inference(): the model is already in such a block with another value of fold_batch_norm, and its "
+    "{name} cannot be folded and not folded at once. Give both blocks the same value, or leave the first one."
+)
 _bindings: Final[dict[int, Binding]] = {}
 _lock: Final = threading.RLock()
 
@@ -36,7 +40,8 @@ def fast_inference(
         model: Any ``torch.nn.Module``. Compiled and scripted modules in it are left alone.
         fold_batch_norm: Also fold each BatchNorm in evaluation mode into the convolution before it, where
             gradients are disabled. Outputs then differ by rounding: in float32 by about 1e-5 of the largest.
-            The pairs are found by ``torch.fx`` in a copy of the model, or else in containers.
+            The pairs are found by ``torch.fx`` in a copy of the model, or else in containers. A folded
+            convolution that is called without its model returns the folded result.
 
     Yields:
         The model.
@@ -54,7 +59,8 @@ def fast_inference(
 
     Limits: the members of modules are copied into their ``__dict__``. Inside the block, do not write to or
     copy a ``__dict__`` directly, and do not write to a table such as ``_modules`` that was read before.
-    Trace with ``torch.fx`` outside.
+    A patched ``Module.__getattr__`` is not called for members, so graphs of ``torch.fx`` that are traced
+    inside may read a parameter at another place.
     """
     if not isinstance(cast("object", model), nn.Module):
         raise TypeError(
@@ -83,7 +89,8 @@ def _enter(model: nn.Module, folds: list[Fold]) -> list[Binding]:
                 fresh.append(binding)
             binding.users += 1
             used.append(binding)
-            _check_folds(binding, fold)
+            if (binding.fold is None) != (fold is None):
+                raise RuntimeError(_MSG_FOLDED.format(name=type(module).__name__))
         for binding in fresh:
             binding.open()
         _bind(fresh, folded)
@@ -105,16 +112,6 @@ def _tree(model: nn.Module) -> list[nn.Module]:
             found[id(module)] = module
             waiting += [child for child in table.values() if child is not None]
     return list(found.values())
-
-
-def _check_folds(binding: Binding, fold: Fold | None) -> None:
-    if (binding.fold is None) != (fold is None):
-        name = type(binding.module).__name__
-        raise RuntimeError(
-            "fast_inference(): the model is already in such a block with another value of "
-            f"fold_batch_norm, and its {name} cannot be folded and not folded at once. Give both blocks "
-            "the same value, or leave the first one before."
-        )
 
 
 def _bind(bindings: list[Binding], folded: dict[int, Fold]) -> None:

@@ -23,10 +23,11 @@ _FOLDABLE: Final[dict[type, tuple[type, Callable[..., torch.Tensor]]]] = {
 
 
 class Fold:
-    """A convolution whose result goes to a BatchNorm and nowhere else."""
+    """A convolution whose result goes to a BatchNorm alone, and where the BatchNorm has its place."""
 
-    def __init__(self, convolution: nn.Module, norm: nn.Module) -> None:
+    def __init__(self, convolution: Any, norm: Any, place: tuple[nn.Module, str]) -> None:
         self.convolution, self.norm = convolution, norm
+        self._place = place
         self._operation = _FOLDABLE[type(convolution)][1]
         self._cache: tuple[Any, list[torch.Tensor], list[torch.Tensor]] | None = None
 
@@ -44,7 +45,13 @@ class Fold:
 
         def convolve(x: Any) -> Any:
             state = self.convolution.__dict__
-            if torch.is_grad_enabled() or x.dim() != 2 + len(state["kernel_size"]):
+            holder, name = self._place
+            if (
+                torch.is_grad_enabled()
+                or not isinstance(x, torch.Tensor)
+                or x.dim() != 2 + len(state["kernel_size"])
+                or holder._modules.get(name) is not self.norm
+            ):
                 return plain[0](x)
             options = (state[name] for name in ("stride", "padding", "dilation", "groups"))
             result: Any = self._operation(x, *self._weights(), *options)
@@ -86,8 +93,13 @@ def folds_of(model: nn.Module) -> list[Fold]:
         containers = (one for one in model.modules() if is_container(type(one)))
         pairs = [pair for one in containers for pair in pairwise(one._modules.values())]
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    places = {
+        id(child): (holder, name)
+        for holder in model.modules()
+        for name, child in holder._modules.items()
+    }
     return [
-        Fold(first, second)
+        Fold(first, second, places[id(second)])
         for first, second in pairs
         if type(first) in _FOLDABLE
         and type(second) is _FOLDABLE[type(first)][0]

@@ -119,27 +119,21 @@ _LAYERS: Final[dict[type[nn.Module], Layer]] = {
         functions=("embedding",),
     ),
     nn.ReLU: Layer("torch.relu_(x) if self.inplace else torch.relu(x)", functions=("relu",)),
-    nn.SiLU: Layer(
-        "torch._C._nn.silu_(x) if self.inplace else torch._C._nn.silu(x)", functions=("silu",)
-    ),
     nn.Softmax: Layer(
         "x.softmax(self.dim)", condition="self.dim is not None", functions=("softmax",)
     ),
     nn.Dropout: Layer(
-        "x", condition="not self.training and 0.0 <= self.p <= 1.0", functions=("dropout",)
+        "x",
+        condition="not self.training and 0.0 <= self.p <= 1.0 and not modes_are_active()",
+        functions=("dropout",),
     ),
 }
 
 
-def _is_of_torch(function: object) -> bool:
+def _is_of_torch(function: Any) -> bool:
     """Return True if a function is the one that ``torch.nn`` has defined, not a wrapper of it."""
-    code = getattr(function, "__code__", None)
-    own = nn.__path__[0]
-    return (
-        code is not None
-        and code.co_filename.startswith(own)
-        and not hasattr(function, "__wrapped__")
-    )
+    file = function.__code__.co_filename if hasattr(function, "__code__") else ""
+    return file.startswith(nn.__path__[0]) and not hasattr(function, "__wrapped__")
 
 
 FUNCTIONS: Final = {name: getattr(F, name) for one in _LAYERS.values() for name in one.functions}

@@ -115,6 +115,7 @@ class Binding:
         self._is_open = False
         if self._call is not None and state.get(CALL_SLOT) is self._call:
             del state[CALL_SLOT]
+        self._call = None  # it refers to the tables, and they to this
         while self._mirrored:
             name, value = self._mirrored.popitem()
             if state.get(name, state) is value:
@@ -129,7 +130,7 @@ class Binding:
 
     def state_of_copies(self) -> Any:
         """Return what copies and pickles of the module hold: its state outside the block."""
-        state: Any = type(self.module).__getstate__(self.module)  # type: ignore[attr-defined]
+        state: Any = type(self.module).__getstate__(self.module)
         if not isinstance(state, dict):
             return state
         ours = {**self._mirrored, CALL_SLOT: self._call}

@@ -6,14 +6,20 @@ What it checks and computes with is read at each call.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's layers call it so
 
-from modkit._upstream import cudnn_is_enabled, has_torch_function, jit_trace, module_globals
+from modkit._upstream import (
+    cudnn_is_enabled,
+    has_torch_function,
+    jit_trace,
+    modes_are_active,
+    module_globals,
+)
 from modkit.fast_inference.layers import (
     CALL,
     CALL_IMPL,
@@ -44,6 +50,7 @@ _NAMESPACE: Final[dict[str, Any]] = {
     "CALL": CALL,
     "CALL_IMPL": CALL_IMPL,
     "MISSING": object(),
+    "modes_are_active": modes_are_active,
     **{f"{name}_of_torch": function for name, function in FUNCTIONS.items()},
 }
 
@@ -74,74 +81,37 @@ class Step(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _maker(shape: tuple[tuple[Kind, int], ...], owned: bool, runs: bool) -> Call:
+def _maker(
+    shape: tuple[tuple[Kind, int], ...], parameters: tuple[str, ...], owned: bool, runs: bool
+) -> Call:
     """Write and compile what makes the function of a run.
 
     Args:
         shape: What each step computes, and the number of its class.
+        parameters: The names of modules, classes and functions that the source uses.
         owned: Whether this is the function of the first module, so that its own path is torch's.
         runs: Whether ``run`` computes the result.
     """
     arguments = shape[0][0].layer.arguments
-    checks = [
-        "hooks._global_forward_hooks or hooks._global_forward_pre_hooks",
-        "jit_trace._trace_module_map is not None",
-    ]
-    # Without gradients these have no effect, so a long run need not look at each.
-    backward = ["hooks._global_backward_hooks or hooks._global_backward_pre_hooks"]
-    loads: list[str] = []
-    steps: list[str] = []
-    tensors = ["x"]
-    for kind, number in dict.fromkeys(shape):
-        checks.append(
-            f"k{number}._call_impl is not CALL_IMPL or k{number}.forward is not f{number}"
-        )
-        checks += [f"k{number}.{name} is not f{number}{name}" for name, _ in kind.methods]
-        if (
-            len(shape) > 1
-        ):  # torch has been through ``__call__`` where a module is called on its own
-            checks.append(f"k{number}.__call__ is not CALL")
-    for i, (kind, number) in enumerate(shape):
-        layer = kind.layer
-        checks.append(f"d{i}['_forward_hooks'] or d{i}['_forward_pre_hooks']")
-        backward.append(f"d{i}['_backward_hooks'] or d{i}['_backward_pre_hooks']")
-        checks.append(f"type(m{i}) is not k{number} or 'forward' in d{i} or '_call_impl' in d{i}")
-        if not runs and (i or not owned):
-            checks.append(f"{CALL_SLOT!r} in d{i}")
-        if kind is CONTAINER:
-            checks.append(f"d{i}['_modules'] is not t{i} or t{i}.changed")
-        loads += [f"{name}_{i} = d{i}[{name!r}]" for name in layer.names]
-        tensors += [f"{name}_{i}" for name in layer.names if name in _TENSORS]
-        if layer.condition:
-            checks.append(f"not ({_numbered(layer.condition, i)})")
-        value = _numbered(layer.expression, i)
-        if layer.input_condition:
-            otherwise = "m0._call_impl" if owned and i == 0 else f"m{i}"
-            value = f"({value}) if {_numbered(layer.input_condition, i)} else {otherwise}(x)"
-        if value != "x":
-            steps.append(f"x = {value}")
-    functions = dict.fromkeys(name for kind, _ in shape for name in kind.layer.functions)
-    checks += [f"F.{name} is not {name}_of_torch" for name in functions]
-    if functions or any(kind.layer.input_condition for kind, _ in shape):
-        checks.append(f"has_torch_function({', '.join(tensors)})")
-    of_backward = " or ".join(backward)
-    checks.append(of_backward if len(shape) == 1 else f"is_grad_enabled() and ({of_backward})")
-    # The functions are looked up once for each run, so replaced ones are called.
-    for name in dict.fromkeys(re.findall(r"\b(?:F|torch(?:\._C\._nn)?)\.\w+", " ".join(steps))):
+    names = [(name, i) for i, (kind, _) in enumerate(shape) for name in kind.layer.names]
+    loads = ["pass", *(f"{name}_{i} = d{i}[{name!r}]" for name, i in names)]
+    steps = "; ".join([*_steps(shape, owned), "return run(x)" if runs else "return x"])
+    # Functions are looked up once for each run, so replaced ones are called.
+    for name in dict.fromkeys(re.findall(r"\b(?:F|torch)\.\w+", steps)):
         local = name.replace(".", "_")
         loads.append(f"{local} = {name}")
-        steps = [re.sub(rf"\b{re.escape(name)}\b", local, step) for step in steps]
-    if "cudnn" in " ".join(steps):
+        steps = re.sub(rf"\b{re.escape(name)}\b", local, steps)
+    if "cudnn" in steps:
         loads.append("cudnn = cudnn_is_enabled()")
     source = _SOURCE.format(
         plain="m0._call_impl" if owned else "plain",
         signature=", ".join(f"{name}=MISSING" for name in arguments),
         arguments=", ".join(arguments),
         last=arguments[-1],
-        parameters=", ".join(_parameters(shape)),
-        loads=f"\n{' ' * 12}".join(loads or ["pass"]),
-        checks=f"\n{' ' * 16}or ".join(checks),
-        steps=f"\n{' ' * 8}".join([*steps, "return run(x)" if runs else "return x"]),
+        parameters=", ".join(parameters),
+        loads="; ".join(loads),
+        checks=f"\n{' ' * 16}or ".join(_checks(shape, names, slots=not runs, owned=owned)),
+        steps=steps,
     )
     namespace = dict(_NAMESPACE)
     exec(compile(source, "<modkit.fast_inference>", "exec"), namespace)  # noqa: S102 - written here
@@ -149,18 +119,51 @@ def _maker(shape: tuple[tuple[Kind, int], ...], owned: bool, runs: bool) -> Call
     return made
 
 
+def _steps(shape: Sequence[tuple[Kind, int]], owned: bool) -> Iterator[str]:
+    """Yield the operations of a run."""
+    for i, (kind, _) in enumerate(shape):
+        value = _numbered(kind.layer.expression, i)
+        if kind.layer.input_condition:
+            otherwise = "m0._call_impl" if owned and i == 0 else f"m{i}"
+            value = f"({value}) if {_numbered(kind.layer.input_condition, i)} else {otherwise}(x)"
+        if value != "x":
+            yield f"x = {value}"
+
+
+def _checks(
+    shape: Sequence[tuple[Kind, int]], names: list[tuple[str, int]], *, slots: bool, owned: bool
+) -> Iterator[str]:
+    """Yield the conditions of taking torch's own path, global ones first."""
+    yield "hooks._global_forward_hooks or hooks._global_forward_pre_hooks"
+    yield "jit_trace._trace_module_map is not None"
+    for kind, number in dict.fromkeys(shape):
+        yield f"k{number}._call_impl is not CALL_IMPL or k{number}.forward is not f{number}"
+        yield from (f"k{number}.{name} is not f{number}{name}" for name, _ in kind.methods)
+        # A module that is called on its own has been through ``__call__``.
+        yield from [f"k{number}.__call__ is not CALL"] if len(shape) > 1 else []
+    backward = "hooks._global_backward_hooks or hooks._global_backward_pre_hooks"
+    for i, (kind, number) in enumerate(shape):
+        yield f"d{i}['_forward_hooks'] or d{i}['_forward_pre_hooks']"
+        backward += f" or d{i}['_backward_hooks'] or d{i}['_backward_pre_hooks']"
+        yield f"type(m{i}) is not k{number} or 'forward' in d{i} or '_call_impl' in d{i}"
+        if slots and (i or not owned):
+            yield f"{CALL_SLOT!r} in d{i}"
+        if kind is CONTAINER:
+            yield f"d{i}['_modules'] is not t{i} or t{i}.changed"
+        if kind.layer.condition:
+            yield f"not ({_numbered(kind.layer.condition, i)})"
+    # Without gradients these have no effect, so a long run need not look at each.
+    yield backward if len(shape) == 1 else f"is_grad_enabled() and ({backward})"
+    functions = dict.fromkeys(name for kind, _ in shape for name in kind.layer.functions)
+    yield from (f"F.{name} is not {name}_of_torch" for name in functions)
+    if functions or any(kind.layer.input_condition for kind, _ in shape):
+        tensors = (f"{name}_{i}" for name, i in names if name in _TENSORS)
+        yield f"has_torch_function({', '.join(['x', *tensors])})"
+
+
 def _numbered(text: str, number: int) -> str:
     """Replace each ``self.name`` by the variable of that name and step."""
     return re.sub(r"\bself\.(\w+)", rf"\1_{number}", text)
-
-
-def _parameters(shape: Sequence[tuple[Kind, int]]) -> Iterator[str]:
-    """Yield the names of what the source needs of its modules and their classes."""
-    yield from ("plain", "run")
-    for kind, number in dict.fromkeys(shape):
-        yield from (f"k{number}", f"f{number}", *(f"f{number}{name}" for name, _ in kind.methods))
-    for i, (kind, _) in enumerate(shape):
-        yield from (f"m{i}", f"d{i}", f"t{i}") if kind is CONTAINER else (f"m{i}", f"d{i}")
 
 
 def function_of(steps: Sequence[Step], plain: Call | None = None, run: Call | None = None) -> Call:
@@ -182,7 +185,7 @@ def function_of(steps: Sequence[Step], plain: Call | None = None, run: Call | No
         if kind is CONTAINER:
             values[f"t{i}"] = state["_modules"]
     shape = tuple((step.kind, numbers[type(step.module)]) for step in steps)
-    function: Call = _maker(shape, plain is None, run is not None)(**values)
+    function: Call = _maker(shape, tuple(values), plain is None, run is not None)(**values)
     return function
 
 
@@ -258,10 +261,4 @@ def _parts(
 
 def _one_by_one(modules: Sequence[nn.Module]) -> Call:
     """Return the function that calls one module after the other."""
-
-    def call(x: Any) -> Any:
-        for module in modules:
-            x = module(x)
-        return x
-
-    return call
+    return lambda x: reduce(lambda value, module: module(value), modules, x)
