@@ -77,20 +77,22 @@ def fast_inference(
 
 
 def _enter(model: nn.Module, folds: list[Fold]) -> list[Binding]:
+    modules = _tree(model)
+    folded = {id(module): fold for fold in folds for module in (fold.convolution, fold.norm)}
+    for module in modules:
+        binding = _bindings.get(id(module))
+        if binding is not None and (binding.fold is None) != (id(module) not in folded):
+            raise RuntimeError(_MSG_FOLDED.format(name=type(module).__name__))
     used: list[Binding] = []
     fresh: list[Binding] = []
-    folded = {id(module): fold for fold in folds for module in (fold.convolution, fold.norm)}
     try:
-        for module in _tree(model):
-            fold = folded.get(id(module))
+        for module in modules:
             binding = _bindings.get(id(module))
             if binding is None:
-                binding = _bindings[id(module)] = Binding(module, fold)
+                binding = _bindings[id(module)] = Binding(module, folded.get(id(module)))
                 fresh.append(binding)
             binding.users += 1
             used.append(binding)
-            if (binding.fold is None) != (fold is None):
-                raise RuntimeError(_MSG_FOLDED.format(name=type(module).__name__))
         for binding in fresh:
             binding.open()
         _bind(fresh, folded)

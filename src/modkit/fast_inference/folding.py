@@ -4,6 +4,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -20,6 +21,9 @@ _FOLDABLE: Final[dict[type, tuple[type, Callable[..., torch.Tensor]]]] = {
     nn.Conv2d: (nn.BatchNorm2d, F.conv2d),
     nn.Conv3d: (nn.BatchNorm3d, F.conv3d),
 }
+
+
+_version: Final = attrgetter("_version")
 
 
 class Fold:
@@ -53,8 +57,11 @@ class Fold:
                 or holder._modules.get(name) is not self.norm
             ):
                 return plain[0](x)
+            weights = self._weights()
+            if weights is None:
+                return plain[0](x)
             options = (state[name] for name in ("stride", "padding", "dilation", "groups"))
-            result: Any = self._operation(x, *self._weights(), *options)
+            result: Any = self._operation(x, *weights, *options)
             result.folded_into = self
             return result
 
@@ -67,20 +74,22 @@ class Fold:
 
         return {id(self.convolution): function_of(checks, run=convolve), id(self.norm): normalize}
 
-    def _weights(self) -> list[torch.Tensor]:
-        """Return weight and bias of the convolution with the BatchNorm in them, as they are now."""
+    def _weights(self) -> list[torch.Tensor] | None:
+        """Return weight and bias of the convolution with the BatchNorm in them, as they are now.
+
+        None where that cannot be known: tensors made in inference mode do not count their changes.
+        """
         convolution, norm = self.convolution.__dict__, self.norm.__dict__
         sources: list[Any] = [convolution["weight"], convolution["bias"]]
-        sources += [norm[name] for name in ("running_mean", "running_var")]
-        scale: list[Any] = [norm["weight"], norm["bias"]]
-        there = [tensor for tensor in sources + scale if tensor is not None]
+        sources += [norm[name] for name in ("running_mean", "running_var", "weight", "bias")]
+        there = [tensor for tensor in sources if tensor is not None]
         try:
-            stamp: Any = [(tensor.data_ptr(), tensor._version) for tensor in there], norm["eps"]
-        except RuntimeError:  # a tensor made in inference mode does not count its changes
-            stamp = None
-        if stamp is None or self._cache is None or self._cache[0] != stamp:
-            fused: Any = fuse_conv_bn_weights
-            weights = [one.detach() for one in fused(*sources, norm["eps"], *scale)]
+            stamp = [*map(_version, there), *map(torch.Tensor.data_ptr, there), norm["eps"]]
+        except RuntimeError:
+            return None
+        if self._cache is None or self._cache[0] != stamp:
+            fuse: Any = fuse_conv_bn_weights
+            weights = [one.detach() for one in fuse(*sources[:4], norm["eps"], *sources[4:])]
             # The aliases keep the memory, so no other tensor can take its address.
             self._cache = stamp, weights, [tensor.detach() for tensor in there]
         return self._cache[1]
