@@ -1,4 +1,5 @@
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -7,7 +8,6 @@ from torch import nn
 
 from tests.helpers import MODKIT, TORCH
 from tests.parity.fast_inference.twins import (
-    MODES,
     bits,
     called,
     differing_keys,
@@ -62,11 +62,11 @@ def built(sample, dtype, training):
 
 
 WRAPPINGS = {
-    "Sequential": lambda layer, sample: nn.Sequential(layer),
-    "Sequential, second": lambda layer, sample: nn.Sequential(nn.Identity(), layer),
-    "Sequential, first": lambda layer, sample: nn.Sequential(layer, nn.Identity()),
-    "attribute, torch": lambda layer, sample: holder_of(TORCH, layer),
-    "attribute, modkit": lambda layer, sample: holder_of(MODKIT, nn.Sequential(layer)),
+    "Sequential": nn.Sequential,
+    "Sequential, second": lambda layer: nn.Sequential(nn.Identity(), layer),
+    "Sequential, first": lambda layer: nn.Sequential(layer, nn.Identity()),
+    "attribute, torch": lambda layer: holder_of(TORCH, layer),
+    "attribute, modkit": lambda layer: holder_of(MODKIT, nn.Sequential(layer)),
 }
 
 
@@ -83,51 +83,51 @@ def calls(model, sample, mode, scope):
     return seen
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_each_case(info, mode):
+def test_each_case(info):
     """A layer gives the same results, gradients, buffers, random numbers and errors inside."""
     differing = []
-    for dtype, most in ((torch.float32, 8), (torch.float64, 2)):
+    plans = (
+        (torch.float32, 5, ("inference_mode", "grad")),
+        (torch.float64, 1, ("no_grad",)),
+    )
+    for dtype, most, modes in plans:
         for label, sample, training in samples(info, dtype, most):
-            found = differing_keys(
-                lambda scope: calls(built(sample, dtype, training), sample, mode, scope)
-            )
-            differing += [(label, key) for key in found]
+            for mode in modes:
+                found = differing_keys(
+                    lambda scope: calls(built(sample, dtype, training), sample, mode, scope)
+                )
+                differing += [(label, mode, key) for key in found]
 
     assert differing == []
 
 
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_inside_other_modules(info, wrapping):
+def test_inside_other_modules(info):
     """A layer in a Sequential, or held by a user's module, gives the same results inside."""
     differing = []
-    for label, sample, training in samples(info, torch.float32, most=2):
-        for mode in ("inference_mode", "grad"):
+    for label, sample, training in samples(info, torch.float32, most=1):
+        for (name, wrap), mode in itertools.product(WRAPPINGS.items(), ("inference_mode", "grad")):
             found = differing_keys(
                 lambda scope: calls(
-                    WRAPPINGS[wrapping](built(sample, torch.float32, training), sample),
-                    sample,
-                    mode,
-                    scope,
+                    wrap(built(sample, torch.float32, training)), sample, mode, scope
                 )
             )
-            differing += [(label, mode, key) for key in found]
+            differing += [(label, name, mode, key) for key in found]
 
     assert differing == []
 
 
-@pytest.mark.parametrize("base", [TORCH, MODKIT], ids=str)
-def test_user_class_of_the_layer(info, base):
+def test_user_class_of_the_layer(info):
     """A user's class derived from a layer gives the same results inside."""
     differing = []
-    for label, sample, training in samples(info, torch.float32, most=2):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            layers = {name: sample.build(base).train(training) for name in ("plain", "fast")}
-        found = differing_keys(
-            lambda scope: calls(layers.pop(scope.__name__), sample, "grad", scope)
-        )
-        differing += [(label, key) for key in found]
+    for label, sample, training in samples(info, torch.float32, most=1):
+        for impl in (TORCH, MODKIT):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                layers = {name: sample.build(impl).train(training) for name in ("plain", "fast")}
+            found = differing_keys(
+                lambda scope: calls(layers.pop(scope.__name__), sample, "grad", scope)
+            )
+            differing += [(label, impl.name, key) for key in found]
 
     assert differing == []
 
@@ -143,22 +143,17 @@ def _as(dtype, value):
     return value
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_low_precision(info, dtype):
+def test_low_precision(info):
     """A layer in 16 bits gives the same results, or the same error, inside."""
     differing = []
-    for label, sample, training in samples(info, torch.float32, most=2):
-        low = Sample(
-            sample.layer,
-            sample.args,
-            sample.kwargs,
-            _as(dtype, sample.inputs),
-            _as(dtype, sample.input_kwargs),
-        )
-        found = differing_keys(
-            lambda scope: calls(built(low, dtype, training), low, "inference_mode", scope)
-        )
-        differing += [(label, key) for key in found]
+    for label, sample, training in samples(info, torch.float32, most=1):
+        for dtype in (torch.bfloat16, torch.float16):
+            inputs, keywords = _as(dtype, (sample.inputs, sample.input_kwargs))
+            low = Sample(sample.layer, sample.args, sample.kwargs, inputs, keywords)
+            found = differing_keys(
+                lambda scope: calls(built(low, dtype, training), low, "inference_mode", scope)
+            )
+            differing += [(label, str(dtype), key) for key in found]
 
     assert differing == []
 
