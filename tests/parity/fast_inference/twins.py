@@ -128,7 +128,6 @@ def left_behind(module: nn.Module) -> list[Any]:
         (
             name,
             type(each).__name__,
-            each.training,
             list(vars(each)),
             {key: type(value).__name__ for key, value in vars(each).items()},
             {key: bits(value) for key, value in each._parameters.items()},
