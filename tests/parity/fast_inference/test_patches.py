@@ -263,8 +263,46 @@ def test_instance_method(impl, name, target):
     assert differing_keys(scenario) == []
 
 
-def subclasses(impl):
-    """Return layers of users' classes that override what torch's layers call."""
+def callers(impl):
+    """Return layers of users' classes that override how a module is called."""
+
+    class Forward(nn.Linear, impl.nn.Module):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    class CallImpl(nn.Linear):
+        def _call_impl(self, x):
+            return super()._call_impl(x) * 2
+
+    class Call(nn.Linear):
+        def __call__(self, x):
+            return super().__call__(x) * 2
+
+    class Slots(nn.Tanh):
+        __slots__ = ("own",)
+
+    class Iterates(nn.Sequential, impl.nn.Module):
+        def __iter__(self):
+            return reversed(list(self._modules.values()))
+
+    class Runs(nn.Sequential, impl.nn.Module):
+        def forward(self, x, times=2):
+            for _ in range(times):
+                x = super().forward(x)
+            return x
+
+    return {
+        "forward": (lambda: Forward(6, 5), (3, 6)),
+        "_call_impl": (lambda: CallImpl(6, 5), (3, 6)),
+        "__call__": (lambda: Call(6, 5), (3, 6)),
+        "slots": (Slots, (3, 6)),
+        "__iter__": (lambda: Iterates(nn.Linear(6, 6), nn.Tanh()), (3, 6)),
+        "forward of a Sequential": (lambda: Runs(nn.Linear(6, 6), nn.Tanh()), (3, 6)),
+    }
+
+
+def readers(impl):
+    """Return layers of users' classes that override what torch's layers read."""
 
     class Weight(nn.Linear, impl.nn.Module):
         def __init__(self, *args):
@@ -294,35 +332,10 @@ def subclasses(impl):
         def _check_input_dim(self, x):
             raise ValueError("own check")
 
-    class Forward(nn.Linear, impl.nn.Module):
-        def forward(self, x):
-            return super().forward(x) + 1
-
-    class CallImpl(nn.Linear):
-        def _call_impl(self, x):
-            return super()._call_impl(x) * 2
-
-    class Call(nn.Linear):
-        def __call__(self, x):
-            return super().__call__(x) * 2
-
     class GetAttr(nn.Linear, impl.nn.Module):
         def __getattr__(self, name):
             value = super().__getattr__(name)
             return value * 2 if name == "weight" else value
-
-    class Slots(nn.Tanh):
-        __slots__ = ("own",)
-
-    class Iterates(nn.Sequential, impl.nn.Module):
-        def __iter__(self):
-            return reversed(list(self._modules.values()))
-
-    class Runs(nn.Sequential, impl.nn.Module):
-        def forward(self, x, times=2):
-            for _ in range(times):
-                x = super().forward(x)
-            return x
 
     class ClassAttribute(nn.LayerNorm):
         eps = 0.25
@@ -336,13 +349,7 @@ def subclasses(impl):
         "property eps": (lambda: Eps(6), (3, 6)),
         "_conv_forward": (lambda: ConvForward(4, 3, 2), (2, 4, 6, 6)),
         "_check_input_dim": (lambda: Check(4), (2, 4, 6, 6)),
-        "forward": (lambda: Forward(6, 5), (3, 6)),
-        "_call_impl": (lambda: CallImpl(6, 5), (3, 6)),
-        "__call__": (lambda: Call(6, 5), (3, 6)),
         "__getattr__": (lambda: GetAttr(6, 5), (3, 6)),
-        "slots": (Slots, (3, 6)),
-        "__iter__": (lambda: Iterates(nn.Linear(6, 6), nn.Tanh()), (3, 6)),
-        "forward of a Sequential": (lambda: Runs(nn.Linear(6, 6), nn.Tanh()), (3, 6)),
         "class attribute": (lambda: ClassAttribute(6), (3, 6)),
     }
 
@@ -352,7 +359,7 @@ def test_subclasses(impl):
 
     def scenario(scope):
         seen = {}
-        for name, (make, shape) in subclasses(impl).items():
+        for name, (make, shape) in (callers(impl) | readers(impl)).items():
             seed()
             layer = make()
             with torch.no_grad():

@@ -60,6 +60,10 @@ def bits(value: Any) -> Any:
     return freeze(value), layouts
 
 
+# Torch gives a warning of its C++ code once a process, and scripts functions when they are imported.
+_ONCE = ("Triggered internally", "`torch.jit.")
+
+
 def outcome(function: Callable[[], Any]) -> tuple[Any, ...]:
     """Return what the function returns or raises, with the warnings it gives."""
     with warnings.catch_warnings(record=True) as caught:
@@ -69,9 +73,8 @@ def outcome(function: Callable[[], Any]) -> tuple[Any, ...]:
         except Exception as error:
             notes = getattr(error, "__notes__", [])
             result = ("raised", type(error).__name__, str(error), list(notes))
-    # Torch gives a warning of its C++ code once a process.
     texts = [(w.category.__name__, str(w.message)) for w in caught]
-    return (*result, [text for text in texts if "Triggered internally" not in text[1]])
+    return (*result, [text for text in texts if not any(word in text[1] for word in _ONCE)])
 
 
 def random_state() -> bytes:
