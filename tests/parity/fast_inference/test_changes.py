@@ -40,12 +40,18 @@ def changed(scope, impl, change, between, mode):
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_change(impl, change):
+def test_change(change):
     """A change made inside is seen by the next call, and persists as it does in plain code."""
     differing = []
-    for between, mode in ((False, "inference_mode"), (True, "grad")):
+    cases = (
+        (TORCH, False, "inference_mode"),
+        (TORCH, True, "grad"),
+        (MODKIT, False, "grad"),
+        (MODKIT, True, "inference_mode"),
+    )
+    for impl, between, mode in cases:
         found = differing_keys(lambda scope: changed(scope, impl, change, between, mode))
-        differing += [(between, mode, key) for key in found]
+        differing += [(impl.name, between, mode, key) for key in found]
 
     assert differing == []
 

@@ -150,7 +150,7 @@ def hooked(scope, impl, kind, target, make):
 def test_hook(impl, kind, make):
     """Hooks of every kind run in the same order and with the same arguments inside."""
     differing = []
-    for target in TARGETS:
+    for target in TARGETS if make is recording else TARGETS[:5]:
         found = differing_keys(lambda scope: hooked(scope, impl, kind, target, make))
         differing += [(target, key) for key in found]
         torch_module._global_is_full_backward_hook = None

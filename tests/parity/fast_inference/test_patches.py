@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.helpers import MODKIT, TORCH
 from tests.parity.fast_inference.layers import FUNCTIONS, OTHERS, input_for
 from tests.parity.fast_inference.nets import batch, net, run
 from tests.parity.fast_inference.twins import (
@@ -51,26 +52,27 @@ def doubled(value):
     return value * 2 if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def in_containers(layer, impl):
+def in_containers(layer):
     """Put a layer into containers of each kind."""
     return {
         "itself": layer,
         "Sequential": nn.Sequential(nn.Identity(), nn.Sequential(layer), nn.Identity()),
-        "attribute": holder_of(impl, layer),
+        "attribute, torch": holder_of(TORCH, layer),
+        "attribute, modkit": holder_of(MODKIT, layer),
     }
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *OTHERS])
-def test_layer(impl, name):
+def test_layer(name):
     """Each layer gives the same results inside, in each container, mode and dtype."""
     make, shape = (FUNCTIONS | OTHERS)[name]
 
     def scenario(scope):
         seen = {}
-        for training, dtype in itertools.product((False, True), (torch.float32, torch.float64)):
+        for training, dtype in ((False, torch.float32), (True, torch.float64)):
             seed()
             layer = make().to(dtype).train(training)
-            for kind, model in in_containers(layer, impl).items():
+            for kind, model in in_containers(layer).items():
                 with scope(model):
                     for mode in ("inference_mode", "grad"):
                         x = input_for(name, shape, dtype)
@@ -84,7 +86,7 @@ def test_layer(impl, name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_patched_function(impl, name):
+def test_patched_function(name):
     """A function of `torch.nn.functional` that is patched, before or inside, is called."""
     make, shape = FUNCTIONS[name]
 
@@ -93,7 +95,7 @@ def test_patched_function(impl, name):
         patch = mock.patch.object(F, name, recording(getattr(F, name), log, doubled))
         for training in (False, True):
             layer = make().train(training)
-            for kind, model in in_containers(layer, impl).items():
+            for kind, model in in_containers(layer).items():
                 key = training, kind
                 with patch, scope(model):
                     seen[key, "before"] = called(model, "no_grad", (input_for(name, shape),), {})
@@ -220,6 +222,7 @@ def _forward(layer, x):
     return x * 3
 
 
+TARGETS = ("", "stem", "stem.0", "stem.1", "blocks.0", "head.1", "head.1.1")
 INSTANCE = {
     "forward": _forward,
     "_call_impl": _forward,
@@ -232,32 +235,29 @@ INSTANCE = {
 
 
 @pytest.mark.parametrize("name", INSTANCE)
-@pytest.mark.parametrize(
-    "target", ["", "stem", "stem.0", "stem.1", "blocks.0", "head.1", "head.1.1"]
-)
-def test_instance_method(impl, name, target):
+def test_instance_method(impl, name):
     """A method that is set on a module, before or inside, has the same effect."""
 
     def scenario(scope):
         seen = {}
-        for time in ("before", "inside"):
+        for target, time in itertools.product(TARGETS, ("before", "inside")):
             model = net(impl)
             module = model.get_submodule(target)
             method = types.MethodType(INSTANCE[name], module)
             if time == "before":
                 setattr(module, name, method)
             with scope(model):
-                seen[time, "first"] = run(model, "no_grad")
+                seen[target, time, "first"] = run(model, "no_grad")
                 setattr(module, name, method)
-                seen[time, "set"] = run(model)
+                seen[target, time, "set"] = run(model)
                 delattr(module, name)
-                seen[time, "deleted"] = run(model)
+                seen[target, time, "deleted"] = run(model)
                 if name == "_compiled_call_impl":
                     module._compiled_call_impl = None
-                    seen[time, "None"] = run(model)
+                    seen[target, time, "None"] = run(model)
                 setattr(module, name, method)
-            seen[time, "after"] = run(model)
-            seen[time, "members"] = left_behind(model)
+            seen[target, time, "after"] = run(model)
+            seen[target, time, "members"] = left_behind(model)
         return seen
 
     assert differing_keys(scenario) == []
@@ -365,7 +365,7 @@ def test_subclasses(impl):
             with torch.no_grad():
                 for parameter in layer.parameters():
                     parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
-            for kind, model in in_containers(layer, impl).items():
+            for kind, model in in_containers(layer).items():
                 with scope(model):
                     for mode in ("inference_mode", "grad"):
                         seen[name, kind, mode] = called(model, mode, (input_for("", shape),), {})

@@ -1,4 +1,5 @@
 import copy
+import itertools
 import operator
 import re
 import warnings
@@ -80,19 +81,18 @@ def models(name):
     yield "attribute", holder_of(TORCH, nn.Sequential(layer))
 
 
-@pytest.mark.parametrize("kind", MODES)
 @pytest.mark.parametrize("name", LAYERS)
-def test_mode_sees_the_same_calls(name, kind):
+def test_mode_sees_the_same_calls(name):
     """A mode of torch sees the same functions, or operators, in the same order inside."""
 
     def scenario(scope):
         seen = {}
-        for training in (False, True):
+        for training, kind in itertools.product((False, True), MODES):
             for container, model in models(name):
                 model.train(training)
                 x = input_for(name, LAYERS[name][1])
                 mode = MODES[kind]()
-                key = training, container
+                key = training, kind, container
                 with torch.no_grad(), scope(model):
                     seed()
                     with mode:
@@ -106,19 +106,20 @@ def test_mode_sees_the_same_calls(name, kind):
     assert differing_keys(scenario) == []
 
 
-@pytest.mark.parametrize("place", ["input", "weight", "both", "bias"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_tensor_subclass(name, place):
+def test_tensor_subclass(name):
     """A subclass of Tensor, as input or as weight, sees the same functions inside."""
 
     def scenario(scope):
         seen = {}
-        for container, model in models(name):
+        for place, (container, model) in itertools.product(
+            ("input", "weight", "both", "bias"), models(name)
+        ):
             model.eval()
             Logged.log = []
             x = input_for(name, LAYERS[name][1])
             with torch.no_grad(), scope(model):
-                seen[container, "before"] = outcome(lambda: model(x))
+                seen[place, container, "before"] = outcome(lambda: model(x))
                 if place in {"weight", "both", "bias"}:
                     for module in model.modules():
                         key = "bias" if place == "bias" else "weight"
@@ -128,8 +129,8 @@ def test_tensor_subclass(name, place):
                 if place in {"input", "both"}:
                     x = x.as_subclass(Logged)
                 seed()
-                seen[container, "result"] = outcome(lambda: model(x))
-            seen[container, "log"] = Logged.log
+                seen[place, container, "result"] = outcome(lambda: model(x))
+            seen[place, container, "log"] = Logged.log
         return seen
 
     assert differing_keys(scenario) == []

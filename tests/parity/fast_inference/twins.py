@@ -44,8 +44,22 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(item)
 
 
+_PLAIN = {torch.Tensor, nn.Parameter}
+_NUMPY = {torch.float32, torch.float64, torch.int64}
+
+
+def _plain_bits(value: torch.Tensor) -> Any:
+    """Freeze an ordinary tensor, of which there are many."""
+    node = None if value.grad_fn is None else value.grad_fn.name()
+    data = value.device.type if value.is_meta else value.detach().numpy().tobytes()
+    layout = value.shape, value.stride(), value.dtype
+    return type(value), layout, value.requires_grad, value.is_inference(), node, data
+
+
 def bits(value: Any) -> Any:
     """Freeze a value with its strides and the names of its autograd nodes."""
+    if type(value) in _PLAIN and value.dtype in _NUMPY and value.layout is torch.strided:
+        return _plain_bits(value)
     if is_lazy(value):
         return type(value).__name__
     layouts = [
