@@ -150,7 +150,7 @@ def hooked(scope, impl, kind, target, make):
 def test_hook(impl, kind, make):
     """Hooks of every kind run in the same order and with the same arguments inside."""
     differing = []
-    for target in TARGETS if make is recording else TARGETS[:5]:
+    for target in TARGETS[1:] if make is recording else ("stem", "stem.0", "blocks.1"):
         found = differing_keys(lambda scope: hooked(scope, impl, kind, target, make))
         differing += [(target, key) for key in found]
         torch_module._global_is_full_backward_hook = None
@@ -345,7 +345,7 @@ ACTIONS = {
 def test_hook_that_changes_the_network(impl, kind, action):
     """What a hook does to the network has the same effect on the same call and on later ones."""
     differing = []
-    for target in ("", "blocks.0", "blocks.1.fc", "head", "head.0", "head.1", "head.1.0"):
+    for target in ("", "blocks.1.fc", "head", "head.0", "head.1.0"):
 
         def scenario(scope):
             model, log = net(impl), []

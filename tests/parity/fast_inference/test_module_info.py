@@ -87,7 +87,7 @@ def test_each_case(info):
     """A layer gives the same results, gradients, buffers, random numbers and errors inside."""
     differing = []
     plans = (
-        (torch.float32, 5, ("inference_mode", "grad")),
+        (torch.float32, 3, ("inference_mode", "grad")),
         (torch.float64, 1, ("no_grad",)),
     )
     for dtype, most, modes in plans:
@@ -105,7 +105,7 @@ def test_inside_other_modules(info):
     """A layer in a Sequential, or held by a user's module, gives the same results inside."""
     differing = []
     for label, sample, training in samples(info, torch.float32, most=1):
-        for (name, wrap), mode in itertools.product(WRAPPINGS.items(), ("inference_mode", "grad")):
+        for (name, wrap), mode in itertools.product(WRAPPINGS.items(), ("grad",)):
             found = differing_keys(
                 lambda scope: calls(
                     wrap(built(sample, torch.float32, training)), sample, mode, scope
