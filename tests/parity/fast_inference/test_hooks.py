@@ -189,8 +189,8 @@ def test_all_hooks_at_once(impl):
 
 
 @contextmanager
-def hook_table_of_the_class(name, table):
-    """Give all modules one more hook table, as a class attribute, for a while."""
+def rebound_global_table(name, table):
+    """Replace a global hook table for a while."""
     owner = torch_module
     before = getattr(owner, name)
     setattr(owner, name, table)
@@ -208,7 +208,7 @@ def test_global_tables_that_are_rebound(impl, kind):
         model, log = net(impl), []
         names = {module: name for name, module in model.named_modules()}
         table = OrderedDict({7: recording(log, names, "rebound")})
-        with scope(model), hook_table_of_the_class(GLOBAL_KINDS[kind][2], table):
+        with scope(model), rebound_global_table(GLOBAL_KINDS[kind][2], table):
             first = run(model)
             table.clear()
             second = run(model)
