@@ -1,0 +1,115 @@
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import MODKIT, TORCH
+from tests.parity.fast_inference.changes import ATTRIBUTES, CONVERSION, STRUCTURE, WEIGHTS, extra
+from tests.parity.fast_inference.nets import batch, net, run
+from tests.parity.fast_inference.twins import differing_keys, left_behind, outcome
+from tests.parity.module.module_cases import seed
+
+
+CHANGES = {
+    f"{kind}: {name}": change
+    for kind, changes in {
+        "structure": STRUCTURE,
+        "attributes": ATTRIBUTES,
+        "conversion": CONVERSION,
+        "weights": WEIGHTS,
+    }.items()
+    for name, change in changes.items()
+}
+
+
+def changed(scope, impl, change, between, mode):
+    """Change a network in a scope, and call it before, after and once the scope is left."""
+    seen = {}
+    model = net(impl)
+    with scope(model):
+        if between:
+            seen["before"] = run(model, mode)
+        seed()
+        seen["change"] = outcome(lambda: change(model) and None)
+        seen["first call"] = run(model, mode)
+        seen["other shape"] = run(model, mode, batch(1))
+        seen["double"] = run(model, mode, batch().double())
+        seen["repr"] = outcome(lambda: repr(model))
+        seen["keys"] = list(model.state_dict())
+        seen["second call"] = run(model, mode)
+    seen["after the scope"] = run(model, mode)
+    seen["members"] = left_behind(model)
+    return seen
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_change(change):
+    """A change made inside is seen by the next call, and persists as it does in plain code."""
+    differing = []
+    cases = ((TORCH, False, "inference_mode"), (MODKIT, True, "grad"))
+    for impl, between, mode in cases:
+        found = differing_keys(lambda scope: changed(scope, impl, change, between, mode))
+        differing += [(impl.name, between, mode, key) for key in found]
+
+    assert differing == []
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_change_of_a_part_in_scope(change):
+    """A change is seen where the scope is entered for parts of the network alone."""
+
+    def scenario(scope):
+        seen = {}
+        model = net(TORCH)
+        with scope(model.stem), scope(model.blocks[0]), scope(model.head[1]):
+            seen["before"] = run(model, "no_grad")
+            seed()
+            seen["change"] = outcome(lambda: change(model) and None)
+            seen["after the change"] = run(model, "no_grad")
+        seen["after the scope"] = run(model, "no_grad")
+        seen["members"] = left_behind(model)
+        return seen
+
+    assert differing_keys(scenario) == []
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_two_changes_in_one_scope(change):
+    """A change made to a network that was changed and called before is seen."""
+
+    def scenario(scope):
+        seen = {}
+        model = net(MODKIT)
+        with scope(model):
+            for name in ("setattr", "append"):
+                STRUCTURE[name](model)
+            seen["before"] = run(model, "no_grad")
+            seed()
+            seen["change"] = outcome(lambda: change(model) and None)
+            seen["after the change"] = run(model, "no_grad")
+            seed()
+            seen["change again"] = outcome(lambda: change(model) and None)
+            seen["after the second change"] = run(model, "no_grad")
+        seen["members"] = left_behind(model)
+        return seen
+
+    assert differing_keys(scenario) == []
+
+
+def test_tables_that_the_caller_holds(impl):
+    """What is written into a table of members that was read before the scope is seen inside."""
+
+    def scenario(scope):
+        seen = {}
+        model = net(impl)
+        modules, parameters = model.head._modules, model.blocks[0]._parameters
+        with scope(model):
+            seen["before"] = run(model, "no_grad")
+            modules["1"] = extra()
+            seen["module"] = run(model, "no_grad")
+            parameters["scale"] = nn.Parameter(torch.full((6,), 3.0))
+            seen["parameter"] = run(model, "no_grad")
+        seen["after"] = run(model, "no_grad")
+        seen["members"] = left_behind(model)
+        return seen
+
+    assert differing_keys(scenario) == []

@@ -1,0 +1,604 @@
+import copy
+import gc
+import io
+import pickle
+import random
+import threading
+import weakref
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.optim.swa_utils import AveragedModel
+
+import modkit
+from tests.parity.fast_inference.changes import extra
+from tests.parity.fast_inference.nets import batch, net, run
+from tests.parity.fast_inference.twins import (
+    bits,
+    differing_keys,
+    left_behind,
+    outcome,
+    same_inside,
+)
+from tests.parity.module.module_cases import seed
+from tests.parity.module.picklable import NETS
+
+
+class OwnState(nn.Module):
+    """A module that decides what is pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        self.cache = [1, 2]
+
+    def __getstate__(self):
+        return {key: value for key, value in vars(self).items() if key != "cache"}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.cache = []
+
+
+class OwnCopy(nn.Module):
+    """A module that decides how it is copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def __deepcopy__(self, memo):
+        made = OwnCopy()
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+
+class OwnReduce(nn.Linear):
+    """A layer that is pickled as a call."""
+
+    def __reduce__(self):
+        return OwnReduce, (self.in_features, self.out_features), {"training": False}
+
+
+BUILDERS = {
+    "layers": lambda: nn.Sequential(
+        nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.BatchNorm1d(2), nn.Tanh())
+    ).eval(),
+    "user, torch": NETS["torch"],
+    "user, modkit": NETS["modkit"],
+    "own state": OwnState,
+    "own copy": OwnCopy,
+    "fx": lambda: fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())),
+    "own state in a Sequential": lambda: nn.Sequential(nn.Linear(2, 2), OwnState()),
+    "own call": lambda: OwnReduce(2, 2),
+}
+
+
+def snapshot(model):
+    """Return the objects in each module's `__dict__`, and in its tables of members, in order."""
+    seen = []
+    for module in model.modules():
+        state = vars(module)
+        seen.append([(key, id(value)) for key, value in state.items()])
+        seen += [
+            [type(state[table]), *((key, id(value)) for key, value in state[table].items())]
+            for table in ("_modules", "_parameters", "_buffers")
+        ]
+    return seen
+
+
+def test_yields_the_model(impl):
+    """The scope yields the very model."""
+    model = net(impl)
+    with modkit.fast_inference(model) as entered:
+        pass
+
+    assert entered is model
+
+
+def test_everything_is_restored(impl):
+    """After the scope, each `__dict__` has the same keys in the same order and the same objects."""
+    model = net(impl)
+    before = snapshot(model)
+    for mode in ("inference_mode", "no_grad"):
+        with modkit.fast_inference(model):
+            run(model, mode)
+
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_restored_after_an_exception(impl, raised):
+    """An exception leaves the scope unchanged, and nothing stays behind."""
+    model = net(impl)
+    before = snapshot(model)
+    error = raised("in the scope")
+    with pytest.raises(raised) as caught, modkit.fast_inference(model):
+        model(batch())
+        raise error
+
+    assert caught.value is error
+    assert snapshot(model) == before
+
+
+def test_nested_scopes(impl):
+    """Scopes of the same model, and of overlapping parts, nest in every order."""
+    model = net(impl)
+    expected = run(model)
+    before = snapshot(model)
+    shared = nn.Sequential(model.stem, nn.Identity())
+    parts = [model, model, model.stem, model.blocks, model.stem[0], shared, model.tied]
+    results = []
+    for start in range(len(parts)):
+        with ExitStack() as stack:
+            for part in parts[start:] + parts[:start]:
+                stack.enter_context(modkit.fast_inference(part))
+                results.append(run(model))
+        results.append(run(model))
+
+    assert results == [expected] * len(results)
+    assert snapshot(model) == before
+
+
+def test_scopes_that_end_in_the_wrong_order(impl):
+    """Two scopes may be left in the order in which they were entered, or in any other."""
+    model = net(impl)
+    expected = run(model)
+    before = snapshot(model)
+    results = []
+    order = random.Random(3)
+    for _ in range(20):
+        open_scopes = []
+        for part in order.sample([model, model, model.stem, model.head[1], model.blocks[0]], 4):
+            scope = modkit.fast_inference(part)
+            scope.__enter__()
+            open_scopes.append(scope)
+        order.shuffle(open_scopes)
+        for scope in open_scopes:
+            results.append(run(model))
+            scope.__exit__(None, None, None)
+        results.append(run(model))
+
+    assert results == [expected] * len(results)
+    assert snapshot(model) == before
+
+
+def test_entered_again(impl):
+    """A model may enter as many scopes as it likes, one after the other."""
+    model = net(impl)
+    before = snapshot(model)
+    expected = run(model, "no_grad")
+    results = []
+    for _ in range(5):
+        with modkit.fast_inference(model):
+            results.append(run(model, "no_grad"))
+
+    assert results == [expected] * 5
+    assert snapshot(model) == before
+
+
+def test_scope_in_a_generator(impl):
+    """A scope that a generator has entered ends when the generator is closed."""
+    model = net(impl)
+    before = snapshot(model)
+
+    def results():
+        with modkit.fast_inference(model):
+            while True:
+                yield run(model)
+
+    generator = results()
+    first = next(generator)
+    generator.close()
+
+    assert first == run(model)
+    assert snapshot(model) == before
+
+
+def test_changes_persist(impl):
+    """What the user has set, replaced and deleted inside is there after nested scopes."""
+
+    def scenario(scope):
+        model = net(impl)
+        with scope(model):
+            with scope(model.stem):
+                model.stem[0] = extra(4)
+                model.own = 3
+                model.stem.own = "text"
+            del model.blocks[0].scale
+            model.blocks[0].scale = 2.0
+            model.head.append(nn.Linear(3, 3))
+            removed = model.head[0]
+            model.head[0] = nn.Tanh()
+            inside = run(model, "no_grad")
+        return inside, run(model, "no_grad"), left_behind(model), left_behind(removed)
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+def test_modules_that_leave_and_join(impl):
+    """Nothing stays on a module that has left the model inside, nor on one that has joined it."""
+    model = net(impl)
+    removed, added = model.stem[0], nn.Sequential(extra(4))
+    before = snapshot(removed), snapshot(added)
+    with modkit.fast_inference(model):
+        run(model)
+        model.stem[0] = added
+        run(model)
+
+    assert (snapshot(removed), snapshot(added)) == before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [None, 3, "text", nn.Linear, nn.ReLU, [nn.ReLU()], torch.relu],
+    ids=["None", "int", "str", "class", "another class", "list", "function"],
+)
+def test_wrong_model(wrong):
+    """What is not a module raises TypeError that names fast_inference."""
+    with pytest.raises(TypeError, match="fast_inference"), modkit.fast_inference(wrong):
+        pass
+
+
+def test_wrong_arguments(impl):
+    """Unknown and positional options raise TypeError that names fast_inference."""
+    model = net(impl)
+    before = snapshot(model)
+    with pytest.raises(TypeError, match="fast_inference"):
+        modkit.fast_inference(model, unknown=1)
+    with pytest.raises(TypeError, match="fast_inference"):
+        modkit.fast_inference(model, True)
+    with pytest.raises(TypeError, match="fast_inference"):
+        modkit.fast_inference()
+
+    assert snapshot(model) == before
+
+
+def test_as_a_decorator(impl):
+    """The scope decorates a function, each call of which enters it again."""
+    model = net(impl)
+    before = snapshot(model)
+
+    @modkit.fast_inference(model)
+    def evaluate(x):
+        return model(x)
+
+    results = [evaluate(batch()), evaluate(batch())]
+
+    assert bits(results) == bits([model(batch()), model(batch())])
+    assert snapshot(model) == before
+
+
+def test_what_is_read_inside(impl):
+    """`state_dict()`, `repr()`, `named_*()` and counts are those of the plain model."""
+
+    def scenario(scope):
+        model = net(impl)
+        with scope(model):
+            run(model)
+            return [
+                model.state_dict(),
+                list(model.state_dict()._metadata.items()),
+                repr(model),
+                [name for name, _ in model.named_modules()],
+                [name for name, _ in model.named_children()],
+                [name for name, _ in model.named_buffers()],
+                list(model.named_parameters()),
+                [name for name, _ in model.blocks[0].named_parameters()],
+                len(model.stem),
+                len(list(model.children())),
+                bits(list(model.stem)),
+                model.get_parameter("stem.0.weight"),
+                model.get_buffer("blocks.0.shift"),
+                repr(model.get_submodule("head.1")),
+                repr(model.stem[0:2]),
+                repr(model.stem + model.head),
+                repr(model.stem * 2),
+                model.stem[0].weight is model.stem[0]._parameters["weight"],
+                list(model._modules),
+                list(model.blocks[0]._parameters.items()),
+                model._modules == {**model._modules},
+                outcome(lambda: model.get_submodule("stem.7")),
+            ]
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "pickle, protocol 2": lambda module: pickle.loads(pickle.dumps(module, protocol=2)),
+    "deepcopy of a list": lambda module: copy.deepcopy([module])[0],
+    "reduce": lambda module: copy._reconstruct(module, None, *module.__reduce_ex__(4)),
+}
+
+
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES.keys())
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS.keys())
+def test_copies_are_plain(make, build):
+    """A copy that is made inside is one that is made outside: it holds nothing of the scope."""
+    model = build()
+
+    shares_children = make in {COPIES["copy"], COPIES["reduce"]}
+
+    def described():
+        seed()
+        made = make(model)
+        if shares_children:
+            made._modules = {}
+        return [
+            (
+                name,
+                type(each).__name__,
+                list(vars(each)),
+                {k: type(v) for k, v in vars(each).items()},
+            )
+            for name, each in made.named_modules()
+        ], bits(made.state_dict())
+
+    expected = described()
+    before = [list(vars(module)) for module in model.modules()]
+    with modkit.fast_inference(model):
+        inside = described()
+        copied = make(model)
+    size = len(pickle.dumps(copied))
+    expected_size = len(pickle.dumps(make(model)))
+
+    assert inside == expected
+    assert size == expected_size
+    assert [list(vars(module)) for module in model.modules()] == before
+
+
+def saved(model):
+    """Return what `torch.save` writes."""
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    return stream.getvalue()
+
+
+def test_bytes_of_a_pickle():
+    """A pickle, and a file of `torch.save`, has the bytes of the one that is made outside."""
+    model = BUILDERS["layers"]()
+    expected = pickle.dumps(model), pickle.dumps(model[0]), saved(model)
+    with modkit.fast_inference(model):
+        inside = pickle.dumps(model), pickle.dumps(model[0]), saved(model)
+
+    assert inside == expected
+
+
+def test_a_copy_is_independent(impl):
+    """A copy that is made inside can be changed, and enter a scope of its own."""
+
+    def scenario(scope):
+        model = net(impl)
+        with scope(model):
+            other = copy.deepcopy(model)
+            other.stem[0] = extra(4)
+            first = run(model), run(other)
+            with scope(other):
+                other.head[2] = extra(6, 3)
+                second = run(model), run(other)
+            third = run(other)
+        return first, second, third, run(other), left_behind(model), left_behind(other)
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+def _step(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.25)
+
+
+def test_averages(impl):
+    """Averages that are made, updated and swapped in, inside and around the scope, count."""
+
+    def scenario(scope):
+        model, seen = net(impl), {}
+        around = modkit.EMA(model, 0.5)
+        around.update()
+        with scope(model):
+            inside = modkit.EMA(model, 0.5)
+            inside.update()
+            average = AveragedModel(model)
+            seen["wrapped"] = run(average.module), list(vars(average.module))
+            _step(model)
+            for each in (around, inside):
+                each.update()
+                with each.applied():
+                    seen["applied", each is around] = run(model), run(model, "inference_mode")
+                    with scope(model):
+                        seen["applied, nested", each is around] = run(model)
+                seen["restored", each is around] = run(model)
+            average.update_parameters(model)
+            seen["average"] = run(average.module)
+        with around.applied():
+            seen["applied after"] = run(model)
+            with scope(model):
+                seen["scope in applied"] = run(model)
+            seen["scope left"] = run(model)
+        with scope(average):
+            seen["average in scope"] = run(average)
+            average.update_parameters(model)
+            seen["average updated"] = run(average)
+        seen["after"] = run(model), left_behind(model)
+        return seen
+
+    assert differing_keys(scenario) == []
+
+
+def test_averages_applied_across_scopes(impl):
+    """Scopes and `EMA.applied()` blocks may be left in another order than that of entry."""
+
+    def scenario(scope):
+        model, seen = net(impl), []
+        ema = modkit.EMA(model, 0.5)
+        ema.update()
+        _step(model)
+        outer, inner = scope(model), ema.applied()
+        outer.__enter__()
+        inner.__enter__()
+        seen.append(run(model))
+        outer.__exit__(None, None, None)
+        seen.append(run(model))
+        inner.__exit__(None, None, None)
+        return seen, run(model), left_behind(model)
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+def test_threads(impl):
+    """Eight threads enter and leave scopes of one model, and each call is exact."""
+    model = net(impl)
+    before = snapshot(model)
+    with torch.no_grad():
+        expected = bits(model(batch()))
+    wrong, start = [], threading.Barrier(8)
+
+    def work(number):
+        order = random.Random(number)
+        parts = [model, model.stem, model.blocks[0], model.head[1]]
+        try:
+            start.wait()
+            with torch.no_grad():
+                for _ in range(40):
+                    with ExitStack() as stack:
+                        for part in order.sample(parts, order.randrange(4)):
+                            stack.enter_context(modkit.fast_inference(part))
+                        results = [bits(model(batch())) for _ in range(order.randrange(4))]
+                    results.append(bits(model(batch())))
+                    wrong.extend(number for result in results if result != expected)
+        except Exception as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert wrong == []
+    assert snapshot(model) == before
+
+
+def test_nothing_is_kept():
+    """A thousand scopes leave no object behind."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def enter(times):
+        for _ in range(times):
+            with modkit.fast_inference(model):
+                model(batch())
+        gc.collect()
+        return len(gc.get_objects())
+
+    enter(10)
+    before = enter(10)
+    after = enter(1000)
+
+    assert after - before < 20
+
+
+def test_model_is_freed_without_the_collector(impl):
+    """A model that needs no cyclic collector to be freed needs none after a scope."""
+
+    def freed(scoped):
+        model = net(impl)
+        references = [weakref.ref(module) for module in model.modules()]
+        if scoped:
+            with modkit.fast_inference(model):
+                model.stem[2] = nn.Tanh()
+                model(batch())
+        del model
+        return [reference() is None for reference in references]
+
+    gc.collect()
+    gc.disable()
+    try:
+        plain = freed(scoped=False)
+        scoped = freed(scoped=True)
+    finally:
+        gc.enable()
+
+    assert plain == [True] * len(plain)
+    assert scoped == plain
+
+
+def test_forgotten_model_inside(impl):
+    """A scope of a model to which nothing else refers works, and ends."""
+    with modkit.fast_inference(net(impl)) as model:
+        result = run(model)
+        reference = weakref.ref(model)
+    expected = run(net(impl))
+    del model
+    gc.collect()
+
+    assert result == expected
+    assert reference() is None
+
+
+def test_shared_and_cyclic_models(impl):
+    """A module that stands in several places, or refers to its parent, is handled once."""
+
+    class Cyclic(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.same = self.fc
+            self.chain = nn.Sequential(self.fc, self.fc, nn.Tanh(), self.fc)
+            self._modules["none"] = None
+
+        def forward(self, x):
+            return self.chain(self.same(x))
+
+    def scenario(scope):
+        model = Cyclic()
+        model.chain.parent = [model]
+        with scope(model):
+            first = run(model)
+            model.fc.weight = nn.Parameter(torch.ones(4, 4))
+            second = run(model)
+            model.fc = nn.Linear(4, 4, bias=False)
+            third = run(model)
+        return first, second, third, left_behind(model)
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+def test_empty_models(impl):
+    """Models without layers, parameters or forward give the same results and errors."""
+
+    def scenario(scope):
+        seen = []
+        for model in (
+            nn.Sequential(),
+            nn.Sequential(nn.Sequential(), nn.Sequential(nn.Sequential())),
+            nn.ModuleList(),
+            nn.ModuleDict(),
+            nn.ParameterList([nn.Parameter(torch.ones(2))]),
+            nn.ParameterDict({"a": nn.Parameter(torch.ones(2))}),
+            impl.nn.Module(),
+            nn.Identity(),
+        ):
+            with scope(model):
+                seen += [outcome(lambda: model(batch())), outcome(model)]
+                seen += [outcome(lambda: model(batch(), 2)), outcome(lambda: list(model))]
+            seen += [left_behind(model)]
+        return seen
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"

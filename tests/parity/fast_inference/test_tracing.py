@@ -1,0 +1,460 @@
+import copy
+import itertools
+import operator
+import re
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers import TORCH
+from tests.parity.fast_inference.layers import FUNCTIONS, OTHERS, input_for
+from tests.parity.fast_inference.nets import batch, net, run
+from tests.parity.fast_inference.twins import (
+    bits,
+    called,
+    differing_keys,
+    holder_of,
+    left_behind,
+    outcome,
+    same_inside,
+)
+from tests.parity.module.module_cases import seed
+
+
+LAYERS = FUNCTIONS | OTHERS
+
+
+class Functions(TorchFunctionMode):
+    """Record the functions of torch that are called, and with what."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__qualname__", str(function))
+        values = [value for value in args if not isinstance(value, torch.Generator)]
+        self.log.append((name, len(args), bits(values), bits(kwargs or {})))
+        return function(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    """Record the operators that are dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.log.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class Logged(torch.Tensor):
+    """A tensor that records the functions that it goes through."""
+
+    log: list[str] = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.log.append(getattr(function, "__qualname__", str(function)))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+MODES = {"functions": Functions, "operators": Operators}
+
+
+def models(name):
+    """Build a layer in containers: itself, in a Sequential, and as an attribute."""
+    make, _shape = LAYERS[name]
+    seed()
+    layer = make()
+    yield "itself", layer
+    yield "Sequential", nn.Sequential(nn.Identity(), layer)
+    yield "attribute", holder_of(TORCH, nn.Sequential(layer))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_mode_sees_the_same_calls(name):
+    """A mode of torch sees the same functions, or operators, in the same order inside."""
+
+    def scenario(scope):
+        seen = {}
+        for training, kind in itertools.product((False, True), MODES):
+            for container, model in models(name):
+                model.train(training)
+                x = input_for(name, LAYERS[name][1])
+                mode = MODES[kind]()
+                key = training, kind, container
+                with torch.no_grad(), scope(model):
+                    seed()
+                    with mode:
+                        seen[key, "result"] = outcome(lambda: model(x))
+                    seed()
+                    with mode, scope(model):
+                        seen[key, "entered in the mode"] = outcome(lambda: model(x))
+                seen[key, "log"] = mode.log
+        return seen
+
+    assert differing_keys(scenario) == []
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_tensor_subclass(name):
+    """A subclass of Tensor, as input or as weight, sees the same functions inside."""
+
+    def scenario(scope):
+        seen = {}
+        for place, (container, model) in itertools.product(
+            ("input", "weight", "both", "bias"), models(name)
+        ):
+            model.eval()
+            Logged.log = []
+            x = input_for(name, LAYERS[name][1])
+            with torch.no_grad(), scope(model):
+                seen[place, container, "before"] = outcome(lambda: model(x))
+                if place in {"weight", "both", "bias"}:
+                    for module in model.modules():
+                        key = "bias" if place == "bias" else "weight"
+                        if isinstance(module._parameters.get(key), nn.Parameter):
+                            data = module._parameters[key].detach().as_subclass(Logged)
+                            module._parameters[key] = nn.Parameter(data)
+                if place in {"input", "both"}:
+                    x = x.as_subclass(Logged)
+                seed()
+                seen[place, container, "result"] = outcome(lambda: model(x))
+            seen[place, container, "log"] = Logged.log
+        return seen
+
+    assert differing_keys(scenario) == []
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layouts_and_autocast(name):
+    """channels_last inputs and weights, and autocast, give the same results inside."""
+    shape = LAYERS[name][1]
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+    def scenario(scope):
+        seen = {}
+        for container, model in models(name):
+            x = input_for(name, shape)
+            with scope(model):
+                with torch.autocast("cpu", torch.bfloat16):
+                    seen[container, "autocast"] = called(model, "grad", (x,), {})
+                    model.eval()
+                    seen[container, "autocast, eval"] = called(model, "inference_mode", (x,), {})
+                if x.ndim in formats:
+                    model.to(memory_format=formats[x.ndim])
+                    x = x.to(memory_format=formats[x.ndim])
+                seen[container, "layout"] = called(model, "inference_mode", (x,), {})
+                with torch.backends.cudnn.flags(enabled=False):
+                    seen[container, "no cuDNN"] = called(model, "inference_mode", (x,), {})
+        return seen
+
+    assert differing_keys(scenario) == []
+
+
+def test_modes_on_a_network(impl):
+    """Modes see the same calls of a whole network, in every gradient mode."""
+
+    def scenario(scope):
+        seen = {}
+        model = net(impl)
+        with scope(model):
+            for name, make in MODES.items():
+                for gradient in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+                    with gradient(), make() as mode:
+                        seen[name, gradient.__name__] = outcome(lambda: model(batch()))
+                    seen[name, gradient.__name__, "log"] = mode.log
+        return seen
+
+    assert differing_keys(scenario) == []
+
+
+def test_fx_graph(impl):
+    """`torch.fx.symbolic_trace` inside gives the graph that it gives outside."""
+
+    def scenario(scope):
+        model = net(impl)
+        with scope(model):
+            traced = fx.symbolic_trace(model)
+            result = traced(batch())
+        return str(traced.graph), traced.code, result, list(traced.state_dict()), traced(batch())
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+def test_fx_graph_of_parts(impl):
+    """Tracing a Sequential, and a graph of all operations, gives the same code inside."""
+
+    class Deep(fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return isinstance(module, (nn.BatchNorm1d, nn.LayerNorm))
+
+    def scenario(scope):
+        model = net(impl)
+        with scope(model):
+            codes = [fx.symbolic_trace(model.head).code, fx.symbolic_trace(model.stem[0]).code]
+            deep = Deep().trace(model)
+            moved = fx.GraphModule(model, deep)
+            return codes, str(deep), moved(batch()), outcome(lambda: fx.symbolic_trace(lambda x: 1))
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+def test_fx_transformed_inside(impl):
+    """A graph module that was made outside and is changed and called inside follows."""
+
+    def scenario(scope):
+        traced = fx.symbolic_trace(net(impl))
+        with scope(traced):
+            before = traced(batch())
+            for node in traced.graph.nodes:
+                if node.op == "call_module" and isinstance(
+                    traced.get_submodule(node.target), nn.ReLU
+                ):
+                    node.op, node.target = "call_function", torch.sigmoid
+            traced.recompile()
+            return before, traced(batch()), traced.code
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+def unmangled(graph):
+    """Return a graph's text without the numbers that tell equal class names apart."""
+    return re.sub(r"___torch_mangle_\d+\.", "", str(graph))
+
+
+def test_jit_trace(impl):
+    """`torch.jit.trace` inside records the same graph."""
+
+    def scenario(scope):
+        model = net(impl)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with scope(model):
+                traced = torch.jit.trace(model, batch())
+                part = torch.jit.trace(model.head[1], torch.ones(2, 6))
+                inside = traced(batch())
+        graphs = [unmangled(traced.graph), unmangled(traced.inlined_graph), part.code]
+        return inside, traced(batch(2)), graphs
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+def test_jit_script(impl):
+    """`torch.jit.script` of a layer or a Sequential inside gives the same code."""
+
+    def scenario(scope):
+        model = net(impl)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with scope(model):
+                scripted = torch.jit.script(model.stem)
+                other = torch.jit.script(model.head[1][1])
+                with torch.no_grad():
+                    result = scripted(batch())
+        return scripted.code, other.code, result, [n for n, _ in scripted.named_parameters()]
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+def test_functional_call(impl):
+    """`torch.func.functional_call` inside uses the given tensors, and then the module's again."""
+
+    def scenario(scope):
+        model = net(impl)
+        state = {name: p.detach() * 1.5 for name, p in model.named_parameters()}
+        part = {"stem.0.weight": torch.ones(6, 4), "blocks.0.scale": torch.zeros(6)}
+        seen = []
+        with scope(model):
+            seen += [functional_call(model, state, (batch(),)), model(batch())]
+            seen += [functional_call(model, part, (batch(),)), model(batch())]
+            seen += [outcome(lambda: functional_call(model, {"unknown": batch()}, (batch(),)))]
+            seen += [outcome(lambda: functional_call(model, {"stem.0.weight": batch()}, batch()))]
+            seen += [outcome(lambda: functional_call(model, part, ("text",)))]
+            seen += [model(batch()), functional_call(model.stem, {"0.bias": None}, (batch(),))]
+        return seen, left_behind(model)
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+def test_transforms(impl):
+    """`vmap`, `grad`, `jacrev` and `jvp` through a network give the same results inside."""
+
+    def scenario(scope):
+        model, other = net(impl), net(impl, 1)
+        stacked = stack_module_state([model, other])
+        base = copy.deepcopy(model).to("meta")
+        seen = []
+        with scope(model), scope(base):
+
+            def call(parameters, buffers, x):
+                return functional_call(base, (parameters, buffers), (x,))
+
+            seen += [vmap(call, in_dims=(0, 0, None))(*stacked, batch())]
+            seen += [vmap(model)(batch()[:, None]), vmap(model.stem)(batch()[:, None])]
+
+            def loss(parameters):
+                return functional_call(model, parameters, (batch(),)).square().sum()
+
+            seen += [grad(loss)(dict(model.named_parameters()))]
+            seen += [torch.func.jacrev(model)(batch(1)), torch.func.jacfwd(model)(batch(1))]
+            seen += [torch.func.jvp(model, (batch(),), (torch.ones(3, 4),))]
+            seen += [torch.func.hessian(lambda x: model(x).sum())(batch(1)), model(batch())]
+        return seen
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+def test_make_fx(impl):
+    """`make_fx` records the same operators inside."""
+
+    def scenario(scope):
+        model = net(impl)
+        with scope(model), torch.no_grad():
+            return [make_fx(part)(x).code for part, x in ((model, batch()), (model.stem, batch()))]
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+def test_forward_gradients_and_checkpointing(impl):
+    """Forward-mode gradients and activation checkpointing give the same results inside."""
+
+    def scenario(scope):
+        model = net(impl)
+        with scope(model):
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(batch(), torch.ones(3, 4))
+                tangent = torch.autograd.forward_ad.unpack_dual(model(dual)).tangent
+            x = batch().requires_grad_()
+            output = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+            output.sum().backward()
+            parts = torch.utils.checkpoint.checkpoint_sequential(
+                model.stem, 2, batch().requires_grad_(), use_reentrant=False
+            )
+        return tangent, output, x.grad, [p.grad for p in model.parameters()], parts
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+def test_compile_and_export(impl):
+    """`torch.compile` and `torch.export` inside, and a compiled model inside, give the same."""
+
+    def scenario(scope):
+        torch._dynamo.reset()
+        model, seen = net(impl).eval(), []
+        with torch.no_grad():
+            with scope(model):
+                seen.append(torch.compile(model, backend="eager", fullgraph=True)(batch()))
+            outside = torch.compile(model, backend="eager")
+            seen.append(outside(batch()))
+            with scope(model):
+                seen.append(outside(batch()))
+            with scope(outside):
+                seen += [outside(batch()), model(batch())]
+            with scope(model):
+                model.head.compile(backend="eager")
+                seen += [model(batch())]
+                exported = torch.export.export(net(impl).eval(), (batch(),))
+                with scope(exported.module()) as module:
+                    seen.append(module(batch()))
+            seen += [outside(batch()), model(batch())]
+        return seen, left_behind(model)
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+def test_export_inside(impl):
+    """`torch.export` of a model inside its scope gives the same graph and signature."""
+
+    def scenario(scope):
+        torch._dynamo.reset()
+        model = net(impl).eval()
+        with scope(model):
+            exported = torch.export.export(model, (batch(),))
+        names = operator.attrgetter("inputs_to_parameters", "inputs_to_buffers")(
+            exported.graph_signature
+        )
+        code = exported.graph_module.code
+        return code, names, exported.module()(batch()), left_behind(model)
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+def test_function_modes_that_change_results(impl):
+    """A mode that replaces what `F.linear` returns has the same effect inside."""
+
+    class Doubling(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            return result * 2 if function is F.linear else result
+
+    def scenario(scope):
+        model = net(impl)
+        with scope(model), Doubling():
+            first = run(model, "no_grad")
+        with scope(model):
+            return first, run(model, "no_grad")
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.float16], ids=str)
+def test_default_dtype_and_device(impl, default):
+    """Another default dtype and device, and other global switches, give the same results inside."""
+
+    def scenario(scope):
+        model, seen = net(impl), []
+        with scope(model):
+            try:
+                torch.set_default_dtype(default)
+                seen.append(run(model, "no_grad"))
+            finally:
+                torch.set_default_dtype(torch.float32)
+            with torch.device("meta"):
+                seen.append(run(model, "no_grad"))
+            with (
+                torch.autograd.set_multithreading_enabled(False),
+                torch.autograd.detect_anomaly(check_nan=False),
+            ):
+                seen.append(run(model))
+        return seen
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = same_inside(scenario)
+
+    assert result[0] == "returned"
