@@ -274,10 +274,14 @@ def jit_trace(net: torch.nn.Module) -> object:
 
 
 def copies(net: torch.nn.Module) -> object:
-    """Copy the layers deeply and by pickle; the copies have the attributes of plain layers."""
-    copied = [copy.deepcopy(net.body), pickle.loads(pickle.dumps(net.body)), copy.copy(net.body)]
-    x = torch.randn(1, 8, 4, 4)
-    return [(attributes(each), each(x)) for each in copied]
+    """Copy the layers; the copies have the attributes of plain layers.
+
+    The children of a shallow copy are those of the original.
+    """
+    copied, x = [copy.deepcopy(net.body), pickle.loads(pickle.dumps(net.body))], images()
+    shallow = copy.copy(net)
+    seen = [(attributes(each), each(torch.ones(1, 8, 4, 4))) for each in copied]
+    return seen, list(shallow.__dict__), shallow(x)
 
 
 GRADIENTS: Final = ("Saliency", "IntegratedGradients", "InputXGradient")
