@@ -92,7 +92,7 @@ def describe(module: torch.nn.Module, ordinals: Ordinals) -> dict[str, Any]:
         "hooks": [describe_hooks(getattr(module, name)) for name in HOOK_TABLES],
         "flags": [describe_flags(module, name) for name in FLAG_TABLES],
         "attributes": [
-            (name, freeze(value))
+            (name, ordinals.of(value) if isinstance(value, torch.nn.Module) else freeze(value))
             for name, value in module.__dict__.items()
             if name not in UNCOMPARED
         ],

@@ -198,6 +198,7 @@ def trace_with_jit(side: Any, module: Any) -> Any:
     x = make_input(side, "own")
     with torch.no_grad():
         traced = torch.jit.trace(side.model, x, check_trace=False)
+        LOG.clear()  # which attributes the tracer looks up
         code = re.sub(r"___torch_mangle_\d+\.", "", traced.code)
         return code, traced(x + 1)
 

@@ -85,9 +85,11 @@ def set_attribute(side: Any, module: Any, setting: Any, everywhere: bool, direct
     """Set an attribute where there is one of the name, by assignment or in `__dict__`."""
     name, value = setting
     for each in distinct_modules(module) if everywhere else [module]:
-        if direct and name in each.__dict__:
+        if name in each._parameters or name in each._buffers or name in each._modules:
+            setattr(each, name, value)
+        elif direct and name in each.__dict__:
             each.__dict__[name] = value
-        elif name in each.__dict__ or name in each._parameters or name in each._buffers:
+        elif name in each.__dict__:
             setattr(each, name, value)
 
 
