@@ -67,7 +67,7 @@ MODES: Final[dict[str, Callable[[], Any]]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "functions": NotedFunctions,
     "operators": NotedOperators,
-    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "without mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
 }
 MODE_NAMES: Final = st.sampled_from(["plain"] * 4 + ["no_grad"] * 2 + sorted(MODES))
 
@@ -196,11 +196,13 @@ def trace_with_fx(side: Any, module: Any) -> Any:
 def trace_with_jit(side: Any, module: Any) -> Any:
     """Trace the root with TorchScript; return the code, and what it computes."""
     x = make_input(side, "own")
-    with torch.no_grad():
-        traced = torch.jit.trace(side.model, x, check_trace=False)
+    try:
+        with torch.no_grad():
+            traced = torch.jit.trace(side.model, x, check_trace=False)
+            # The number of a class is not part of the code.
+            return re.sub(r"___torch_mangle_\d+\.", "", traced.code), traced(x + 1)
+    finally:
         LOG.clear()  # which attributes the tracer looks up
-        code = re.sub(r"___torch_mangle_\d+\.", "", traced.code)
-        return code, traced(x + 1)
 
 
 @scoped(st.booleans())
