@@ -81,7 +81,34 @@ def define_classes(impl: Implementation, home: str) -> dict[str, type]:
         def set_extra_state(self, state: dict[str, int]) -> None:
             self.calls = state["calls"]
 
-    classes = {"Node": Node, "Counting": Counting}
+    class Reader(impl.Module):
+        """Read members as attributes, as users' modules do."""
+
+        residual = False
+
+        def forward(self, x: Any, scale: float = 1.0) -> Any:
+            hidden = self.act(self.inner(x) * self.scale + self.shift)
+            for child in self.more:
+                hidden = child(hidden)
+            hidden = hidden * scale
+            return x + hidden if self.residual else hidden
+
+    class Forwarding(impl.Module):
+        """Look up missing attributes in the wrapped module, and note each lookup."""
+
+        def forward(self, x: Any, **kwargs: Any) -> Any:
+            return self.inner(x, **kwargs) * self.scale
+
+        def __getattr__(self, name: str) -> Any:
+            LOG.append(("__getattr__", name))
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if name == "inner":
+                    raise
+                return getattr(self.inner, name)
+
+    classes = {"Node": Node, "Counting": Counting, "Reader": Reader, "Forwarding": Forwarding}
     for method in OVERRIDDEN:
         classes[f"Overrides{method}"] = override(Node, method)
     for name, defined in classes.items():

@@ -64,11 +64,11 @@ def observe(root: torch.nn.Module) -> list[Any]:
 
 
 def text_of(module: torch.nn.Module) -> str:
-    """Return the repr, or the error of a layer that lacks a member its repr needs."""
+    """Return the repr, or the error of a layer that lacks what its repr needs."""
     try:
         return repr(module)
-    except AttributeError as error:
-        return f"AttributeError: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def describe(module: torch.nn.Module, ordinals: Ordinals) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def describe(module: torch.nn.Module, ordinals: Ordinals) -> dict[str, Any]:
         "hooks": [describe_hooks(getattr(module, name)) for name in HOOK_TABLES],
         "flags": [describe_flags(module, name) for name in FLAG_TABLES],
         "attributes": [
-            (name, freeze(value))
+            (name, ordinals.of(value) if isinstance(value, torch.nn.Module) else freeze(value))
             for name, value in module.__dict__.items()
             if name not in UNCOMPARED
         ],
@@ -112,10 +112,10 @@ def describe_tensor(value: Any, ordinals: Ordinals) -> Any:
     )
 
 
-def describe_hooks(table: Any) -> tuple[str, list[int]]:
-    """Describe a hook table by the ordinals of its hooks; ids differ between the two sides."""
+def describe_hooks(table: Any) -> tuple[str, list[int | str]]:
+    """Describe a hook table by the ordinals of its hooks, those of torch by their class."""
     hooks = [getattr(hook, "hook", hook) for hook in table.values()]
-    return type(table).__name__, [hook.ordinal for hook in hooks]
+    return type(table).__name__, [getattr(hook, "ordinal", type(hook).__name__) for hook in hooks]
 
 
 def describe_flags(module: torch.nn.Module, name: str) -> list[int]:

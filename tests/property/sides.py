@@ -2,7 +2,7 @@
 
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.modules.module as torch_module
@@ -10,7 +10,7 @@ import torch.nn.modules.module as torch_module
 from tests.helpers import MODKIT, TORCH, Implementation, freeze, seed_everything
 from tests.property.nodes import LOG
 from tests.property.observation import distinct_modules, observe
-from tests.property.operations import OPERATIONS, Operation, Skipped
+from tests.property.operations import OPERATIONS, Kind, Operation, Skipped
 from tests.property.trees import Builder, ModuleSpec
 
 
@@ -18,6 +18,7 @@ from tests.property.trees import Builder, ModuleSpec
 class Side:
     """A tree on one implementation, with the handles of the hooks registered so far."""
 
+    operations: ClassVar[dict[str, Kind]] = OPERATIONS
     impl: Implementation
     spec: ModuleSpec
     model: Any = field(init=False)
@@ -39,7 +40,7 @@ class Side:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                value = OPERATIONS[operation.kind].run(self, operation)
+                value = self.operations[operation.kind].run(self, operation)
                 result: tuple[Any, ...] = ("returned", freeze(value))
             except Skipped:
                 result = ("skipped",)

@@ -1,0 +1,516 @@
+"""Small models of timm, torchvision, transformers and diffusers, with random weights.
+
+``ZOO`` is the list of them. An entry names its model; the library is imported when the model is built.
+"""
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any, Final
+
+import pytest
+import torch
+
+from tests.helpers import seed_everything
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model: how to build it, and the arguments that it is called with."""
+
+    library: str
+    model: str
+    make: Callable[[ModuleType], torch.nn.Module] = field(repr=False)
+    arguments: Callable[[], dict[str, Any]] = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.library}-{self.model}"
+
+    def build(self) -> torch.nn.Module:
+        """Build the model in evaluation mode, the same each time, or skip the test."""
+        library = pytest.importorskip(
+            self.library, reason=f"needs {self.library}: nox -s ecosystem installs it"
+        )
+        seed_everything()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what libraries say of their own code
+            model = self.make(library)
+        return stirred(model).eval()
+
+    def inputs(self) -> dict[str, Any]:
+        """Draw the arguments of a call, the same each time; positional ones have numbers."""
+        seed_everything(1)
+        return self.arguments()
+
+    def call(self, model: torch.nn.Module, inputs: dict[str, Any] | None = None) -> Any:
+        """Call the model; with dropout in training mode, the same elements are dropped each time."""
+        inputs = self.inputs() if inputs is None else inputs
+        seed_everything(2)
+        positional = [value for name, value in inputs.items() if name.isdecimal()]
+        named = {name: value for name, value in inputs.items() if not name.isdecimal()}
+        return model(*positional, **named)
+
+
+@torch.no_grad()
+def stirred(model: torch.nn.Module) -> torch.nn.Module:
+    """Move all parameters, so that none has the zeros and ones of its initialization."""
+    for name, parameter in model.named_parameters():
+        spread = 0.02 if parameter.ndim > 1 else 0.1
+        if parameter.is_floating_point() and "A_log" not in name:
+            parameter.add_(torch.randn(parameter.shape), alpha=spread)
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.add_(torch.randn(buffer.shape), alpha=0.1)
+        elif name.endswith("running_var"):
+            buffer.mul_(torch.rand(buffer.shape) + 0.5)
+    return model
+
+
+def image(size: int, channels: int = 3, count: int = 2) -> dict[str, Any]:
+    """Draw square images, the only argument of a call."""
+    return {"0": torch.randn(count, channels, size, size)}
+
+
+# Sizes of the images. A model that has no size of its own takes images of any size.
+TIMM: Final = {
+    "coat_tiny": (64, {"img_size": 64}),
+    "coatnet_nano_rw_224": (64, {"img_size": 64}),
+    "convmixer_768_32": (64, {}),
+    "convnext_atto": (64, {}),
+    "convnextv2_atto": (64, {}),
+    "crossvit_tiny_240": (240, {}),
+    "cs3darknet_s": (64, {}),
+    "cspresnet50": (64, {}),
+    "deit_tiny_patch16_224": (32, {"img_size": 32, "depth": 4}),
+    "densenet121": (64, {}),
+    "dla46_c": (64, {}),
+    "dpn48b": (64, {}),
+    "eca_nfnet_l0": (64, {}),
+    "edgenext_xx_small": (64, {}),
+    "efficientnet_b0": (64, {}),
+    "efficientvit_b0": (64, {}),
+    "ese_vovnet19b_slim": (64, {}),
+    "eva02_tiny_patch14_224": (28, {"img_size": 28, "depth": 4}),
+    "fbnetv3_b": (64, {}),
+    "ghostnet_050": (64, {}),
+    "hgnetv2_b0": (64, {}),
+    "inception_next_atto": (64, {}),
+    "lambda_resnet26t": (64, {"img_size": 64}),
+    "levit_128s": (224, {}),
+    "mambaout_femto": (64, {}),
+    "mixer_s32_224": (64, {"img_size": 64}),
+    "mnasnet_small": (64, {}),
+    "mobilenetv3_small_050": (64, {}),
+    "mobilenetv4_conv_small_050": (64, {}),
+    "mobilevit_xxs": (64, {"img_size": 64}),
+    "pit_ti_224": (224, {}),
+    "poolformer_s12": (64, {}),
+    "pvt_v2_b0": (64, {}),
+    "regnetx_002": (64, {}),
+    "regnety_002": (64, {}),
+    "repvgg_a0": (64, {"img_size": 64}),
+    "res2net50_14w_8s": (64, {}),
+    "resnest14d": (64, {}),
+    "resnet18": (64, {}),
+    "resnetv2_18": (64, {}),
+    "rexnet_100": (64, {}),
+    "sequencer2d_s": (64, {"img_size": 64, "layers": (1, 1, 1, 1)}),
+    "seresnet18": (64, {}),
+    "skresnet18": (64, {}),
+    "starnet_s1": (64, {}),
+    "swin_tiny_patch4_window7_224": (56, {"img_size": 56, "depths": (2, 2, 2, 2)}),
+    "tiny_vit_5m_224": (64, {}),
+    "vit_tiny_patch16_224": (32, {"img_size": 32, "depth": 4}),
+    "volo_d1_224": (64, {"img_size": 64}),
+    "xcit_nano_12_p16_224": (32, {"img_size": 32, "depth": 4}),
+}
+
+
+class Predictions(torch.nn.Module):
+    """A detector without the choice among its boxes, which needs torchvision's C++ operators."""
+
+    def __init__(self, detector: torch.nn.Module) -> None:
+        super().__init__()
+        self.detector = detector
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Return the scores and boxes of all anchors."""
+        images, _ = self.detector.transform([x[0]])
+        features = list(self.detector.backbone(images.tensors).values())
+        return self.detector.head(features), self.detector.anchor_generator(images, features)
+
+
+def detector(library: ModuleType, name: str, size: int) -> torch.nn.Module:
+    """Build a detector that scales its images to one small size."""
+    made = getattr(importlib.import_module("torchvision.models.detection"), name)(
+        weights=None, weights_backbone=None, num_classes=4, min_size=size, max_size=size
+    )
+    return Predictions(made)
+
+
+def of_torchvision(library: ModuleType, name: str, **options: Any) -> torch.nn.Module:
+    """Build a model of torchvision, whose name may have a folder."""
+    folder, _, name = name.rpartition(".")
+    home = importlib.import_module(".".join(["torchvision.models", *([folder] if folder else [])]))
+    return getattr(home, name)(weights=None, **options)
+
+
+CLASSES: Final = {"num_classes": 5}
+UNINITIALIZED: Final = {"num_classes": 5, "init_weights": False}
+TORCHVISION: Final = {
+    "convnext_tiny": (64, CLASSES),
+    "densenet121": (64, CLASSES),
+    "efficientnet_b0": (64, CLASSES),
+    "googlenet": (64, UNINITIALIZED),
+    "inception_v3": (96, UNINITIALIZED),
+    "mnasnet0_5": (64, CLASSES),
+    "mobilenet_v2": (64, CLASSES),
+    "mobilenet_v3_small": (64, CLASSES),
+    "regnet_x_400mf": (64, CLASSES),
+    "regnet_y_400mf": (64, CLASSES),
+    "resnet18": (64, CLASSES),
+    "segmentation.deeplabv3_mobilenet_v3_large": (64, {**CLASSES, "weights_backbone": None}),
+    "segmentation.lraspp_mobilenet_v3_large": (64, {**CLASSES, "weights_backbone": None}),
+    "shufflenet_v2_x0_5": (64, CLASSES),
+    "squeezenet1_1": (64, CLASSES),
+    "swin_v2_t": (64, CLASSES),
+    "video.r3d_18": (32, CLASSES),
+    "vit_b_32": (32, {**CLASSES, "image_size": 32}),
+}
+
+
+def two_images(size: int) -> dict[str, Any]:
+    """Draw the two images between which motion is estimated."""
+    return {"0": torch.randn(1, 3, size, size), "1": torch.randn(1, 3, size, size)}
+
+
+def clip(size: int) -> dict[str, Any]:
+    """Draw a video."""
+    return {"0": torch.randn(1, 3, 4, size, size)}
+
+
+TOKENS: Final = 40
+TEXT: Final = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": TOKENS,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED: Final = {**TEXT, "num_key_value_heads": 1}
+PATCHES: Final = {
+    "image_size": 16,
+    "patch_size": 8,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
+GPT: Final = {
+    "n_embd": 16,
+    "n_layer": 2,
+    "vocab_size": TOKENS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TWO_STACKS: Final = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "vocab_size": TOKENS,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+STAGES: Final = {"hidden_sizes": [8, 16], "depths": [1, 1]}
+
+# Models of text: the name of the class, that of the configuration, and what is configured.
+ENCODERS: Final = {
+    "AlbertModel": {**TEXT, "embedding_size": 8},
+    "BertForMaskedLM": TEXT,
+    "DebertaV2Model": {**TEXT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    "DistilBertModel": {
+        "dim": 16,
+        "n_layers": 2,
+        "n_heads": 2,
+        "hidden_dim": 24,
+        "vocab_size": TOKENS,
+    },
+    "ElectraModel": {**TEXT, "embedding_size": 8},
+    "FNetModel": TEXT,
+    "MPNetModel": TEXT,
+    "ModernBertModel": {**TEXT, "cls_token_id": 1, "sep_token_id": 2},
+    "RobertaModel": TEXT,
+}
+DECODERS: Final = {
+    "BloomForCausalLM": {"hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": TOKENS},
+    "FalconForCausalLM": {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": TOKENS,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "GPT2LMHeadModel": {**GPT, "n_head": 2},
+    "GPTJForCausalLM": {**GPT, "n_head": 2, "rotary_dim": 4},
+    "GPTNeoXForCausalLM": TEXT,
+    "Gemma2ForCausalLM": {**GROUPED, "head_dim": 8},
+    "GemmaForCausalLM": {**GROUPED, "head_dim": 8},
+    "LlamaForCausalLM": GROUPED,
+    "Mamba2ForCausalLM": {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "vocab_size": TOKENS,
+        "state_size": 4,
+        "num_heads": 4,
+        "head_dim": 8,
+        "n_groups": 1,
+        "chunk_size": 4,
+    },
+    "MambaForCausalLM": {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "vocab_size": TOKENS,
+        "state_size": 4,
+    },
+    "MistralForCausalLM": {**GROUPED, "sliding_window": 4},
+    "MixtralForCausalLM": {**GROUPED, "num_local_experts": 2},
+    "OPTForCausalLM": {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "ffn_dim": 24,
+        "vocab_size": TOKENS,
+        "max_position_embeddings": 32,
+        "word_embed_proj_dim": 16,
+    },
+    "Phi3ForCausalLM": TEXT,
+    "PhiForCausalLM": TEXT,
+    "Qwen2ForCausalLM": GROUPED,
+    "Qwen3ForCausalLM": {**GROUPED, "head_dim": 8},
+}
+SEQUENCE_TO_SEQUENCE: Final = {
+    "BartForConditionalGeneration": TWO_STACKS,
+    "MarianMTModel": TWO_STACKS,
+    "T5ForConditionalGeneration": {
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 1,
+        "num_heads": 2,
+        "vocab_size": TOKENS,
+        "decoder_start_token_id": 0,
+    },
+}
+SEEING: Final = {
+    "BeitModel": (16, PATCHES),
+    "ConvNextModel": (32, {**STAGES, "num_stages": 2}),
+    "Dinov2Model": (16, PATCHES),
+    "ResNetModel": (32, {**STAGES, "embedding_size": 8, "layer_type": "basic"}),
+    "SwinModel": (
+        16,
+        {
+            "image_size": 16,
+            "patch_size": 2,
+            "embed_dim": 8,
+            "depths": [1, 1],
+            "num_heads": [1, 2],
+            "window_size": 2,
+        },
+    ),
+    "ViTModel": (16, PATCHES),
+}
+HEARING: Final = {
+    "num_mel_bins": 8,
+    "max_source_positions": 10,
+    "max_target_positions": 16,
+    **{key: TWO_STACKS[key] for key in TWO_STACKS if key != "max_position_embeddings"},
+}
+# Which kind of configuration a class takes, where its own name does not say it.
+KINDS: Final = ("ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "MTModel")
+
+
+def of_transformers(library: ModuleType, name: str, options: dict[str, Any]) -> torch.nn.Module:
+    """Build a model of transformers from its configuration."""
+    kind = next((kind for kind in KINDS if name.endswith(kind)), "Model")
+    config = getattr(library, f"{name.removesuffix(kind)}Config")(**options)
+    return getattr(library, name)(config)
+
+
+def clip_model(library: ModuleType) -> torch.nn.Module:
+    """Build a model of text and images."""
+    sight = {**PATCHES, "projection_dim": 8}
+    return library.CLIPModel(
+        library.CLIPConfig(text_config=TEXT, vision_config=sight, projection_dim=8)
+    )
+
+
+def wav2vec2(library: ModuleType) -> torch.nn.Module:
+    """Build a model of sound whose position embedding has a weight norm."""
+    sound = {"conv_dim": (8, 8), "conv_kernel": (5, 3), "conv_stride": (4, 2)}
+    options = {**TEXT, **sound, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    return library.Wav2Vec2Model(library.Wav2Vec2Config(**options))
+
+
+def tokens(length: int = 6) -> torch.Tensor:
+    """Draw two texts, without special tokens."""
+    return torch.randint(3, TOKENS, (2, length))
+
+
+def text() -> dict[str, Any]:
+    """Draw a text of which a part is padding."""
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[1, 4:] = 0
+    return {"input_ids": tokens(), "attention_mask": mask}
+
+
+def whole_text() -> dict[str, Any]:
+    """Draw a text without padding."""
+    return {"input_ids": tokens()}
+
+
+def two_texts() -> dict[str, Any]:
+    """Draw a text, and the beginning of its translation."""
+    return {"input_ids": tokens(), "decoder_input_ids": tokens(3)}
+
+
+def pictures(size: int) -> dict[str, Any]:
+    """Draw the images that a model of transformers takes."""
+    return {"pixel_values": torch.randn(2, 3, size, size)}
+
+
+def text_and_pictures() -> dict[str, Any]:
+    """Draw two texts and two images."""
+    return {**whole_text(), **pictures(16)}
+
+
+def speech() -> dict[str, Any]:
+    """Draw the spectrum of a sound, and the beginning of its text."""
+    return {"input_features": torch.randn(2, 8, 20), "decoder_input_ids": tokens(3)}
+
+
+def sound() -> dict[str, Any]:
+    """Draw a sound."""
+    return {"input_values": torch.randn(2, 160)}
+
+
+DENOISERS: Final = {
+    "UNet2DModel": {
+        "sample_size": 8,
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+        "attention_head_dim": 4,
+    },
+    "UNet2DConditionModel": {
+        "sample_size": 8,
+        "in_channels": 3,
+        "out_channels": 3,
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "cross_attention_dim": 8,
+        "attention_head_dim": 4,
+    },
+    "DiTTransformer2DModel": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "in_channels": 3,
+        "out_channels": 3,
+        "num_layers": 1,
+        "norm_num_groups": 4,
+        "sample_size": 8,
+        "num_embeds_ada_norm": 10,
+    },
+    "AutoencoderKL": {
+        "block_out_channels": (8, 16),
+        "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
+        "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"),
+        "norm_num_groups": 4,
+        "latent_channels": 4,
+        "sample_size": 16,
+    },
+}
+
+
+def noise(name: str) -> dict[str, Any]:
+    """Draw what a model of diffusers takes: noise, a time, and what it is conditioned on."""
+    drawn: dict[str, Any] = {"0": torch.randn(2, 3, 8, 8)}
+    if name != "AutoencoderKL":
+        drawn["timestep"] = torch.tensor([3, 7])
+    if name == "UNet2DConditionModel":
+        drawn["encoder_hidden_states"] = torch.randn(2, 4, 8)
+    if name == "DiTTransformer2DModel":
+        drawn["class_labels"] = torch.tensor([1, 2])
+    return drawn
+
+
+def of_timm(library: ModuleType, name: str, **options: Any) -> torch.nn.Module:
+    """Build a model of timm."""
+    return library.create_model(name, num_classes=5, **options)
+
+
+def of_diffusers(library: ModuleType, name: str) -> torch.nn.Module:
+    """Build a model of diffusers."""
+    return getattr(library, name)(**DENOISERS[name])
+
+
+def entries() -> Iterator[Entry]:
+    """Yield the entries of all libraries."""
+    for name, (size, options) in TIMM.items():
+        yield Entry("timm", name, partial(of_timm, name=name, **options), partial(image, size))
+    for name, (size, options) in TORCHVISION.items():
+        draw = clip if name.startswith("video") else image
+        make = partial(of_torchvision, name=name, **options)
+        yield Entry("torchvision", name, make, partial(draw, size))
+    for name in ("fcos_resnet50_fpn", "retinanet_resnet50_fpn"):
+        make = partial(detector, name=name, size=64)
+        yield Entry("torchvision", f"detection.{name}", make, partial(image, 64, count=1))
+    make = partial(of_torchvision, name="optical_flow.raft_small")
+    yield Entry("torchvision", "optical_flow.raft_small", make, partial(two_images, 128))
+    for names, draw in (
+        (ENCODERS, text),
+        (DECODERS, whole_text),
+        (SEQUENCE_TO_SEQUENCE, two_texts),
+    ):
+        for name, options in names.items():
+            make = partial(of_transformers, name=name, options=options)
+            yield Entry("transformers", name, make, draw)
+    for name, (size, options) in SEEING.items():
+        make = partial(of_transformers, name=name, options=options)
+        yield Entry("transformers", name, make, partial(pictures, size))
+    name = "WhisperForConditionalGeneration"
+    make = partial(of_transformers, name=name, options=HEARING)
+    yield Entry("transformers", name, make, speech)
+    yield Entry("transformers", "CLIPModel", clip_model, text_and_pictures)
+    yield Entry("transformers", "Wav2Vec2Model", wav2vec2, sound)
+    for name in DENOISERS:
+        make = partial(of_diffusers, name=name)
+        yield Entry("diffusers", name, make, partial(noise, name))
+
+
+ZOO: Final = list(entries())
+
+
+def named(*names: str) -> list[Entry]:
+    """Return the entries with these names, such as ``timm-resnet18``."""
+    by_name = {str(entry): entry for entry in ZOO}
+    return [by_name[name] for name in names]

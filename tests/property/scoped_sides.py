@@ -1,0 +1,182 @@
+"""A tree that is used plainly or inside `modkit.fast_inference`, and both in lockstep."""
+
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+import torch
+import torch.nn.modules.module as torch_module
+
+from tests.helpers import Implementation, seed_everything
+from tests.property import (
+    changing_operations,
+    scoped_operations,
+    state_operations,
+    tree_operations,
+)
+from tests.property.observation import Ordinals, describe, distinct_modules, observe
+from tests.property.operations import OPERATIONS, Kind, Operation
+from tests.property.scoped_calls import SCOPED, patched
+from tests.property.scoped_trees import IMAGES, VECTORS, ScopedBuilder, Tree
+from tests.property.sides import Side
+from tests.property.trees import ModuleSpec
+
+
+# The files that enter their operations into the tables.
+FILES: Final = (changing_operations, scoped_operations, state_operations, tree_operations)
+
+
+@dataclass
+class ScopedSide(Side):
+    """One of two equal trees, used inside scopes or plainly."""
+
+    operations: ClassVar[dict[str, Kind]] = {**OPERATIONS, **SCOPED}
+    shape: tuple[int, ...] = (2, 3)
+    fast: bool = False
+    scopes: list[Any] = field(default_factory=list)
+    patches: list[str] = field(default_factory=list)
+    applied: list[Any] = field(default_factory=list)
+    ema: Any = None
+    # Every module that was once in the tree, in the order in which it was first seen there.
+    known: dict[int, torch.nn.Module] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        seed_everything()
+        self.model = ScopedBuilder(self.impl).module(self.spec)
+        self.note_modules()
+
+    def build(self, number: int) -> torch.nn.Module:
+        """Build one of the layers that fit into the tree."""
+        kinds = sorted(VECTORS if self.shape == (2, 3) else IMAGES)
+        return ScopedBuilder(self.impl).module(ModuleSpec(kinds[number % len(kinds)]))
+
+    def note_modules(self) -> None:
+        """Remember the modules that are in the tree now."""
+        for module in distinct_modules(self.model):
+            self.known.setdefault(id(module), module)
+
+    def run(self, operation: Operation) -> tuple[Any, ...]:
+        """Run one operation under the patches of this side."""
+        with ExitStack() as stack:
+            for dotted in self.patches:
+                stack.enter_context(patched(self, dotted))
+            result = super().run(operation)
+        self.note_modules()
+        return without_addresses(result)
+
+    def seen(self) -> list[Any]:
+        """Describe what users see of the tree while a scope may be open."""
+        return [self.public(place) for place in observe(self.model)]
+
+    def public(self, place: Any) -> Any:
+        """Leave out of a description what scopes may add: attributes, and the type of tables."""
+        if not isinstance(place, tuple):
+            return place
+        path, description = place
+        tables = [issubclass(table, dict) for table in description["tables"]]
+        return path, {**description, "tables": tables}
+
+    def left(self) -> list[Any]:
+        """Describe all modules that were ever in the tree, to the names in `__dict__` in order."""
+        ordinals = Ordinals()
+        return [
+            (list(module.__dict__), describe(module, ordinals)) for module in self.known.values()
+        ]
+
+
+def without_addresses(value: Any) -> Any:
+    """Replace the addresses in texts, which differ between equal objects."""
+    if isinstance(value, str):
+        return re.sub(r"0x[0-9a-f]+", "0x", value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(without_addresses(item) for item in value)
+    return value
+
+
+def only(names: dict[str, Any], attributes: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the attributes with these names, sorted."""
+    return sorted((name, repr(value)) for name, value in attributes if name in names)
+
+
+def comparable(plain: list[Any], fast: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Leave out attributes that the fast side has more, and the order of attributes."""
+    pair: tuple[list[Any], list[Any]] = [], []
+    for expected, found in zip(plain, fast, strict=False):
+        if not isinstance(expected, tuple) or not isinstance(found, tuple):
+            pair[0].append(expected)
+            pair[1].append(found)
+            continue
+        names = dict(expected[1]["attributes"])
+        for place, side in zip((expected, found), pair, strict=True):
+            attributes = only(names, place[1]["attributes"])
+            side.append((place[0], {**place[1], "attributes": attributes}))
+    return pair
+
+
+def is_refusal(outcome: Any) -> bool:
+    """Return True if `fast_inference` refused the operation, in its own name."""
+    result = outcome[0]
+    return result[:2] == ("raised", "RuntimeError") and "fast_inference" in result[2]
+
+
+def closing(side: ScopedSide) -> list[Operation]:
+    """Return the operations that take back patches, swaps and scopes."""
+    return [
+        *(Operation("patch", 0, (dotted,)) for dotted in list(side.patches)),
+        *(Operation("leave_average", 0, ()) for _ in side.applied),
+        *(Operation("leave_scope", 0, (0, False)) for _ in side.scopes),
+    ]
+
+
+@dataclass
+class Lockstep:
+    """Two equal trees, and how often an operation ran, computed a result or was refused."""
+
+    plain: ScopedSide
+    fast: ScopedSide
+    runs: int = 0
+    refusals: int = 0
+
+    @classmethod
+    def of(cls, impl: Implementation, tree: Tree) -> "Lockstep":
+        """Build both trees."""
+        pair = [ScopedSide(impl, tree.spec, shape=tree.shape, fast=fast) for fast in (False, True)]
+        return cls(*pair)
+
+    def step(self, operation: Operation) -> None:
+        """Run the operation on both sides, unless the fast side refuses it."""
+        before = without_addresses(self.fast.seen())
+        outcome = self.fast.run(operation)
+        self.runs += 1
+        if is_refusal(outcome):
+            self.refusals += 1
+            assert before == without_addresses(self.fast.seen()), f"changed by refused {operation}"
+            return
+        expected = self.plain.run(operation)
+        assert expected == outcome, f"plain and fast differ after {operation}"
+        if not self.fast.scopes:
+            assert self.plain.left() == self.fast.left(), f"left behind after {operation}"
+        plain, fast = comparable(self.plain.seen(), self.fast.seen())
+        assert without_addresses(plain) == without_addresses(fast), (
+            f"trees differ after {operation}"
+        )
+
+
+def lockstep(impl: Implementation, tree: Tree, operations: list[Operation]) -> Lockstep:
+    """Run the operations plainly and inside scopes, and compare all that can be seen each time."""
+    torch_always_warns = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    both = Lockstep.of(impl, tree)
+    try:
+        for operation in operations:
+            both.step(operation)
+        for operation in closing(both.fast):
+            both.step(operation)
+    finally:
+        while both.fast.scopes:
+            both.fast.scopes.pop().__exit__(None, None, None)
+        torch.set_warn_always(torch_always_warns)
+        torch_module._global_is_full_backward_hook = None
+    return both

@@ -1,0 +1,194 @@
+"""Random operations on two equal trees, one plain and one inside `modkit.fast_inference`."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings, strategies as st
+
+import modkit
+from tests.helpers import MODKIT, TORCH
+from tests.property.operations import OPERATIONS, Operation
+from tests.property.scoped_calls import SCOPED
+from tests.property.scoped_sides import ScopedSide, lockstep
+from tests.property.scoped_trees import Tree, trees
+from tests.property.trees import ModuleSpec
+
+
+CALLS = [
+    "call",
+    "call_in_mode",
+    "call_in_mode",
+    "call_in_mode",
+    "call_patched",
+    "call_with_global_hooks",
+    "failing_call",
+]
+SCOPES = ["enter_scope", "enter_scope", "enter_scope", "leave_scope"]
+MEMBERS = [
+    "use_table",
+    "use_table",
+    "change_container",
+    "change_container",
+    "assign_layer",
+    "assign_member",
+    "delete_existing",
+    "set_submodule",
+    "share",
+    "tie",
+    "write_tensor",
+    "load_in_place",
+    "change_weight",
+]
+BEHAVIOUR = [
+    "add_hooks",
+    "remove_hook",
+    "hook_tables",
+    "set_attribute",
+    "set_attribute",
+    "delete_attribute",
+    "train",
+    "evaluate",
+    "cast",
+    "override_call",
+    "change_class",
+    "patch",
+    "requires_grad_",
+]
+AVERAGES = ["make_average", "use_average", "use_average", "enter_average", "leave_average"]
+implementations = st.sampled_from([TORCH, MODKIT])
+
+
+def drawn(kinds):
+    """Draw an operation of one of the kinds."""
+    table = ScopedSide.operations
+    return st.one_of(
+        [
+            st.builds(
+                Operation,
+                st.just(kind),
+                st.just(0) | st.integers(0, 9),
+                st.tuples(*table[kind].arguments),
+            )
+            for kind in kinds
+        ]
+    )
+
+
+# Most sequences begin inside a scope of the root.
+ENTERED = st.sampled_from([[Operation("enter_scope", 0, ())]] * 3 + [[]])
+# Some kernels leave memory uninitialized where an argument is on the meta device.
+LEFT_OUT = {"to_meta"}
+ALL = [*sorted({*ScopedSide.operations} - LEFT_OUT), *CALLS * 2, *SCOPES, *MEMBERS, *BEHAVIOUR]
+
+
+def sequences(kinds, least=8, most=14):
+    """Draw a sequence of operations of these kinds."""
+    lists = st.lists(drawn(kinds), min_size=least, max_size=most)
+    return st.builds(lambda first, rest: [*first, *rest], ENTERED, lists)
+
+
+def run(impl, tree, operations):
+    """Run the operations in lockstep; the counts show in the statistics of Hypothesis."""
+    both = lockstep(impl, tree, operations)
+    event(f"refused: {both.refusals}")
+
+
+@settings(
+    max_examples=60,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(implementations, trees(), sequences(ALL))
+def test_a_few_random_sequences(impl, tree, operations) -> None:
+    """The same 60 sequences of operations each time give the same plainly and inside scopes."""
+    run(impl, tree, operations)
+
+
+@pytest.mark.property
+@given(implementations, trees(), sequences(ALL))
+def test_random_sequences(impl, tree, operations) -> None:
+    """Any sequence of operations gives the same bits, errors and calls of hooks inside scopes."""
+    run(impl, tree, operations)
+
+
+@pytest.mark.property
+@given(implementations, trees(), sequences([*CALLS, *SCOPES, *MEMBERS]))
+def test_changed_members(impl, tree, operations) -> None:
+    """Members replaced, added and deleted inside scopes are those that a call computes with."""
+    run(impl, tree, operations)
+
+
+@pytest.mark.property
+@given(implementations, trees(), sequences([*CALLS, *SCOPES, *BEHAVIOUR]))
+def test_changed_behaviour(impl, tree, operations) -> None:
+    """Hooks, patches, attributes and modes that change inside scopes are heard by the next call."""
+    run(impl, tree, operations)
+
+
+@pytest.mark.property
+@given(implementations, trees(), sequences([*CALLS, *SCOPES, *AVERAGES, "write_tensor"]))
+def test_averages(impl, tree, operations) -> None:
+    """Averages are updated, swapped in and out inside and around scopes."""
+    run(impl, tree, operations)
+
+
+def test_all_operations_are_drawn() -> None:
+    """Every operation of this test and of the tests of trees is drawn."""
+    drawn_kinds = set(ALL)
+
+    assert {*SCOPED, *OPERATIONS} - LEFT_OUT <= drawn_kinds
+    assert len(SCOPED) >= 25
+
+
+TREE = Tree(ModuleSpec("Sequential", children=(ModuleSpec("linear"), ModuleSpec("relu"))), (2, 3))
+ENTER = Operation("enter_scope", 0, ())
+
+
+def test_lockstep_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison is not blind: an operation that differs inside a scope is reported by name."""
+
+    def broken(side, module) -> bool:
+        return bool(side.scopes) and side.fast
+
+    kind = type(OPERATIONS["evaluate"])
+    monkeypatch.setitem(ScopedSide.operations, "evaluate", kind(broken, ()))
+
+    with pytest.raises(AssertionError, match=r"differ after .*evaluate"):
+        lockstep(TORCH, TREE, [ENTER, Operation("evaluate", 0, ())])
+
+
+def test_lockstep_sees_what_a_scope_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attribute that a scope leaves in a module's `__dict__` is reported."""
+
+    @contextmanager
+    def leaving(model, **_):
+        yield model
+        model.__dict__["_left"] = 1
+
+    monkeypatch.setattr(modkit, "fast_inference", leaving)
+
+    with pytest.raises(AssertionError, match=r"left behind after .*leave_scope"):
+        lockstep(TORCH, TREE, [ENTER])
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["kept", "changed"])
+def test_refusals_are_counted(monkeypatch: pytest.MonkeyPatch, changes) -> None:
+    """A refusal in the name of fast_inference is counted, and must have changed nothing."""
+
+    def refused(side, module) -> None:
+        if changes:
+            module.weight.data = torch.zeros(3, 3)
+        raise RuntimeError("fast_inference() cannot do this")
+
+    kind = type(OPERATIONS["evaluate"])
+    monkeypatch.setitem(ScopedSide.operations, "evaluate", kind(refused, ()))
+    operations = [ENTER, Operation("evaluate", 1, ())]
+    if changes:
+        with pytest.raises(AssertionError, match=r"changed by refused .*evaluate"):
+            lockstep(TORCH, TREE, operations)
+        return
+
+    assert lockstep(TORCH, TREE, operations).refusals == 1
