@@ -57,8 +57,7 @@ class Fold:
                 or holder._modules.get(name) is not self.norm
             ):
                 return plain[0](x)
-            weights = self._weights()
-            if weights is None:
+            if (weights := self._weights()) is None:
                 return plain[0](x)
             options = (state[name] for name in ("stride", "padding", "dilation", "groups"))
             result: Any = self._operation(x, *weights, *options)
@@ -66,11 +65,10 @@ class Fold:
             return result
 
         def normalize(*args: Any, **kwargs: Any) -> Any:
-            result = args[0] if args else None
-            if getattr(result, "folded_into", None) is not self:
+            if not args or getattr(args[0], "folded_into", None) is not self:
                 return plain[1](*args, **kwargs)
-            del result.folded_into  # type: ignore[union-attr]
-            return result
+            del args[0].folded_into
+            return args[0]
 
         return {id(self.convolution): function_of(checks, run=convolve), id(self.norm): normalize}
 

@@ -17,8 +17,6 @@ from modkit._upstream import original_methods
 CALL: Final = original_methods["__call__"]
 CALL_IMPL: Final = original_methods["_call_impl"]
 _GETATTR: Final = original_methods["__getattr__"]
-_SEQUENTIAL_FORWARD: Final = nn.Sequential.forward
-_SEQUENTIAL_ITER: Final = nn.Sequential.__iter__
 
 
 class Layer(NamedTuple):
@@ -195,17 +193,14 @@ def _kind_of(cls: Any) -> Kind | None:
 
 
 kind_of: Final = cast("Callable[[type], Kind | None]", _kind_of)
-CONTAINER: Final = Kind(Layer("x"), _SEQUENTIAL_FORWARD, (("__iter__", _SEQUENTIAL_ITER),))
+CONTAINER: Final = Kind(Layer("x"), nn.Sequential.forward, (("__iter__", nn.Sequential.__iter__),))
 
 
 def is_container(cls: Any) -> bool:
     """Return True if modules of a class pass their input through their children, one by one."""
-    return (
-        cls.forward is _SEQUENTIAL_FORWARD
-        and cls.__iter__ is _SEQUENTIAL_ITER
-        and _is_of_torch(_SEQUENTIAL_FORWARD)
-        and is_standard(cls)
-    )
+    functions = [("forward", CONTAINER.forward), *CONTAINER.methods]
+    same = all(getattr(cls, name, None) is function for name, function in functions)
+    return same and _is_of_torch(CONTAINER.forward) and is_standard(cls)
 
 
 def is_standard(cls: Any) -> bool:

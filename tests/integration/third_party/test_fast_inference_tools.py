@@ -246,17 +246,6 @@ def fx_fusion(net: torch.nn.Module) -> object:
     return [type(module).__name__ for module in fused.modules()], fused.code, fused(images())
 
 
-def higher_inner_loop(net: torch.nn.Module) -> object:
-    """Train a functional copy whose classes are patched."""
-    higher = need("higher")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    with higher.innerloop_ctx(net, optimizer, copy_initial_weights=False) as (copied, inner):
-        inner.step(copied(images()).square().mean())
-        loss = copied(images()).square().mean()
-        loss.backward()
-    return loss, [p.grad for p in net.parameters()], list(copied.parameters())
-
-
 def ema_pytorch_copy(net: torch.nn.Module) -> object:
     """Average with a deep copy of the network."""
     ema = need("ema_pytorch").EMA(net, beta=0.9, update_every=1, update_after_step=0)
@@ -310,7 +299,6 @@ PROBES: Final[dict[str, Callable[[Any], object]]] = {
             eager_quantization,
             eager_fusion,
             fx_fusion,
-            higher_inner_loop,
             ema_pytorch_copy,
             jit_trace,
             copies,

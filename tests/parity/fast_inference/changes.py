@@ -179,14 +179,6 @@ def _dict(net: Any) -> None:
     net.stem[0].__dict__ = dict(other.__dict__)
 
 
-def _dict_updated(net: Any) -> None:
-    net.stem[0].__dict__.update(extra(4).__dict__)
-
-
-def _state_set(net: Any) -> None:
-    net.stem[0].__setstate__(copy.deepcopy(extra(4)).__getstate__())
-
-
 def _parametrized_twice(net: Any) -> None:
     parametrize.register_parametrization(net.stem[0], "weight", Double())
     parametrize.register_parametrization(net.stem[0], "weight", Double())
@@ -235,12 +227,6 @@ def _copy_put_in(net: Any) -> None:
 
 def _pickled_put_in(net: Any) -> None:
     net.head = pickle.loads(pickle.dumps(net.head))
-
-
-def _shallow_put_in(net: Any) -> None:
-    net.head = copy.copy(net.head)
-    net.blocks[1] = copy.copy(net.blocks[0])
-    net.blocks[1].fc = extra()
 
 
 def _inputs_dependent(net: Any) -> None:
@@ -304,11 +290,8 @@ STRUCTURE: dict[str, Any] = {
     "class": _class,
     "class of a layer": _layer_class,
     "__dict__": _dict,
-    "__dict__ updated": _dict_updated,
-    "__setstate__": _state_set,
     "copies put in": _copy_put_in,
     "unpickled put in": _pickled_put_in,
-    "shallow copies put in": _shallow_put_in,
 }
 
 ATTRIBUTES: dict[str, Any] = {

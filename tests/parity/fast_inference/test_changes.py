@@ -1,9 +1,7 @@
 import pytest
-import torch
-from torch import nn
 
 from tests.helpers import MODKIT, TORCH
-from tests.parity.fast_inference.changes import ATTRIBUTES, CONVERSION, STRUCTURE, WEIGHTS, extra
+from tests.parity.fast_inference.changes import ATTRIBUTES, CONVERSION, STRUCTURE, WEIGHTS
 from tests.parity.fast_inference.nets import batch, net, run
 from tests.parity.fast_inference.twins import differing_keys, left_behind, outcome
 from tests.parity.module.module_cases import seed
@@ -89,26 +87,6 @@ def test_two_changes_in_one_scope(change):
             seed()
             seen["change again"] = outcome(lambda: change(model) and None)
             seen["after the second change"] = run(model, "no_grad")
-        seen["members"] = left_behind(model)
-        return seen
-
-    assert differing_keys(scenario) == []
-
-
-def test_tables_that_the_caller_holds(impl):
-    """What is written into a table of members that was read before the scope is seen inside."""
-
-    def scenario(scope):
-        seen = {}
-        model = net(impl)
-        modules, parameters = model.head._modules, model.blocks[0]._parameters
-        with scope(model):
-            seen["before"] = run(model, "no_grad")
-            modules["1"] = extra()
-            seen["module"] = run(model, "no_grad")
-            parameters["scale"] = nn.Parameter(torch.full((6,), 3.0))
-            seen["parameter"] = run(model, "no_grad")
-        seen["after"] = run(model, "no_grad")
         seen["members"] = left_behind(model)
         return seen
 

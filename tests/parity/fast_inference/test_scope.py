@@ -42,19 +42,6 @@ class OwnState(nn.Module):
         self.cache = []
 
 
-class OwnCopy(nn.Module):
-    """A module that decides how it is copied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(2, 2)
-
-    def __deepcopy__(self, memo):
-        made = OwnCopy()
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
-
-
 class OwnReduce(nn.Linear):
     """A layer that is pickled as a call."""
 
@@ -69,7 +56,6 @@ BUILDERS = {
     "user, torch": NETS["torch"],
     "user, modkit": NETS["modkit"],
     "own state": OwnState,
-    "own copy": OwnCopy,
     "fx": lambda: fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())),
     "own state in a Sequential": lambda: nn.Sequential(nn.Linear(2, 2), OwnState()),
     "own call": lambda: OwnReduce(2, 2),
