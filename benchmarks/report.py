@@ -11,8 +11,12 @@ import torch
 from benchmarks.measure import Found
 
 
-# Columns of the inference table, and the arms that they show.
-ARMS: Final = ("modkit", "TorchScript frozen", "torch.compile", "limit")
+# The columns of other arms in each table.
+ARMS: Final[dict[str, tuple[str, ...]]] = {
+    "operations": ("limit",),
+    "inference": ("modkit", "TorchScript frozen", "torch.compile", "limit"),
+}
+SUBJECTS: Final = {"operations": "ratio", "inference": "fast_inference"}
 
 
 def report(rows: list[Found], growth: list[Found]) -> dict[str, Any]:
@@ -58,42 +62,23 @@ def ordered(rows: list[Found], name: str) -> list[Found]:
     return sorted((row for row in rows if row["table"] == name), key=lambda row: -row["ratio"])
 
 
-def cells(row: Found, *arms: str) -> tuple[str, ...]:
-    """Return the budget, and the ratios of other arms or the reason why one is missing."""
-    found = (row["others"].get(arm, "") for arm in arms)
-    shown = (each if isinstance(each, str) else f"{each:.2f}" for each in found)
-    return ("\N{EN DASH}" if row["budget"] is None else f"{row['budget']:.2f}", *shown)
-
-
-def operations(rows: list[Found]) -> str:
-    """Render the ratios of single operations, slowest first."""
-    lines = [
-        [
-            f"`{row['name']}`",
-            amount(row["base"], row["unit"]),
-            f"{row['ratio']:.2f}",
-            f"{row['low']:.2f} to {row['high']:.2f}",
-            *cells(row, "limit"),
-            row["verdict"],
-        ]
-        for row in ordered(rows, "operations")
-    ]
-    return table("operation|torch|ratio|middle half|budget|limit|", lines)
-
-
-def inference(rows: list[Found]) -> str:
-    """Render the ratios of models, slowest first."""
-    lines = [
-        [
-            row["name"],
-            amount(row["base"]),
-            f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})",
-            *cells(row, *ARMS),
-            row["verdict"],
-        ]
-        for row in ordered(rows, "inference")
-    ]
-    return table(f"model|torch|fast_inference|budget|{'|'.join(ARMS)}|", lines)
+def ratios(rows: list[Found], name: str) -> str:
+    """Render a table of ratios, slowest first; an arm that is missing shows the reason."""
+    lines = []
+    for row in ordered(rows, name):
+        others = [row["others"].get(arm, "") for arm in ARMS[name]]
+        budget = "\N{EN DASH}" if row["budget"] is None else f"{row['budget']:.2f}"
+        lines.append(
+            [
+                f"`{row['name']}`" if name == "operations" else row["name"],
+                amount(row["base"], row["unit"]),
+                f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})",
+                budget,
+                row["verdict"],
+                *(other if isinstance(other, str) else f"{other:.2f}" for other in others),
+            ]
+        )
+    return table("|".join([name, "torch", SUBJECTS[name], "budget", "", *ARMS[name]]), lines)
 
 
 def growth(series: list[Found]) -> str:
@@ -112,8 +97,5 @@ def growth(series: list[Found]) -> str:
 def markdown(found: dict[str, Any]) -> str:
     """Render everything."""
     names = {row["table"] for row in found["rows"]}
-    parts = [heading(found)]
-    parts += [
-        render(found["rows"]) for render in (operations, inference) if render.__name__ in names
-    ]
+    parts = [heading(found), *(ratios(found["rows"], name) for name in ARMS if name in names)]
     return "\n\n".join([*parts, *([growth(found["growth"])] if found["growth"] else [])]) + "\n"

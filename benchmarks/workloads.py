@@ -23,15 +23,29 @@ from modkit.models import DynamicsNetwork
 EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "efficientzero_mcts.py"
 RAW: Any = torch  # Functions that torch has no annotations for.
 F: Any = torch.nn.functional
+GRU, LSTM = RAW.gru_cell, RAW.lstm_cell
+GPT2: Final = {"layers": 12, "heads": 12, "width": 768, "words": 50257}
+TWO_LAYERS: Final = {"layers": 2, "heads": 4, "width": 128, "past": 0, "new": 32}
+ONE: Final = (1, 64)
+STEP: Final = (1, 1, 64)
 
 
-# Models.
+def rand(*shapes: Any) -> Any:
+    """Draw tensors of these shapes; a list of shapes becomes a tuple of tensors."""
+    return tuple(rand(*s) if isinstance(s, list) else torch.rand(s) for s in shapes)
+
+
+# Models, each with its inputs.
 
 
 def mlp(nn: Any) -> Any:
     """Make an MLP 8-64-64-4."""
+
+    def forward(m: Any, x: Tensor) -> Any:
+        return m.last(F.relu(m.second(F.relu(m.first(x)))))
+
     layers = {"first": nn.Linear(8, 64), "second": nn.Linear(64, 64), "last": nn.Linear(64, 4)}
-    return module(nn, lambda m, x: m.last(F.relu(m.second(F.relu(m.first(x))))), **layers)
+    return module(nn, forward, **layers), rand((1, 8))
 
 
 def actor_critic(nn: Any) -> Any:
@@ -43,13 +57,14 @@ def actor_critic(nn: Any) -> Any:
 
     body = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
     heads = (nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, n)) for n in (4, 1))
-    return module(nn, forward, body=body, actor=next(heads), critic=next(heads))
+    made = module(nn, forward, body=body, actor=next(heads), critic=next(heads))
+    return made, rand((1, 8))
 
 
 def stacked(nn: Any) -> Any:
     """Make 20 x (Linear, LayerNorm, ReLU)."""
     layers = ((nn.Linear(32, 32), nn.LayerNorm(32), nn.ReLU()) for _ in range(20))
-    return nn.Sequential(*(layer for three in layers for layer in three))
+    return nn.Sequential(*(layer for three in layers for layer in three)), rand((1, 32))
 
 
 def gnn(nn: Any) -> Any:
@@ -65,16 +80,18 @@ def gnn(nn: Any) -> Any:
         return module(nn, lambda m, x, edges: edges @ m.linear(x), linear=nn.Linear(16, 16))
 
     layers = (nn.ModuleList(relation() for _ in range(8)) for _ in range(4))
-    return module(nn, forward, layers=nn.ModuleList(layers))
+    return module(nn, forward, layers=nn.ModuleList(layers)), rand((12, 16), (8, 12, 12))
 
 
-def transformer(nn: Any, layers: int, width: int, words: int) -> Any:
-    """Make a transformer like GPT-2, with a cache of keys and values."""
+def transformer(
+    nn: Any, layers: int, heads: int, width: int, words: int = 256, past: int = 63, new: int = 1
+) -> Any:
+    """Make a transformer like GPT-2, new words, and the keys and values of past ones."""
 
     def block_forward(m: Any, x: Tensor, past: Tensor) -> Any:
-        heads = m.qkv(m.norm_1(x)).unflatten(-1, (3, past.shape[2], -1)).permute(2, 0, 3, 1, 4)
-        keys, values = torch.cat([past, heads[1:]], 3)
-        scores = heads[0] @ keys.transpose(-2, -1) * keys.shape[-1] ** -0.5
+        parts = m.qkv(m.norm_1(x)).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+        keys, values = torch.cat([past, parts[1:]], 3)
+        scores = parts[0] @ keys.transpose(-2, -1) * keys.shape[-1] ** -0.5
         x = x + m.proj((scores.softmax(-1) @ values).transpose(1, 2).flatten(2))
         return x + m.down(m.act(m.up(m.norm_2(x))))
 
@@ -84,15 +101,16 @@ def transformer(nn: Any, layers: int, width: int, words: int) -> Any:
         outer = {"up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width)}
         return module(nn, block_forward, **norms, **inner, **outer)
 
-    def forward(m: Any, words: Tensor, past: Tensor) -> Any:
-        x = m.embedding(words)
+    def forward(m: Any, x: Tensor, past: Tensor) -> Any:
+        x = m.embedding(x)
         for i, block in enumerate(m.blocks):
             x = block(x, past[i])
         return m.head(m.norm(x))
 
     ends = {"embedding": nn.Embedding(words, width), "head": nn.Linear(width, words, bias=False)}
     blocks = nn.ModuleList(block() for _ in range(layers))
-    return module(nn, forward, blocks=blocks, norm=nn.LayerNorm(width), **ends)
+    made = module(nn, forward, blocks=blocks, norm=nn.LayerNorm(width), **ends)
+    return made, (torch.arange(new)[None], *rand((layers, 2, 1, heads, past, width // heads)))
 
 
 def resnet18(nn: Any, width: int) -> Any:
@@ -116,21 +134,21 @@ def resnet18(nn: Any, width: int) -> Any:
     widths = [width, *(width * 2**n for n in range(4) for _ in range(2))]
     blocks = (block(*pair) for pair in pairwise(widths))
     stem = [conv(3, width, 3), nn.BatchNorm2d(width), nn.ReLU()]
-    return nn.Sequential(
-        *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, 10)
-    )
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, 10)]
+    return nn.Sequential(*stem, *blocks, *head), rand((1, 3, 32, 32))
 
 
 def attention(nn: Any) -> Any:
     """Make self-attention without its weights."""
     layer = nn.MultiheadAttention(64, 4, batch_first=True)
-    return module(nn, lambda m, x: m.layer(x, x, x, need_weights=False)[0], layer=layer)
+    made = module(nn, lambda m, x: m.layer(x, x, x, need_weights=False)[0], layer=layer)
+    return made, rand((1, 16, 64))
 
 
 def encoder(nn: Any) -> Any:
     """Make two layers of torch's own."""
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), rand((1, 16, 64))
 
 
 @cache
@@ -144,7 +162,8 @@ def dynamics(nn: Any) -> Any:
     heads: Any = {"reward_head_channels": 4, "flatten_output_size_for_reward_head": 36}
     sizes: Any = {"num_channels": 17, "lstm_hidden_size": 32, "output_support_size": 3}
     model = DynamicsNetwork((3, 3, 3), 1, **heads, **sizes)
-    return example().on_torch(model) if nn is torch.nn else model
+    made = example().on_torch(model) if nn is torch.nn else model
+    return made, rand((1, 17, 3, 3), [(1, 1, 32)] * 2)
 
 
 # The limit: a function that computes with the tensors alone.
@@ -237,12 +256,11 @@ def attempt(make: Callable[[], Any]) -> Any:
         return type(error).__name__
 
 
-def contestants(stack: ExitStack, make: Any, draw: Any, limit: Any, *, with_compile: bool) -> Arms:
+def contestants(stack: ExitStack, make: Any, limit: Any, *, with_compile: bool) -> Arms:
     """Make all arms of a model on the same tensors, and test that their outputs agree."""
     torch.manual_seed(0)
-    inputs = draw()
-    plain, ours, fast = (make(nn).eval() for nn in (torch.nn, modkit.nn, modkit.nn))
-    for model in (ours, fast):
+    (plain, inputs), (ours, _), (fast, _) = (make(nn) for nn in (torch.nn, modkit.nn, modkit.nn))
+    for model in (plain.eval(), ours.eval(), fast.eval()):
         model.load_state_dict(plain.state_dict(), assign=True)
     arms = {"torch": plain, "fast_inference": fast, "modkit": ours}
     stack.enter_context(torch.no_grad())
@@ -279,69 +297,30 @@ def searching(stack: ExitStack) -> Arms:
     return {n: Code("search(m, [Board()], 50)", {**names, "m": m}) for n, m in models.items()}
 
 
-def rand(*shapes: Any) -> Any:
-    """Draw tensors of these shapes; a list of shapes becomes a tuple of tensors."""
-    return tuple(rand(*s) if isinstance(s, list) else torch.rand(s) for s in shapes)
-
-
-def words(layers: int, heads: int, width: int, past: int, new: int = 1) -> Any:
-    """Make new words, and the keys and values of those before them."""
-    return torch.arange(new)[None], torch.rand(layers, 2, 1, heads, past, width)
-
-
-def row(name: str, budget: float | None, make: Any, draw: Any, limit: Any = None) -> Any:
-    """Return a maker of the row of a model."""
-
-    def made(*, with_compile: bool) -> Row:
-        options = {"make": make, "draw": draw, "limit": limit, "with_compile": with_compile}
-        return Row(name, budget, partial(contestants, **options), None, "inference")
-
-    return made
-
-
-MODELS: Final = [
-    row("MLP 8-64-64-4", 0.62, mlp, partial(rand, (1, 8)), flat),
-    row("RL actor-critic", 0.55, actor_critic, partial(rand, (1, 8)), flat),
-    row("20 x (Linear, LayerNorm, ReLU)", 0.50, stacked, partial(rand, (1, 32)), flat),
-    row(
-        "GPT decode step, 6 layers of width 64",
-        *(0.75, lambda nn: transformer(nn, 6, 64, 256), partial(words, 6, 4, 16, 63), flat),
-    ),
-    row("GNN, 4 layers of 8 relations", 0.72, gnn, partial(rand, (12, 16), (8, 12, 12)), flat),
-    row(
-        "GPT-2 small, decode step",
-        *(None, lambda nn: transformer(nn, 12, 768, 50257), partial(words, 12, 12, 64, 63), flat),
-    ),
-    row(
-        "two-layer transformer, 32 words",
-        *(None, lambda nn: transformer(nn, 2, 128, 256), partial(words, 2, 4, 32, 0, 32), flat),
-    ),
-    row("ResNet-18, width 16", None, partial(resnet18, width=16), partial(rand, (1, 3, 32, 32))),
-    row("ResNet-18, width 64", None, partial(resnet18, width=64), partial(rand, (1, 3, 32, 32))),
-    row(
-        "EfficientZero dynamics, 16 channels",
-        *(None, dynamics, partial(rand, (1, 17, 3, 3), [(1, 1, 32)] * 2)),
-    ),
-    row(
-        "LSTM, one step",
-        *(None, lambda nn: nn.LSTM(64, 64), partial(rand, (1, 1, 64), [(1, 1, 64)] * 2), lstm),
-    ),
-    row(
-        "GRUCell",
-        *(None, lambda nn: nn.GRUCell(64, 64), partial(rand, (1, 64), (1, 64))),
-        partial(cell, RAW.gru_cell),
-    ),
-    row(
-        "LSTMCell",
-        *(None, lambda nn: nn.LSTMCell(64, 64), partial(rand, (1, 64), [(1, 64)] * 2)),
-        partial(cell, RAW.lstm_cell),
-    ),
-    row("MultiheadAttention", None, attention, partial(rand, (1, 16, 64)), fused_attention),
-    row("TransformerEncoder, two layers", None, encoder, partial(rand, (1, 16, 64)), fused_encoder),
+# Name, budget, what makes the model and its inputs, and what makes the limit.
+MODELS: Final[list[tuple[str, float | None, Any, Any]]] = [
+    ("MLP 8-64-64-4", 0.62, mlp, flat),
+    ("RL actor-critic", 0.55, actor_critic, flat),
+    ("20 x (Linear, LayerNorm, ReLU)", 0.50, stacked, flat),
+    ("GPT decode step, 6 layers", 0.75, partial(transformer, layers=6, heads=4, width=64), flat),
+    ("GNN, 4 layers of 8 relations", 0.72, gnn, flat),
+    ("GPT-2 small, decode step", None, partial(transformer, **GPT2), flat),
+    ("two-layer transformer, 32 words", None, partial(transformer, **TWO_LAYERS), flat),
+    ("ResNet-18, width 16", None, partial(resnet18, width=16), None),
+    ("ResNet-18, width 64", None, partial(resnet18, width=64), None),
+    ("EfficientZero dynamics, 16 channels", None, dynamics, None),
+    ("LSTM, one step", None, lambda nn: (nn.LSTM(64, 64), rand(STEP, [STEP] * 2)), lstm),
+    ("GRUCell", None, lambda nn: (nn.GRUCell(64, 64), rand(ONE, ONE)), partial(cell, GRU)),
+    ("LSTMCell", None, lambda nn: (nn.LSTMCell(64, 64), rand(ONE, [ONE] * 2)), partial(cell, LSTM)),
+    ("MultiheadAttention", None, attention, fused_attention),
+    ("TransformerEncoder, two layers", None, encoder, fused_encoder),
 ]
 
 
 def rows(*, with_compile: bool = True) -> list[Row]:
     """Return all rows of this file; torch.compile takes most of the time to prepare them."""
-    search = Row("EfficientZero search, 16 channels", 0.77, searching, None, "inference")
-    return [*(made(with_compile=with_compile) for made in MODELS), search]
+    made = []
+    for name, budget, make, limit in MODELS:
+        arms = partial(contestants, make=make, limit=limit, with_compile=with_compile)
+        made.append(Row(name, budget, arms, None, "inference"))
+    return [*made, Row("EfficientZero search, 16 channels", 0.77, searching, None, "inference")]

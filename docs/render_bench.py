@@ -54,11 +54,12 @@ def render() -> dict[Path, str]:
     rows = found["rows"]
     warm = [row for row in rows if not row["name"].endswith("caches evicted")]
     # The first page has the ten slowest operations, and every model with warm caches.
-    slowest = report.operations(report.ordered(rows, "operations")[:10])
-    parts = [report.heading(found), slowest, report.inference(warm), growth(found)]
+    slowest = report.ratios(report.ordered(rows, "operations")[:10], "operations")
+    parts = [report.heading(found), slowest, report.ratios(warm, "inference"), growth(found)]
     guide = GUIDE.read_text(encoding="utf-8")
-    guide = replace(guide, "ratios", f"{report.heading(found)}\n\n{report.operations(rows)}")
-    guide = replace(guide, "inference", report.inference(rows))
+    operations = f"{report.heading(found)}\n\n{report.ratios(rows, 'operations')}"
+    guide = replace(guide, "ratios", operations)
+    guide = replace(guide, "inference", report.ratios(rows, "inference"))
     return {
         README: replace(README.read_text(encoding="utf-8"), "ratios", "\n\n".join(parts)),
         GUIDE: replace(guide, "growth", report.growth(found["growth"])),
