@@ -16,6 +16,7 @@ import torch
 
 
 SAMPLE_SECONDS: Final = 0.004
+WARM_UP_SECONDS: Final = 0.1  # Longer runs fill the caches by themselves.
 MIN_ROUNDS: Final = 5
 MAX_ROUNDS: Final = 201
 NOT_SLOWER: Final = 1.05  # Rows without a budget are judged by it.
@@ -82,10 +83,11 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Time all arms for about that long, and return the value of one run for each round.
 
-    A sample with warm caches is several runs in a loop. With ``cold``, it is a single run after
-    64 MB of other data were read and written.
+    A sample with warm caches is a loop of runs after one that is not timed. With ``cold``, it is a
+    single run after 64 MB of other data were read and written.
     """
     numbers = {name: repetitions(arm) for name, arm in arms.items()}
+    short = {name for name, arm in arms.items() if arm(1) < WARM_UP_SECONDS}
     other_data = torch.zeros(2**24 if cold else 0)
     times: dict[str, list[float]] = {name: [] for name in arms}
     # In a fixed order, each arm would find the caches as the same other arm has left them.
@@ -95,7 +97,10 @@ def interleaved(
         order.shuffle(names)
         for name in names:
             number = 1 if cold else numbers[name]
-            other_data.add_(1)
+            if cold:
+                other_data.add_(1)
+            elif name in short:
+                arms[name](1)
             times[name].append(arms[name](number) / number)
         done += 1
     return times

@@ -16,7 +16,7 @@ ARMS: Final[dict[str, tuple[str, ...]]] = {
     "operations": ("limit",),
     "inference": ("modkit", "TorchScript frozen", "torch.compile", "limit"),
 }
-SUBJECTS: Final = {"operations": "ratio", "inference": "fast_inference"}
+HEADINGS: Final = {"operations": ("operation", "ratio"), "inference": ("model", "fast_inference")}
 
 
 def report(rows: list[Found], growth: list[Found]) -> dict[str, Any]:
@@ -78,7 +78,8 @@ def ratios(rows: list[Found], name: str) -> str:
                 *(other if isinstance(other, str) else f"{other:.2f}" for other in others),
             ]
         )
-    return table("|".join([name, "torch", SUBJECTS[name], "budget", "", *ARMS[name]]), lines)
+    first, subject = HEADINGS[name]
+    return table("|".join([first, "torch", subject, "budget", "", *ARMS[name]]), lines)
 
 
 def growth(series: list[Found]) -> str:

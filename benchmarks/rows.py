@@ -75,7 +75,7 @@ def user_model(nn: Any, body: object) -> Any:
     return module(nn, lambda m, x: x, body=body)
 
 
-def large_network(nn: Any) -> Names:
+def network(nn: Any) -> Names:
     """Make a nested network of 497 modules that hold 770 tensors."""
 
     def block() -> object:
@@ -86,6 +86,12 @@ def large_network(nn: Any) -> Names:
     dicts = [vars(module) for module in model.modules()]
     copies = [tensor.clone() for tensor in state.values()]
     return {"m": model, "state": state, "dicts": dicts, "copies": copies, "torch": torch}
+
+
+def two_layers(nn: Any) -> Names:
+    """Make a model that is so small that the fixed cost of an operation counts."""
+    model = module(nn, lambda m, x: x, first=nn.Linear(2, 2), second=nn.Linear(2, 2))
+    return {"m": model, "state": model.state_dict()}
 
 
 def siblings(nn: Any, count: int = 3000) -> Names:
@@ -312,19 +318,24 @@ TIMES: Final = [
     both("m(x), one forward hook", "m(x)", hooked(HOOK), 0.70, cold=None),
     both("m.flag = 1", "m.flag = 1", empty, 0.45, "m.__dict__['flag'] = 1"),
     both("Module()", "Module()", tree, 0.50, cold=None),
-    both("parameters()", "for _ in m.parameters(): pass", large_network, 0.50, cold=None),
-    both("modules()", "for _ in m.modules(): pass", large_network, 0.50, cold=None),
-    both("named_parameters()", "[*m.named_parameters()]", large_network, 0.70, cold=None),
-    both("state_dict()", "m.state_dict()", large_network, 0.90, cold=None),
-    both("load_state_dict(), 770 tensors", LOAD, large_network, 0.20, COPY, cold=None),
+    both("parameters()", "for _ in m.parameters(): pass", network, 0.50, cold=None),
+    both("modules()", "for _ in m.modules(): pass", network, 0.50, cold=None),
+    both("named_parameters()", "for _ in m.named_parameters(): pass", network, 0.70, cold=None),
+    both("state_dict()", "m.state_dict()", network, 0.90, cold=None),
+    both("load_state_dict(), 770 tensors", LOAD, network, 0.20, COPY, cold=None),
     both("load_state_dict(), 3,000 siblings", LOAD, siblings, 0.03),
-    both("train()", "m.train()", large_network, 0.30, MODE, cold=None),
-    both("eval()", "m.eval()", large_network, 0.30, MODE, cold=None),
-    both("float(), nothing to do", "m.float()", large_network, 0.30, cold=None),
-    both("to(dtype), nothing to do", "m.to(torch.float32)", large_network, 0.30, cold=None),
-    both("zero_grad()", "m.zero_grad()", large_network, 0.55, cold=None),
+    both("train()", "m.train()", network, 0.30, MODE, cold=None),
+    both("eval()", "m.eval()", network, 0.30, MODE, cold=None),
+    both("float(), nothing to do", "m.float()", network, 0.30, cold=None),
+    both("to(dtype), nothing to do", "m.to(torch.float32)", network, 0.30, cold=None),
+    both("zero_grad()", "m.zero_grad()", network, 0.55, cold=None),
     both(f"AveragedModel.update_parameters(), {SMALL}", UPDATE, small_tensors, 0.12, LERP, 0.25),
     both(f"AveragedModel(model), {SMALL}", "library.AveragedModel(m)", small_tensors),
+    both("parameters(), two layers", "for _ in m.parameters(): pass", two_layers),
+    both("state_dict(), two layers", "m.state_dict()", two_layers),
+    both("load_state_dict(), two layers", LOAD, two_layers),
+    both("train(), two layers", "m.train()", two_layers),
+    both("zero_grad(), two layers", "m.zero_grad()", two_layers),
     both("register_parameter()", "m.register_parameter('scale', parameter)", tree),
     both("register_buffer()", "m.register_buffer('offset', tensor)", tree),
     both("add_module()", "m.add_module('first', child)", tree),
@@ -350,8 +361,14 @@ TIMES: Final = [
     both("m(x), full backward hook", "m(x)", hooked("register_full_backward_hook")),
     both("m(x), full backward pre-hook", "m(x)", hooked("register_full_backward_pre_hook")),
     both("m(x) that raises, always_call", FAIL, hooked(HOOK, error=ValueError, always_call=True)),
-    both("state_dict(), hook", "m.state_dict()", hooked("register_state_dict_post_hook")),
-    both("load_state_dict(), hook", LOAD, hooked("register_load_state_dict_post_hook")),
+    both(
+        "state_dict() of one module, hook",
+        "m.state_dict()",
+        hooked("register_state_dict_post_hook"),
+    ),
+    both(
+        "load_state_dict() of one module, hook", LOAD, hooked("register_load_state_dict_post_hook")
+    ),
     both("torch.fx.symbolic_trace()", "torch.fx.symbolic_trace(m)", tree),
     both("torch.export.export()", "torch.export.export(m, (x,))", tree),
     both("dynamo trace", TRACE, tree),
@@ -367,7 +384,7 @@ OPERATIONS: Final = [
     Row("load_state_dict(), 6,000 / 3,000 siblings, both modkit", 2.3, sizes_of_siblings),
     against(
         "load_state_dict(assign=True) / copying, both modkit",
-        *(1.0, LOAD, "m.load_state_dict(state, assign=True)", partial(large_network, modkit.nn)),
+        *(1.0, LOAD, "m.load_state_dict(state, assign=True)", partial(network, modkit.nn)),
     ),
     against("EMA.update(), 1,000 tiny tensors / 0.5 ms", 1.0, 5e-4, "ema.update()", tiny),
     against(
