@@ -251,12 +251,12 @@ def skipping() -> Names:
     return emas(parameters([(1000, 1000)] * 16), on_nonfinite="skip")
 
 
-def large(dtype: torch.dtype, kind: str = "ema") -> Names:
+def large(dtype: torch.dtype = torch.float32, *, averaged_model: bool = False) -> Names:
     """Average GPT-2 small in float32, beside one flat tensor."""
     model = gpt2(1, dtype)
     size = sum(parameter.numel() for parameter in model.parameters())
     flat = {"flat": torch.zeros(size), "average_of_flat": torch.zeros(size)}
-    if kind == "ema":
+    if not averaged_model:
         return {"ema": emas(model)["ema"], **flat}
     average = averaged(model, sibling(modkit.nn, "optim.swa_utils"), precision="fp32")
     return {"m": model, "average": average, **flat}
@@ -316,14 +316,23 @@ def sizes_of_siblings(_: ExitStack) -> Arms:
 LOAD: Final = "m.load_state_dict(state)"
 UPDATE: Final = "average.update_parameters(m)"
 FLAT: Final = "average_of_flat.lerp_(flat, 0.01)"
+EMA: Final = "ema.update()"
+OTHER: Final = "other.update()"
+ASSIGN: Final = "m.load_state_dict(state, assign=True)"
 SMALL: Final = "512 small tensors with BatchNorm"
 MODE: Final = "for d in dicts: d['training'] = True"
 COPY: Final = "torch._foreach_copy_([*state.values()], copies)"
 LERP: Final = "torch._foreach_lerp_(old, new, 0.01)"
 HOOK: Final = "register_forward_hook"
 PRE_HOOK: Final = "register_forward_pre_hook"
+SAVE_HOOK: Final = "register_state_dict_post_hook"
+LOAD_HOOK: Final = "register_load_state_dict_post_hook"
 FAIL: Final = "try: m(x)\nexcept ValueError: pass"
 TRACE: Final = "torch.compiler.reset(); torch.compile(m, backend='eager', fullgraph=True)(x)"
+
+ours = partial(network, modkit.nn)
+large_bf16 = partial(large, torch.bfloat16)
+large_model = partial(large, torch.bfloat16, averaged_model=True)
 
 TIMES: Final = [
     both("m(x), empty forward", "m(x)", empty, 0.60, "m.forward(x)", cold=None),
@@ -373,14 +382,8 @@ TIMES: Final = [
     both("m(x), full backward hook", "m(x)", hooked("register_full_backward_hook")),
     both("m(x), full backward pre-hook", "m(x)", hooked("register_full_backward_pre_hook")),
     both("m(x) that raises, always_call", FAIL, hooked(HOOK, error=ValueError, always_call=True)),
-    both(
-        "state_dict() of one module, hook",
-        "m.state_dict()",
-        hooked("register_state_dict_post_hook"),
-    ),
-    both(
-        "load_state_dict() of one module, hook", LOAD, hooked("register_load_state_dict_post_hook")
-    ),
+    both("state_dict() of one module, hook", "m.state_dict()", hooked(SAVE_HOOK)),
+    both("load_state_dict() of one module, hook", LOAD, hooked(LOAD_HOOK)),
     both("torch.fx.symbolic_trace()", "torch.fx.symbolic_trace(m)", tree),
     both("torch.export.export()", "torch.export.export(m, (x,))", tree),
     both("dynamo trace", TRACE, tree),
@@ -394,32 +397,14 @@ TIMES: Final = [
 OPERATIONS: Final = [
     *TIMES,
     Row("load_state_dict(), 6,000 / 3,000 siblings, both modkit", 2.3, sizes_of_siblings),
-    against(
-        "load_state_dict(assign=True) / copying, both modkit",
-        *(1.0, LOAD, "m.load_state_dict(state, assign=True)", partial(network, modkit.nn)),
-    ),
-    against("EMA.update(), 1,000 tiny tensors / 0.5 ms", 1.0, 5e-4, "ema.update()", tiny),
-    against(
-        "EMA.update(), four averages / one, 1,000 tiny tensors",
-        *(1.3, "ema.update()", "other.update()", tiny, 1.3),
-    ),
-    against(
-        "EMA.update(), 124M fp32 / lerp_() of one tensor",
-        *(1.25, FLAT, "ema.update()", partial(large, torch.float32)),
-    ),
-    against(
-        "EMA.update(), 124M bf16 in fp32 / fp32 lerp_() of one tensor",
-        *(1.6, FLAT, "ema.update()", partial(large, torch.bfloat16)),
-    ),
-    against(
-        "AveragedModel(precision='fp32'), 124M bf16 / fp32 lerp_() of one tensor",
-        *(1.6, FLAT, UPDATE, partial(large, torch.bfloat16, "model")),
-    ),
-    against(
-        "EMA(on_nonfinite='skip').update() / without it, 16M elements",
-        *(1.5, "ema.update()", "other.update()", skipping),
-    ),
-    Row("EMA(on_nonfinite='skip'): extra memory / the model", 0.01, bytes_of_skipping, unit="B"),
+    against("load_state_dict(assign=True) / copying, both modkit", 1.0, LOAD, ASSIGN, ours),
+    against("EMA.update(), 1,000 tiny tensors / 0.5 ms", 1.0, 5e-4, EMA, tiny),
+    against("EMA.update(), four averages / one, 1,000 tiny tensors", 1.3, EMA, OTHER, tiny, 1.3),
+    against("EMA.update(), 124M fp32 / flat lerp_()", 1.25, FLAT, EMA, large),
+    against("EMA.update(), 124M bf16 in fp32 / flat fp32 lerp_()", 1.6, FLAT, EMA, large_bf16),
+    against("AveragedModel, 124M bf16 in fp32 / flat fp32 lerp_()", 1.6, FLAT, UPDATE, large_model),
+    against("EMA.update(), on_nonfinite='skip' / 'ignore', 16M", 1.5, EMA, OTHER, skipping),
+    Row("EMA.update(), on_nonfinite='skip': memory / model", 0.01, bytes_of_skipping, unit="B"),
     against("EMA.applied(), 1,000 tensors / 2.5 ms", 1.0, 2.5e-3, "with ema.applied(): pass", tiny),
     Row("load_checkpoint(), verified / torch.load(), 5,460 tensors", 0.35, checkpoint),
     Row("jit.load(), verified, 200 MB", 1.5, partial(archive, reused=False)),
