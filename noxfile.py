@@ -170,12 +170,16 @@ def typing(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Hold the time of modkit against the budgets, show how it grows; then `peers`."""
+    """Compare the time of modkit with torch's and with the budgets; `-- --only WORD` picks rows.
+
+    Without arguments, `peers` follows.
+    """
     install(session, extras="[cli]")
     # Both files go to build/, which git ignores; a second `--json` replaces the first.
     files = ("--json", "build/bench.json", "--markdown", "build/bench.md")
-    session.run("python", "-m", "modkit", "bench", "--check", "--growth", *files, *session.posargs)
-    session.notify("peers", [])
+    session.run("python", "-m", "benchmarks", "--check", *files, *session.posargs)
+    if not session.posargs:
+        session.notify("peers", [])
 
 
 @nox.session(default=False, venv_backend="virtualenv")

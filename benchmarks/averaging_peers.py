@@ -5,8 +5,8 @@
     python -m benchmarks.averaging_peers --seconds 0.2 --divide 8   # check that it runs
 
 All run in this process, interleaved: a round times each contestant once, in random order. A time is the CPU
-time of one thread. With warm caches, an untimed call precedes the timed one; with evicted caches, a buffer of
-64 MB is read and written in between. A ratio is the median over the rounds of modkit's time divided by the
+time of one thread. With warm caches, a sample is a loop of calls; with evicted caches, it is one call after
+64 MB of other data were read and written. A ratio is the median over the rounds of modkit's time divided by the
 peer's. modkit is compared with peers that keep averages of the same dtype, and parameters alone with
 parameters alone. Libraries that cannot be imported are named and left out.
 """
@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import random
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -28,9 +26,7 @@ import torch
 from torch import nn
 
 from benchmarks.averaging_contestants import CASES, OPERATIONS, PARAMETERS_ALONE, Action
-
-
-EVICTING = torch.zeros(16 * 2**20)
+from benchmarks.measure import Code, interleaved
 
 
 class Measured(NamedTuple):
@@ -50,17 +46,6 @@ class Measured(NamedTuple):
         """Return the median and the quartiles as text."""
         low, middle, high = self.quartiles()
         return f"{middle:.3g} ({low:.3g} to {high:.3g})"
-
-
-def milliseconds_of(action: Action, caches: str) -> float:
-    """Return the CPU time of one call, with warm or evicted caches."""
-    if caches == "warm":
-        action()
-    else:
-        EVICTING.add_(1)
-    start = time.thread_time()
-    action()
-    return 1e3 * (time.thread_time() - start)
 
 
 def actions_of(
@@ -87,20 +72,14 @@ def actions_of(
 def measure(case: str, dtype: torch.dtype, options: argparse.Namespace) -> Iterator[Measured]:
     """Time both operations of all contestants, for a model, with averages in the dtype."""
     model = CASES[case](options.divide)
-    # In a fixed order each would find the caches as the same other one has left them.
-    order = random.Random(0)  # noqa: S311 - no secret
+    label = f"{case}, averages in {str(dtype).removeprefix('torch.')}"
     for operation in OPERATIONS:
         actions = actions_of(operation, model, dtype, options.unavailable)
-        names = list(actions)
+        arms = {name: Code("action()", {"action": action}) for name, action in actions.items()}
         for caches in ("warm", "evicted"):
-            times: dict[str, list[float]] = {name: [] for name in names}
-            deadline = time.thread_time() + options.seconds
-            while len(times[names[0]]) < 3 or time.thread_time() < deadline:
-                order.shuffle(names)
-                for name in names:
-                    times[name].append(milliseconds_of(actions[name], caches))
-            label = f"{case}, averages in {str(dtype).removeprefix('torch.')}"
-            yield from (Measured(label, operation, caches, name, times[name]) for name in times)
+            found = interleaved(arms, options.seconds, cold=caches == "evicted")
+            for name, times in found.items():
+                yield Measured(label, operation, caches, name, [1e3 * time for time in times])
 
 
 def ratios(found: list[Measured]) -> list[tuple[float, Measured, Measured]]:

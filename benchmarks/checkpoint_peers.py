@@ -12,9 +12,7 @@ when they are used: of torch, that is later; modkit verifies their checksums at 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
-import random
 import statistics
 import sys
 import tempfile
@@ -30,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import modkit
+from benchmarks.measure import Code, interleaved
 from modkit import jit
 
 
@@ -95,28 +94,15 @@ def script_case(name: str, folder: Path, divide: int) -> list[Case]:
     return [Case(f"read {name}", readers, "torch.jit.load")]
 
 
-def milliseconds_of(call: Callable[[], object]) -> float:
-    """Return the time of one call; what it returns is freed outside of it."""
-    gc.collect()
-    start = time.perf_counter()
-    found = call()
-    taken = 1e3 * (time.perf_counter() - start)
-    del found
-    return taken
-
-
 def measure(case: Case, seconds: float) -> list[tuple[str, list[float], float]]:
     """Return the name, the times and the ratio of each contestant."""
-    # In a fixed order each would find the caches as the same other one has left them.
-    order, names = random.Random(0), list(case.contestants)  # noqa: S311 - no secret
-    for call in case.contestants.values():
-        call()
-    times: dict[str, list[float]] = {name: [] for name in names}
-    deadline = time.monotonic() + seconds
-    while len(times[names[0]]) < 5 or time.monotonic() < deadline:
-        order.shuffle(names)
-        for name in names:
-            times[name].append(milliseconds_of(case.contestants[name]))
+    # What a call returns is freed after its time was taken.
+    arms = {
+        name: Code("found = call()", {"call": call}, time.perf_counter)
+        for name, call in case.contestants.items()
+    }
+    found = interleaved(arms, seconds).items()
+    times = {name: [1e3 * time for time in values] for name, values in found}
     pairs = {name: zip(found, times[case.reference], strict=True) for name, found in times.items()}
     return [(n, times[n], statistics.median(a / b for a, b in pairs[n])) for n in case.contestants]
 

@@ -1,8 +1,8 @@
 """Measure how long dynamo takes to compile a network of modkit relative to one of torch.
 
-    python benchmarks/compile_time.py                 # print times and ratio
-    python benchmarks/compile_time.py --blocks 20     # a smaller network
-    python benchmarks/compile_time.py --profile       # print where the time goes, for both
+    python -m benchmarks.compile_time                 # print times and ratio
+    python -m benchmarks.compile_time --blocks 20     # a smaller network
+    python -m benchmarks.compile_time --profile       # print where the time goes, for both
 
 A network is a row of residual blocks of Linear, LayerNorm and ReLU. It is compiled for the backend
 "eager", so what is timed is the capture of the graph and the guards, which is all that depends on how
@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import gc
 import pstats
 import statistics
 import sys
-import time
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
 import modkit.nn
+from benchmarks.measure import Code, interleaved, quiet
 
 
 if TYPE_CHECKING:
@@ -59,19 +58,11 @@ def first_call(net: torch.nn.Module) -> Callable[[], None]:
     """Return what compiles a network by calling it for the first time."""
 
     def run() -> None:
-        torch._dynamo.reset()  # noqa: TID251
+        torch.compiler.reset()
         compiled = torch.compile(net, backend="eager", fullgraph=True)
         compiled(torch.ones(1, WIDTH))
 
     return run
-
-
-def seconds(run: Callable[[], None]) -> float:
-    """Time one call."""
-    gc.collect()
-    start = time.thread_time()
-    run()
-    return time.thread_time() - start
 
 
 def profile(run: Callable[[], None], title: str) -> None:
@@ -100,19 +91,15 @@ def main() -> int:
         profile(base, "torch")
         profile(other, "modkit")
         return 0
-    gc.disable()
-    base_times, other_times, ratios = [], [], []
-    for turn in range(options.rounds):
-        order = (base, other) if turn % 2 else (other, base)
-        times = {run: seconds(run) for run in order}
-        base_times.append(times[base])
-        other_times.append(times[other])
-        ratios.append(times[other] / times[base])
+    arms = {name: Code("run()", {"run": run}) for name, run in (("torch", base), ("modkit", other))}
+    with quiet():
+        times = interleaved(arms, 0, rounds=(options.rounds, options.rounds))
+    ratios = [ours / theirs for ours, theirs in zip(times["modkit"], times["torch"], strict=True)]
     low, ratio, high = statistics.quantiles(ratios, n=4)
     verdict = "met" if ratio <= BUDGET else "missed"
     print(f"{options.blocks} blocks, torch {torch.__version__}, {options.rounds} rounds")
-    print(f"torch   {statistics.median(base_times):.3f} s")
-    print(f"modkit  {statistics.median(other_times):.3f} s")
+    print(f"torch   {statistics.median(times['torch']):.3f} s")
+    print(f"modkit  {statistics.median(times['modkit']):.3f} s")
     print(f"ratio   {ratio:.3f} ({low:.3f}-{high:.3f}), budget {BUDGET:.2f}: {verdict}")
     return int(options.check and verdict == "missed")
 

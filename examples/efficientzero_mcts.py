@@ -6,6 +6,7 @@
 The model is told nothing but the squares, the moves and who won. It searches in its own latent states:
 only the root of a search is a real position, and there is no copy of the rules below it. ``modkit.EMA``
 is the target network: its weights play all games, and are what latent states are compared with.
+All games are played within ``modkit.fast_inference``.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -316,7 +318,7 @@ def loss_of(
 def playing(model: EfficientZeroModel, ema: Average) -> Iterator[None]:
     """Let the averaged model play, without gradients."""
     model.eval()
-    with ema.applied(), torch.inference_mode():
+    with ema.applied(), modkit.fast_inference(model), torch.inference_mode():
         yield
 
 
@@ -418,25 +420,21 @@ def speeds(model: nn.Module, simulations: int, rounds: int) -> dict[str, tuple[f
 
     A node is one call of ``recurrent_inference`` at batch 1, with the work of the tree around it.
     """
-    twin = on_torch(model).eval()
-    model.eval()
-
-    def searching(player: torch.nn.Module) -> Callable[[], object]:
-        return lambda: search(player, [Board()], simulations)
-
-    times: dict[str, list[float]] = {"torch.nn": [], "modkit.nn": []}
+    fast = copy.deepcopy(model)
+    players = {"torch.nn": on_torch(model), "modkit.nn": model, "modkit.nn, fast_inference": fast}
+    for player in players.values():
+        player.eval()
+    times: dict[str, list[float]] = {name: [] for name in players}
     gc.collect()
-    with torch.inference_mode():
-        for player in (twin, model):
-            seconds_of(searching(player))
-        for _ in range(rounds):
-            times["torch.nn"].append(seconds_of(searching(twin)))
-            times["modkit.nn"].append(seconds_of(searching(model)))
-    base = times["torch.nn"]
+    with modkit.fast_inference(fast), torch.inference_mode():
+        for _ in range(1 + rounds):  # the first round is to warm up
+            for name, player in players.items():
+                times[name].append(seconds_of(partial(search, player, [Board()], simulations)))
+    base = times["torch.nn"][1:]
     return {
         name: (
-            simulations / statistics.median(found),
-            statistics.median(one / other for one, other in zip(base, found, strict=True)),
+            simulations / statistics.median(found[1:]),
+            statistics.median(one / other for one, other in zip(base, found[1:], strict=True)),
         )
         for name, found in times.items()
     }

@@ -55,7 +55,7 @@ def test_quick_run():
     assert done.stderr == ""
     assert "Against random moves" in done.stdout
     assert re.search(r"trained\W+4 ", done.stdout)
-    assert len(re.findall(r"torch.nn|modkit.nn", done.stdout)) == 2
+    assert 3 == len(re.findall(r"torch\.nn|modkit\.nn", done.stdout))
 
 
 def test_wrong_usage():
@@ -177,3 +177,25 @@ def test_twin_on_torch(demo, model):
     assert torch.equal(actual.latent_state, expected.latent_state)
     assert {type(m).__call__ for m in twin.modules()} == {torch.nn.Module.__call__}
     assert type(model).__call__ is not torch.nn.Module.__call__
+
+
+def test_fast_inference_searches_alike(demo, model):
+    """Inside the scope of self-play, a search visits what it visits outside, bit by bit."""
+    ema = modkit.EMA(model, decay=0.9)
+    ema.update()
+    with torch.inference_mode():
+        (plain,) = demo.search(model, [demo.Board()], 20)
+    with demo.playing(model, ema):
+        (fast,) = demo.search(model, [demo.Board()], 20)
+
+    assert demo.visits(plain) == demo.visits(fast)
+    assert plain.total == fast.total
+
+
+def test_speeds(demo, model):
+    """All three ways are timed as often, and torch is as fast as itself."""
+    found = demo.speeds(model, 2, 2)
+
+    assert ["torch.nn", "modkit.nn", "modkit.nn, fast_inference"] == list(found)
+    assert 1 == found["torch.nn"][1]
+    assert all(nodes > 0 and times > 0 for nodes, times in found.values())

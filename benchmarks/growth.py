@@ -1,0 +1,95 @@
+"""How the time of an operation grows with the number of modules, up to 40,000.
+
+The parameters of the trees are on the meta device: what is timed is the walk over the modules.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+
+import modkit.nn
+from benchmarks.measure import Code, Found, interleaved
+from benchmarks.rows import user_model
+
+
+SIZES: Final = (100, 1_000, 10_000, 40_000)
+PATIENCE: Final = 5.0  # Torch is not measured where one run would take more seconds.
+NESTING: Final = 900  # Near the depth that Python's limit of recursion allows torch.
+
+
+def wide(nn: Any, count: int) -> Any:
+    """Make about that many modules: layers in one flat list."""
+    return nn.ModuleList(nn.Linear(1, 1, device="meta") for _ in range(count - 2))
+
+
+def deep(nn: Any, count: int) -> Any:
+    """Make about that many modules: a list of chains of blocks, each in the one before."""
+    chains: list[Any] = []
+    while count > 2:
+        depth = min(NESTING, math.ceil(count / 2))
+        chain = nn.Linear(1, 1, device="meta")
+        for _ in range(depth - 1):
+            chain = nn.Sequential(nn.Linear(1, 1, device="meta"), chain)
+        chains.append(chain)
+        count -= 2 * depth
+    return nn.ModuleList(chains)
+
+
+TREES: Final[dict[str, Callable[[ModuleType, int], Any]]] = {"wide": wide, "deep": deep}
+OPERATIONS: Final = {
+    "load_state_dict()": "m.load_state_dict(state)",
+    "state_dict()": "m.state_dict()",
+    "modules()": "for _ in m.modules(): pass",
+    "named_parameters()": "for _ in m.named_parameters(): pass",
+    "half(), float()": "m.half(); m.float()",
+    'to("meta", float64), and back': 'm.to("meta", float64); m.to("meta", float32)',
+    "train()": "m.train()",
+}
+
+
+def exponent(sizes: list[int], times: list[float]) -> float | None:
+    """Return the slope of the line through the logarithms: 1 is linear, 2 quadratic."""
+    if len(times) < 2:
+        return None
+    logarithms = [[math.log(value) for value in values] for values in (sizes[: len(times)], times)]
+    return round(statistics.linear_regression(*logarithms).slope, 3)
+
+
+def too_long(sizes: list[int], times: list[float], size: int) -> bool:
+    """Return True if the times at smaller sizes predict too long a time for this one."""
+    if not sizes or len(times) < len(sizes):
+        return bool(sizes)
+    return times[-1] * math.pow(size / sizes[-1], exponent(sizes, times) or 2.0) > PATIENCE
+
+
+def measure_growth(sizes: tuple[int, ...]) -> Iterator[Found]:
+    """Time all operations on trees of all sizes."""
+    for tree, make in TREES.items():
+        found: dict[str, Found] = {
+            name: {"operation": name, "tree": tree, "sizes": [], "modkit": [], "torch": []}
+            for name in OPERATIONS
+        }
+        for size in sizes:
+            models = {
+                n: user_model(nn, make(nn, size))
+                for n, nn in (("modkit", modkit.nn), ("torch", torch.nn))
+            }
+            names = {n: {"m": m, "state": m.state_dict(), **vars(torch)} for n, m in models.items()}
+            count = len(list(models["torch"].modules()))
+            for operation, series in found.items():
+                skipped = too_long(series["sizes"], series["torch"], count)
+                arms = {
+                    n: Code(OPERATIONS[operation], names[n])
+                    for n in names
+                    if n == "modkit" or not skipped
+                }
+                for name, times in interleaved(arms, 0, rounds=(3, 3)).items():
+                    series[name].append(statistics.median(times))
+                series["sizes"].append(count)
+        for series in found.values():
+            exponents = {f"{n}_exponent": exponent(series["sizes"], series[n]) for n in models}
+            yield {**series, **exponents}

@@ -1,0 +1,414 @@
+"""One row for each operation that has a budget, and for each that is slower than in torch."""
+
+import copy
+import ctypes
+import importlib
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from torch.profiler import profile
+
+import modkit
+from benchmarks.averaging_contestants import gpt2
+from benchmarks.measure import NOT_SLOWER, Arms, Code, Row
+
+
+Names = dict[str, Any]
+Make = Callable[[ModuleType], Names]
+NAMESPACES: Final = {"torch": torch.nn, "modkit": modkit.nn}
+
+
+def both(
+    name: str,
+    statement: str,
+    make: Make,
+    budget: float = NOT_SLOWER,
+    limit: str = "",
+    cold: float | bool | None = False,
+) -> Row:
+    """Compare a statement on torch and on modkit; ``limit`` is the same written by hand."""
+
+    def arms(_: ExitStack) -> Arms:
+        made = {library: Code(statement, make(nn)) for library, nn in NAMESPACES.items()}
+        return {**made, **({"limit": Code(limit, make(torch.nn))} if limit else {})}
+
+    return Row(name, budget, arms, cold)
+
+
+def against(
+    name: str, budget: float, base: str | float, statement: str, make: Any, cold: Any = False
+) -> Row:
+    """Compare a statement with another one that uses the same names, or with a time in seconds."""
+
+    def arms(_: ExitStack) -> Arms:
+        names = make()
+        other = Code(base, names) if isinstance(base, str) else lambda number: base * number
+        return {"base": other, "modkit": Code(statement, names)}
+
+    return Row(name, budget, arms, cold)
+
+
+def sibling(nn: ModuleType, dotted: str) -> Any:
+    """Import a module of the same library."""
+    return importlib.import_module(f"{nn.__name__.partition('.')[0]}.{dotted}")
+
+
+def module(nn: Any, forward: Callable[..., Any], **members: Any) -> Any:
+    """Define a user's class with this forward, and make a module of it with these members."""
+    made = type("Net", (nn.Module,), {"forward": forward})()
+    for name, value in members.items():
+        setattr(made, name, value)
+    return made
+
+
+def user_model(nn: Any, body: object) -> Any:
+    """Put layers below a user's class: of all modules, only that one is modkit's."""
+    return module(nn, lambda m, x: x, body=body)
+
+
+def network(nn: Any) -> Names:
+    """Make a nested network of 497 modules that hold 770 tensors."""
+
+    def block() -> object:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
+
+    model = user_model(nn, nn.Sequential(*(nn.Sequential(block(), block()) for _ in range(55))))
+    state = model.state_dict()
+    dicts = [vars(module) for module in model.modules()]
+    copies = [tensor.clone() for tensor in state.values()]
+    return {"m": model, "state": state, "dicts": dicts, "copies": copies, "torch": torch}
+
+
+def two_layers(nn: Any) -> Names:
+    """Make a model that is so small that the fixed cost of an operation counts."""
+    model = module(nn, lambda m, x: x, first=nn.Linear(2, 2), second=nn.Linear(2, 2))
+    return {"m": model, "state": model.state_dict()}
+
+
+def siblings(nn: Any, count: int = 3000) -> Names:
+    """Make a flat list of layers, as in a mixture of experts or an ensemble."""
+    model = user_model(nn, nn.ModuleList(nn.Linear(1, 1) for _ in range(count)))
+    return {"m": model, "state": model.state_dict()}
+
+
+@cache
+def block_class(nn: Any) -> Any:
+    """Define a user's module with two layers, at module level, so that it can be pickled."""
+
+    class Block(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.blocks = nn.ModuleList()
+            self.scale = nn.Parameter(torch.ones(8))
+            self.register_buffer("offset", torch.zeros(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            out: torch.Tensor = self.second(self.first(x).relu()) * self.scale + self.offset
+            return out
+
+    Block.__name__ = Block.__qualname__ = f"Block_{nn.__name__.partition('.')[0]}"
+    globals()[Block.__name__] = Block
+    return Block
+
+
+def tree(nn: Any) -> Names:
+    """Make twenty blocks below another block, and something of each kind to register in it."""
+    block = block_class(nn)
+    model = block()
+    model.blocks.extend(block() for _ in range(20))
+    new = {"parameter": nn.Parameter(torch.ones(8)), "tensor": torch.ones(8), "child": nn.ReLU()}
+    modules = {"copy": copy, "pickle": pickle, "torch": torch, "Module": nn.Module, "Block": block}
+    return {"m": model, "x": torch.ones(1, 8), "data": pickle.dumps(model), **new, **modules}
+
+
+def compiled(nn: ModuleType) -> Names:
+    """Make a compiled network: what a call of it costs is mostly dynamo's guards."""
+    names = tree(nn)
+    names["m"] = torch.compile(names["m"], backend="eager", fullgraph=True)
+    names["m"](names["x"])
+    return names
+
+
+def empty(nn: Any, error: type[Exception] | None = None) -> Names:
+    """Make a module whose forward does nothing, or raises."""
+
+    def fail(m: object, x: object) -> None:
+        raise error or AssertionError
+
+    made = module(nn, (lambda m, x: x) if error is None else fail)
+    return {"m": made, "x": torch.ones(1, requires_grad=True), "state": {}}
+
+
+def hooked(register: str, count: int = 1, error: Any = None, **options: bool) -> Make:
+    """Make empty modules with that many hooks that change nothing."""
+
+    def make(nn: ModuleType) -> Names:
+        names = empty(nn, error)
+        for _ in range(count):
+            getattr(names["m"], register)(lambda *args, **kwargs: None, **options)
+        return names
+
+    return make
+
+
+def scripted(nn: ModuleType, *, method: bool = False) -> Names:
+    """Compile a module whose forward does nothing, or define a class with a script method."""
+    jit = sibling(nn, "jit")
+
+    class Empty(jit.ScriptModule):  # type: ignore[misc, name-defined]
+        @jit.script_method  # type: ignore[untyped-decorator]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    module = Empty() if method else jit.script(nn.Identity())
+    for _ in range(5):  # The executor optimizes in the first calls.
+        module(torch.zeros(1))
+    return {"m": module, "x": torch.zeros(1)}
+
+
+def scripted_tree(nn: Any) -> Names:
+    """Compile a small tree."""
+    pairs = (nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(4))
+    return {"m": sibling(nn, "jit").script(nn.Sequential(*pairs))}
+
+
+def own_bytes(kind: type[object], number: int = 1) -> int:
+    """Return the size of an object of the class, its ``__dict__``, and what only it refers to."""
+    # How Python lays out a ``__dict__`` depends on the objects of the class that came before.
+    *_, twin, subject = (kind() for _ in range(10))
+    shared = {id(value) for value in vars(twin).values()}
+    own = {id(value): value for value in vars(subject).values() if id(value) not in shared}
+    return number * sum(map(sys.getsizeof, [subject, vars(subject), *own.values()]))
+
+
+def bytes_of_a_module(_: ExitStack) -> Arms:
+    """Measure an empty module of a class that adds nothing and has no history."""
+    kinds = {library: type("Empty", (nn.Module,), {}) for library, nn in NAMESPACES.items()}
+    return {library: partial(own_bytes, kind) for library, kind in kinds.items()}
+
+
+def imports(_: ExitStack) -> Arms:
+    """Time the import after that of torch, each in a new process."""
+    code = (
+        "import time, torch; t = time.thread_time(); import modkit; print(time.thread_time() - t)"
+    )
+    run = partial(subprocess.check_output, [sys.executable, "-c", code], text=True)
+    return {"limit": lambda n: 0.06 * n, "modkit": lambda n: sum(float(run()) for _ in range(n))}
+
+
+def averaged(model: Any, library: Any, **options: Any) -> Any:
+    """Return an average that has copied the model, so that the next update averages."""
+    rule = library.get_ema_multi_avg_fn(0.99)
+    average = library.AveragedModel(model, multi_avg_fn=rule, **options)
+    for _ in range(3):
+        average.update_parameters(model)
+    return average
+
+
+def small_tensors(nn: Any) -> Names:
+    """Average 512 parameters of at most 16 elements, and the buffers of 64 BatchNorms."""
+    pairs = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(64))
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(192)), *pairs)
+    library = sibling(nn, "optim.swa_utils")
+    tensors = {"new": [torch.zeros(16)] * 512, "old": [torch.zeros(16) for _ in range(512)]}
+    average = averaged(model, library)
+    return {"m": model, "library": library, "average": average, "torch": torch, **tensors}
+
+
+def parameters(shapes: list[tuple[int, ...]]) -> Any:
+    """Make a model that is nothing but parameters."""
+    return torch.nn.ParameterList(torch.zeros(shape) for shape in shapes)
+
+
+def emas(model: Any, **options: Any) -> Names:
+    """Return an ``EMA`` that has begun, and a second one with these options."""
+    names = {"ema": modkit.EMA(model), "other": modkit.EMA(model, **options)}
+    for ema in [*names.values()] * 3:
+        ema.update()
+    return names
+
+
+def tiny() -> Names:
+    """Average 1,000 parameters of 16 elements, once and with four decays."""
+    return emas(parameters([(4, 4)] * 1000), decay=[0.9, 0.99, 0.999, 0.9999])
+
+
+def skipping() -> Names:
+    """Average 16M elements, with and without a test for values that are not finite."""
+    return emas(parameters([(1000, 1000)] * 16), on_nonfinite="skip")
+
+
+def large(dtype: torch.dtype = torch.float32, *, averaged_model: bool = False) -> Names:
+    """Average GPT-2 small in float32, beside one flat tensor."""
+    model = gpt2(1, dtype)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    flat = {"flat": torch.zeros(size), "average_of_flat": torch.zeros(size)}
+    if not averaged_model:
+        return {"ema": emas(model)["ema"], **flat}
+    average = averaged(model, sibling(modkit.nn, "optim.swa_utils"), precision="fp32")
+    return {"m": model, "average": average, **flat}
+
+
+def bytes_of_skipping(_: ExitStack) -> Arms:
+    """Add up what the operations of one update allocate, relative to the size of the model."""
+    ema = skipping()["other"]
+
+    def run(number: int) -> float:
+        with profile(profile_memory=True) as found:
+            ema.update()
+        return number * float(sum(max(0, e.self_cpu_memory_usage) for e in found.key_averages()))
+
+    return {"model": lambda number: number * 64e6, "modkit": run}
+
+
+def checkpoint(stack: ExitStack) -> Arms:
+    """Time the readers of 5,460 tensors by the clock: modkit verifies in threads."""
+    path = Path(stack.enter_context(TemporaryDirectory())) / "checkpoint.pt"
+    torch.save({f"layers.{i}.weight": torch.zeros(8, 8) for i in range(5460)}, path)
+    names = {"path": path, "torch": torch.load, "modkit": modkit.load_checkpoint}
+    return {n: Code(f"read = {n}(path)", names, time.perf_counter) for n in ("torch", "modkit")}
+
+
+def archive(stack: ExitStack, share: float = 1.0, *, reused: bool) -> Arms:
+    """Time the readers of a compiled model of 200 MB, in fresh or in reused memory."""
+    path = Path(stack.enter_context(TemporaryDirectory())) / "archive.pt"
+    linears = (torch.nn.Linear(1024, int(1024 * share)) for _ in range(50))
+    torch.jit.save(torch.jit.script(torch.nn.Sequential(*linears)), path)
+    give_back = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
+    pins: list[object] = []
+    for _ in range(3 * reused):
+        loaded = torch.jit.load(path)
+        # Stands behind the model in the heap: what the model frees stays with the process.
+        pins.append((torch.zeros(900_000), loaded)[0])
+
+    def timed(load: Any, number: int) -> float:
+        seconds = 0.0
+        for _ in range(number):
+            if not pins:
+                give_back(0)
+            start = time.perf_counter()
+            read = load(path)
+            seconds += time.perf_counter() - start
+            del read
+        return seconds
+
+    return {name: partial(timed, sibling(nn, "jit").load) for name, nn in NAMESPACES.items()}
+
+
+def sizes_of_siblings(_: ExitStack) -> Arms:
+    """Load twice as many siblings."""
+    return {f"{n}": Code(LOAD, siblings(modkit.nn, n)) for n in (3000, 6000)}
+
+
+LOAD: Final = "m.load_state_dict(state)"
+UPDATE: Final = "average.update_parameters(m)"
+FLAT: Final = "average_of_flat.lerp_(flat, 0.01)"
+EMA: Final = "ema.update()"
+OTHER: Final = "other.update()"
+ASSIGN: Final = "m.load_state_dict(state, assign=True)"
+SMALL: Final = "512 small tensors with BatchNorm"
+MODE: Final = "for d in dicts: d['training'] = True"
+COPY: Final = "torch._foreach_copy_([*state.values()], copies)"
+LERP: Final = "torch._foreach_lerp_(old, new, 0.01)"
+HOOK: Final = "register_forward_hook"
+PRE_HOOK: Final = "register_forward_pre_hook"
+SAVE_HOOK: Final = "register_state_dict_post_hook"
+LOAD_HOOK: Final = "register_load_state_dict_post_hook"
+FAIL: Final = "try: m(x)\nexcept ValueError: pass"
+TRACE: Final = "torch.compiler.reset(); torch.compile(m, backend='eager', fullgraph=True)(x)"
+
+ours = partial(network, modkit.nn)
+large_bf16 = partial(large, torch.bfloat16)
+large_model = partial(large, torch.bfloat16, averaged_model=True)
+
+TIMES: Final = [
+    both("m(x), empty forward", "m(x)", empty, 0.60, "m.forward(x)", cold=None),
+    both("m(x), one forward hook", "m(x)", hooked(HOOK), 0.70, cold=None),
+    both("m.flag = 1", "m.flag = 1", empty, 0.45, "m.__dict__['flag'] = 1"),
+    both("Module()", "Module()", tree, 0.50, cold=None),
+    both("parameters()", "for _ in m.parameters(): pass", network, 0.50, cold=None),
+    both("modules()", "for _ in m.modules(): pass", network, 0.50, cold=None),
+    both("named_parameters()", "for _ in m.named_parameters(): pass", network, 0.70, cold=None),
+    both("state_dict()", "m.state_dict()", network, 0.90, cold=None),
+    both("load_state_dict(), 770 tensors", LOAD, network, 0.20, COPY, cold=None),
+    both("load_state_dict(), 3,000 siblings", LOAD, siblings, 0.03),
+    both("train()", "m.train()", network, 0.30, MODE, cold=None),
+    both("eval()", "m.eval()", network, 0.30, MODE, cold=None),
+    both("float(), nothing to do", "m.float()", network, 0.30, cold=None),
+    both("to(dtype), nothing to do", "m.to(torch.float32)", network, 0.30, cold=None),
+    both("zero_grad()", "m.zero_grad()", network, 0.55, cold=None),
+    both(f"AveragedModel.update_parameters(), {SMALL}", UPDATE, small_tensors, 0.12, LERP, 0.25),
+    both(f"AveragedModel(model), {SMALL}", "library.AveragedModel(m)", small_tensors),
+    both("parameters(), two layers", "for _ in m.parameters(): pass", two_layers),
+    both("state_dict(), two layers", "m.state_dict()", two_layers),
+    both("load_state_dict(), two layers", LOAD, two_layers),
+    both("train(), two layers", "m.train()", two_layers),
+    both("zero_grad(), two layers", "m.zero_grad()", two_layers),
+    both("register_parameter()", "m.register_parameter('scale', parameter)", tree),
+    both("register_buffer()", "m.register_buffer('offset', tensor)", tree),
+    both("add_module()", "m.add_module('first', child)", tree),
+    both("m.scale = Parameter", "m.scale = parameter", tree),
+    both("m.scale = None", "m.scale = None", tree),
+    both("m.offset = tensor", "m.offset = tensor", tree),
+    both("m.first = Module", "m.first = child", tree),
+    both("m.new = Parameter; del m.new", "m.new = parameter; del m.new", tree),
+    both("user block with two layers()", "Block()", tree),
+    both("class definition", "class Net(Module): pass", tree),
+    both("get_submodule()", "m.get_submodule('blocks.7.first')", tree),
+    both("copy.copy()", "copy.copy(m)", tree),
+    both("copy.deepcopy(), 84 modules", "copy.deepcopy(m)", tree),
+    both("pickle.dumps(), 84 modules", "pickle.dumps(m)", tree),
+    both("pickle.loads(), 84 modules", "pickle.loads(data)", tree),
+    both("repr(), 84 modules", "repr(m)", tree),
+    both("apply(), 84 modules", "m.apply(id)", tree),
+    both("forward of a tree, 84 modules", "m(x)", tree, cold=None),
+    both("m(x), forward pre-hook", "m(x)", hooked(PRE_HOOK)),
+    both("m(x), pre-hook with kwargs", "m(x)", hooked(PRE_HOOK, with_kwargs=True)),
+    both("m(x), hook with kwargs", "m(x)", hooked(HOOK, with_kwargs=True)),
+    both("m(x), ten forward hooks", "m(x)", hooked(HOOK, 10)),
+    both("m(x), full backward hook", "m(x)", hooked("register_full_backward_hook")),
+    both("m(x), full backward pre-hook", "m(x)", hooked("register_full_backward_pre_hook")),
+    both("m(x) that raises, always_call", FAIL, hooked(HOOK, error=ValueError, always_call=True)),
+    both("state_dict() of one module, hook", "m.state_dict()", hooked(SAVE_HOOK)),
+    both("load_state_dict() of one module, hook", LOAD, hooked(LOAD_HOOK)),
+    both("torch.fx.symbolic_trace()", "torch.fx.symbolic_trace(m)", tree),
+    both("torch.export.export()", "torch.export.export(m, (x,))", tree),
+    both("dynamo trace", TRACE, tree),
+    both("call of a compiled network", "m(x)", compiled),
+    both("m(x), scripted, empty forward", "m(x)", scripted),
+    both("m(x), class with a script method", "m(x)", partial(scripted, method=True), 0.80),
+    both("state_dict(), scripted tree", "m.state_dict()", scripted_tree),
+    both("parameters(), scripted tree", "for _ in m.parameters(): pass", scripted_tree),
+    both("children(), scripted tree", "for _ in m.children(): pass", scripted_tree),
+]
+OPERATIONS: Final = [
+    *TIMES,
+    Row("load_state_dict(), 6,000 / 3,000 siblings, both modkit", 2.3, sizes_of_siblings),
+    against("load_state_dict(assign=True) / copying, both modkit", 1.0, LOAD, ASSIGN, ours),
+    against("EMA.update(), 1,000 tiny tensors / 0.5 ms", 1.0, 5e-4, EMA, tiny),
+    against("EMA.update(), four averages / one, 1,000 tiny tensors", 1.3, EMA, OTHER, tiny, 1.3),
+    against("EMA.update(), 124M fp32 / flat lerp_()", 1.25, FLAT, EMA, large),
+    against("EMA.update(), 124M bf16 in fp32 / flat fp32 lerp_()", 1.6, FLAT, EMA, large_bf16),
+    against("AveragedModel, 124M bf16 in fp32 / flat fp32 lerp_()", 1.6, FLAT, UPDATE, large_model),
+    against("EMA.update(), on_nonfinite='skip' / 'ignore', 16M", 1.5, EMA, OTHER, skipping),
+    Row("EMA.update(), on_nonfinite='skip': memory / model", 0.01, bytes_of_skipping, unit="B"),
+    against("EMA.applied(), 1,000 tensors / 2.5 ms", 1.0, 2.5e-3, "with ema.applied(): pass", tiny),
+    Row("load_checkpoint(), verified / torch.load(), 5,460 tensors", 0.35, checkpoint),
+    Row("jit.load(), verified, 200 MB", 1.5, partial(archive, reused=False)),
+    Row("jit.load(), 200 MB in reused memory", None, partial(archive, reused=True)),
+    Row("import modkit after torch / 60 ms", 1.0, imports),
+    Row("bytes of an empty Module()", 1.05, bytes_of_a_module, unit="B"),
+]

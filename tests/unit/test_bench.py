@@ -1,0 +1,316 @@
+"""The harness of the benchmarks. No test asserts how long something takes."""
+
+import gc
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import click.testing
+import pytest
+import torch
+
+import modkit.nn
+from benchmarks import __main__ as command, growth, measure, report, rows, workloads
+
+
+def planted(name, budget, **options):
+    """Make a row that takes next to no time, and always twice as long as its base."""
+    arms = {"torch": lambda n: 1e-2 * n, "modkit": lambda n: 2e-2 * n, "limit": lambda n: 5e-3 * n}
+    return measure.Row(name, budget, lambda _: {**arms, "torch.compile": "SomeError"}, **options)
+
+
+ROWS = [planted("easy", 3.0, cold=4.0), planted("impossible", 1.9)]
+MODELS = [planted("model", None, table="inference")]
+
+
+@pytest.fixture
+def _planted(monkeypatch):
+    """Have three rows: one whose budget every run meets, and two that every run misses."""
+    monkeypatch.setattr(rows, "OPERATIONS", ROWS)
+    monkeypatch.setattr(workloads, "rows", lambda *, with_compile: MODELS)
+    monkeypatch.setattr(growth, "SIZES", (10, 20))
+
+
+@pytest.fixture
+def _shortest(monkeypatch):
+    """Have samples and models as small as possible."""
+    monkeypatch.setattr(measure, "SAMPLE_SECONDS", 1e-6)
+    parameters, gpt2 = rows.parameters, rows.gpt2
+    monkeypatch.setattr(rows, "parameters", lambda _: parameters([(3,)] * 2))
+    monkeypatch.setattr(rows, "gpt2", lambda _, dtype: gpt2(96, dtype))
+
+
+def bench(*arguments):
+    """Run the benchmark as shortly as possible."""
+    return click.testing.CliRunner().invoke(command.main, ["--seconds", "0.001", *arguments])
+
+
+@pytest.mark.usefixtures("_planted")
+def test_a_table_has_a_line_for_each_row():
+    """Each row is printed with its budget and verdict, those with evicted caches too."""
+    found = bench("--no-growth")
+
+    assert found.exit_code == 0
+    assert "2 of 4 budgets met, 0 within noise, 2 missed" in found.output
+    assert "| `easy` | 10 ms | 2.00 (2.00 to 2.00) | 3.00 | met | 0.50 |" in found.output
+    assert "| `easy, caches evicted` | 10 ms | 2.00 (2.00 to 2.00) | 4.00 |" in found.output
+    assert "| 2.00 (2.00 to 2.00) | \N{EN DASH} | missed |  |  | SomeError | 0.50 |" in found.output
+    assert f"torch {torch.__version__.partition('+')[0]}" in found.output
+
+
+@pytest.mark.usefixtures("_planted")
+@pytest.mark.parametrize(("only", "status"), [("easy", 0), ("impossible", 1), ("model", 1)])
+def test_check_fails_where_a_budget_is_missed(only, status):
+    """The exit status of ``--check`` is 1 if a budget of the chosen rows is missed."""
+    assert bench("--check", "--only", only).exit_code == status
+    assert bench("--only", only).exit_code == 0
+
+
+@pytest.mark.usefixtures("_planted")
+def test_only_may_be_given_several_times():
+    """A row is measured if its name contains one of the words."""
+    several = bench("--only", "eas", "--only", "imposs").output
+
+    assert "`impossible`" not in bench("--only", "eas").output
+    assert "`easy`" in several
+    assert "`impossible`" in several
+
+
+@pytest.mark.usefixtures("_planted")
+def test_a_word_that_no_row_has_is_an_error_that_lists_the_rows():
+    """Choosing nothing is a usage error, and names what could be chosen."""
+    found = bench("--only", "nonsense")
+
+    assert found.exit_code == 2
+    assert "no row contains 'nonsense'" in found.output
+    assert "impossible" in found.output
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "soon"])
+def test_a_time_that_is_not_positive_is_refused(seconds):
+    """The time for each row must be a positive number."""
+    found = bench("--seconds", seconds)
+
+    assert found.exit_code == 2
+    assert "--seconds" in found.output
+
+
+@pytest.mark.usefixtures("_planted")
+def test_json_has_everything(tmp_path):
+    """The JSON file has the machine, all rows and all series."""
+    path = tmp_path / "new" / "bench.json"
+    found = bench("--growth", "--json", str(path))
+
+    written = json.loads(path.read_text(encoding="utf-8"))
+    names = ["easy", "easy, caches evicted", "impossible", "model"]
+    assert found.exit_code == 0
+    assert {"date", "machine", "rows", "growth"} == set(written)
+    assert names == [each["name"] for each in written["rows"]]
+    for each in written["rows"]:
+        assert 0 < each["low"] <= each["ratio"] <= each["high"]
+        assert each["rounds"] >= measure.MIN_ROUNDS
+        assert {"limit": 0.5, "torch.compile": "SomeError"} == each["others"]
+    assert len(growth.OPERATIONS) * len(growth.TREES) == len(written["growth"])
+    for each in written["growth"]:
+        assert 2 == len(each["sizes"]) == len(each["modkit"]) == len(each["torch"])
+
+
+@pytest.mark.usefixtures("_planted")
+def test_markdown_has_the_tables(tmp_path):
+    """The Markdown file has the heading, both tables of ratios and that of the exponents."""
+    path = tmp_path / "bench.md"
+    bench("--growth", "--markdown", str(path))
+
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert 1 == sum(line.startswith("| `impossible` |") for line in lines)
+    assert 1 == sum(line.startswith("| model | 10 ms |") for line in lines)
+    assert 1 == sum(line.startswith("| `train()` | deep |") for line in lines)
+
+
+def test_the_largest_ratio_comes_first():
+    """A table is sorted by ratio."""
+    table = [{"table": "operations", "ratio": ratio} for ratio in (0.5, 2.0, 1.0)]
+
+    assert [2.0, 1.0, 0.5] == [row["ratio"] for row in report.ordered(table, "operations")]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "budget", "expected"),
+    [
+        (0.4, 0.3, 0.5, "met"),
+        (0.5, 0.4, 0.5, "met"),
+        (0.6, 0.5, 0.5, "within noise"),
+        (0.6, 0.51, 0.5, "missed"),
+        (1.04, 1.0, None, "met"),
+        (1.07, 1.06, None, "missed"),
+    ],
+)
+def test_a_budget_is_missed_by_more_than_the_noise(ratio, low, budget, expected):
+    """A median above the budget counts only if the lower quartile is above it as well."""
+    assert expected == measure.verdict(ratio, low, budget)
+
+
+@pytest.mark.parametrize(("power", "factor"), [(1, 3.0), (2, 0.1), (0.5, 1.0)])
+def test_the_exponent_of_a_power_is_its_power(power, factor):
+    """Times that grow with a power of the size have that power as their exponent."""
+    sizes = [100, 1000, 10_000]
+
+    assert power == pytest.approx(growth.exponent(sizes, [factor * n**power for n in sizes]))
+    assert growth.exponent(sizes, [1.0]) is None
+
+
+def test_torch_is_left_out_where_it_takes_too_long():
+    """A size is left out if the smaller ones predict a longer time than is acceptable."""
+    assert growth.too_long([100, 1000], [0.001, 0.1], 10_000)
+    assert not growth.too_long([100, 1000], [0.01, 0.1], 10_000)
+    assert growth.too_long([100, 1000], [0.01], 10_000)
+    assert not growth.too_long([], [], 100)
+
+
+@pytest.mark.parametrize("nn", [torch.nn, modkit.nn], ids=["torch", "modkit"])
+@pytest.mark.parametrize("tree", list(growth.TREES))
+def test_the_trees_have_about_as_many_modules_as_asked_for(nn, tree):
+    """A tree has as many modules as its size says, up to one for each chain, and no data."""
+    model = growth.TREES[tree](nn, 3000)
+
+    assert 2990 <= len(list(model.modules())) <= 3000
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_an_object_is_measured_with_what_only_it_refers_to():
+    """A table of each object counts, a string that all objects of the class refer to does not."""
+
+    class Plain:
+        def __init__(self):
+            self.name = "shared" * 100
+
+    class Holder(Plain):
+        def __init__(self):
+            super().__init__()
+            self.name = {}
+
+    difference = rows.own_bytes(Holder) - rows.own_bytes(Plain)
+
+    assert sys.getsizeof({}) == difference
+
+
+def test_an_empty_module_takes_no_more_bytes_than_torchs():
+    """The row of the memory is met."""
+    (memory,) = (each for each in rows.OPERATIONS if each.name == "bytes of an empty Module()")
+    (found,) = measure.measure(memory, 0.001)
+
+    assert "met" == found["verdict"]
+
+
+@pytest.mark.parametrize("each", rows.TIMES, ids=[row.name for row in rows.TIMES])
+def test_the_statement_of_a_row_runs_on_both(each):
+    """The names that a row makes are those that its statements use."""
+    with measure.quiet(), ExitStack() as stack:
+        arms = each.arms(stack)
+        seconds = [arm(1) for arm in arms.values()]
+
+    assert ["torch", "modkit"] == list(arms)[:2]
+    assert all(second >= 0 for second in seconds)
+
+
+FILES = ("jit.load()", "load_checkpoint()", "import modkit")
+OTHERS = [row for row in rows.OPERATIONS[len(rows.TIMES) :] if not row.name.startswith(FILES)]
+
+
+@pytest.mark.usefixtures("_shortest")
+@pytest.mark.parametrize("each", OTHERS, ids=[row.name for row in OTHERS])
+def test_a_row_without_torch_measures_something(each):
+    """Each row names its result, and has a ratio between its quartiles and a base."""
+    found, *_ = measure.measure(each, 0.001)
+
+    assert each.name == found["name"]
+    assert found["rounds"] >= measure.MIN_ROUNDS
+    assert 0 <= found["low"] <= found["ratio"] <= found["high"]
+    assert found["base"] > 0
+
+
+@pytest.mark.parametrize("make", [rows.checkpoint, rows.imports])
+def test_arms_that_are_slow_run_once(make):
+    """Reading a checkpoint takes time, and so does importing modkit."""
+    with measure.quiet(), ExitStack() as stack:
+        arms = make(stack)
+
+        assert all(arm(1) > 0 for arm in arms.values())
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_the_readers_of_an_archive_run(reused):
+    """Both read the file, in fresh and in reused memory."""
+    with measure.quiet(), ExitStack() as stack:
+        arms = rows.archive(stack, 0.1, reused=reused)
+
+        assert all(arm(1) > 0 for arm in arms.values())
+
+
+SMALL = [row for row in workloads.rows(with_compile=False) if "GPT-2" not in row.name]
+
+
+@pytest.mark.parametrize("each", SMALL, ids=[row.name for row in SMALL])
+def test_the_contestants_of_a_model_agree(each):
+    """Making the arms compares their outputs, and none of TorchScript and the limit is missing."""
+    with measure.quiet(), ExitStack() as stack:
+        arms = each.arms(stack)
+        seconds = [arm(1) for arm in arms.values()]
+
+    assert ["torch", "fast_inference", "modkit"] == list(arms)[:3]
+    assert all(second >= 0 for second in seconds)
+
+
+def test_a_contestant_that_cannot_be_made_is_shown_with_its_error():
+    """The name of the exception stands in place of the arm."""
+    assert "ZeroDivisionError" == workloads.attempt(lambda: 1 / 0)
+    assert 2.0 == workloads.attempt(lambda: 2 / 1)
+
+
+def test_a_flat_function_computes_without_modules():
+    """The limit uses the tensors of the model, not its modules."""
+    model, (x,) = workloads.mlp(torch.nn)
+    function = workloads.flat(model)
+    expected = model(x)
+    model.first = model.second = model.last = torch.nn.Identity()
+
+    assert torch.equal(expected, function(x))
+
+
+def test_a_wrong_output_stops_the_measurement(monkeypatch):
+    """Contestants whose outputs differ are not timed."""
+    monkeypatch.setattr(workloads, "frozen", lambda model, inputs: lambda x: model(x) + 1)
+    row = workloads.rows(with_compile=False)[0]
+
+    with measure.quiet(), ExitStack() as stack, pytest.raises(AssertionError, match="not close"):
+        row.arms(stack)
+
+
+def test_all_arms_are_timed_as_often():
+    """Each round has one time of each arm, with warm and with evicted caches."""
+    arms = {"a": lambda n: 0.01 * n, "b": lambda n: 0.02 * n}
+
+    for cold in (False, True):
+        found = measure.interleaved(arms, 0, cold=cold, rounds=(3, 3))
+
+        assert [pytest.approx(0.01)] * 3 == found["a"]
+        assert [pytest.approx(0.02)] * 3 == found["b"]
+
+
+def test_measuring_leaves_threads_and_collection_as_they_were():
+    """One thread and no garbage collection is for the measurement only."""
+    before = torch.get_num_threads(), gc.isenabled()
+    with measure.quiet():
+        inside = torch.get_num_threads(), gc.isenabled()
+
+    assert (1, False) == inside
+    assert before == (torch.get_num_threads(), gc.isenabled())
+
+
+def test_the_benchmark_runs_as_a_module():
+    """``python -m benchmarks`` prints the table in a process of its own."""
+    line = [sys.executable, "-m", "benchmarks", "--only", "flag", "--seconds", "0.01"]
+    found = subprocess.run(line, capture_output=True, text=True, check=True)
+
+    assert "`m.flag = 1`" in found.stdout
