@@ -40,12 +40,9 @@ def rand(*shapes: Any) -> Any:
 
 def mlp(nn: Any) -> Any:
     """Make an MLP 8-64-64-4."""
-
-    def forward(m: Any, x: Tensor) -> Any:
-        return m.last(F.relu(m.second(F.relu(m.first(x)))))
-
-    layers = {"first": nn.Linear(8, 64), "second": nn.Linear(64, 64), "last": nn.Linear(64, 4)}
-    return module(nn, forward, **layers), rand((1, 8))
+    hidden = nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()
+    layers = nn.Sequential(*hidden, nn.Linear(64, 4))
+    return module(nn, lambda m, x: m.layers(x), layers=layers), rand((1, 8))
 
 
 def actor_critic(nn: Any) -> Any:
@@ -70,7 +67,7 @@ def stacked(nn: Any) -> Any:
 def gnn(nn: Any) -> Any:
     """Make four layers of eight relations, each a module of its own."""
 
-    def forward(m: Any, x: Tensor, edges: Tensor) -> Any:
+    def forward(m: Any, x: Tensor, edges: tuple[Tensor, ...]) -> Any:
         for relations in m.layers:
             messages = [relation(x, edges[i]) for i, relation in enumerate(relations)]
             x = F.relu(sum(messages, x))
@@ -80,19 +77,21 @@ def gnn(nn: Any) -> Any:
         return module(nn, lambda m, x, edges: edges @ m.linear(x), linear=nn.Linear(16, 16))
 
     layers = (nn.ModuleList(relation() for _ in range(8)) for _ in range(4))
-    return module(nn, forward, layers=nn.ModuleList(layers)), rand((12, 16), (8, 12, 12))
+    return module(nn, forward, layers=nn.ModuleList(layers)), rand((12, 16), [(12, 12)] * 8)
 
 
 def transformer(
     nn: Any, layers: int, heads: int, width: int, words: int = 256, past: int = 63, new: int = 1
 ) -> Any:
     """Make a transformer like GPT-2, new words, and the keys and values of past ones."""
+    size = (1, -1, heads, width // heads)
 
-    def block_forward(m: Any, x: Tensor, past: Tensor) -> Any:
-        parts = m.qkv(m.norm_1(x)).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-        keys, values = torch.cat([past, parts[1:]], 3)
-        scores = parts[0] @ keys.transpose(-2, -1) * keys.shape[-1] ** -0.5
-        x = x + m.proj((scores.softmax(-1) @ values).transpose(1, 2).flatten(2))
+    def block_forward(m: Any, x: Tensor, past: tuple[Tensor, Tensor]) -> Any:
+        q, k, v = m.qkv(m.norm_1(x)).chunk(3, -1)
+        k = torch.cat([past[0], k.view(size).transpose(1, 2)], 2)
+        v = torch.cat([past[1], v.view(size).transpose(1, 2)], 2)
+        read = F.scaled_dot_product_attention(q.view(size).transpose(1, 2), k, v)
+        x = x + m.proj(read.transpose(1, 2).flatten(2))
         return x + m.down(m.act(m.up(m.norm_2(x))))
 
     def block() -> Any:
@@ -101,7 +100,7 @@ def transformer(
         outer = {"up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width)}
         return module(nn, block_forward, **norms, **inner, **outer)
 
-    def forward(m: Any, x: Tensor, past: Tensor) -> Any:
+    def forward(m: Any, x: Tensor, past: tuple[tuple[Tensor, Tensor], ...]) -> Any:
         x = m.embedding(x)
         for i, block in enumerate(m.blocks):
             x = block(x, past[i])
@@ -110,7 +109,8 @@ def transformer(
     ends = {"embedding": nn.Embedding(words, width), "head": nn.Linear(width, words, bias=False)}
     blocks = nn.ModuleList(block() for _ in range(layers))
     made = module(nn, forward, blocks=blocks, norm=nn.LayerNorm(width), **ends)
-    return made, (torch.arange(new)[None], *rand((layers, 2, 1, heads, past, width // heads)))
+    states = [[(1, heads, past, width // heads)] * 2] * layers
+    return made, (torch.arange(new)[None], *rand(states))
 
 
 def resnet18(nn: Any, width: int) -> Any:

@@ -25,6 +25,8 @@ Checked against torch 2.8 to 2.13.
   and its tests rebind some of the names.
 - ``modes_are_active``: torch has no public function that says if a mode, such as a default device or
   fake tensors, changes what functions of torch do. ``tensors_are_fake`` asks for the second alone.
+- ``has_torch_function`` and ``cudnn_is_enabled`` are what the functions of ``torch.nn.functional`` ask before
+  they call a kernel; ``fast_inference`` calls the kernel itself.
 - ``FullyShardCall`` and ``class_before_fully_shard`` read how a model was split up, and what that has
   left in its modules: torch has no public function for it, and refuses to copy such a model.
 """

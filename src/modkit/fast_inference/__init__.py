@@ -40,8 +40,7 @@ def fast_inference(
         model: Any ``torch.nn.Module``. Compiled and scripted modules in it are left alone.
         fold_batch_norm: Also fold each BatchNorm in evaluation mode into the convolution before it, where
             gradients are disabled. Outputs then differ by rounding: in float32 by about 1e-5 of the largest.
-            The pairs are found by ``torch.fx`` in a copy of the model, or else in containers. A folded
-            convolution that is called without its model returns the folded result.
+            Called without its model, a folded convolution returns the folded result.
 
     Yields:
         The model.
@@ -57,10 +56,9 @@ def fast_inference(
         ...     for _ in range(3):
         ...         action = policy(torch.ones(1, 4)).argmax()
 
-    Limits: the members of modules are copied into their ``__dict__``. Inside the block, do not write to or
-    copy a ``__dict__`` directly, and do not write to a table such as ``_modules`` that was read before.
-    A patched ``Module.__getattr__`` is not called for members, so graphs of ``torch.fx`` that are traced
-    inside may read a parameter at another place.
+    Limits: members of modules are copied into their ``__dict__``. Inside the block, do not write to or copy a
+    ``__dict__`` directly, and do not write to a table such as ``_modules`` that was read before. A
+    ``Module.__getattr__`` that is patched inside is not called for members.
     """
     if not isinstance(cast("object", model), nn.Module):
         raise TypeError(

@@ -17,12 +17,9 @@ from modkit.fast_inference.runs import Call, Step, function_of
 
 
 _FOLDABLE: Final[dict[type, tuple[type, Callable[..., torch.Tensor]]]] = {
-    nn.Conv1d: (nn.BatchNorm1d, F.conv1d),
-    nn.Conv2d: (nn.BatchNorm2d, F.conv2d),
-    nn.Conv3d: (nn.BatchNorm3d, F.conv3d),
+    getattr(nn, f"Conv{n}d"): (getattr(nn, f"BatchNorm{n}d"), getattr(F, f"conv{n}d"))
+    for n in (1, 2, 3)
 }
-
-
 _version: Final = attrgetter("_version")
 
 
@@ -73,10 +70,7 @@ class Fold:
         return {id(self.convolution): function_of(checks, run=convolve), id(self.norm): normalize}
 
     def _weights(self) -> list[torch.Tensor] | None:
-        """Return weight and bias of the convolution with the BatchNorm in them, as they are now.
-
-        None where that cannot be known: tensors made in inference mode do not count their changes.
-        """
+        """Return weight and bias of both in one; None if their changes are not counted (inference mode)."""
         convolution, norm = self.convolution.__dict__, self.norm.__dict__
         sources: list[Any] = [convolution["weight"], convolution["bias"]]
         sources += [norm[name] for name in ("running_mean", "running_var", "weight", "bias")]
@@ -116,8 +110,7 @@ def folds_of(model: nn.Module) -> list[Fold]:
 
 def _traced_pairs(model: nn.Module) -> list[tuple[Any, Any]] | None:
     """Return the modules of which the second, and nothing else, takes the result of the first."""
-    try:
-        # The copy is for user code that changes its module.
+    try:  # in a copy, since user code may change its module
         with torch.random.fork_rng(devices=[]):
             graph = torch.fx.Tracer().trace(copy.deepcopy(model))
     except Exception:  # noqa: BLE001 - what user code raises for proxies can be anything

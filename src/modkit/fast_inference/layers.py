@@ -10,13 +10,9 @@ from typing import Any, Final, NamedTuple, cast
 
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's layers call it so
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from modkit._upstream import original_methods
-
-
-CALL: Final = original_methods["__call__"]
-CALL_IMPL: Final = original_methods["_call_impl"]
-_GETATTR: Final = original_methods["__getattr__"]
 
 
 class Layer(NamedTuple):
@@ -45,62 +41,80 @@ class Layer(NamedTuple):
         return list(dict.fromkeys(re.findall(r"\bself\.(\w+)", texts)))
 
 
-def _convolution(dimensions: int) -> Layer:
+def _of_dimension(n: int) -> dict[type[nn.Module], Layer]:
+    """Return the layers that torch has for 1, 2 and 3 dimensions."""
+    zeros = "self.padding_mode == 'zeros'"
+    inputs = "x, self.weight, self.bias, self.stride, self.padding"
+    momentum = "0.0 if self.momentum is None else self.momentum"
+    statistics = "self.running_mean, self.running_var"
+    return {
+        getattr(nn, f"Conv{n}d"): Layer(
+            f"F.conv{n}d({inputs}, self.dilation, self.groups)", zeros, methods=("_conv_forward",)
+        ),
+        getattr(nn, f"ConvTranspose{n}d"): Layer(
+            f"F.conv_transpose{n}d({inputs}, self.output_padding, self.groups, self.dilation)",
+            f"{zeros} and type(self.padding) is type(self.output_padding) is tuple",
+            methods=("_output_padding",),
+        ),
+        getattr(nn, f"BatchNorm{n}d"): Layer(
+            f"torch.batch_norm(x, self.weight, self.bias, {statistics}, False, {momentum}, self.eps, cudnn)",
+            "not self.training and self.running_mean is not None and self.running_var is not None"
+            " and self.eps >= 0.0",
+            f"x.dim() == {n + 2}" + (" or x.dim() == 2" if n == 1 else ""),
+            functions=("batch_norm",),
+            methods=("_check_input_dim",),
+        ),
+        getattr(nn, f"InstanceNorm{n}d"): Layer(
+            f"F.instance_norm(x, {statistics}, self.weight, self.bias,"
+            f" self.training or not self.track_running_stats, {momentum}, self.eps)",
+            input_condition=f"x.dim() == {n + 2} and x.size(1) == self.num_features",
+            methods=("_check_input_dim", "_get_no_batch_dim", "_apply_instance_norm"),
+        ),
+    }
+
+
+def _cell(function: str, state: str = "hx.dim() == 2") -> Layer:
     return Layer(
-        f"F.conv{dimensions}d(x, self.weight, self.bias, self.stride, self.padding, self.dilation,"
-        " self.groups)",
-        condition="self.padding_mode == 'zeros'",
-        methods=("_conv_forward",),
+        f"{function}(x, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)",
+        input_condition=f"x.dim() == 2 and hx is not None and {state}",
+        arguments=("x", "hx"),
     )
 
 
-def _transposed_convolution(dimensions: int) -> Layer:
+def _recurrent(call: str, state: str) -> Layer:
+    given = "x, hx, self._flat_weights, self.bias, self.num_layers, self.dropout, self.training"
+    size = "(self.num_layers * (1 + self.bidirectional), x.size(1 - self.batch_first), self.hidden_size)"
+    checks = ("forward_args", "input", "hidden_size")
     return Layer(
-        f"F.conv_transpose{dimensions}d(x, self.weight, self.bias, self.stride, self.padding,"
-        " self.output_padding, self.groups, self.dilation)",
-        condition="self.padding_mode == 'zeros' and type(self.padding) is tuple"
-        " and type(self.output_padding) is tuple",
-        methods=("_output_padding",),
-    )
-
-
-def _batch_norm(input_condition: str) -> Layer:
-    return Layer(
-        "torch.batch_norm(x, self.weight, self.bias, self.running_mean, self.running_var, False,"
-        " 0.0 if self.momentum is None else self.momentum, self.eps, cudnn)",
-        condition="not self.training and self.running_mean is not None"
-        " and self.running_var is not None and self.eps >= 0.0",
-        input_condition=input_condition,
-        functions=("batch_norm",),
-        methods=("_check_input_dim",),
-    )
-
-
-def _instance_norm(dimensions: int) -> Layer:
-    return Layer(
-        "F.instance_norm(x, self.running_mean, self.running_var, self.weight, self.bias,"
-        " self.training or not self.track_running_stats,"
-        " 0.0 if self.momentum is None else self.momentum, self.eps)",
-        input_condition=f"x.dim() == {dimensions + 2} and x.size(1) == self.num_features",
-        methods=("_check_input_dim", "_get_no_batch_dim", "_apply_instance_norm"),
+        call.replace("...", f"{given}, self.bidirectional, self.batch_first"),
+        condition="self.proj_size == 0 and"
+        " all(map(is_same, self._flat_weights, map(d0.get, self._flat_weights_names)))",
+        input_condition="type(x) is torch.Tensor and x.dim() == 3 and x.size(2) == self.input_size"
+        f" and x.dtype is self._flat_weights[0].dtype and {state.replace('SIZE', size)}",
+        methods=("_update_flat_weights", "permute_hidden", *(f"check_{name}" for name in checks)),
+        arguments=("x", "hx"),
     )
 
 
 # Layers whose ``forward`` is more than an expression, or calls a function in Python that can be skipped.
 # Every other layer of torch whose ``forward`` is one expression is read from its source.
 _LAYERS: Final[dict[type[nn.Module], Layer]] = {
-    nn.Conv1d: _convolution(1),
-    nn.Conv2d: _convolution(2),
-    nn.Conv3d: _convolution(3),
-    nn.ConvTranspose1d: _transposed_convolution(1),
-    nn.ConvTranspose2d: _transposed_convolution(2),
-    nn.ConvTranspose3d: _transposed_convolution(3),
-    nn.BatchNorm1d: _batch_norm("2 <= x.dim() <= 3"),
-    nn.BatchNorm2d: _batch_norm("x.dim() == 4"),
-    nn.BatchNorm3d: _batch_norm("x.dim() == 5"),
-    nn.InstanceNorm1d: _instance_norm(1),
-    nn.InstanceNorm2d: _instance_norm(2),
-    nn.InstanceNorm3d: _instance_norm(3),
+    **_of_dimension(1),
+    **_of_dimension(2),
+    **_of_dimension(3),
+    nn.RNNCell: _cell(
+        "(_VF.rnn_tanh_cell if self.nonlinearity == 'tanh' else _VF.rnn_relu_cell)",
+        "hx.dim() == 2 and self.nonlinearity in ('tanh', 'relu')",
+    ),
+    nn.GRUCell: _cell("_VF.gru_cell"),
+    nn.LSTMCell: _cell(
+        "_VF.lstm_cell", "type(hx) is tuple and len(hx) == 2 and hx[0].dim() == hx[1].dim() == 2"
+    ),
+    nn.GRU: _recurrent("_VF.gru(...)", "type(hx) is torch.Tensor and hx.size() == SIZE"),
+    nn.LSTM: _recurrent(
+        "(lambda found: (found[0], found[1:]))(_VF.lstm(...))",
+        "type(hx) is tuple and len(hx) == 2 and hx[0].size() == hx[1].size() == SIZE",
+    ),
     nn.LayerNorm: Layer(
         "torch.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, cudnn)",
         functions=("layer_norm",),
@@ -176,7 +190,7 @@ def _kind_of(cls: Any) -> Kind | None:
     """Return what modules of a class compute, or None to take torch's own path."""
     forward: Any = cls.forward
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    is_lazy = issubclass(cls, nn.modules.lazy.LazyModuleMixin)
+    is_lazy = issubclass(cls, LazyModuleMixin)
     if owner is nn.Module or is_lazy or not _is_of_torch(forward) or not is_standard(cls):
         return None
     # BatchNorm2d inherits ``forward``, so the class of the table need not be its owner.
@@ -184,7 +198,7 @@ def _kind_of(cls: Any) -> Kind | None:
     layer = _LAYERS[known] if known is not None and known.forward is forward else _read(forward)
     if layer is None or any(hasattr(cls, name) for name in layer.names):
         return None
-    methods = tuple((name, getattr(cls, name)) for name in layer.methods)
+    methods: Any = tuple((name, getattr(cls, name, None)) for name in layer.methods)
     if not all(_is_of_torch(value) and value is getattr(known, name) for name, value in methods):
         return None
     if not all(_is_of_torch(FUNCTIONS[name]) for name in layer.functions):
@@ -205,9 +219,13 @@ def is_container(cls: Any) -> bool:
 
 def is_standard(cls: Any) -> bool:
     """Return True if modules of a class are called, and their members found, as torch does it."""
-    return cls.__call__ is CALL and cls._call_impl is CALL_IMPL and finds_members_as_torch(cls)
+    return _has(cls, "__call__", "_call_impl") and finds_members_as_torch(cls)
 
 
 def finds_members_as_torch(cls: Any) -> bool:
     """Return True if a class neither has a ``__getattr__`` of its own nor a ``__getattribute__``."""
-    return cls.__getattr__ is _GETATTR and cls.__getattribute__ is object.__getattribute__
+    return _has(cls, "__getattr__") and cls.__getattribute__ is object.__getattribute__
+
+
+def _has(cls: Any, *names: str) -> bool:
+    return all(getattr(cls, name) is original_methods[name] for name in names)

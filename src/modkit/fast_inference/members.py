@@ -13,6 +13,7 @@ _TABLES: Final = ("_modules", "_buffers", "_parameters")
 _REPLACED: Final = frozenset({*_TABLES, "__dict__"})
 # Torch calls what stands under this name in place of the hooks and ``forward``.
 CALL_SLOT: Final = "_compiled_call_impl"
+_OPERATORS: Final = ("__setitem__", "__delitem__", "__ior__")
 _OVERRIDES: Final = ("__getstate__", "_replicate_for_data_parallel")
 
 
@@ -50,9 +51,7 @@ def _followed(method: Callable[..., Any]) -> Callable[..., Any]:
     return change
 
 
-for _name in ("clear", "pop", "popitem", "setdefault", "update"):
-    setattr(Table, _name, _followed(getattr(dict, _name)))
-for _name in ("__setitem__", "__delitem__", "__ior__"):
+for _name in ("clear", "pop", "popitem", "setdefault", "update", *_OPERATORS):
     setattr(Table, _name, _followed(getattr(dict, _name)))
 
 

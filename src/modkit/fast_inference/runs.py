@@ -1,34 +1,20 @@
 """Functions that run layers one after the other: generated, so that nothing is called in between.
 
-Each first checks that no hook, patch or override is to be heard; if one is, it takes torch's own path.
-What it checks and computes with is read at each call.
+Each takes torch's own path where there is a hook, a patch or an override. All is read at each call.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache, partial
+from operator import is_
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's layers call it so
 
-from modkit._upstream import (
-    cudnn_is_enabled,
-    has_torch_function,
-    jit_trace,
-    modes_are_active,
-    module_globals,
-)
-from modkit.fast_inference.layers import (
-    CALL,
-    CALL_IMPL,
-    CONTAINER,
-    FUNCTIONS,
-    Kind,
-    is_container,
-    kind_of,
-)
+from modkit import _upstream
+from modkit.fast_inference.layers import CONTAINER, FUNCTIONS, Kind, is_container, kind_of
 from modkit.fast_inference.members import CALL_SLOT, Table
 
 
@@ -36,21 +22,23 @@ Call = Callable[..., Any]
 
 # A longer run is cut: the time to compile its function grows with the length.
 _LONGEST: Final = 24
-# Attributes that may be of a subclass of Tensor, whose ``__torch_function__`` sees what layers call.
-_TENSORS: Final = frozenset({"weight", "bias", "running_mean", "running_var"})
+# How the names of attributes begin that may be of a subclass of Tensor with a ``__torch_function__``.
+_TENSORS: Final = frozenset({"weight", "bias", "running"})
 
 _NAMESPACE: Final[dict[str, Any]] = {
     "F": F,
+    "_VF": torch._VF,
     "torch": torch,
-    "hooks": module_globals,
-    "jit_trace": jit_trace,
-    "cudnn_is_enabled": cudnn_is_enabled,
+    "is_same": is_,
+    "hooks": _upstream.module_globals,
+    "jit_trace": _upstream.jit_trace,
+    "cudnn_is_enabled": _upstream.cudnn_is_enabled,
+    "modes_are_active": _upstream.modes_are_active,
     "is_grad_enabled": torch.is_grad_enabled,
-    "has_torch_function": has_torch_function,
-    "CALL": CALL,
-    "CALL_IMPL": CALL_IMPL,
+    "has_torch_function": _upstream.has_torch_function,
+    "CALL": _upstream.original_methods["__call__"],
+    "CALL_IMPL": _upstream.original_methods["_call_impl"],
     "MISSING": object(),
-    "modes_are_active": modes_are_active,
     **{f"{name}_of_torch": function for name, function in FUNCTIONS.items()},
 }
 
@@ -125,7 +113,8 @@ def _steps(shape: Sequence[tuple[Kind, int]], owned: bool) -> Iterator[str]:
         value = _numbered(kind.layer.expression, i)
         if kind.layer.input_condition:
             otherwise = "m0._call_impl" if owned and i == 0 else f"m{i}"
-            value = f"({value}) if {_numbered(kind.layer.input_condition, i)} else {otherwise}(x)"
+            condition = _numbered(kind.layer.input_condition, i)
+            value = f"({value}) if {condition} else {otherwise}({', '.join(kind.layer.arguments)})"
         if value != "x":
             yield f"x = {value}"
 
@@ -152,12 +141,11 @@ def _checks(
             yield f"d{i}['_modules'] is not t{i} or t{i}.changed"
         if kind.layer.condition:
             yield f"not ({_numbered(kind.layer.condition, i)})"
-    # Without gradients these have no effect, so a long run need not look at each.
-    yield backward if len(shape) == 1 else f"is_grad_enabled() and ({backward})"
+    yield f"is_grad_enabled() and ({backward})"  # they have no effect otherwise
     functions = dict.fromkeys(name for kind, _ in shape for name in kind.layer.functions)
     yield from (f"F.{name} is not {name}_of_torch" for name in functions)
     if functions or any(kind.layer.input_condition for kind, _ in shape):
-        tensors = (f"{name}_{i}" for name, i in names if name in _TENSORS)
+        tensors = [f"{name}_{i}" for name, i in names if name.partition("_")[0] in _TENSORS]
         yield f"has_torch_function({', '.join(['x', *tensors])})"
 
 
@@ -214,7 +202,7 @@ def container_function(module: nn.Module, apart: set[int], covered: set[int]) ->
             if table.changed:
                 if len(table) != size:
                     raise RuntimeError("dictionary changed size during iteration")
-                return _one_by_one(list(table.values())[done:])(x)
+                return _one_by_one(list(table.values())[done:], x)
         return x
 
     return function_of([Step(module, CONTAINER)], run=run)
@@ -249,7 +237,7 @@ def _parts(
         if members and (below is None or len(steps) + len(below) > _LONGEST):
             if len(members) > 1:
                 covered.update(id(step.module) for step in steps)
-                yield function_of(steps, _one_by_one(members)), len(members)
+                yield function_of(steps, partial(_one_by_one, members)), len(members)
             else:
                 yield members[0], 1
             steps, members = [], []
@@ -259,6 +247,8 @@ def _parts(
             yield child, 1
 
 
-def _one_by_one(modules: Sequence[nn.Module]) -> Call:
-    """Return the function that calls one module after the other."""
-    return lambda x: reduce(lambda value, module: module(value), modules, x)
+def _one_by_one(modules: Sequence[nn.Module], x: Any) -> Any:
+    """Call one module after the other."""
+    for module in modules:
+        x = module(x)
+    return x
