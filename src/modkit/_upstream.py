@@ -25,6 +25,7 @@ Checked against torch 2.8 to 2.13.
   and its tests rebind some of the names.
 - ``modes_are_active``: torch has no public function that says if a mode, such as a default device or
   fake tensors, changes what functions of torch do. ``tensors_are_fake`` asks for the second alone.
+- ``recurrent_kernels`` holds the functions that recurrent layers call.
 - ``has_torch_function`` and ``cudnn_is_enabled`` are what the functions of ``torch.nn.functional`` ask before
   they call a kernel; ``fast_inference`` calls the kernel itself.
 - ``FullyShardCall`` and ``class_before_fully_shard`` read how a model was split up, and what that has
@@ -89,6 +90,7 @@ __all__ = [
     "original_methods",
     "parse_to",
     "pass_through_one_node",
+    "recurrent_kernels",
     "skip_frame",
     "storage_identity",
     "tensor_guard",
@@ -100,6 +102,8 @@ __all__ = [
 cudnn_is_enabled = cast("Callable[[], bool]", cast("Any", torch._C)._get_cudnn_enabled)
 get_tracing_state = cast("Callable[[], object | None]", _get_tracing_state)
 is_tracing = cast("Callable[[], bool]", cast("Any", torch._C)._is_tracing)
+
+recurrent_kernels = cast("Any", torch)._VF
 
 # What ``Parameter(tensor)`` comes down to for a plain tensor, without the questions in Python.
 make_parameter: Callable[[torch.Tensor, bool], torch.nn.Parameter] = partial(

@@ -27,7 +27,7 @@ _TENSORS: Final = frozenset({"weight", "bias", "running"})
 
 _NAMESPACE: Final[dict[str, Any]] = {
     "F": F,
-    "_VF": torch._VF,
+    "_VF": _upstream.recurrent_kernels,
     "torch": torch,
     "is_same": is_,
     "hooks": _upstream.module_globals,
