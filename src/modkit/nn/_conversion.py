@@ -28,7 +28,7 @@ from modkit._upstream import (
     is_traceable_wrapper_subclass,
     parse_to,
 )
-from modkit.nn._overrides import StandardClasses, walk
+from modkit.nn._overrides import StandardClasses, has_no_children, methods, walk
 
 
 Keeps = Callable[[torch.Tensor], bool]
@@ -111,6 +111,8 @@ def apply_to_tensors(module: torch.nn.Module, fn: TensorFunction, *, recurse: bo
     Modules below that override ``_apply`` are asked to do it themselves.
     """
     keeps = _what_is_kept(fn)
+    if keeps is not None and has_no_children(module) and _keeps_all(module, keeps):
+        return
     with Applying(fn) as ties:
         if not recurse:
             _apply_to_own(module, fn, keeps, ties)
@@ -346,7 +348,11 @@ def cast_function(method: str, dtype: torch.dtype) -> TensorFunction:
     def keeps(tensor: torch.Tensor) -> bool:
         return tensor.dtype is dtype or not tensor.is_floating_point()
 
+    # A new object for each call, since the ties of one that is being applied are found by it.
     return Conversion(convert, keeps)
+
+
+_SETATTR: Final = methods("__setattr__")
 
 
 class _PlainClasses(StandardClasses):
@@ -362,8 +368,13 @@ def set_training(module: torch.nn.Module, mode: bool) -> None:
     """Set ``training`` on ``module`` and all below it, parents first."""
     if not isinstance(cast("object", mode), bool):
         raise ValueError("training mode is expected to be boolean")  # noqa: TRY004 - torch's type
-    plain = _PlainClasses("__setattr__")
-    for each in walk(module, "train", lambda child: child.train(mode), parents_first=True):
+    module.training = mode
+    if has_no_children(module):
+        return
+    plain = _PlainClasses(_SETATTR)
+    below = walk(module, "train", lambda child: child.train(mode), parents_first=True)
+    next(below)
+    for each in below:
         if plain[type(each)]:
             each.__dict__["training"] = mode
         else:

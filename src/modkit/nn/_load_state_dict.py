@@ -6,7 +6,7 @@ written. Otherwise modules load one after the other, in torch's order.
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
@@ -37,15 +37,13 @@ from modkit.nn._overrides import (
     STANDARD,
     StandardClasses,
     TorchModule,
-    implements,
     is_standard,
-    patchable,
-    patched,
+    methods,
     refuse_cycle,
+    standard,
 )
 
 
-@dataclass
 class _Load:
     """One load: what is loaded, how, and what is wrong with it.
 
@@ -54,25 +52,23 @@ class _Load:
     the keys of the entries among them that may fail. ``added`` counts the errors that belong to no key.
     """
 
-    entries: Any
-    metadata: Any
-    assign: bool
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    planned: list[Entry | str] = field(default_factory=list)
-    unsure: set[str] = field(default_factory=set)
-    added: int = 0
-    ties: Ties = field(default_factory=dict)
+    added = 0
 
-    @classmethod
-    def of(cls, state_dict: Mapping[str, Any], *, assign: bool) -> "_Load":
-        """Return a load of a copy, since hooks and overrides may edit what they are given."""
+    def __init__(self, state_dict: Mapping[str, Any], *, assign: bool) -> None:
+        # Of a copy, since hooks and overrides may edit what they are given.
         metadata: Any = getattr(state_dict, "_metadata", None)
         entries: Any = OrderedDict(state_dict)
         if metadata is not None:
             entries._metadata = metadata
-        return cls(entries, metadata, assign)
+        self.entries: Any = entries
+        self.metadata: Any = metadata
+        self.assign = assign
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.errors: list[str] = []
+        self.planned: list[Entry | str] = []
+        self.unsure: set[str] = set()
+        self.ties: Ties = {}
 
     def local_metadata(self, prefix: str) -> dict[str, Any]:
         """Return what the state dict says of one module, and whether to assign.
@@ -86,6 +82,8 @@ class _Load:
 
     def refuse(self, module: torch.nn.Module, *, strict: bool) -> None:
         """Raise all that is wrong as one error."""
+        if not (self.errors or self.missing or self.unexpected):
+            return
         errors = [*self.errors]
         if strict and self.unexpected:
             errors.insert(0, f"Unexpected key(s) in state_dict: {_quoted(self.unexpected)}. ")
@@ -114,14 +112,22 @@ def load(
     """Load ``state_dict`` into ``module`` and all below it, parents first."""
     if not isinstance(cast("object", state_dict), Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
-    loading = _Load.of(state_dict, assign=assign)
-    if _may_plan() and _plan(module, loading):
-        _check_planned(loading, strict=strict)
+    loading = _Load(state_dict, assign=assign)
+    classes = _PlannedClasses()
+    may_plan = _may_plan(module) and _plan_one(module, "", loading, classes)
+    if may_plan and (not module._modules or _plan_below(module, loading, classes)):
+        if len(loading.planned) - loading.added < len(loading.entries):
+            loading.unexpected += _all_unexpected(module, loading)
+        if loading.unsure or loading.added:
+            _check_planned(loading, strict=strict)
         loading.refuse(module, strict=strict)
-        _write_all(loading)
-        loading.refuse(module, strict=False)
+        if loading.planned:
+            _write_all(loading)
+            loading.refuse(module, strict=False)
     else:
-        loading = _Load.of(state_dict, assign=assign)
+        if may_plan:
+            # Layers may have migrated entries before another module turned out to take part.
+            loading = _Load(state_dict, assign=assign)
         _RUNNING[id(loading.errors)] = loading
         try:
             _load_in_order(module, loading)
@@ -177,7 +183,7 @@ def load_state_dict(
 # --- one module -----------------------------------------------------------------------------------
 
 
-@patchable
+@standard
 def _load_from_state_dict(
     self: torch.nn.Module,
     state_dict: dict[str, Any],
@@ -193,27 +199,28 @@ def _load_from_state_dict(
     Classes override this to migrate old checkpoints: ``local_metadata`` has the version that wrote
     them. Problems are added to the three lists, which all modules of a load share.
     """
+    if TorchModule._load_from_state_dict is not _TORCH_LOAD:
+        TorchModule._load_from_state_dict(
+            self,
+            *(state_dict, prefix, local_metadata, strict),
+            *(missing_keys, unexpected_keys, error_msgs),
+        )
+        return
     for hook in tuple(self._load_state_dict_pre_hooks.values()):
         hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-    running = _RUNNING.get(id(error_msgs))
-    ties: Ties = {} if running is None else running.ties
     assign = local_metadata.get("assign_to_params_buffers", False)
-    own = _Load(state_dict, None, assign)
-    _check_own(self, own, prefix)
-    missing = own.missing
-    with torch.no_grad():
-        for each in own.planned:
-            problem: str | None
-            if isinstance(each, str):
-                problem = each
-            else:
-                warn_if_meta(each, assign=assign, stacklevel=3)
-                problem = write(each, assign=assign, ties=ties)
-            if problem is not None:
-                error_msgs.append(problem)
-    unexpected = [*_unexpected(self, state_dict, prefix, _own_names(self))]
+    missing: list[str] = []
+    if self._parameters or self._buffers:
+        checked: list[Entry | str] = []
+        _check_own(self, state_dict, prefix, checked, missing)
+        running = _RUNNING.get(id(error_msgs))
+        ties: Ties = {} if running is None else running.ties
+        error_msgs += _write_in_order(checked, ties, assign=assign)
+    unexpected: list[str] = []
+    if state_dict:
+        unexpected += _unexpected(self, state_dict, prefix, _own_names(self))
     extra_key = prefix + EXTRA_STATE_KEY
-    if implements(self, "set_extra_state"):
+    if type(self).set_extra_state is not TorchModule.set_extra_state:
         if extra_key in state_dict:
             self.set_extra_state(state_dict[extra_key])
         else:
@@ -225,9 +232,34 @@ def _load_from_state_dict(
         unexpected_keys += unexpected
 
 
-def _check_own(module: torch.nn.Module, loading: _Load, prefix: str) -> None:
-    """Add the entries for one module's tensors, or what is wrong with them; and missing keys."""
-    entries, checked, assign = loading.entries, loading.planned, loading.assign
+def _write_in_order(checked: list[Entry | str], ties: Ties, *, assign: bool) -> list[str]:
+    """Write the entries of one module; return all that is wrong, in torch's order."""
+    problems: list[str] = []
+    with torch.no_grad():
+        for each in checked:
+            problem: str | None
+            if isinstance(each, str):
+                problem = each
+            else:
+                warn_if_meta(each, assign=assign, stacklevel=4)
+                problem = write(each, assign=assign, ties=ties)
+            if problem is not None:
+                problems.append(problem)
+    return problems
+
+
+def _check_own(
+    module: torch.nn.Module,
+    entries: Mapping[str, Any],
+    prefix: str,
+    checked: list[Entry | str],
+    missing: list[str],
+    loading: _Load | None = None,
+) -> None:
+    """Add the entries for one module's tensors, or what is wrong with them; and missing keys.
+
+    For a ``loading`` that writes later, find out which entries may fail then.
+    """
     state = module.__dict__
     places: tuple[tuple[Any, Any], ...] = ((state["_parameters"], ()),)
     if state["_buffers"]:
@@ -240,26 +272,27 @@ def _check_own(module: torch.nn.Module, loading: _Load, prefix: str) -> None:
             value = entries.get(key, _MISSING)
             if type(value) in PLAIN and type(target) in PLAIN and value.shape == target.shape:
                 checked.append((module, members, name, key, target, value))
-                if may_fail(target, value, assign):
+                if loading is not None and may_fail(target, value, loading.assign):
                     loading.unsure.add(key)
             elif value is _MISSING:
-                loading.missing.append(key)
+                missing.append(key)
             else:
                 value, problem = check(key, target, value)
                 entry = (module, members, name, key, target, value)
                 checked.append(entry if problem is None else problem)
-                loading.unsure.add(key)
+                if loading is not None:
+                    loading.unsure.add(key)
 
 
 def _own_names(module: torch.nn.Module) -> set[str]:
     names = {name for name, tensor in module._parameters.items() if tensor is not None}
     if module._buffers:
         transient = module._non_persistent_buffers_set
-        names.update(
+        names |= {
             name
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in transient
-        )
+        }
     return names
 
 
@@ -298,7 +331,7 @@ class _Parent:
         torch does, takes time that grows with the square of the number of siblings.
         """
         if "." in name:
-            # See ``_plan``.
+            # See ``_plan_below``.
             path = self.prefix + name + "."
             return {key: value for key, value in self.entries.items() if key.startswith(path)}
         if self.parts is None:
@@ -315,6 +348,9 @@ class _Parent:
 def _load_in_order(module: torch.nn.Module, loading: _Load) -> None:
     active = {id(module)}
     _load_one(module, loading, loading.entries, "")
+    if not module._modules:
+        _run_post_hooks(module, loading)
+        return
     stack = [_Parent(module, loading.entries, "", iter(module._modules.items()))]
     while stack:
         parent = stack[-1]
@@ -361,19 +397,23 @@ def _run_post_hooks(module: torch.nn.Module, loading: _Load) -> None:
 # --- all entries checked, then written ------------------------------------------------------------
 
 
-def _may_plan() -> bool:
-    return not (
-        torch.__future__.get_swap_module_params_on_conversion()
-        or patched("_load_from_state_dict")
-        or patched("set_extra_state")
+_TORCH_LOAD: Final = original_methods["_load_from_state_dict"]
+_TORCH_SET_EXTRA_STATE: Final = original_methods["set_extra_state"]
+
+
+def _may_plan(module: torch.nn.Module) -> bool:
+    state = module.__dict__
+    return (
+        not state.get("_load_state_dict_post_hooks")
+        and not state.get("_load_state_dict_pre_hooks")
+        and TorchModule._load_from_state_dict is _TORCH_LOAD
+        and TorchModule.set_extra_state is _TORCH_SET_EXTRA_STATE
+        and not torch.__future__.get_swap_module_params_on_conversion()
     )
 
 
-def _plan(module: torch.nn.Module, loading: _Load) -> bool:
-    """Check all entries and write none; return False if a class or a hook takes part in loading."""
-    classes = _PlannedClasses()
-    if not _plan_one(module, "", loading, classes):
-        return False
+def _plan_below(module: torch.nn.Module, loading: _Load, classes: "_PlannedClasses") -> bool:
+    """Check all other entries and write none; return False if a class or a hook takes part."""
     active = {id(module)}
     assigned = {id(module)}
     stack = [("", module, iter(module._modules.items()))]
@@ -404,8 +444,6 @@ def _plan(module: torch.nn.Module, loading: _Load) -> bool:
         else:
             stack.pop()
             active.discard(id(parent))
-    if len(loading.planned) - loading.added < len(loading.entries):
-        loading.unexpected += _all_unexpected(module, loading)
     return True
 
 
@@ -432,15 +470,19 @@ class _PlannedClasses(dict[type, bool | None]):
     def __missing__(self, cls: type[torch.nn.Module]) -> bool | None:
         """Look at a class that has not been met in this walk."""
         found: bool | None = None
-        if getattr(cls, "set_extra_state", None) is original_methods["set_extra_state"]:
-            loaders = {
-                vars(base)["_load_from_state_dict"]
-                for base in cls.__mro__
-                if "_load_from_state_dict" in vars(base)
-            }
-            if loaders <= STANDARD:
-                found = True
-            elif loaders <= STANDARD | _MIGRATING:
+        if getattr(cls, "set_extra_state", None) is _TORCH_SET_EXTRA_STATE:
+            found = True
+            bases = cls.__mro__
+            if cls._load_from_state_dict is _load_from_state_dict and bases[-2] is TorchModule:
+                # Ours, and no class behind torch's has another one.
+                bases = ()
+            for base in bases:
+                loader = base.__dict__.get("_load_from_state_dict", _load_from_state_dict)
+                if loader in STANDARD:
+                    continue
+                if loader not in _MIGRATING:
+                    found = None
+                    break
                 found = False
         self[cls] = found
         return found
@@ -464,7 +506,7 @@ def _plan_one(
     if not checked_here:
         _migrate(module, prefix, loading)
     if state["_parameters"] or state["_buffers"]:
-        _check_own(module, loading, prefix)
+        _check_own(module, loading.entries, prefix, loading.planned, loading.missing, loading)
     return True
 
 
@@ -515,8 +557,6 @@ def _unexpected_of(parent: _Parent) -> Iterator[str]:
 def _check_planned(loading: _Load, *, strict: bool) -> None:
     """Collect the errors, those among them that torch would meet while writing."""
     assign = loading.assign
-    if not loading.unsure and not loading.added:
-        return
     refused = strict and bool(loading.missing or loading.unexpected)
     refused = refused or any(isinstance(each, str) for each in loading.planned)
     for each in loading.planned:
@@ -589,11 +629,14 @@ def _assign_all(entries: list[Entry], loading: _Load) -> None:
             loading.errors.append(problem)
 
 
+_REGISTRATION: Final = methods("__setattr__", "register_parameter", "register_buffer")
+
+
 class _DirectWrites:
     """Tells which modules register a member by entering it in a dict, and do no more."""
 
     def __init__(self) -> None:
-        self._classes = StandardClasses("__setattr__", "register_parameter", "register_buffer")
+        self._classes = StandardClasses(_REGISTRATION)
         self._announced = bool(
             module_globals._global_parameter_registration_hooks
             or module_globals._global_buffer_registration_hooks

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -10,15 +10,15 @@ from modkit._messages import (
     MSG_STATE_DICT_HOOK_RETURN,
     MSG_STATE_DICT_POSITIONAL,
 )
-from modkit._upstream import EXTRA_STATE_KEY
+from modkit._upstream import EXTRA_STATE_KEY, original_methods
 from modkit.nn._hooks import is_public
 from modkit.nn._overrides import (
     StandardClasses,
     TorchModule,
-    implements,
     is_standard,
-    patchable,
+    methods,
     refuse_cycle,
+    standard,
 )
 
 
@@ -36,13 +36,19 @@ def positional_arguments(
     return destination, prefix, keep_vars
 
 
-@patchable
+_TORCH_SAVE_TO_STATE_DICT: Final = original_methods["_save_to_state_dict"]
+
+
+@standard
 def _save_to_state_dict(
     self: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool
 ) -> None:
     """Write the parameters, persistent buffers and extra state of one module, not below it."""
+    if TorchModule._save_to_state_dict is not _TORCH_SAVE_TO_STATE_DICT:
+        TorchModule._save_to_state_dict(self, destination, prefix, keep_vars)
+        return
     _save_tensors(self, destination, prefix, keep_vars)
-    if implements(self, "get_extra_state"):
+    if type(self).get_extra_state is not TorchModule.get_extra_state:
         destination[prefix + EXTRA_STATE_KEY] = self.get_extra_state()
 
 
@@ -57,14 +63,8 @@ def _save_tensors(module: torch.nn.Module, destination: Any, prefix: str, keep_v
                 destination[prefix + name] = buffer if keep_vars else buffer.detach()
 
 
-class _PlainClasses(StandardClasses):
-    """Which classes save no more than their tensors."""
-
-    def __missing__(self, cls: type[torch.nn.Module]) -> bool:
-        """Look at a class that has not been met in this walk."""
-        found = super().__missing__(cls) and cls.get_extra_state is TorchModule.get_extra_state
-        self[cls] = found
-        return found
+# A class that overrides none of these saves no more than its tensors.
+_SAVING: Final = methods("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 def _save_one(
@@ -122,8 +122,12 @@ def save(module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool
     if destination is None:
         destination = OrderedDict()
         destination._metadata = OrderedDict()
-    classes = _PlainClasses("state_dict", "_save_to_state_dict")
     metadata = _save_one(module, destination, (prefix[:-1], prefix), keep_vars, plain=False)
+    if not module._modules:
+        if module._state_dict_hooks:
+            return _run_save_hooks(module, destination, prefix, metadata)
+        return destination
+    classes = StandardClasses(_SAVING)
     active = {id(module)}
     stack = [(module, prefix, metadata, iter(module._modules.items()))]
     while True:
@@ -152,6 +156,8 @@ def save(module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool
         else:
             stack.pop()
             active.discard(id(parent))
-            written = _run_save_hooks(parent, destination, parent_prefix, metadata)
+            written = destination
+            if parent._state_dict_hooks:
+                written = _run_save_hooks(parent, destination, parent_prefix, metadata)
             if not stack:
                 return written

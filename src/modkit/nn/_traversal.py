@@ -3,15 +3,24 @@
 import functools
 import operator
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch.nn import Parameter
 
-from modkit.nn._overrides import StandardClasses, is_standard, refuse_cycle
+from modkit.nn._overrides import (
+    StandardClasses,
+    all_standard,
+    methods,
+    refuse_cycle,
+)
 
 
 NamedMembers = Callable[[torch.nn.Module], Iterable[tuple[str, Any]]]
+
+_NAMED_MODULES: Final = methods("named_modules")
+_NAMED_MEMBERS: Final = methods("_named_members")
+_NAMED_PARAMETERS: Final = methods("named_parameters", "_named_members")
 
 
 class _Memo(set[torch.nn.Module]):
@@ -107,7 +116,7 @@ def named_modules(
         yield prefix, module
     met = seen.met
     note = met.add
-    standard = StandardClasses("named_modules")
+    standard = StandardClasses(_NAMED_MODULES)
     stack: list[_Level] = [(_dot(prefix), module, iter(module._modules.items()))]
     while stack:
         dotted, _, children = stack[-1]
@@ -166,10 +175,15 @@ def _path(
 
 def modules(module: torch.nn.Module, remove_duplicate: bool) -> Iterator[torch.nn.Module]:
     """Yield what ``module.named_modules`` finds, without putting names together."""
-    if not remove_duplicate or not is_standard(module, "named_modules"):
+    if not remove_duplicate or not all_standard(module, _NAMED_MODULES):
         for _, found in module.named_modules(remove_duplicate=remove_duplicate):
             yield found
         return
+    yield from _standard_modules(module)
+
+
+def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield ``module``, which does not override ``named_modules``, and all below it, each once."""
     yield module
     if not module._modules:
         return
@@ -178,7 +192,7 @@ def modules(module: torch.nn.Module, remove_duplicate: bool) -> Iterator[torch.n
     met = seen.met
     note = met.add
     names: dict[int, list[str]] = {}
-    standard = StandardClasses("named_modules")
+    standard = StandardClasses(_NAMED_MODULES)
     parents = [module]
     stack = [iter(module._modules.values())]
     while stack:
@@ -214,10 +228,8 @@ def modules(module: torch.nn.Module, remove_duplicate: bool) -> Iterator[torch.n
 
 def parameters(module: torch.nn.Module, recurse: bool) -> Iterator[Parameter]:
     """Yield what ``module.named_parameters`` finds, without putting names together."""
-    if not (
-        is_standard(module, "named_parameters")
-        and is_standard(module, "_named_members")
-        and (not recurse or is_standard(module, "named_modules"))
+    if not all_standard(module, _NAMED_PARAMETERS) or (
+        recurse and not all_standard(module, _NAMED_MODULES)
     ):
         for _, found in module.named_parameters(recurse=recurse):
             yield found
@@ -225,7 +237,7 @@ def parameters(module: torch.nn.Module, recurse: bool) -> Iterator[Parameter]:
     # By identity, as tensors compare in a set, but without the hash that tensors define in Python.
     # The values keep what was seen alive, so that no identity is used twice.
     seen: dict[int, Parameter] = {}
-    for owner in modules(module, remove_duplicate=True) if recurse else (module,):
+    for owner in _standard_modules(module) if recurse else (module,):
         for parameter in owner._parameters.values():
             if parameter is None:
                 continue
@@ -293,7 +305,7 @@ def named_tensors(
     module: torch.nn.Module, table: str, prefix: str, recurse: bool, remove_duplicate: bool
 ) -> Generator[tuple[str, Any], None, None]:
     """Yield the pairs in the attribute ``table`` of ``module`` and, if asked, of all below it."""
-    if not is_standard(module, "_named_members"):
+    if not all_standard(module, _NAMED_MEMBERS):
         yield from module._named_members(
             functools.partial(_pairs, table),
             prefix=prefix,
