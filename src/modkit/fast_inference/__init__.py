@@ -29,12 +29,11 @@ def fast_inference(
 ) -> Generator[ModuleT, None, None]:
     """Run a model in eager mode with less time spent in Python.
 
-    Use it for small networks at small batch sizes: policies, tree search, recurrent controllers, decoding a
-    token at a time. Large networks gain a few percent. The model need not be one of modkit.
+    Use it for small networks at small batch sizes: policies, tree search, controllers, decoding token by token.
+    Large networks gain a few percent. The model need not be one of modkit.
 
-    Inside the block, torch's layers run without the detours of ``Module.__call__`` and ``__getattr__``, and
-    containers run their layers in one function. Results are bitwise identical to those of plain calls.
-    Hooks, patches, new weights, modes and other changes made inside take effect at once.
+    Torch's layers run without ``Module.__call__`` and ``__getattr__``, and containers in one function. Results are
+    bitwise identical. Hooks, patches, new weights, modes and other changes made inside take effect at once.
 
     Args:
         model: Any ``torch.nn.Module``. Compiled and scripted modules in it are left alone.
@@ -56,9 +55,8 @@ def fast_inference(
         ...     for _ in range(3):
         ...         action = policy(torch.ones(1, 4)).argmax()
 
-    Limits: members of modules are copied into their ``__dict__``. Inside the block, do not write to or copy a
-    ``__dict__`` directly, and do not write to a table such as ``_modules`` that was read before. A
-    ``Module.__getattr__`` that is patched inside is not called for members.
+    Limits: inside the block, do not write to or copy the ``__dict__`` of a module, or write to a table such as
+    ``_modules`` that was read before. A ``Module.__getattr__`` patched inside is not called for members.
     """
     if not isinstance(cast("object", model), nn.Module):
         raise TypeError(
@@ -110,24 +108,37 @@ def _tree(model: nn.Module) -> list[nn.Module]:
         compiled = CALL_SLOT in module.__dict__ and id(module) not in _bindings
         if id(module) not in found and not compiled and isinstance(table, dict):
             found[id(module)] = module
-            waiting += [child for child in table.values() if child is not None]
+            waiting += _children(module)
     return list(found.values())
 
 
 def _bind(bindings: list[Binding], folded: dict[int, Fold]) -> None:
-    """Give modules their functions. Layers in the run of a container need none."""
+    """Give modules their functions, except what is called in the runs of containers only."""
+    containers = {id(one.module) for one in bindings if is_container(type(one.module))}
+    children = [(id(one.module), id(child)) for one in bindings for child in _children(one.module)]
+    inner = {child for holder, child in children if holder in containers}
+    inner -= {child for holder, child in children if holder not in containers}
+    # A run must know the functions of its layers. So layers come first, then the containers around them.
+    ordered = [one for one in reversed(bindings) if id(one.module) not in inner]
+    ordered.sort(key=lambda one: id(one.module) in containers)
+    within = [one for one in bindings if id(one.module) in inner]
+    within.sort(key=lambda one: id(one.module) not in containers)
     covered: set[int] = set()
-    for binding in bindings:
-        module = binding.module
-        if is_container(type(module)) and id(module) not in covered:
-            binding.bind(container_function(module, set(folded), covered))
-    for binding in bindings:
-        kind = kind_of(type(binding.module))
-        if binding.fold is None and kind is not None and id(binding.module) not in covered:
-            binding.bind(function_of([Step(binding.module, kind)]))
+    for one in (*ordered, *within):
+        number, kind = id(one.module), kind_of(type(one.module))
+        if number in folded or (number in inner and number in covered):
+            continue
+        if number in containers:
+            one.bind(container_function(one.module, set(folded), covered))
+        elif kind is not None:
+            one.bind(function_of([Step(one.module, kind)]))
     for fold in set(folded.values()):
-        for identity, call in fold.functions().items():
-            _bindings[identity].bind(call)
+        for number, call in fold.functions().items():
+            _bindings[number].bind(call)
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    return [child for child in module._modules.values() if child is not None]
 
 
 def _leave(used: list[Binding]) -> None:

@@ -56,12 +56,7 @@ for _name in ("clear", "pop", "popitem", "setdefault", "update", *_OPERATORS):
 
 
 class Binding:
-    """What ``fast_inference`` has put into one module, and how many blocks use it.
-
-    Attributes:
-        fold: What the module is folded with, if it is.
-        users: The number of blocks.
-    """
+    """What ``fast_inference`` has put into one module, how many blocks use it, and its fold."""
 
     def __init__(self, module: nn.Module, fold: object) -> None:
         self.module = module

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from operator import is_
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from modkit.fast_inference.members import CALL_SLOT, Table
 
 
 Call = Callable[..., Any]
+Shape = tuple[tuple[Kind, int], ...]
 
 # A longer run is cut: the time to compile its function grows with the length.
 _LONGEST: Final = 24
@@ -69,9 +70,7 @@ class Step(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _maker(
-    shape: tuple[tuple[Kind, int], ...], parameters: tuple[str, ...], owned: bool, runs: bool
-) -> Call:
+def _maker(shape: Shape, parameters: tuple[str, ...], owned: bool, runs: bool) -> Call:
     """Write and compile what makes the function of a run.
 
     Args:
@@ -98,16 +97,15 @@ def _maker(
         last=arguments[-1],
         parameters=", ".join(parameters),
         loads="; ".join(loads),
-        checks=f"\n{' ' * 16}or ".join(_checks(shape, names, slots=not runs, owned=owned)),
+        checks=f"\n{' ' * 16}or ".join(_checks(shape, parameters, not runs, owned)),
         steps=steps,
     )
     namespace = dict(_NAMESPACE)
     exec(compile(source, "<modkit.fast_inference>", "exec"), namespace)  # noqa: S102 - written here
-    made: Call = namespace["make"]
-    return made
+    return cast("Call", namespace["make"])
 
 
-def _steps(shape: Sequence[tuple[Kind, int]], owned: bool) -> Iterator[str]:
+def _steps(shape: Shape, owned: bool) -> Iterator[str]:
     """Yield the operations of a run."""
     for i, (kind, _) in enumerate(shape):
         value = _numbered(kind.layer.expression, i)
@@ -119,9 +117,7 @@ def _steps(shape: Sequence[tuple[Kind, int]], owned: bool) -> Iterator[str]:
             yield f"x = {value}"
 
 
-def _checks(
-    shape: Sequence[tuple[Kind, int]], names: list[tuple[str, int]], *, slots: bool, owned: bool
-) -> Iterator[str]:
+def _checks(shape: Shape, parameters: Sequence[str], slots: bool, owned: bool) -> Iterator[str]:
     """Yield the conditions of taking torch's own path, global ones first."""
     yield "hooks._global_forward_hooks or hooks._global_forward_pre_hooks"
     yield "jit_trace._trace_module_map is not None"
@@ -136,7 +132,8 @@ def _checks(
         backward += f" or d{i}['_backward_hooks'] or d{i}['_backward_pre_hooks']"
         yield f"type(m{i}) is not k{number} or 'forward' in d{i} or '_call_impl' in d{i}"
         if slots and (i or not owned):
-            yield f"{CALL_SLOT!r} in d{i}"
+            known = f" and d{i}[{CALL_SLOT!r}] is not c{i}" if f"c{i}" in parameters else ""
+            yield f"{CALL_SLOT!r} in d{i}{known}"
         if kind is CONTAINER:
             yield f"d{i}['_modules'] is not t{i} or t{i}.changed"
         if kind.layer.condition:
@@ -145,6 +142,7 @@ def _checks(
     functions = dict.fromkeys(name for kind, _ in shape for name in kind.layer.functions)
     yield from (f"F.{name} is not {name}_of_torch" for name in functions)
     if functions or any(kind.layer.input_condition for kind, _ in shape):
+        names = [(name, i) for i, (kind, _) in enumerate(shape) for name in kind.layer.names]
         tensors = [f"{name}_{i}" for name, i in names if name.partition("_")[0] in _TENSORS]
         yield f"has_torch_function({', '.join(['x', *tensors])})"
 
@@ -172,18 +170,17 @@ def function_of(steps: Sequence[Step], plain: Call | None = None, run: Call | No
         values.update({f"f{number}{name}": method for name, method in kind.methods})
         if kind is CONTAINER:
             values[f"t{i}"] = state["_modules"]
+        if CALL_SLOT in state:
+            values[f"c{i}"] = state[CALL_SLOT]
     shape = tuple((step.kind, numbers[type(step.module)]) for step in steps)
     function: Call = _maker(shape, tuple(values), plain is None, run is not None)(**values)
     return function
 
 
 def container_function(module: nn.Module, apart: set[int], covered: set[int]) -> Call | None:
-    """Return the function of a container: one run of layers, or runs and other modules.
+    """Return the function of a container; add what is called in its runs alone to ``covered``.
 
-    Args:
-        module: The container.
-        apart: The identities of modules that must be called.
-        covered: The identities of modules that need no function of their own; filled.
+    Modules in ``apart`` are called one by one.
     """
     table = module.__dict__.get("_modules")
     if type(table) is not Table or None in table.values():

@@ -328,7 +328,7 @@ class EfficientZeroModel(nn.Module):
             # The quotient of integers has the default precision, as it has in LightZero.
             encoded = (action / self.action_space_size).to(latent_state.dtype)
         batch, _, height, width = latent_state.shape
-        return encoded[:, :, None, None].expand(batch, -1, height, width)
+        return encoded.unsqueeze(2).unsqueeze(3).expand(batch, -1, height, width)
 
 
 def _three_lengths(observation_shape: int | Sequence[int]) -> Sequence[int]:
