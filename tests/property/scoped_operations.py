@@ -157,7 +157,6 @@ METHODS: Final = st.sampled_from(
         "|=",
         "replace",
         "replace-more",
-        "replace-in-dict",
         "read",
         "copy",
     ]
@@ -184,8 +183,6 @@ def use_table(side: Any, module: Any, key: str, method: str, name: str, spec: An
         table.clear()
     elif method == "replace":
         setattr(module, key, dict(table))
-    elif method == "replace-in-dict":
-        module.__dict__[key] = dict(table)
     elif method == "read":
         return list(table), len(table), name in table, kind_of(table.get(name)), bool(table)
     else:
