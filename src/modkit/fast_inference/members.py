@@ -86,8 +86,7 @@ class Binding:
         if not self._is_open:
             return
         members: dict[str, Any] = {}
-        for key in _TABLES:
-            table = state.get(key)
+        for table in map(state.get, _TABLES):
             if type(table) is Table:
                 members.update(table)
         for name in [name for name in mirrored if name not in members]:
@@ -95,7 +94,8 @@ class Binding:
             if state.get(name, state) is value:
                 del state[name]
         for name, value in members.items():
-            if name in mirrored or not (name in state or hasattr(cls, name)):
+            is_free = str(name).isidentifier() and name not in state and not hasattr(cls, name)
+            if name in mirrored or is_free:
                 state[name] = mirrored[name] = value
 
     def bind(self, call: Callable[..., Any] | None) -> None:

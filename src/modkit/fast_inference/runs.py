@@ -53,7 +53,7 @@ def make({parameters}):
             differs = (
                 {checks}
             )
-        except KeyError:
+        except Exception:
             differs = True
         if differs:
             return {plain}({arguments})
@@ -109,10 +109,8 @@ def _steps(shape: Shape, owned: bool) -> Iterator[str]:
     """Yield the operations of a run."""
     for i, (kind, _) in enumerate(shape):
         value = _numbered(kind.layer.expression, i)
-        if kind.layer.input_condition:
-            otherwise = "m0._call_impl" if owned and i == 0 else f"m{i}"
-            condition = _numbered(kind.layer.input_condition, i)
-            value = f"({value}) if {condition} else {otherwise}({', '.join(kind.layer.arguments)})"
+        if kind.layer.input_condition and not (owned and i == 0):
+            value = f"({value}) if {_numbered(kind.layer.input_condition, i)} else m{i}(x)"
         if value != "x":
             yield f"x = {value}"
 
@@ -145,6 +143,8 @@ def _checks(shape: Shape, parameters: Sequence[str], slots: bool, owned: bool) -
         names = [(name, i) for i, (kind, _) in enumerate(shape) for name in kind.layer.names]
         tensors = [f"{name}_{i}" for name, i in names if name.partition("_")[0] in _TENSORS]
         yield f"has_torch_function({', '.join(['x', *tensors])})"
+    if owned and shape[0][0].layer.input_condition:
+        yield f"not ({_numbered(shape[0][0].layer.input_condition, 0)})"
 
 
 def _numbered(text: str, number: int) -> str:
