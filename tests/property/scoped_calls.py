@@ -201,6 +201,8 @@ def trace_with_jit(side: Any, module: Any) -> Any:
             traced = torch.jit.trace(side.model, x, check_trace=False)
             # The number of a class is not part of the code.
             return re.sub(r"___torch_mangle_\d+\.", "", traced.code), traced(x + 1)
+    except RuntimeError as error:
+        raise RuntimeError(re.sub(r"___torch_mangle_\d+\.", "", str(error))) from None
     finally:
         LOG.clear()  # which attributes the tracer looks up
 

@@ -100,8 +100,7 @@ def _maker(shape: Shape, parameters: tuple[str, ...], owned: bool, runs: bool) -
         checks=f"\n{' ' * 16}or ".join(_checks(shape, parameters, not runs, owned)),
         steps=steps,
     )
-    namespace = dict(_NAMESPACE)
-    exec(compile(source, "<modkit.fast_inference>", "exec"), namespace)  # noqa: S102 - written here
+    exec(source, namespace := dict(_NAMESPACE))  # noqa: S102 - written here
     return cast("Call", namespace["make"])
 
 
@@ -117,6 +116,7 @@ def _steps(shape: Shape, owned: bool) -> Iterator[str]:
 
 def _checks(shape: Shape, parameters: Sequence[str], slots: bool, owned: bool) -> Iterator[str]:
     """Yield the conditions of taking torch's own path, global ones first."""
+    first = shape[0][0].layer.input_condition
     yield "hooks._global_forward_hooks or hooks._global_forward_pre_hooks"
     yield "jit_trace._trace_module_map is not None"
     for kind, number in dict.fromkeys(shape):
@@ -143,8 +143,8 @@ def _checks(shape: Shape, parameters: Sequence[str], slots: bool, owned: bool) -
         names = [(name, i) for i, (kind, _) in enumerate(shape) for name in kind.layer.names]
         tensors = [f"{name}_{i}" for name, i in names if name.partition("_")[0] in _TENSORS]
         yield f"has_torch_function({', '.join(['x', *tensors])})"
-    if owned and shape[0][0].layer.input_condition:
-        yield f"not ({_numbered(shape[0][0].layer.input_condition, 0)})"
+    if owned and first:
+        yield f"not ({_numbered(first, 0)})"
 
 
 def _numbered(text: str, number: int) -> str:
