@@ -123,13 +123,13 @@ def _bind(bindings: list[Binding], folded: dict[int, Fold]) -> None:
     ordered.sort(key=lambda one: id(one.module) in containers)
     within = [one for one in bindings if id(one.module) in inner]
     within.sort(key=lambda one: id(one.module) not in containers)
-    covered: set[int] = set()
+    apart, covered = set(folded), set[int]()
     for one in (*ordered, *within):
         number, kind = id(one.module), kind_of(type(one.module))
-        if number in folded or (number in inner and number in covered):
+        if number in apart or (number in inner and number in covered):
             continue
         if number in containers:
-            one.bind(container_function(one.module, set(folded), covered))
+            one.bind(container_function(one.module, apart, covered))
         elif kind is not None:
             one.bind(function_of([Step(one.module, kind)]))
     for fold in set(folded.values()):

@@ -41,7 +41,7 @@ class Fold:
             if kind is None:
                 return {}
             plain.append(function_of([Step(module, kind)]))
-            layer = kind.layer._replace(expression="x", input_condition="", functions=())
+            layer = kind.layer._replace(expression="x", input_condition="")
             checks.append(Step(module, kind._replace(layer=layer)))
 
         def convolve(x: Any) -> Any:

@@ -1,4 +1,5 @@
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -485,3 +486,15 @@ def test_model_without_norms(impl):
     expected, actual = compare(scenario)
 
     assert actual == expected
+
+
+def test_patched_batch_norm():
+    """A replaced `torch.nn.functional.batch_norm` is called, so nothing is folded."""
+    model = prepared(stack())
+    x = image()
+    with torch.no_grad(), modkit.fast_inference(model, fold_batch_norm=True):
+        folded = model(x)
+        with mock.patch.object(nn.functional, "batch_norm", lambda x, *_, **__: x * 0):
+            patched = model(x)
+
+    assert not torch.equal(folded, patched)
