@@ -26,8 +26,10 @@ class _Axis(NamedTuple):
     def cases(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the label and the arguments of each value."""
         values = list(self.values() if callable(self.values) else self.values)
-        labels = values if self.ids is None else self.ids
-        labels = map(self.ids, values) if callable(self.ids) else labels
+        labels: Iterable[Any] = values
+        if self.ids is not None:
+            ids = self.ids
+            labels = [ids(value) for value in values] if callable(ids) else ids
         for value, label in zip(values, labels, strict=True):
             arguments = [value] if len(self.names) == 1 else value
             shown = getattr(label, "__name__", None) or repr(label)
