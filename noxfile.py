@@ -118,6 +118,13 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def stress(session: nox.Session) -> None:
+    """Run the tests that take long, such as a minute of 16 threads and 10,000 cycles of each kind."""
+    install(session, "test", extras="[cli,demo]")
+    session.run("pytest", "-m", "slow", "tests", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(default=False)
 def distributed(session: nox.Session) -> None:
     """Run the tests that start several processes, those of `nox -s tests` included."""
     install(session, "test", extras="[cli,demo]")

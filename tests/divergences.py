@@ -700,6 +700,15 @@ ROWS: Final = (
     ),
     _row(
         "torch",
+        "Torch enters a hook before its flags, and looks a flag up when the hook is due. A call in another "
+        "thread may thus find a `with_kwargs` hook without its flag, and leave the keywords out.",
+        NO_ISSUE,
+        "tests/parity/fixes/test_hook_threads.py::test_a_call_during_a_registration_sees_a_hook_with_its_flag",
+        "tests/parity/fixes/test_hook_threads.py::test_a_removal_during_a_call_leaves_no_hook_without_its_flag",
+        "tests/parity/fixes/test_hook_threads.py::test_a_hook_that_comes_and_goes_during_a_call_has_its_flag",
+    ),
+    _row(
+        "torch",
         "On a module that contains itself torch runs into the recursion limit, and the error does not "
         "say why; modkit's names the module, and is raised at once.",
         NO_ISSUE,
