@@ -45,7 +45,11 @@ def entries(side: str) -> list[str]:
     for test, row in DIVERGENCES.items():
         if row.fails_on == side:
             tests.setdefault(row, []).append(f"  - `{test}`")
-    return [f"- {row.reason} ({link(row.upstream)})\n" + "\n".join(tests[row]) for row in tests]
+    return [
+        f"- {row.reason} ({link(row.upstream)}{f'; torch{row.torch}' if row.torch else ''})\n"
+        + "\n".join(tests[row])
+        for row in tests
+    ]
 
 
 def render() -> str:

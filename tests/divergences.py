@@ -271,6 +271,41 @@ DIVERGENCES: Final[dict[str, Divergence]] = {
         "If no input requires grad torch warns that a full backward hook fires early even where "
         "there is only a pre-hook, which fires when it should.",
         ISSUES + "189093",
+        "<2.14",
+    ),
+    "tests/parity/module/test_traversal.py::test_modules": Divergence(
+        "torch",
+        "`modules()` takes `remove_duplicate` with every release of torch.",
+        NO_ISSUE,
+        "<2.11",
+    ),
+    "tests/parity/fixes/test_older_torch.py::test_an_object_that_is_like_a_tensor_may_be_a_buffer": Divergence(
+        "torch",
+        "An object with `__torch_function__` may be a buffer with every release of torch.",
+        NO_ISSUE,
+        "<2.9",
+    ),
+    "tests/parity/module/test_load_state_dict.py::test_only_one_element_loads_into_a_scalar": Divergence(
+        "torch",
+        "Torch loads the first element of a longer vector into a scalar, and raises IndexError for an "
+        "empty one.",
+        NO_ISSUE,
+        "<2.10",
+    ),
+    "tests/parity/module/test_conversion.py::test_casting_to_complex_warns_at_the_callers_line": Divergence(
+        "torch", "Torch's warning names a line of its own file, not the caller's.", NO_ISSUE, "<2.10"
+    ),
+    "tests/parity/averaging/test_averaging_functions.py::test_integers_of_unequal_number_are_refused": Divergence(
+        "torch",
+        "`get_ema_multi_avg_fn()` passes over integer tensors that have no partner.",
+        NO_ISSUE,
+        "<2.10",
+    ),
+    "tests/parity/averaging/test_update_pairs.py::test_float_average_of_a_half_model_keeps_its_precision": Divergence(
+        "torch",
+        "An average cannot have another dtype than the model.",
+        NO_ISSUE,
+        "<2.10",
     ),
     _BACKWARD_HOOKS + "test_pre_hook_may_return_a_bare_tensor": _BARE_GRADIENT,
     _BACKWARD_HOOKS
