@@ -7,7 +7,9 @@ import torch
 
 
 # Since torch 2.11.
-MODULES_CAN_REPEAT: Final = "remove_duplicate" in inspect.signature(torch.nn.Module.modules).parameters
+MODULES_CAN_REPEAT: Final = (
+    "remove_duplicate" in inspect.signature(torch.nn.Module.modules).parameters
+)
 
 
 class _TensorLike:

@@ -14,7 +14,7 @@ Checked against torch 2.8 to 2.13.
   compare types, so loading returns torch's class and uses torch's key.
 - ``WrappedHook`` holds its module weakly; spectral_norm and others look for the class.
 - ``foreach_*``: one launch for a list of tensors; torch's averages use the same kernels, and so
-  get the same bits.
+  get the same bits. ``foreach_devices`` names the devices where they are fused.
 - ``tensor_guard`` is what dynamo asks before it runs compiled code: whether tensors are as they were,
   in a loop in C++. Python would need longer to ask than an update of an average takes.
 - ``BatchNormBase`` is the base of every batch normalization layer, users' own included.
@@ -55,6 +55,7 @@ from torch.nn.modules.module import (
     _WrappedHook as WrappedHook,
 )
 from torch.overrides import has_torch_function_variadic as has_torch_function
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as foreach_devices
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_wrapper_subclass
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
@@ -73,6 +74,7 @@ __all__ = [
     "foreach_add_",
     "foreach_addcdiv_",
     "foreach_copy_",
+    "foreach_devices",
     "foreach_lerp_",
     "foreach_norm",
     "foreach_sub",
