@@ -29,10 +29,10 @@ TENSOR_LIKE_BUFFERS: Final = _accepts_tensor_likes()
 
 
 def _averages_mixed_dtypes() -> bool:
-    averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1).half()).float()
+    averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1).bfloat16()).float()
     try:
         for _ in range(2):
-            averaged.update_parameters(torch.nn.Linear(1, 1).half())
+            averaged.update_parameters(torch.nn.Linear(1, 1).bfloat16())
     except RuntimeError:
         return False
     return True

@@ -2,8 +2,8 @@
 
 import torch
 
-from tests.helpers import Implementation
 from tests.capabilities import TENSOR_LIKE_BUFFERS
+from tests.helpers import Implementation
 from tests.parity.module.nets import TensorLike, child_leaf
 
 
