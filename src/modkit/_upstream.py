@@ -1,6 +1,14 @@
 """The only file that names private parts of torch, each with the reason it is needed.
 
-Checked against torch 2.8 to 2.13.
+The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, and those of
+``modkit/jit/_upstream.py``, except:
+
+| name | in torch | in other releases |
+|---|---|---|
+| ``FSDPState._fsdp_param_groups`` | since 2.12 | ``_fsdp_param_group``: one, or None |
+| ``DataParallelMeshInfo.is_spmd_mesh`` | since 2.12 | False |
+| ``import_ir_module`` | builds that read TorchScript | ``jit.load`` refuses |
+| ``torch.jit._script._magic_methods`` | unless ``PYTORCH_JIT=0`` | empty |
 
 - ``get_tracing_state`` is truthy while ``torch.jit.trace`` runs; the scopes of its graph come from
   ``_slow_forward``. No public function tells so without importing ``torch.jit``. ``is_tracing`` tells
@@ -186,9 +194,8 @@ def skip_frame(function: FunctionT) -> FunctionT:
     object does the same for ours; inside of compiled code it is inlined all the same.
     """
     frames = cast("Any", torch._C)._dynamo.eval_frame
-    if hasattr(frames, "set_code_exec_strategy"):
-        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-        frames.set_code_exec_strategy(function.__code__, strategy)
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, strategy)
     return function
 
 
