@@ -17,6 +17,7 @@ from tests.suites.trees import SIDES, unpack
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = Path(__file__).with_name("plugin")
 REPEATS = 3
+UNSTEADY = ("unsteady on torch", "alike in three further runs")
 
 
 class Outcome(NamedTuple):
@@ -109,12 +110,18 @@ def compare(library: Library, folder: Path) -> dict[str, Any]:
     for side in SIDES:
         found = {test: [*each] for test, each in sides[side].items()}
         (folder / library.name / f"{side}.json").write_text(json.dumps(found, indent=0))
+    told = [
+        {"test": test, "runs": runs[test], "cause": cause(library, test, runs[test])}
+        for test in runs
+    ]
     return {
         "version": library.version,
         "seconds": round(seconds),
         "sides": {side: counts(each.values()) for side, each in sides.items()},
-        "differing": [{"test": t, **describe(each)} for t, each in runs.items()],
+        "differing": [each for each in told if each["cause"] not in UNSTEADY],
+        "unsteady": [each for each in told if each["cause"] in UNSTEADY],
         "left out": library.left_out,
+        "sample": library.sample,
     }
 
 
@@ -131,11 +138,10 @@ def counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def describe(runs: dict[str, list[str]]) -> dict[str, Any]:
-    """Return the runs of a test, and whether torch or the order of tests explains the difference."""
-    once = runs["torch"]
-    if len(set(once)) > 1:
-        return {"runs": runs, "cause": "flaky on torch"}
-    if all(set(each[1:]) == set(once) for each in runs.values()):
-        return {"runs": runs, "cause": "the same in three further runs"}
-    return {"runs": runs, "cause": ""}
+def cause(library: Library, test: str, runs: dict[str, list[str]]) -> str:
+    """Return why a test ended differently; empty if that is not known."""
+    if len(set(runs["torch"])) > 1:
+        return UNSTEADY[0]
+    if all(set(each[1:]) == set(runs["torch"]) for each in runs.values()):
+        return UNSTEADY[1]
+    return next((why for start, why in library.causes.items() if test.startswith(start)), "")

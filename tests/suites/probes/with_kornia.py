@@ -123,30 +123,31 @@ def classification_head(nn):
     return net(_image()), net, net.double()(_image().double())
 
 
-def vision_transformer(nn):
-    net = kornia.models.vit.VisionTransformer(
-        image_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=2
-    )
-
+def descriptor_network(nn):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.vit = net
-            self.head = nn.Linear(16, 2)
+            self.patches = kornia.feature.HardNet(pretrained=False)
+            self.head = nn.Linear(128, 2)
 
         def forward(self, x):
-            return self.head(self.vit(x)[:, 0])
+            return self.head(self.patches(x))
 
-    model = Net()
-    return model(_image()), [n for n, _ in model.named_modules()]
+    net = Net()
+    return net(torch.rand(2, 1, 32, 32)), net.state_dict(), [n for n, _ in net.named_modules()]
 
 
-def ema_of_weights(nn):
-    net = image_net(nn)
-    before = copy.deepcopy(net)
-    for p in net.parameters():
-        p.data.add_(1)
-    return [(a - b).sum() for a, b in zip(net.parameters(), before.parameters(), strict=True)]
+def own_augmentation(nn):
+    class Shift(kornia.augmentation.IntensityAugmentationBase2D):
+        def __init__(self):
+            super().__init__(p=1.0)
+            self.by = nn.Parameter(torch.tensor(0.2))
+
+        def apply_transform(self, image, params, flags, transform=None):
+            return image + self.by
+
+    steps = nn.Sequential(Shift(), nn.Identity())
+    return steps(_image()), repr(steps), steps.state_dict()
 
 
 def descriptor(nn):
