@@ -20,8 +20,8 @@ from captum.attr import (
     remove_interpretable_embedding_layer,
 )
 
+from tests.integration.image_networks import image_net
 from tests.integration.networks import lstm_net
-from tests.integration.third_party.networks import image_net
 
 
 def _net(nn):

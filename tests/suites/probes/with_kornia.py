@@ -4,7 +4,7 @@ import kornia
 import torch
 from kornia.augmentation import ColorJitter, ImageSequential, RandomAffine, RandomHorizontalFlip
 
-from tests.integration.third_party.networks import image_net
+from tests.integration.image_networks import image_net
 
 
 def _image():

@@ -11,7 +11,7 @@ from torchvision.ops import (
     SqueezeExcitation,
 )
 
-from tests.integration.third_party.networks import image_net
+from tests.integration.image_networks import image_net
 
 
 def _images():
