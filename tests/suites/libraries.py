@@ -28,6 +28,10 @@ class Library(NamedTuple):
 
 
 _OUTSIDE = "needs weights or data from a hub"
+_PATCHED = (
+    "a method that is assigned to `modkit.nn.Module` does not hold for torch's layers, a listed "
+    "difference; with the library untouched the tests agree"
+)
 _MINUTES = "takes minutes"
 _PEFT = (
     *("adamss_asa", "boft", "bufferdict", "custom_models", "frod", "helpers", "lora_ga", "lorafa"),
@@ -76,7 +80,6 @@ LIBRARIES = (
         "0.6.1",
         ("test",),
         ("test", "linear_operator/test"),
-        sample={"test/operators": 4},
     ),
     Library(
         "gpytorch",
@@ -97,6 +100,7 @@ LIBRARIES = (
             "skorch/tests/callbacks/test_logging.py::TestWandb": "needs an account",
             "skorch/tests/test_history.py::TestDistributedHistoryMultiprocessing": "no modules, minutes",
         },
+        sample={"skorch/tests/test_net.py": 2},
     ),
     Library(
         "e3nn",
@@ -121,9 +125,9 @@ LIBRARIES = (
         "1.0.31",
         tuple(f"tests/test_{name}.py" for name in _TIMM),
         ("tests",),
-        sample={"tests/test_optim.py": 6, "tests/test_layers_pos_embed.py": 6},
+        sample={"tests/test_optim.py": 6, "tests/test_layers_pos_embed.py": 3},
         # The smallest of its models.
-        only="not test_models or atto or resnet10t or 050 or 1-test_vit",
+        only="not test_models or 1-resnet10t or 1-mobilenetv3_small_050 or 1-test_vit2",
     ),
     Library(
         "curvlinops-for-pytorch",
@@ -145,7 +149,7 @@ LIBRARIES = (
         ("tests",),
         root="src",
         package="tests",
-        sample={"tests/test_custom_models.py": 40},
+        sample={"tests/test_custom_models.py": 50},
     ),
     Library(
         "accelerate",
@@ -153,6 +157,8 @@ LIBRARIES = (
         tuple(f"tests/test_{name}.py" for name in _ACCELERATE),
         ("tests", "src/accelerate/test_utils"),
         root="src",
+        # `init_empty_weights` of the rewritten library patches modkit's Module, not torch's layers.
+        causes={"tests/test_big_modeling.py::BigModelingTester::test_init_empty_weights": _PATCHED},
     ),
     Library("zuko", "1.6.0", ("tests",), ("tests",)),
     Library("segmentation-models-pytorch", "0.6.0", ("tests",), ("tests",)),

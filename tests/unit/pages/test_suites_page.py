@@ -2,8 +2,11 @@ import json
 import runpy
 from pathlib import Path
 
+from tests.suites.libraries import LIBRARIES
 
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs"
 
 
 def test_the_page_of_suites_is_rendered_from_the_last_run():
@@ -22,3 +25,12 @@ def test_every_difference_has_a_cause():
     assert [
         name for name, row in found["probes"].items() if row["differing"] or row["raised"]
     ] == []
+
+
+def test_the_suites_are_of_the_pinned_versions():
+    """What is installed for a suite is the version that its tests come from."""
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+
+    wanted = [f"{each.name.replace('_', '-')}=={each.version}" for each in LIBRARIES]
+
+    assert [w for w in wanted if not any(pin.split(" ")[0].lower() == w for pin in pins)] == []
