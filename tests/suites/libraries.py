@@ -24,7 +24,7 @@ class Library(NamedTuple):
     only: str = ""
     causes: dict[str, str] = {}
     environment: dict[str, str] = {}
-    seconds: int = 900
+    seconds: int = 1800
 
 
 _OUTSIDE = "needs weights or data from a hub"

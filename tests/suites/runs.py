@@ -107,14 +107,11 @@ def compare(library: Library, folder: Path) -> dict[str, Any]:
             again = run(library, trees[side], again_of(doubtful))
             for test in doubtful:
                 runs[test][side].append(str(again.get(test, "not run")))
-    for side in SIDES:
-        found = {test: [*each] for test, each in sides[side].items()}
-        (folder / library.name / f"{side}.json").write_text(json.dumps(found, indent=0))
     told = [
         {"test": test, "runs": runs[test], "cause": cause(library, test, runs[test])}
         for test in runs
     ]
-    return {
+    row = {
         "version": library.version,
         "seconds": round(seconds),
         "sides": {side: counts(each.values()) for side, each in sides.items()},
@@ -123,6 +120,8 @@ def compare(library: Library, folder: Path) -> dict[str, Any]:
         "left out": library.left_out,
         "sample": library.sample,
     }
+    (folder / library.name / "row.json").write_text(json.dumps(row, indent=1), encoding="utf-8")
+    return row
 
 
 def again_of(tests: Iterable[str]) -> list[str]:
