@@ -180,6 +180,16 @@ def ecosystem(session: nox.Session) -> None:
 
 
 @nox.session(default=False, venv_backend="virtualenv", python="3.11")
+def suites(session: nox.Session) -> None:
+    """Run the suites of third-party libraries on torch and on modkit; `-- --only opacus` for one.
+
+    The report is in docs/suites.json and docs/suites.md.
+    """
+    install(session, "suites")
+    session.run("python", "-m", "tests.suites", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(default=False, venv_backend="virtualenv", python="3.11")
 def lightzero(session: nox.Session) -> None:
     """Compare modkit's EfficientZero networks with LightZero's; `-- --record` renews their record."""
     install(session, "test", "lightzero")

@@ -146,6 +146,13 @@ ROWS: Final = (
         "tests/parity/module/test_classes.py::test_super_of_module_sets_plain_attributes",
     ),
     _row(
+        "modkit",
+        "A method that is assigned to `modkit.nn.Module` holds for classes that derive from it, not for "
+        "torch's layers. Assigned to `torch.nn.Module` it holds for both.",
+        NO_ISSUE,
+        "tests/parity/module/test_override_contract.py::test_a_method_set_on_module_holds_for_layers",
+    ),
+    _row(
         "torch",
         "In torch `module.save(file)` writes to a path that is the text of the file object; modkit "
         "writes to the file, and replaces a file at a path atomically.",

@@ -282,6 +282,15 @@ def test_call_impl_set_on_module(impl: Implementation, monkeypatch: pytest.Monke
     assert plain(impl)()(0) == 10
 
 
+def test_a_method_set_on_module_holds_for_layers(
+    impl: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A method that is set on the library's ``Module`` is that of its layers."""
+    monkeypatch.setattr(impl.nn.Module, "extra_repr", lambda self: "patched")
+
+    assert repr(impl.nn.Tanh()) == "Tanh(patched)"
+
+
 def test_call_impl_set_on_torchs_module(
     impl: Implementation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
