@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from modkit.compat.behaviours import differences
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -13,6 +15,12 @@ class Divergence:
     upstream: str
 
 
-NO_ISSUE: Final = "no upstream issue"
-ISSUES: Final = "https://github.com/pytorch/pytorch/issues/"
+def listed(case: str) -> Divergence:
+    """Return the row of a behaviour that `modkit compat` runs, which has its reason."""
+    found = differences.DIFFERENCES[case]
+    return Divergence("torch", found.reason, found.upstream)
+
+
+NO_ISSUE: Final = differences.NO_ISSUE
+ISSUES: Final = differences.ISSUES
 PULLS: Final = "https://github.com/pytorch/pytorch/pull/"

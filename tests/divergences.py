@@ -8,39 +8,20 @@ defects that modkit's do not have. ``docs/parity.md`` is rendered from this tabl
 
 from typing import Final
 
-from tests.divergence import ISSUES, NO_ISSUE, PULLS, Divergence
+from modkit.compat.behaviours.differences import DIFFERENCES
+from tests.divergence import ISSUES, NO_ISSUE, PULLS, Divergence, listed
 from tests.divergences_jit import JIT_DIVERGENCES
 from tests.divergences_models import MODELS_DIVERGENCES
 from tests.divergences_swa import SWA_DIVERGENCES
 
 
-_LOST_MEMBER: Final = Divergence(
-    "torch",
-    "Torch deletes the old attribute before it validates the new value, so a refused assignment "
-    "loses it; modkit puts it back where it was.",
-    NO_ISSUE,
-)
-_SELF_REMOVAL: Final = Divergence(
-    "torch",
-    "In torch a state-dict, load or registration hook that removes itself while it runs raises "
-    '"OrderedDict mutated during iteration"; modkit runs over a snapshot.',
-    ISSUES + "60132",
-)
+_LOST_MEMBER: Final = listed("members: a refused assignment")
+_SELF_REMOVAL: Final = listed("state dict: a hook that removes itself")
 
-_LOST_TIE: Final = Divergence(
-    "torch",
-    "In torch `load_state_dict(assign=True)` makes one Parameter per key, so tied parameters come "
-    "apart; modkit keeps those tied whose entries are the same data.",
-    NO_ISSUE,
-)
+_LOST_TIE: Final = listed("loading: assign=True and tied parameters")
 
 _LOAD: Final = "tests/parity/fixes/test_load.py::"
-_PARTIAL_LOAD: Final = Divergence(
-    "torch",
-    "A load that torch refuses has already written the entries before and after the bad one. Where "
-    "no hook or override takes part in loading, modkit checks all entries first.",
-    NO_ISSUE,
-)
+_PARTIAL_LOAD: Final = listed("loading: a refused load")
 
 
 _OWN_SETATTR: Final = Divergence(
@@ -65,12 +46,7 @@ _SUPER_OF_MODULE: Final = Divergence(
 )
 
 _AVERAGING: Final = "tests/parity/averaging/test_averaging_functions.py::"
-_STICKY_KIND: Final = Divergence(
-    "torch",
-    "Once a module has had a full backward hook, torch refuses the other kind for ever, and the "
-    "other way round. In modkit the kind is free again when the last hook is removed.",
-    NO_ISSUE,
-)
+_STICKY_KIND: Final = listed("backward hooks: the other kind after removal")
 _MARKED_CALLABLE: Final = Divergence(
     "torch",
     "Torch's `register_state_dict_post_hook` marks the user's callable for ever: the same function "
@@ -84,70 +60,16 @@ _REUSED_ID: Final = Divergence(
     "unpickled module may silently take the place of one that it came with.",
     NO_ISSUE,
 )
-_UNCHECKED_PAIR: Final = Divergence(
-    "torch",
-    "Torch takes every pair that a forward pre-hook with keyword arguments returns for args and "
-    "kwargs, and iterates over a tensor in the place of the args; modkit raises the documented "
-    "error. A list of args, which torch takes apart only without backward hooks, always works.",
-    NO_ISSUE,
-)
-_BARE_GRADIENT: Final = Divergence(
-    "torch",
-    "A full backward pre-hook may return a tensor, says its documentation, but torch takes its "
-    "rows for the gradients of several outputs.",
-    ISSUES + "102645",
-)
-_TUPLE_CLASS: Final = Divergence(
-    "torch",
-    "With a full backward hook torch rebuilds every tuple as if it were a named one, so an output "
-    "whose class takes one iterable, those of torch.max and its like too, raises or falls apart.",
-    NO_ISSUE,
-)
-_UNHASHABLE: Final = Divergence(
-    "torch",
-    "Torch keeps the modules that a walk has met in a set, so modules that cannot be hashed, such "
-    "as dataclasses and mappings, raise, and those that compare equal are taken for one. Modkit "
-    "tells them apart by identity.",
-    ISSUES + "110959",
-)
-_UNTIED: Final = Divergence(
-    "torch",
-    "Torch unties shared parameters where a conversion has to replace them, as `to_empty` and "
-    '`to("meta")` do, and unties shared buffers always; what is shared is converted once for each '
-    "place. In modkit it stays shared, and is converted once.",
-    "https://github.com/huggingface/transformers/pull/44471",
-)
-_MEMORY_FORMAT: Final = Divergence(
-    "torch",
-    "Torch asks for the memory format of images in volumes too, and the other way round, which "
-    "raises; modkit applies each format to tensors of its number of dimensions.",
-    ISSUES + "77821",
-)
-_UNCHECKED_RESULT: Final = Divergence(
-    "torch",
-    "Torch stores whatever a registration hook returns, so a string may end up among the "
-    "parameters; modkit raises a TypeError that names the class, the name and the value.",
-    NO_ISSUE,
-)
-_RESERVED_NAME: Final = Divergence(
-    "torch",
-    "Torch lets a parameter or a child take the name of a module's own state, such as `training`, "
-    "if it is assigned, and the module no longer works; registering it raises, and so does "
-    "assigning it in modkit.",
-    NO_ISSUE,
-)
-_UNSET_CHILD: Final = Divergence(
-    "torch",
-    "`set_submodule` may replace a module or create one, but torch does not let it fill a name "
-    "that is None.",
-    ISSUES + "143441",
-)
-_CYCLE: Final = Divergence(
-    "torch",
-    "On a module that contains itself torch runs into the recursion limit, and the error does not "
-    "say why; modkit's names the module, and is raised at once.",
-    NO_ISSUE,
-)
+_UNCHECKED_PAIR: Final = listed("forward hooks: a pre-hook with kwargs returns two numbers")
+_BARE_GRADIENT: Final = listed("backward hooks: a pre-hook returns a tensor")
+_TUPLE_CLASS: Final = listed("backward hooks: the output is that of torch.max")
+_UNHASHABLE: Final = listed("traversal: modules that compare equal")
+_UNTIED: Final = listed("conversion: shared parameters to another device")
+_MEMORY_FORMAT: Final = listed("conversion: channels_last with volumes")
+_UNCHECKED_RESULT: Final = listed("registration and global hooks: a hook returns text")
+_RESERVED_NAME: Final = listed("members: a reserved name")
+_UNSET_CHILD: Final = listed("members: set_submodule() on None")
+_CYCLE: Final = listed("traversal: a module that contains itself")
 
 _ASSIGNMENT: Final = "tests/parity/module/test_failed_assignment.py::"
 _REMOVAL: Final = "tests/parity/hooks/test_removal_while_running.py::"
@@ -184,16 +106,11 @@ DIVERGENCES: Final[dict[str, Divergence]] = {
         "whether it takes the keyword arguments and leaves them out.",
         NO_ISSUE,
     ),
-    _LOAD + "test_assign_leaves_nothing_behind_in_the_state_dict": Divergence(
-        "torch",
-        "In torch `load_state_dict(sd, assign=True)` leaves its flag in `sd._metadata`, so a later "
-        "load of the same state dict replaces Parameter objects instead of copying into them.",
-        ISSUES + "188166",
+    _LOAD + "test_assign_leaves_nothing_behind_in_the_state_dict": listed(
+        "loading: assign=True and the argument"
     ),
-    _LOAD + "test_keys_below_a_child_that_is_none_are_unexpected": Divergence(
-        "torch",
-        "Torch says that all keys match although nobody loads those below a child that is None.",
-        "https://github.com/facebookresearch/fairseq2/pull/330",
+    _LOAD + "test_keys_below_a_child_that_is_none_are_unexpected": listed(
+        "loading: keys below a child that is None"
     ),
     _LOAD + "test_a_refused_load_changes_nothing": _PARTIAL_LOAD,
     _LOAD + "test_a_tensor_that_cannot_be_copied_changes_nothing": _PARTIAL_LOAD,
@@ -219,12 +136,7 @@ DIVERGENCES: Final[dict[str, Divergence]] = {
     **JIT_DIVERGENCES,
     **SWA_DIVERGENCES,
     **MODELS_DIVERGENCES,
-    _AVERAGING + "test_functions_can_be_pickled": Divergence(
-        "torch",
-        "The averaging functions of torch are closures, which pickle cannot find by name; those "
-        "of modkit pickle as a call of the function that made them, decay included.",
-        ISSUES + "95376",
-    ),
+    _AVERAGING + "test_functions_can_be_pickled": listed("averages: functions can be pickled"),
     _AVERAGING + "test_exponential_functions_show_their_decay": Divergence(
         "torch", "Torch's closures show neither what they compute nor their decay.", NO_ISSUE
     ),
@@ -320,4 +232,10 @@ DIVERGENCES: Final[dict[str, Divergence]] = {
         "about a missing attribute. In modkit a note on that error says what was forgotten.",
         NO_ISSUE,
     ),
+}
+
+# Tested by their exact outcomes, so none of them is an xfail.
+BEHAVIOURS: Final = {
+    f"tests/parity/test_behaviours.py::test_a_shared_behaviour[{case}]": listed(case)
+    for case in DIFFERENCES
 }

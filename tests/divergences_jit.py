@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from tests.divergence import ISSUES, NO_ISSUE, Divergence
+from tests.divergence import ISSUES, NO_ISSUE, Divergence, listed
 
 
 _DEFECTS: Final = "tests/parity/jit/test_defects.py::"
@@ -60,11 +60,8 @@ JIT_DIVERGENCES: Final[dict[str, Divergence]] = {
         "make a new one fail.",
         NO_ISSUE,
     ),
-    _DEFECTS + "test_buffers_that_are_not_persistent_stay_out_of_the_state": Divergence(
-        "torch",
-        "Compiling makes all buffers persistent in torch, so states do not fit those of the eager "
-        "module. Modkit keeps the flag, in archives as the extra file `modkit.json`.",
-        ISSUES + "69250",
+    _DEFECTS + "test_buffers_that_are_not_persistent_stay_out_of_the_state": listed(
+        "compile, export, fx, jit: buffers that are not persistent"
     ),
     _DEFECTS + "test_containers_hold_the_compiled_children": Divergence(
         "torch",

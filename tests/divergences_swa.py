@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from tests.divergence import ISSUES, NO_ISSUE, PULLS, Divergence
+from tests.divergence import ISSUES, NO_ISSUE, PULLS, Divergence, listed
 
 
 _UPDATE_BN: Final = "tests/parity/fixes/test_swa_update_bn.py::"
@@ -47,12 +47,7 @@ _READS: Final = Divergence(
     "it only if the buffer was replaced or written, and compiled updates never read it.",
     PULLS + "157705",
 )
-_INTEGERS: Final = Divergence(
-    "torch",
-    "With `use_buffers=True` torch averages integer and boolean buffers: values are truncated, wrap "
-    "around, or raise. In modkit they are copied. Integer parameters are averaged as in torch.",
-    NO_ISSUE,
-)
+_INTEGERS: Final = listed("averages: integer buffers")
 _NO_COPY: Final = Divergence(
     "torch",
     "Torch's `AveragedModel` cannot copy a model that holds a result of autograd, as weight_norm "
@@ -129,12 +124,7 @@ SWA_DIVERGENCES: Final = {
     _UPDATE_BN + "test_a_function_calls_the_model_with_the_moved_batch": _BATCH_KINDS,
     _UPDATE_BN + "test_a_failing_loader_leaves_every_module_as_it_was": _HALF_WAY,
     _UPDATE_BN + "test_a_failing_model_leaves_every_module_as_it_was": _HALF_WAY,
-    _UPDATE_BN + "test_an_empty_loader_is_an_error": Divergence(
-        "torch",
-        "With an empty loader, torch's `update_bn` resets all statistics in silence; modkit raises "
-        "a ValueError and leaves them.",
-        NO_ISSUE,
-    ),
+    _UPDATE_BN + "test_an_empty_loader_is_an_error": listed("averages: update_bn without batches"),
     _UPDATE_BN + "test_samples_weigh_the_same_in_batches_of_several_sizes": _UNEVEN_BATCHES,
     _UPDATE_BN + "test_pixels_weigh_the_same_in_images_of_several_sizes": _UNEVEN_BATCHES,
     _UPDATE_BN + "test_only_normalization_runs_in_training_mode": _TRAINING_ALL,

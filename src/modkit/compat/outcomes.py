@@ -139,7 +139,8 @@ def freeze(value: Any) -> Any:
         return frozen if type(value) in {list, tuple} else (type(value).__name__, frozen)
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return value.__qualname__
-    if type(value).__repr__ is object.__repr__:
+    shows: object = type(value).__repr__
+    if shows is object.__repr__:
         return f"a {type(value).__qualname__}"
     return value if isinstance(value, (bool, int, str, type(None))) else plain(repr(value))
 

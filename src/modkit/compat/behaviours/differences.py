@@ -16,6 +16,7 @@ from modkit.compat.behaviours.module import sub
 from modkit.compat.behaviours.tools import averaged, updated
 
 
+NO_ISSUE: Final = "no upstream issue"
 ISSUES: Final = "https://github.com/pytorch/pytorch/issues/"
 BOTH_KINDS: Final = (
     "RuntimeError: Cannot use both regular backward hooks and full backward hooks on a single "
@@ -30,7 +31,7 @@ class Difference(NamedTuple):
     case: Case
     torch: Any
     modkit: Any
-    upstream: str = "no upstream issue"
+    upstream: str = NO_ISSUE
 
 
 def on(function: Callable[[Any], Any]) -> Case:

@@ -84,9 +84,9 @@ CALLS: Final[Any] = {
             "returns a tensor": -X,
             "returns a tuple": (-X,),
             "raises": fails,
-            "removes another": lambda m, *_: m._forward_hooks.__delitem__(
-                list(m._forward_hooks)[-1]
-            ),
+            "removes all": lambda m, *_: (m._forward_pre_hooks.clear(), m._forward_hooks.clear())[
+                0
+            ],
             "adds one": lambda m, *_: m.register_forward_hook(mark) and None,
         }.items()
     },
