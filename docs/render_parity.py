@@ -9,8 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "parity.md"
 sys.path.insert(0, str(ROOT))
 
-from tests.divergence import Divergence  # noqa: E402 - the path is set above
-from tests.divergences import BEHAVIOURS, DIVERGENCES  # noqa: E402 - found through the line above
+from tests.divergences import ROWS  # noqa: E402 - found through the line above
 
 
 INTRODUCTION = """\
@@ -20,8 +19,8 @@ INTRODUCTION = """\
 
 The behaviour tests run on torch and on modkit, and both must pass. The tests listed here are the
 only exceptions: each is expected to fail on one of the two, and it is an error if it stops failing
-there. What is not listed is meant to be the same, and a difference is a bug. `modkit compat` runs the cases of
-`test_a_shared_behaviour` against the installed torch, and requires exactly the outcomes that are listed.
+there. What is not listed is meant to be the same, and a difference is a bug. The cases of `modkit compat`
+run both with the installed torch, and require exactly the outcomes that are listed.
 
 What is said of modules holds for classes derived from `modkit.nn.Module`. The layers of `modkit.nn` are
 torch's own and do what torch's do. A class such as `class Linear(torch.nn.Linear, modkit.nn.Module)` has
@@ -42,11 +41,15 @@ def link(upstream: str) -> str:
 
 def entries(side: str) -> list[str]:
     """Render the differences that make tests fail on one side, each with all of its tests."""
-    tests: dict[Divergence, list[str]] = {}
-    for test, row in {**DIVERGENCES, **BEHAVIOURS}.items():
-        if row.fails_on == side:
-            tests.setdefault(row, []).append(f"  - `{test}`")
-    return [f"- {row.reason} ({link(row.upstream)})\n" + "\n".join(tests[row]) for row in tests]
+    return [
+        f"- {row.reason} ({link(row.upstream)})\n"
+        + "\n".join(
+            [f"  - `{test}`" for test in row.tests]
+            + [f"  - `modkit compat`, {row.case}"] * bool(row.case)
+        )
+        for row in ROWS
+        if row.fails_on == side
+    ]
 
 
 def render() -> str:
