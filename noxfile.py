@@ -179,6 +179,13 @@ def ecosystem(session: nox.Session) -> None:
     session.run("pytest", "-m", "distributed", *folders, *session.posargs, env=TEST_ENVIRONMENT)
 
 
+@nox.session(default=False, venv_backend="virtualenv")
+def compat(session: nox.Session) -> None:
+    """Run `modkit compat` with this torch and on models of other libraries; write docs/compat.md."""
+    install(session, "test", "ecosystem", extras="[cli]")
+    session.run("python", "docs/render_compat.py", "--run", env=TEST_ENVIRONMENT)
+
+
 @nox.session(default=False, venv_backend="virtualenv", python="3.11")
 def suites(session: nox.Session) -> None:
     """Run the suites of third-party libraries on torch and on modkit; `-- --only opacus` for one.
