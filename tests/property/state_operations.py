@@ -5,15 +5,19 @@ import copy
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 
+from tests.property import choices
 from tests.property.nodes import LOG
 from tests.property.observation import positions
 from tests.property.operations import Skipped, operation
 from tests.property.trees import Builder, layers
 
 
-@operation(st.sampled_from(["", "p.", "p"]), st.booleans(), st.sampled_from([None, "dict", "same"]))
+@operation(
+    choices.sampled_from(["", "p.", "p"]),
+    choices.booleans(),
+    choices.sampled_from([None, "dict", "same"]),
+)
 def state_dict(side: Any, module: Any, prefix: str, keep_vars: bool, kind: Any) -> Any:
     """Save the state under a prefix, perhaps into a mapping that holds something already."""
     destination: Any = None
@@ -25,12 +29,12 @@ def state_dict(side: Any, module: Any, prefix: str, keep_vars: bool, kind: Any) 
     return state, dict(getattr(state, "_metadata", {})), type(state).__name__, state is destination
 
 
-EDITS = st.lists(
-    st.tuples(
-        st.sampled_from(
+EDITS = choices.lists(
+    choices.tuples(
+        choices.sampled_from(
             ["drop", "reshape", "unsqueeze", "cast", "text", "parameter", "deeper", "sibling"]
         ),
-        st.integers(0, 9),
+        choices.integers(0, 9),
     ),
     max_size=3,
 )
@@ -93,7 +97,7 @@ def load_into_copy(side: Any, state: Any, **options: bool) -> Any:
         raise
 
 
-@operation(st.booleans(), st.booleans(), st.booleans(), st.booleans(), EDITS)
+@operation(choices.booleans(), choices.booleans(), choices.booleans(), choices.booleans(), EDITS)
 def load_state_dict(
     side: Any, module: Any, strict: bool, assign: bool, metadata: bool, backwards: bool, edits: Any
 ) -> Any:
@@ -108,10 +112,10 @@ def load_state_dict(
 
 
 @operation(
-    st.sampled_from(
+    choices.sampled_from(
         [None, 5, "text", [], {"zz": 1}, {"a": torch.ones(1)}, {1: torch.ones(1)}, {"": 1}]
     ),
-    st.booleans(),
+    choices.booleans(),
 )
 def load_something_else(side: Any, module: Any, value: Any, strict: bool) -> Any:
     """Load what is no state of this module."""

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, event, given, settings, strategies as st
 
 import modkit
 from tests.helpers import MODKIT, TORCH
-from tests.property.operations import OPERATIONS, Operation
+from tests.property import choices
+from tests.property.operations import OPERATIONS, Operation, of_kind
 from tests.property.scoped_calls import SCOPED
 from tests.property.scoped_sides import ScopedSide, lockstep
 from tests.property.scoped_trees import Tree, trees
@@ -61,22 +62,11 @@ implementations = st.sampled_from([TORCH, MODKIT])
 
 def drawn(kinds):
     """Draw an operation of one of the kinds."""
-    table = ScopedSide.operations
-    return st.one_of(
-        [
-            st.builds(
-                Operation,
-                st.just(kind),
-                st.just(0) | st.integers(0, 9),
-                st.tuples(*table[kind].arguments),
-            )
-            for kind in kinds
-        ]
-    )
+    return choices.one_of(*(of_kind(kind, ScopedSide.operations) for kind in kinds))
 
 
 # Most sequences begin inside a scope of the root.
-ENTERED = st.sampled_from([[Operation("enter_scope", 0, ())]] * 3 + [[]])
+ENTERED = choices.sampled_from([[Operation("enter_scope", 0, ())]] * 3 + [[]])
 # Some kernels leave memory uninitialized where an argument is on the meta device.
 LEFT_OUT = {"to_meta", "list_attributes"}
 ALL = [*sorted({*ScopedSide.operations} - LEFT_OUT), *CALLS * 2, *SCOPES, *MEMBERS, *BEHAVIOUR]
@@ -84,8 +74,8 @@ ALL = [*sorted({*ScopedSide.operations} - LEFT_OUT), *CALLS * 2, *SCOPES, *MEMBE
 
 def sequences(kinds, least=8, most=14):
     """Draw a sequence of operations of these kinds."""
-    lists = st.lists(drawn(kinds), min_size=least, max_size=most)
-    return st.builds(lambda first, rest: [*first, *rest], ENTERED, lists)
+    rest = choices.lists(drawn(kinds), min_size=least, max_size=most)
+    return choices.builds(lambda first, then: [*first, *then], ENTERED, rest).strategy()
 
 
 def run(impl, tree, operations):
@@ -101,35 +91,35 @@ def run(impl, tree, operations):
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-@given(implementations, trees(), sequences(ALL))
+@given(implementations, trees().strategy(), sequences(ALL))
 def test_a_few_random_sequences(impl, tree, operations) -> None:
     """The same 60 sequences of operations each time give the same plainly and inside scopes."""
     run(impl, tree, operations)
 
 
 @pytest.mark.property
-@given(implementations, trees(), sequences(ALL))
+@given(implementations, trees().strategy(), sequences(ALL))
 def test_random_sequences(impl, tree, operations) -> None:
     """Any sequence of operations gives the same bits, errors and calls of hooks inside scopes."""
     run(impl, tree, operations)
 
 
 @pytest.mark.property
-@given(implementations, trees(), sequences([*CALLS, *SCOPES, *MEMBERS]))
+@given(implementations, trees().strategy(), sequences([*CALLS, *SCOPES, *MEMBERS]))
 def test_changed_members(impl, tree, operations) -> None:
     """Members replaced, added and deleted inside scopes are those that a call computes with."""
     run(impl, tree, operations)
 
 
 @pytest.mark.property
-@given(implementations, trees(), sequences([*CALLS, *SCOPES, *BEHAVIOUR]))
+@given(implementations, trees().strategy(), sequences([*CALLS, *SCOPES, *BEHAVIOUR]))
 def test_changed_behaviour(impl, tree, operations) -> None:
     """Hooks, patches, attributes and modes that change inside scopes are heard by the next call."""
     run(impl, tree, operations)
 
 
 @pytest.mark.property
-@given(implementations, trees(), sequences([*CALLS, *SCOPES, *AVERAGES, "write_tensor"]))
+@given(implementations, trees().strategy(), sequences([*CALLS, *SCOPES, *AVERAGES, "write_tensor"]))
 def test_averages(impl, tree, operations) -> None:
     """Averages are updated, swapped in and out inside and around scopes."""
     run(impl, tree, operations)

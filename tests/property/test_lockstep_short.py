@@ -1,8 +1,8 @@
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings
 
 from tests.property import changing_operations, state_operations, tree_operations
-from tests.property.operations import OPERATIONS, Operation, drawn
+from tests.property.operations import OPERATIONS, Operation, drawn, sequences
 from tests.property.sides import lockstep
 from tests.property.trees import Member, ModuleSpec, trees
 
@@ -14,7 +14,7 @@ from tests.property.trees import Member, ModuleSpec, trees
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-@given(trees(), st.lists(drawn(), min_size=8, max_size=14))
+@given(trees().strategy(), sequences(drawn(), 8, 14))
 def test_a_few_random_sequences_in_lockstep(spec, operations) -> None:
     """The same 40 sequences of operations each time leave both trees alike at every step."""
     lockstep(spec, operations)
