@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tests.property import choices
-from tests.property.nodes import LOG, summary
+from tests.property.node_tools import LOG, summary
 from tests.property.observation import Ordinals
 from tests.property.operations import operation
 from tests.property.trees import valid_names

@@ -3,8 +3,8 @@
 import collections
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.property import choices
 from tests.property.hook_objects import GLOBAL_REGISTRARS, Hook
-from tests.property.nodes import LOG
+from tests.property.node_tools import LOG
 from tests.property.operations import Kind, Skipped
+from tests.property.worlds import patched
 
 
 SCOPED: dict[str, Kind] = {}
@@ -282,38 +283,6 @@ PATCHED: Final = (
 )
 
 
-def home_of(side: Any, name: str) -> Any:
-    """Return what holds the function: `torch.nn.functional`, a layer's class or a user's."""
-    from tests.property import nodes_modkit, nodes_torch
-
-    if name == "F":
-        return torch.nn.functional
-    nodes = {"torch": nodes_torch, "modkit": nodes_modkit}[side.impl.name]
-    return getattr(nodes, name, None) or getattr(torch.nn, name)
-
-
-@contextmanager
-def patched(side: Any, dotted: str) -> Iterator[None]:
-    """Put a function that notes its calls in the place of another one."""
-    home_name, _, name = dotted.partition(".")
-    home = home_of(side, home_name)
-    original, own = getattr(home, name), name in vars(home)
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        LOG.append(("patched", dotted, len(args), sorted(kwargs)))
-        output = original(*args, **kwargs)
-        return output * 2 if isinstance(output, torch.Tensor) else output
-
-    setattr(home, name, noting)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(home, name, original)
-        else:
-            delattr(home, name)
-
-
 @scoped(choices.sampled_from(PATCHED))
 def call_patched(side: Any, module: Any, dotted: str) -> Any:
     """Call the root while a function or method is patched."""
@@ -324,11 +293,12 @@ def call_patched(side: Any, module: Any, dotted: str) -> Any:
 @scoped(choices.sampled_from(PATCHED))
 def patch(side: Any, module: Any, dotted: str) -> list[str]:
     """Patch a function or method for the operations that follow, or take the patch back."""
-    if dotted in side.patches:
-        side.patches.remove(dotted)
+    patches: list[str] = side.world.patches
+    if dotted in patches:
+        patches.remove(dotted)
     else:
-        side.patches.append(dotted)
-    return side.patches
+        patches.append(dotted)
+    return patches
 
 
 @scoped()

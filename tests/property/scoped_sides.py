@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
@@ -18,7 +17,7 @@ from tests.property import (
 )
 from tests.property.observation import Ordinals, describe, distinct_modules, observe
 from tests.property.operations import OPERATIONS, Kind, Operation
-from tests.property.scoped_calls import SCOPED, patched
+from tests.property.scoped_calls import SCOPED
 from tests.property.scoped_trees import IMAGES, VECTORS, ScopedBuilder, Tree
 from tests.property.sides import Side
 from tests.property.trees import ModuleSpec
@@ -36,9 +35,6 @@ class ScopedSide(Side):
     shape: tuple[int, ...] = (2, 3)
     fast: bool = False
     scopes: list[Any] = field(default_factory=list)
-    patches: list[str] = field(default_factory=list)
-    applied: list[Any] = field(default_factory=list)
-    ema: Any = None
     # Every module that was once in the tree, in the order in which it was first seen there.
     known: dict[int, torch.nn.Module] = field(default_factory=dict)
 
@@ -58,11 +54,8 @@ class ScopedSide(Side):
             self.known.setdefault(id(module), module)
 
     def run(self, operation: Operation) -> tuple[Any, ...]:
-        """Run one operation under the patches of this side."""
-        with ExitStack() as stack:
-            for dotted in self.patches:
-                stack.enter_context(patched(self, dotted))
-            result = super().run(operation)
+        """Run one operation, and note the modules that it put into the tree."""
+        result = super().run(operation)
         self.note_modules()
         return without_addresses(result)
 
@@ -124,7 +117,7 @@ def is_refusal(outcome: Any) -> bool:
 def closing(side: ScopedSide) -> list[Operation]:
     """Return the operations that take back patches, swaps and scopes."""
     return [
-        *(Operation("patch", 0, (dotted,)) for dotted in list(side.patches)),
+        *(Operation("patch", 0, (dotted,)) for dotted in list(side.world.patches)),
         *(Operation("leave_average", 0, ()) for _ in side.applied),
         *(Operation("leave_scope", 0, (0, False)) for _ in side.scopes),
     ]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.property import choices
-from tests.property.nodes import LOG
+from tests.property.node_tools import LOG
 from tests.property.observation import positions
 from tests.property.operations import Skipped, operation
 from tests.property.trees import Builder, layers

@@ -8,7 +8,7 @@ import torch
 
 from tests.property import choices
 from tests.property.hook_objects import GLOBAL_REGISTRARS, OPTIONS, REGISTRARS, Hook
-from tests.property.nodes import LOG
+from tests.property.node_tools import LOG
 from tests.property.observation import Ordinals, positions
 from tests.property.operations import Skipped, is_shared, is_tied, operation
 from tests.property.trees import Builder, layers

@@ -8,6 +8,7 @@ import torch
 
 from tests.helpers import Implementation
 from tests.property import choices
+from tests.property.mixed_nodes import MIXED
 from tests.property.nodes import OVERRIDDEN
 
 
@@ -19,7 +20,7 @@ ODD_NAMES = ["", "a.b", "type", "forward"]
 
 
 # Classes of users: plain ones, one with extra state, and ones that override a method.
-NODES = ["Node", "Counting", *(f"Overrides{method}" for method in OVERRIDDEN)]
+NODES = ["Node", "Counting", *(f"Overrides{method}" for method in OVERRIDDEN), *MIXED]
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class Builder:
         children = [self.module(child) for child in spec.children]
         if spec.kind in NODES:
             home = importlib.import_module(f"tests.property.nodes_{self.impl.name}")
-            return getattr(home, spec.kind)()
+            made = getattr(home, spec.kind)
+            return made[int]() if spec.kind == "GenericNode" else made()
         if spec.kind == "Sequential":
             return nn.Sequential(*children)
         if spec.kind == "ModuleList":
@@ -102,10 +104,18 @@ class Builder:
             return nn.ParameterList([self.parameter(TensorSpec((2,), torch.float32, 1))])
         if spec.kind == "ParameterDict":
             return nn.ParameterDict({"p": self.parameter(TensorSpec((2,), torch.float32, 2))})
-        arguments = {"Linear": (3, 3), "BatchNorm1d": (3,), "LayerNorm": (3,), "Dropout": (0.5,)}
+        arguments = {
+            "Linear": (3, 3),
+            "LazyLinear": (3,),
+            "BatchNorm1d": (3,),
+            "LayerNorm": (3,),
+            "Dropout": (0.5,),
+        }
         return getattr(nn, spec.kind)(*arguments.get(spec.kind, ()))
 
     def _add(self, module: Any, member: Member) -> None:
+        if member.kind != "odd child" and hasattr(module, member.name):
+            return
         if member.kind == "parameter":
             module.register_parameter(member.name, self.parameter(member.value))
         elif member.kind == "buffer":
@@ -133,8 +143,9 @@ tensors = choices.builds(TensorSpec, shapes, dtypes, choices.integers(-4, 4))
 plain_values = choices.sampled_from([None, 3, 1.5, "text", True])
 
 LAYERS = ["Identity", "Linear", "BatchNorm1d", "LayerNorm", "Dropout", "Tanh", "PReLU"]
+LAZY = ["LazyLinear", "LazyBatchNorm1d"]
 layers = choices.builds(
-    ModuleSpec, choices.sampled_from([*LAYERS, "ParameterList", "ParameterDict", "Node"])
+    ModuleSpec, choices.sampled_from([*LAYERS * 2, *LAZY, "ParameterList", "ParameterDict", "Node"])
 )
 
 
