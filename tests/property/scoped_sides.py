@@ -11,6 +11,7 @@ import torch.nn.modules.module as torch_module
 from tests.helpers import Implementation, seed_everything
 from tests.property import (
     changing_operations,
+    operations,
     scoped_operations,
     state_operations,
     tree_operations,
@@ -23,15 +24,25 @@ from tests.property.sides import Side
 from tests.property.trees import ModuleSpec
 
 
-# The files that enter their operations into the tables.
-FILES: Final = (changing_operations, scoped_operations, state_operations, tree_operations)
+# The files whose operations are drawn for sequences inside scopes.
+FILES: Final = (
+    changing_operations,
+    operations,
+    scoped_operations,
+    state_operations,
+    tree_operations,
+)
+HOMES: Final = {file.__name__ for file in FILES}
 
 
 @dataclass
 class ScopedSide(Side):
     """One of two equal trees, used inside scopes or plainly."""
 
-    operations: ClassVar[dict[str, Kind]] = {**OPERATIONS, **SCOPED}
+    operations: ClassVar[dict[str, Kind]] = {
+        **{k: v for k, v in OPERATIONS.items() if v.function.__module__ in HOMES},
+        **SCOPED,
+    }
     shape: tuple[int, ...] = (2, 3)
     fast: bool = False
     scopes: list[Any] = field(default_factory=list)
