@@ -141,6 +141,8 @@ def freeze(value: Any) -> Any:
             data,
             value.requires_grad,
         )
+    if isinstance(value, torch.fx.Proxy):
+        return ("Proxy", repr(value))
     if isinstance(value, torch.nn.Module):
         return ("Module", type(value).__name__, repr(value), freeze(dict(value.state_dict())))
     if isinstance(value, collections.abc.Mapping):

@@ -1,5 +1,6 @@
 """Operations that change the tree while it is walked, or a single instance's methods."""
 
+import types
 from typing import Any
 
 import torch
@@ -91,16 +92,15 @@ def apply_while_changing(side: Any, module: Any, change: str, name: str, inner: 
     )
 )
 def override_on_instance(side: Any, module: Any, method: str) -> None:
-    """Put a function that logs and passes on into one module's instance dictionary."""
-    original = getattr(module, method)
+    """Put a method that logs and passes on into one module's instance dictionary; copies have theirs."""
 
-    def logging(*args: Any, **kwargs: Any) -> Any:
+    def logging(self: Any, *args: Any, **kwargs: Any) -> Any:
         keywords = [(name, summary(value)) for name, value in kwargs.items()]
         told = [*args[:3], None, *args[4:]] if method == "_load_from_state_dict" else args
         LOG.append((f"own {method}", [summary(value) for value in told], keywords))
-        return original(*args, **kwargs)
+        return getattr(type(self), method)(self, *args, **kwargs)
 
-    setattr(module, method, logging)
+    setattr(module, method, types.MethodType(logging, module))
 
 
 @operation(choices.sampled_from(["parameters", "modules", "named_parameters"]))

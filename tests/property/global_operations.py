@@ -7,7 +7,6 @@ import torch.nn.modules.module as torch_module
 
 from tests.property import choices
 from tests.property.hook_objects import GLOBAL_REGISTRARS, OPTIONS, Hook
-from tests.property.mixed_nodes import Lora, Plain
 from tests.property.node_tools import LOG, override, summary
 from tests.property.nodes import OVERRIDDEN
 from tests.property.operations import operation
@@ -119,8 +118,7 @@ BASES: Final = choices.sampled_from(
 @operation(BASES, choices.none() | choices.sampled_from(OVERRIDDEN), choices.booleans())
 def define_class(side: Any, module: Any, names: Any, method: Any, twice: bool) -> list[str]:
     """Define a class, perhaps while something is patched, and add an instance of it."""
-    own = {"Lora": Lora, "Plain": Plain, "Module": side.impl.Module}
-    bases = tuple(own.get(name) or home_of(side, name) for name in names)
+    bases = tuple(side.impl.Module if n == "Module" else home_of(side, n) for n in names)
     defined: Any = types.new_class("Late", bases)
     defined.__module__ = "late"
     if method:

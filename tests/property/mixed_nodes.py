@@ -175,7 +175,7 @@ def unusual(node: Any) -> dict[str, Any]:  # noqa: C901 - one class after the ot
 
         @property
         def weight(self) -> Any:
-            return self._parameters["weight"]
+            return self._parameters.get("weight")
 
         @weight.setter
         def weight(self, value: Any) -> None:

@@ -5,23 +5,26 @@ import dataclasses
 import gc
 import io
 import pickle
+import re
 import weakref
 from typing import Any, Final
 
 import torch
 
 from tests.helpers import freeze
-from tests.property import choices
+from tests.property import choices, scoped_operations
 from tests.property.node_tools import LOG
 from tests.property.observation import observe, positions
-from tests.property.operations import Skipped, is_shared, operation
+from tests.property.operations import Skipped, is_shared, is_tied, operation
+from tests.property.scoped_calls import SCOPED
 from tests.property.tree_operations import forward_and_backward
 
 
+CALL_IN_MODE: Final = SCOPED["call_in_mode"]
 WALKS: Final = (
     *("modules", "children", "named_modules", "parameters", "named_parameters", "buffers"),
     *("named_buffers", "state_dict", "train", "apply", "double", "zero_grad", "requires_grad_"),
-    *("repr", "deepcopy", "pickle", "call", "_apply", "get_submodule", "eval"),
+    *("repr", "deepcopy", "pickle", "_apply", "get_submodule", "eval"),
 )
 
 
@@ -33,13 +36,11 @@ def do(module: Any, method: str) -> Any:
         return type(copy.deepcopy(module)).__name__
     if method == "pickle":
         return type(pickle.loads(pickle.dumps(module))).__name__
-    if method == "call":
-        return module(torch.ones(2, 3))
     if method == "get_submodule":
         return type(module.get_submodule("around")).__name__
     arguments = {
         "apply": (lambda visit: LOG.append(type(visit).__name__),),
-        "_apply": (torch.Tensor.double,),
+        "_apply": (torch.Tensor.contiguous,),
         "get_submodule": ("around",),
         "train": (False,),
     }.get(method, ())
@@ -62,6 +63,11 @@ def in_cycle(side: Any, module: Any, method: str, number: int) -> Any:
     parent._modules["around"] = module
     try:
         return do(module, method)
+    except RecursionError as error:
+        # Where Python notices, and how often an override was called until then, is chance.
+        LOG.clear()
+        text = re.sub("(exceeded) (while|in) .*", r"\1", str(error))
+        raise RecursionError(text) from None
     finally:
         parent._modules.pop("around", None)
 
@@ -97,8 +103,11 @@ def is_freed(side: Any, module: Any, called: bool) -> Any:
     choices.sampled_from(["eq", "hash", "frozen", "plain"]),
     choices.integers(1, 2),
     choices.sampled_from(WALKS),
+    choices.just(False),
 )
-def among_data_classes(side: Any, module: Any, kind: str, width: int, method: str) -> Any:
+def among_data_classes(
+    side: Any, module: Any, kind: str, width: int, method: str, by_identity: bool
+) -> Any:
     """Put two dataclasses, which may compare equal, below a module, and do something with it."""
     options: dict[str, Any] = {
         "eq": {},
@@ -118,6 +127,8 @@ def among_data_classes(side: Any, module: Any, kind: str, width: int, method: st
         def forward(self, x: Any) -> Any:
             return x
 
+    if by_identity:
+        Data.__eq__, Data.__hash__ = object.__eq__, object.__hash__
     if hasattr(module, "first") or hasattr(module, "second"):
         raise Skipped
     try:
@@ -214,13 +225,13 @@ def save_file(side: Any, module: Any, weights_only: bool, load: bool) -> Any:
     return list(state), dict(state._metadata)
 
 
-@operation()
-def empty_on_meta(side: Any, module: Any) -> bool:
-    """Move a copy of the tree to the meta device without its values."""
-    if is_shared(side):
+@operation(choices.sampled_from(["meta", "cpu"]), choices.booleans())
+def to_empty(side: Any, module: Any, device: str, recurse: bool) -> Any:
+    """Give a copy of the tree other storage; ties, which torch does not keep, are left out."""
+    if is_tied(side) or is_shared(side):
         raise Skipped
     copied = copy.deepcopy(side.model)
-    return copied.to_empty(device="meta") is copied
+    return copied.to_empty(device=device, recurse=recurse) is copied, observe(copied)
 
 
 @operation(choices.booleans(), choices.sampled_from(["strict", "tie", "plain"]))
@@ -273,3 +284,25 @@ def forward_that_fails(side: Any, module: Any, kind: str, late: bool) -> Any:
             module.__dict__.pop("forward", None)
         else:
             module.forward = own
+
+
+@operation(*CALL_IN_MODE.arguments)
+def call_in_mode(side: Any, module: Any, *arguments: Any) -> Any:
+    """Call the root or a module in one of torch's modes; how often attributes are read is left out."""
+    try:
+        return CALL_IN_MODE.function(side, module, *arguments)
+    finally:
+        LOG[:] = [entry for entry in LOG if entry[:2] != ("function", "__get__")]
+
+
+@operation(*scoped_operations.LOADING)
+def load_in_place(side: Any, module: Any, *arguments: Any) -> Any:
+    """Load a state into the tree itself, if it can be: torch leaves the tree half loaded if not."""
+    copied = copy.deepcopy(module)
+    try:
+        scoped_operations.load_in_place(side, copied, *arguments)
+    except Exception:
+        raise Skipped from None
+    finally:
+        LOG.clear()
+    return scoped_operations.load_in_place(side, module, *arguments)

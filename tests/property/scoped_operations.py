@@ -286,15 +286,18 @@ def change_weight(side: Any, module: Any, way: str) -> str:
     return type(layer).__name__
 
 
-@scoped(
+LOADING: Final = (
     choices.booleans(),
     choices.booleans(),
     choices.sampled_from([None, torch.float64, torch.float16]),
 )
+
+
+@scoped(*LOADING)
 def load_in_place(side: Any, module: Any, assign: bool, own: bool, dtype: Any) -> Any:
     """Load a state into the tree itself, with torch's loader or with modkit's."""
     state = {
-        key: value.detach().clone().to(dtype) * 0.5 if value.is_floating_point() else value
+        key: value.detach().to(dtype) * 0.5 if value.is_floating_point() else value.clone()
         for key, value in module.state_dict().items()
         if isinstance(value, torch.Tensor)
     }

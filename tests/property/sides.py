@@ -86,27 +86,29 @@ class Run:
         """Assert that all that can be seen of the trees is alike."""
         compare(step, [observe(side.model) for side in self.sides])
 
-    def step(self, operation: Operation) -> bool:
-        """Run the operation on both sides; return False if a listed difference ends the run."""
+    def step(self, operation: Operation) -> None:
+        """Run the operation on both sides, and compare what can be seen of it."""
         outcomes = [side.run(operation) for side in self.sides]
         self.done += 1
         self.skipped += outcomes[0][0] == ("skipped",)
-        row = known.explain(operation, outcomes)
-        if row is None:
-            compare(operation, outcomes)
-        else:
-            self.explained.append(row)
+        if outcomes[0] != outcomes[1]:
+            row = known.explain(operation, *self.sides, *outcomes)
+            if row is None:
+                compare(operation, outcomes)
+            else:
+                self.explained.append(row)
         if self.done % self.every == 0:
             self.compare_trees(operation)
         else:
             compare(operation, [side.glances.of(side.model) for side in self.sides])
-        return True
 
 
 def lockstep(spec: ModuleSpec, operations: list[Operation], every: int = 1) -> Run:
     """Run the operations on both implementations and compare all that can be seen each time."""
     torch_always_warns = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
+    # Memory that nothing was written to, as of a lazy layer that fails to initialize, compares too.
+    torch.use_deterministic_algorithms(True)
     try:
         run = Run(spec, every)
         for operation in [*operations]:
@@ -116,6 +118,7 @@ def lockstep(spec: ModuleSpec, operations: list[Operation], every: int = 1) -> R
         run.compare_trees("end")
         return run
     finally:
+        torch.use_deterministic_algorithms(False)
         torch.set_warn_always(torch_always_warns)
 
 
@@ -124,6 +127,34 @@ def closing(side: Side) -> list[Operation]:
     return [Operation("leave_average", 0, ()) for _ in side.applied]
 
 
+class Difference(AssertionError):
+    """Torch and modkit differ."""
+
+
 def compare(step: object, pair: list[Any]) -> None:
     """Assert that both sides are alike, naming the step after which they are not."""
-    assert pair[0] == pair[1], f"torch and modkit differ after {step}"
+    if pair[0] != pair[1]:
+        where = "; ".join(first_difference(*pair))
+        raise Difference(f"torch and modkit differ after {step}\n{where}")
+
+
+def first_difference(expected: Any, found: Any) -> list[str]:
+    """Return the path to where two values differ first, and both of them there."""
+    for index in both_keys(expected, found):
+        if expected[index] != found[index]:
+            return [repr(index), *first_difference(expected[index], found[index])]
+    if isinstance(expected, list) and isinstance(found, list):
+        more = [item for item in expected if item not in found]
+        less = [item for item in found if item not in expected]
+        counts = f"{len(expected)} and {len(found)} items"
+        return [counts, f"only torch {more!r:.900}", f"only modkit {less!r:.900}"]
+    return [f"torch {expected!r:.900}", f"modkit {found!r:.900}"]
+
+
+def both_keys(expected: Any, found: Any) -> Any:
+    """Return the keys or indices of two containers that have the same."""
+    if type(expected) is type(found) and isinstance(expected, (dict, list, tuple)):
+        if isinstance(expected, dict):
+            return expected if expected.keys() == found.keys() else ()
+        return range(len(expected)) if len(expected) == len(found) else ()
+    return ()

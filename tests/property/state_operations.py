@@ -77,7 +77,18 @@ def edited_tensor(side: Any, edit: str, value: torch.Tensor) -> torch.Tensor:
 
 
 # What assigning tensors calls: of a load that fails, how far it came is not compared.
-ASSIGNMENTS = {"__setattr__", "register_parameter", "register_buffer", "own register_parameter"}
+ASSIGNMENTS = {
+    *("__setattr__", "register_parameter", "register_buffer"),
+    *("own register_parameter", "own register_buffer", "new parameter", "new buffer"),
+    *("Node.register_parameter", "Node.register_buffer", "Node.__setattr__"),
+    *("Behind.__setattr__", "weight set"),
+}
+
+
+def is_assignment(entry: Any) -> bool:
+    """Return True if an entry of the log is about the assignment of a tensor."""
+    kind = entry if isinstance(entry, str) else entry[0]
+    return (entry[1] if kind in {"late", "patched"} else kind) in ASSIGNMENTS
 
 
 def load_into_copy(side: Any, state: Any, **options: bool) -> Any:
@@ -93,7 +104,7 @@ def load_into_copy(side: Any, state: Any, **options: bool) -> Any:
     try:
         return model, model.load_state_dict(state, **options)
     except Exception:
-        LOG[:] = [entry for entry in LOG if entry[0] not in ASSIGNMENTS]
+        LOG[:] = [entry for entry in LOG if not is_assignment(entry)]
         raise
 
 

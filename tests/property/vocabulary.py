@@ -30,7 +30,6 @@ FILES: Final = (
 # Operations of the sequences inside `fast_inference` that make sense on any tree.
 SHARED: Final = (
     "call_functionally",
-    "call_in_mode",
     "change_class",
     "change_container",
     "change_during_call",
@@ -40,7 +39,6 @@ SHARED: Final = (
     "hook_during_call",
     "hook_tables",
     "leave_average",
-    "load_in_place",
     "make_average",
     "shallow_copy",
     "step_optimizer",

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 import torch.nn.modules.module as torch_module
 
+from tests.property.mixed_nodes import Lora, Plain
 from tests.property.node_tools import LOG, summary
 
 
@@ -25,6 +26,10 @@ METHODS: Final = tuple(
     if isinstance(inspect.unwrap(value) if callable(value) else value, types.FunctionType)
 )
 SIGNATURES: Final = {name: inspect.signature(vars(torch.nn.Module)[name]) for name in METHODS}
+
+
+# Classes that can be patched, beside those of `torch.nn` and of the trees.
+OTHERS: Final = {"TorchModule": torch.nn.Module, "Lora": Lora, "Plain": Plain}
 
 
 class World:
@@ -70,8 +75,8 @@ def home_of(side: Any, name: str) -> Any:
 
     if name == "F":
         return torch.nn.functional
-    if name == "TorchModule":
-        return torch.nn.Module
+    if name in OTHERS:
+        return OTHERS[name]
     nodes = {"torch": nodes_torch, "modkit": nodes_modkit}[side.impl.name]
     return getattr(nodes, name, None) or getattr(torch.nn, name)
 

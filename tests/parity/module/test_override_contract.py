@@ -465,6 +465,26 @@ def test_a_mixin_keeps_its_init_and_its_overrides(impl: Implementation) -> None:
     ]
 
 
+def test_a_class_behind_module_sees_the_mode_being_set(impl: Implementation) -> None:
+    """`train` sets the attribute by assignment, which a class behind `Module` may see."""
+
+    class Watch:
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            seen.append((name, value))
+
+    class Watched(plain(impl), Watch):
+        pass
+
+    seen: list[Any] = []
+    net = plain(impl)()
+    net.child = Watched()
+    seen.clear()
+    net.eval()
+
+    assert seen == [("training", False)]
+
+
 def test_mixins_on_several_levels(impl: Implementation) -> None:
     """The order holds for classes derived from such a class, with further mixins."""
 
