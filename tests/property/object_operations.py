@@ -17,6 +17,7 @@ from tests.property.node_tools import LOG
 from tests.property.observation import observe, positions
 from tests.property.operations import Skipped, is_shared, is_tied, operation
 from tests.property.scoped_calls import SCOPED
+from tests.property.state_operations import refuse_keys_below_none
 from tests.property.tree_operations import forward_and_backward
 
 
@@ -298,6 +299,7 @@ def call_in_mode(side: Any, module: Any, *arguments: Any) -> Any:
 @operation(*scoped_operations.LOADING)
 def load_in_place(side: Any, module: Any, *arguments: Any) -> Any:
     """Load a state into the tree itself, if it can be: torch leaves the tree half loaded if not."""
+    refuse_keys_below_none(side)
     copied = copy.deepcopy(module)
     try:
         scoped_operations.load_in_place(side, copied, *arguments)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import torch
-import torch.nn.modules.module as torch_module
 
 from tests.helpers import Implementation, seed_everything
 from tests.property import (
@@ -140,25 +139,33 @@ class Lockstep:
 
     plain: ScopedSide
     fast: ScopedSide
-    runs: int = 0
+    skipped: int = 0
     refusals: int = 0
+    kinds: list[str] = field(default_factory=list)
+    explained: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, impl: Implementation, tree: Tree) -> "Lockstep":
+    def of(cls, impls: tuple[Implementation, Implementation], tree: Tree) -> "Lockstep":
         """Build both trees."""
-        pair = [ScopedSide(impl, tree.spec, shape=tree.shape, fast=fast) for fast in (False, True)]
-        return cls(*pair)
+        plain, fast = (
+            ScopedSide(impl, tree.spec, shape=tree.shape, fast=fast)
+            for impl, fast in zip(impls, (False, True), strict=True)
+        )
+        return cls(plain, fast)
 
     def step(self, operation: Operation) -> None:
         """Run the operation on both sides, unless the fast side refuses it."""
         before = without_addresses(self.fast.seen())
         outcome = self.fast.run(operation)
-        self.runs += 1
         if is_refusal(outcome):
             self.refusals += 1
             assert before == without_addresses(self.fast.seen()), f"changed by refused {operation}"
             return
         expected = self.plain.run(operation)
+        if expected[0] == ("skipped",):
+            self.skipped += 1
+        else:
+            self.kinds.append(operation.kind)
         assert expected == outcome, f"plain and fast differ after {operation}"
         if not self.fast.scopes:
             assert self.plain.left() == self.fast.left(), f"left behind after {operation}"
@@ -168,11 +175,13 @@ class Lockstep:
         )
 
 
-def lockstep(impl: Implementation, tree: Tree, operations: list[Operation]) -> Lockstep:
+def lockstep(
+    impls: tuple[Implementation, Implementation], tree: Tree, operations: list[Operation]
+) -> Lockstep:
     """Run the operations plainly and inside scopes, and compare all that can be seen each time."""
     torch_always_warns = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
-    both = Lockstep.of(impl, tree)
+    both = Lockstep.of(impls, tree)
     try:
         for operation in operations:
             both.step(operation)
@@ -182,5 +191,4 @@ def lockstep(impl: Implementation, tree: Tree, operations: list[Operation]) -> L
         while both.fast.scopes:
             both.fast.scopes.pop().__exit__(None, None, None)
         torch.set_warn_always(torch_always_warns)
-        torch_module._global_is_full_backward_hook = None
     return both

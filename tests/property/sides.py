@@ -75,6 +75,8 @@ class Run:
     every: int = 1
     done: int = 0
     skipped: int = 0
+    refusals: int = 0
+    kinds: list[str] = field(default_factory=list)
     # How often a row of the table of differences explained a difference.
     explained: list[str] = field(default_factory=list)
 
@@ -90,7 +92,10 @@ class Run:
         """Run the operation on both sides, and compare what can be seen of it."""
         outcomes = [side.run(operation) for side in self.sides]
         self.done += 1
-        self.skipped += outcomes[0][0] == ("skipped",)
+        if outcomes[0][0] == ("skipped",):
+            self.skipped += 1
+        else:
+            self.kinds.append(operation.kind)
         if outcomes[0] != outcomes[1]:
             row = known.explain(operation, *self.sides, *outcomes)
             if row is None:

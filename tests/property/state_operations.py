@@ -91,15 +91,19 @@ def is_assignment(entry: Any) -> bool:
     return (entry[1] if kind in {"late", "patched"} else kind) in ASSIGNMENTS
 
 
-def load_into_copy(side: Any, state: Any, **options: bool) -> Any:
-    """Load into a copy of the tree, since torch leaves a tree half loaded where a load fails.
+def refuse_keys_below_none(side: Any) -> None:
+    """Skip a load where keys may seem to lie below a child that is None.
 
-    Keys that seem to lie below a child that is None, as those of a child with a dot in its name
-    may, are reported by modkit alone, which is a listed difference.
+    Those of a child with a dot in its name may. Modkit alone reports them, a listed difference.
     """
     children = [item for _, place in positions(side.model) for item in place._modules.items()]
     if any("." in name for name, _ in children) and any(child is None for _, child in children):
         raise Skipped
+
+
+def load_into_copy(side: Any, state: Any, **options: bool) -> Any:
+    """Load into a copy of the tree, since torch leaves a tree half loaded where a load fails."""
+    refuse_keys_below_none(side)
     model = copy.deepcopy(side.model)
     try:
         return model, model.load_state_dict(state, **options)

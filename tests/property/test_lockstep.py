@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 
-from tests.property import changing_operations, state_operations, tree_operations
+from tests.property import operations as operations_on_modules, vocabulary
 from tests.property.operations import OPERATIONS, drawn, sequences
 from tests.property.sides import lockstep
 from tests.property.trees import trees
@@ -19,13 +19,14 @@ HOOKED = [
     "copied",
 ]
 STATE = ["state_dict", "load_state_dict", "load_something_else", "load_from_another_tree"]
-OTHERS = {file.__name__ for file in (changing_operations, state_operations, tree_operations)}
 REGISTRATION = sorted(
-    {kind for kind, entry in OPERATIONS.items() if entry.function.__module__ not in OTHERS}
+    kind
+    for kind, entry in OPERATIONS.items()
+    if entry.function.__module__ == operations_on_modules.__name__
 )
 
 
-@given(trees().strategy(), sequences(drawn(), 8, 14))
+@given(trees().strategy(), sequences(vocabulary.drawn(), 8, 14))
 def test_random_operations_in_lockstep(spec, operations) -> None:
     """Any sequence of public operations leaves torch's and modkit's tree alike at every step."""
     lockstep(spec, operations)

@@ -172,11 +172,11 @@ def find(side: Any, module: Any, method: str, number: int, end: str) -> Any:
 
 @operation(choices.integers(0, 9), PATH_ENDS, layers, choices.booleans())
 def set_submodule(side: Any, module: Any, number: int, end: str, spec: Any, strict: bool) -> None:
-    """Put a new module at a path, unless a None slot stands there, which torch refuses."""
+    """Put a new module at a path, unless None stands there, which torch refuses."""
     path = path_to(side, number, end)
     for place, parent in positions(side.model):
-        for name, child in parent._modules.items():
-            if child is None and ".".join([*place, name]) == path:
+        for name, value in (*parent._modules.items(), *parent.__dict__.items()):
+            if value is None and ".".join([*place, name]) == path:
                 raise Skipped
     side.model.set_submodule(path, Builder(side.impl).module(spec), strict)
 
