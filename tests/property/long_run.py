@@ -31,6 +31,7 @@ from tests.property.operations import Operation
 
 
 ROOT: Final = Path(__file__).parents[2]
+KEPT: Final = ROOT / "build" / "lockstep.json"
 # After how many operations everything is compared; after the others a glance must do.
 EVERY: Final = 6
 # A process runs so many sequences: some operations leave classes behind.
@@ -127,44 +128,57 @@ def in_process(first: int) -> dict[str, Any]:
     return result
 
 
-def campaign(operations: int, seed: int, processes: int) -> dict[str, Any]:
-    """Run portions until so many operations have run on both sides."""
-    started, total = time.perf_counter(), 0
-    kinds: Counter[str] = Counter()
-    rows: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    differences: list[dict[str, Any]] = []
-    first = seed
-    with ThreadPoolExecutor(processes) as pool:
-        running = []
-        while total < operations or running:
-            while len(running) < processes and total < operations:
-                running.append(pool.submit(in_process, first))
-                first += PORTION
-            result = running.pop(0).result()
-            kinds.update(result.get("kinds", {}))
-            rows.update(result.get("rows", {}))
-            counts.update({name: result.get(name, 0) for name in ("skipped", "refused")})
-            differences += result["differences"]
-            total = kinds.total()
-            rate = total / (time.perf_counter() - started)
-            print(f"{total:,} operations, {rate:.0f}/s, {len(differences)} differences", flush=True)
-            write_json(ROOT / "build" / "lockstep.json", differences)
+def fresh(seed: int) -> dict[str, Any]:
+    """Return the account of a run that has yet to begin."""
     return {
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "date": "",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": commit(),
-        "operations": total,
-        "sequences": first - seed,
-        "seeds": [seed, first - 1],
-        "seconds": round(time.perf_counter() - started),
-        "processes": processes,
-        **counts,
-        "differences": [{"seed": d["seed"], "text": d["text"]} for d in differences],
-        "rows": dict(sorted(rows.items())),
-        "kinds": dict(sorted(kinds.items())),
+        "commits": [],
+        "operations": 0,
+        "sequences": 0,
+        "seeds": [seed, seed - 1],
+        "seconds": 0,
+        "skipped": 0,
+        "refused": 0,
+        "differences": [],
+        "rows": {},
+        "kinds": {},
     }
+
+
+def add(account: dict[str, Any], result: dict[str, Any]) -> None:
+    """Add a portion to the account."""
+    for name in ("skipped", "refused"):
+        account[name] += result.get(name, 0)
+    for name in ("kinds", "rows"):
+        total = Counter(account[name]) + Counter(result.get(name, {}))
+        account[name] = dict(sorted(total.items()))
+    account["operations"] = sum(account["kinds"].values())
+    account["sequences"] += PORTION
+    account["seeds"][1] += PORTION
+    account["differences"] += result["differences"]
+
+
+def campaign(account: dict[str, Any], operations: int, processes: int) -> None:
+    """Run portions until so many operations have run on both sides."""
+    started, before, already = time.perf_counter(), account["seconds"], account["operations"]
+    account["date"] = datetime.now(timezone.utc).date().isoformat()
+    account["commits"] = [*dict.fromkeys([*account["commits"], commit()])]
+    first = account["seeds"][1] + 1
+    with ThreadPoolExecutor(processes) as pool:
+        running = []
+        while account["operations"] < operations or running:
+            while len(running) < processes and account["operations"] < operations:
+                running.append(pool.submit(in_process, first))
+                first += PORTION
+            add(account, running.pop(0).result())
+            seconds = time.perf_counter() - started
+            account["seconds"] = before + round(seconds)
+            write_json(KEPT, account)
+            done, faults = account["operations"], len(account["differences"])
+            rate = (done - already) / seconds
+            print(f"{done:,} operations, {rate:.0f}/s, {faults} differences", flush=True)
 
 
 def commit() -> str:
@@ -194,6 +208,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--report", action="store_true", help="write docs/lockstep.md")
+    parser.add_argument("--resume", action="store_true", help="go on with the last run")
     parser.add_argument("--only", type=int, help="the seed of one sequence, to be shown")
     parser.add_argument("--portion", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -204,11 +219,14 @@ def main() -> None:
     if given.only is not None:
         show(given.only)
         return
-    found = campaign(given.operations, given.seed, given.processes)
+    account = fresh(given.seed)
+    if given.resume:
+        account = json.loads(KEPT.read_text(encoding="utf-8"))
+    campaign(account, given.operations, given.processes)
     if given.report:
-        write_json(ROOT / "docs" / "lockstep.json", found)
+        write_json(ROOT / "docs" / "lockstep.json", account)
         runpy.run_path(str(ROOT / "docs" / "render_lockstep.py"), run_name="__main__")
-    sys.exit(bool(found["differences"]))
+    sys.exit(bool(account["differences"]))
 
 
 if __name__ == "__main__":

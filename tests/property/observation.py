@@ -106,6 +106,8 @@ def describe_attribute(value: Any, ordinals: Ordinals) -> Any:
         return ordinals.of(value)
     if isinstance(value, list) and any(isinstance(item, torch.nn.Module) for item in value):
         return [describe_attribute(item, ordinals) for item in value]
+    if isinstance(value, torch.Tensor) and is_lazy(value):
+        return type(value).__name__
     origin = getattr(value, "__origin__", None)
     return freeze(value if origin is None else origin)
 

@@ -136,11 +136,10 @@ class Difference(AssertionError):
     """Torch and modkit differ."""
 
 
-def compare(step: object, pair: list[Any]) -> None:
+def compare(step: object, pair: list[Any], what: str = "torch and modkit differ after") -> None:
     """Assert that both sides are alike, naming the step after which they are not."""
     if pair[0] != pair[1]:
-        where = "; ".join(first_difference(*pair))
-        raise Difference(f"torch and modkit differ after {step}\n{where}")
+        raise Difference(f"{what} {step}\n{'; '.join(first_difference(*pair))}")
 
 
 def first_difference(expected: Any, found: Any) -> list[str]:
@@ -152,8 +151,8 @@ def first_difference(expected: Any, found: Any) -> list[str]:
         more = [item for item in expected if item not in found]
         less = [item for item in found if item not in expected]
         counts = f"{len(expected)} and {len(found)} items"
-        return [counts, f"only torch {more!r:.900}", f"only modkit {less!r:.900}"]
-    return [f"torch {expected!r:.900}", f"modkit {found!r:.900}"]
+        return [counts, f"only first {more!r:.900}", f"only second {less!r:.900}"]
+    return [f"first {expected!r:.900}", f"second {found!r:.900}"]
 
 
 def both_keys(expected: Any, found: Any) -> Any:

@@ -78,7 +78,7 @@ def edited_tensor(side: Any, edit: str, value: torch.Tensor) -> torch.Tensor:
 
 # What assigning tensors calls: of a load that fails, how far it came is not compared.
 ASSIGNMENTS = {
-    *("__setattr__", "register_parameter", "register_buffer"),
+    *("__setattr__", "__getattr__", "register_parameter", "register_buffer"),
     *("own register_parameter", "own register_buffer", "new parameter", "new buffer"),
     *("Node.register_parameter", "Node.register_buffer", "Node.__setattr__"),
     *("Behind.__setattr__", "weight set"),

@@ -485,6 +485,23 @@ def test_a_class_behind_module_sees_the_mode_being_set(impl: Implementation) -> 
     assert seen == [("training", False)]
 
 
+def test_a_getattr_of_a_class_hears_of_assigned_parameters(impl: Implementation) -> None:
+    """A load that assigns looks each name up, which a `__getattr__` of the class may see."""
+
+    class Watched(plain(impl)):
+        def __getattr__(self, name):
+            seen.append(name)
+            return super().__getattr__(name)
+
+    seen: list[str] = []
+    net = Watched()
+    net.weight = torch.nn.Parameter(torch.ones(1))
+    seen.clear()
+    net.load_state_dict({"weight": torch.zeros(1)}, assign=True)
+
+    assert seen == ["weight"]
+
+
 def test_mixins_on_several_levels(impl: Implementation) -> None:
     """The order holds for classes derived from such a class, with further mixins."""
 
