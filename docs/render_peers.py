@@ -35,7 +35,7 @@ def table(cells: dict[str, list[str]]) -> str:
 
 def cells() -> dict[str, list[str]]:
     """Run every cell, and return the outcomes of each feature in the order of the libraries."""
-    features = importlib.import_module("tests.integration.peer_features")
+    features = importlib.import_module("tests.integration.averaging_peers.features")
     return {
         feature: [features.outcome(feature, library) for library in CLASSES]
         for feature in features.FEATURES
@@ -44,7 +44,7 @@ def cells() -> dict[str, list[str]]:
 
 def versions() -> str:
     """Name the classes that were compared, with the versions of their libraries."""
-    peers = importlib.import_module("tests.integration.peers").PEERS
+    peers = importlib.import_module("tests.integration.averaging_peers.peers").PEERS
     named = []
     for library, classes in CLASSES.items():
         distribution = peers[library].distribution

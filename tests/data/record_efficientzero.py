@@ -21,7 +21,7 @@ FILE = Path(__file__).with_name("efficientzero.pt")
 sys.path.insert(0, str(ROOT))
 
 from tests.efficientzero import CASES, kernels, record_of, run, scramble  # noqa: E402
-from tests.integration.lightzero import lightzero_networks  # noqa: E402
+from tests.integration.lightzero.networks import lightzero_networks  # noqa: E402
 
 
 def trained(networks: Any) -> dict[str, Any]:

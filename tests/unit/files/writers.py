@@ -193,7 +193,7 @@ class Lightning(Writer):
         super().__init__(elements)
         for name in ("lightning.pytorch", "lightning.fabric"):
             logging.getLogger(name).setLevel(logging.ERROR)
-        from tests.integration.lightning_runs import vector_trainer
+        from tests.integration.lightning.runs import vector_trainer
 
         self.trainer, self.callback = vector_trainer(elements)
 
@@ -216,7 +216,7 @@ class Transformers(Writer):
 
     def __init__(self, elements: int) -> None:
         super().__init__(elements)
-        from tests.integration.trainers import vector_trainer
+        from tests.integration.transformers.trainers import vector_trainer
 
         self._folder = tempfile.TemporaryDirectory()
         self.trainer, self.callback = vector_trainer(Path(self._folder.name), elements)

@@ -5,7 +5,7 @@ import torch
 
 from modkit import models, nn
 from tests.efficientzero import CASES, scramble, small, tensors_in
-from tests.integration.lightzero import lightzero_networks
+from tests.integration.lightzero.networks import lightzero_networks
 from tests.integration.torchscript import reloaded, scripted_tests
 
 

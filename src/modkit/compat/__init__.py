@@ -1,0 +1,1 @@
+"""Comparing modkit with the installed torch."""

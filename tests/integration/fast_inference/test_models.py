@@ -1,0 +1,354 @@
+"""Models of four libraries compute the same bits inside `modkit.fast_inference` as outside."""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+
+import modkit
+from tests.helpers import freeze, seed_everything
+from tests.integration.fast_inference.zoo import DECODERS, ZOO, Entry, named
+from tests.integration.networks import gradients
+
+
+# What the libraries say of their own code, inside and outside alike.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+DIFFERENTIATED: Final = named(
+    "timm-convnext_atto",
+    "timm-efficientnet_b0",
+    "timm-poolformer_s12",
+    "timm-resnet18",
+    "timm-swin_tiny_patch4_window7_224",
+    "timm-vit_tiny_patch16_224",
+    "torchvision-densenet121",
+    "torchvision-segmentation.lraspp_mobilenet_v3_large",
+    "torchvision-shufflenet_v2_x0_5",
+    "torchvision-mobilenet_v2",
+    "transformers-BertForMaskedLM",
+    "transformers-GPT2LMHeadModel",
+    "transformers-LlamaForCausalLM",
+    "transformers-MambaForCausalLM",
+    "transformers-T5ForConditionalGeneration",
+    "transformers-ViTModel",
+    "transformers-Wav2Vec2Model",
+    "diffusers-AutoencoderKL",
+    "diffusers-UNet2DModel",
+)
+AUTOCAST: Final = named(
+    "timm-coat_tiny",
+    "timm-mobilenetv3_small_050",
+    "timm-resnetv2_18",
+    "timm-vit_tiny_patch16_224",
+    "torchvision-convnext_tiny",
+    "torchvision-regnet_y_400mf",
+    "transformers-BertForMaskedLM",
+    "transformers-LlamaForCausalLM",
+    "transformers-T5ForConditionalGeneration",
+    "diffusers-DiTTransformer2DModel",
+    "diffusers-UNet2DModel",
+)
+CHANNELS_LAST: Final = named(
+    "timm-convnext_atto",
+    "timm-densenet121",
+    "timm-efficientnet_b0",
+    "timm-resnet18",
+    "timm-swin_tiny_patch4_window7_224",
+    "torchvision-googlenet",
+    "torchvision-mobilenet_v3_small",
+    "torchvision-segmentation.deeplabv3_mobilenet_v3_large",
+    "transformers-ResNetModel",
+    "diffusers-AutoencoderKL",
+)
+NORMALIZED: Final = named(
+    "timm-densenet121",
+    "timm-dla46_c",
+    "timm-efficientnet_b0",
+    "timm-ghostnet_050",
+    "timm-levit_128s",
+    "timm-mobilenetv3_small_050",
+    "timm-poolformer_s12",
+    "timm-regnety_002",
+    "timm-repvgg_a0",
+    "timm-res2net50_14w_8s",
+    "timm-resnet18",
+    "timm-resnetv2_18",
+    "timm-skresnet18",
+    "torchvision-googlenet",
+    "torchvision-mnasnet0_5",
+    "torchvision-mobilenet_v2",
+    "torchvision-regnet_x_400mf",
+    "torchvision-resnet18",
+    "torchvision-segmentation.deeplabv3_mobilenet_v3_large",
+    "torchvision-shufflenet_v2_x0_5",
+    "torchvision-video.r3d_18",
+    "transformers-ResNetModel",
+)
+GENERATING: Final = [
+    entry
+    for entry in ZOO
+    if entry.model in DECODERS or entry.model.endswith(("ConditionalGeneration", "MTModel"))
+]
+
+
+class Same:
+    """An object that equals itself alone."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return f"{type(self.value).__name__} at {id(self.value):#x}"
+
+
+def members(model: torch.nn.Module) -> list[tuple[str, str, Same]]:
+    """List the attributes of every module in order, and what its tables hold."""
+    found = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, value in module.__dict__.items():
+            found.append((path, name, Same(value)))
+            if isinstance(value, dict):
+                found += [(path, f"{name}[{key!r}]", Same(item)) for key, item in value.items()]
+    return found
+
+
+def opened(value: Any) -> Any:
+    """Replace caches of keys and values by what they hold, so that `freeze` sees the tensors."""
+    if isinstance(value, dict):
+        return {name: opened(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [opened(item) for item in value]
+    if isinstance(value, (Tensor, torch.nn.Module, type)) or not hasattr(value, "__dict__"):
+        return value
+    return {name: opened(item) for name, item in vars(value).items()}
+
+
+def bits(value: Any) -> Any:
+    """Turn outputs of a model into plain data that compares bit by bit."""
+    return freeze(opened(value))
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a model's outputs."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+
+
+def three_ways(model: torch.nn.Module, compute: Any) -> tuple[Any, Any, Any, bool]:
+    """Compute before, inside and after the scope; tell whether the modules are as before, too.
+
+    Some models replace an attribute at each call, such as the anchors of their boxes.
+    """
+    before = compute()
+    attributes = members(model)
+    with modkit.fast_inference(model) as entered:
+        inside = compute()
+    left = members(model)
+    after = compute()
+    names = [member[:2] for member in attributes]
+    replaced = {old[:2] for old, new in zip(left, members(model), strict=True) if old != new}
+    kept = [member for member in attributes if member[:2] not in replaced]
+    unchanged = names == [member[:2] for member in left]
+    unchanged &= kept == [member for member in left if member[:2] not in replaced]
+    return before, inside, after, unchanged and entered is model
+
+
+def test_size_of_the_zoo() -> None:
+    """There are a hundred models of four libraries, none of them twice."""
+    counts = {
+        library: sum(entry.library == library for entry in ZOO)
+        for library in ("timm", "torchvision", "transformers", "diffusers")
+    }
+
+    assert len({str(entry) for entry in ZOO}) == len(ZOO) == sum(counts.values()) >= 100
+    assert counts["timm"] >= 30
+    assert counts["torchvision"] >= 15
+    assert counts["transformers"] >= 20
+    assert counts["diffusers"] >= 3
+
+
+@pytest.mark.parametrize("entry", ZOO, ids=str)
+def test_outputs(entry: Entry) -> None:
+    """The outputs are bitwise those of the plain model, which the scope leaves as it was."""
+    model = entry.build()
+    with torch.inference_mode():
+        outputs = entry.call(model)
+        before, inside, after, unchanged = three_ways(model, lambda: bits(entry.call(model)))
+
+    assert all(tensor.isfinite().all() for tensor in tensors(outputs))
+    assert any(tensor.numel() for tensor in tensors(outputs))
+    assert before == inside
+    assert before == after
+    assert unchanged
+
+
+def differentiate(entry: Entry, model: torch.nn.Module) -> Any:
+    """Call the model and go back; return outputs and the gradients of inputs and parameters."""
+    model.zero_grad()
+    inputs = entry.inputs()
+    for value in inputs.values():
+        value.requires_grad_(value.is_floating_point())
+    outputs = entry.call(model, inputs)
+    floating = [tensor for tensor in tensors(outputs) if tensor.is_floating_point()]
+    sum(tensor.square().mean() for tensor in floating).backward()
+    return bits([outputs, {name: value.grad for name, value in inputs.items()}, gradients(model)])
+
+
+@pytest.mark.parametrize("entry", DIFFERENTIATED, ids=str)
+def test_gradients(entry: Entry) -> None:
+    """Outputs and gradients of inputs and parameters are bitwise those of the plain model."""
+    model = entry.build()
+    before, inside, after, unchanged = three_ways(model, lambda: differentiate(entry, model))
+
+    assert before == inside
+    assert before == after
+    assert unchanged
+
+
+@pytest.mark.parametrize("entry", named("timm-vit_tiny_patch16_224", "timm-resnet18"), ids=str)
+def test_gradients_in_training_mode(entry: Entry) -> None:
+    """In training mode, dropout drops the same elements and statistics move by the same bits."""
+    model, twin = entry.build().train(), entry.build().train()
+    expected = [differentiate(entry, twin) for _ in range(2)]
+    with modkit.fast_inference(model):
+        inside = [differentiate(entry, model) for _ in range(2)]
+
+    assert expected == inside
+    assert freeze(twin.state_dict()) == freeze(model.state_dict())
+
+
+@pytest.mark.parametrize("entry", AUTOCAST, ids=str)
+def test_autocast(entry: Entry) -> None:
+    """Under autocast to bfloat16 the outputs are bitwise those of the plain model."""
+    model = entry.build()
+
+    def compute() -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return bits(entry.call(model))
+
+    with torch.no_grad():
+        before, inside, after, unchanged = three_ways(model, compute)
+
+    assert before == inside
+    assert before == after
+    assert unchanged
+
+
+@pytest.mark.parametrize("entry", CHANNELS_LAST, ids=str)
+def test_channels_last(entry: Entry) -> None:
+    """With channels last, the outputs have the bits and the strides of the plain model's."""
+    model = entry.build().to(memory_format=torch.channels_last)
+
+    def compute() -> Any:
+        inputs = {
+            name: value.to(memory_format=torch.channels_last) if value.ndim == 4 else value
+            for name, value in entry.inputs().items()
+        }
+        outputs = entry.call(model, inputs)
+        return bits(outputs), [tensor.stride() for tensor in tensors(outputs)]
+
+    with torch.inference_mode():
+        before, inside, after, unchanged = three_ways(model, compute)
+
+    assert before == inside
+    assert before == after
+    assert unchanged
+
+
+@pytest.mark.parametrize("entry", GENERATING, ids=str)
+def test_generation(entry: Entry) -> None:
+    """Tokens are generated with a cache of keys and values, and have the plain model's scores."""
+    model = entry.build()
+    inputs = {name: x for name, x in entry.inputs().items() if "decoder" not in name}
+
+    def compute() -> Any:
+        seed_everything(3)
+        generated = model.generate(
+            **inputs,
+            max_new_tokens=4,
+            min_new_tokens=4,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        return bits([generated["sequences"], *generated["scores"]])
+
+    compute()
+    before, inside, after, unchanged = three_ways(model, compute)
+
+    assert before == inside
+    assert before == after
+    assert unchanged
+
+
+@pytest.mark.parametrize("entry", NORMALIZED, ids=str)
+def test_folded_batch_norm(entry: Entry) -> None:
+    """With folded normalization the outputs agree within rounding, and the model is as before."""
+    model = entry.build()
+    with torch.inference_mode():
+        expected = list(tensors(entry.call(model)))
+        attributes, state = members(model), freeze(model.state_dict())
+        with modkit.fast_inference(model, fold_batch_norm=True):
+            folded = list(tensors(entry.call(model)))
+        after = list(tensors(entry.call(model)))
+
+    assert len(expected) == len(folded)
+    for plain, close in zip(expected, folded, strict=True):
+        atol = 1e-3 * plain.abs().max().item()
+        torch.testing.assert_close(close, plain, rtol=0, atol=atol)
+    assert freeze(expected) == freeze(after)
+    assert members(model) == attributes
+    assert freeze(model.state_dict()) == state
+
+
+@pytest.mark.parametrize(
+    "entry", named("timm-resnet18", "torchvision-mobilenet_v2", "timm-repvgg_a0"), ids=str
+)
+def test_folded_batch_norm_in_double(entry: Entry) -> None:
+    """In float64 the outputs with folded normalization agree to nine digits."""
+    model = entry.build().double()
+    x = entry.inputs()["0"].double()
+    with torch.inference_mode():
+        expected = model(x)
+        with modkit.fast_inference(model, fold_batch_norm=True):
+            folded = model(x)
+
+    torch.testing.assert_close(folded, expected, rtol=0, atol=1e-9 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("library", ["timm", "torchvision", "transformers", "diffusers"])
+def test_model_on_modkit_around_a_library(library: str) -> None:
+    """A user's module on modkit around a library's model computes the same bits inside."""
+    entry = next(entry for entry in ZOO if entry.library == library)
+
+    class Scaled(modkit.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+            self.scale = modkit.nn.Parameter(torch.tensor(0.75))
+
+        def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+            return [x * self.scale for x in tensors(self.inner(*args, **kwargs))]
+
+    model = Scaled(entry.build()).eval()
+    with torch.inference_mode():
+        before, inside, after, unchanged = three_ways(model, lambda: bits(entry.call(model)))
+
+    assert before == inside
+    assert before == after
+    assert unchanged

@@ -1,0 +1,277 @@
+import functools
+import inspect
+
+import pytest
+import torch
+
+import modkit
+from tests.unit.averaging.recipes import PRECISIONS
+
+
+pl = pytest.importorskip(
+    "lightning.pytorch", reason="needs Lightning: nox -s ecosystem installs it"
+)
+callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+runs = pytest.importorskip("tests.integration.lightning.runs")
+EMACallback = pytest.importorskip("modkit.integrations.lightning").EMACallback
+
+# Advice about loaders and checkpoints.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
+)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """Train without a stop, with a checkpoint in each place; return all numbers and the folder."""
+
+    @functools.cache
+    def run(precision: str, accumulate: int):
+        folder = tmp_path_factory.mktemp("run")
+        ema = callback_with(precision)
+        net, ema, _ = runs.fit(
+            folder, runs.Saver(folder), ema=ema, accumulate_grad_batches=accumulate
+        )
+        return runs.numbers_of(net, ema), folder
+
+    return run
+
+
+def callback_with(precision: str):
+    """Return a callback with several averages, updated at each second step."""
+    schedule = [0.9, modkit.schedules.CountWarmup(0.99)]
+    return EMACallback(schedule=schedule, precision=precision, update_every=2, index=1)
+
+
+@pytest.mark.parametrize("place", runs.PLACES)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_resuming_is_as_not_stopping(precision, accumulate, place, tmp_path, whole_run) -> None:
+    """Wherever it was saved, the resumed run ends in the bits of the one that went through."""
+    through, folder = whole_run(precision, accumulate)
+    net, ema, _ = runs.fit(
+        tmp_path,
+        ema=callback_with(precision),
+        resume=folder / f"{place}.ckpt",
+        accumulate_grad_batches=accumulate,
+    )
+
+    assert runs.numbers_of(net, ema) == through
+
+
+def test_the_average_is_that_of_an_ordinary_loop(tmp_path) -> None:
+    """The Trainer changes nothing about the average, nor the average about training."""
+    net, ema, _ = runs.fit(tmp_path)
+    plain, _, _ = runs.fit(tmp_path, ema=pl.Callback())
+    model = runs.Net()
+    optimizer = model.configure_optimizers()
+    reference = modkit.EMA(model, decay=0.9).attach(optimizer)
+    for _ in range(2):
+        for batch in runs.Batches():
+            optimizer.zero_grad()
+            model.training_step(batch, 0).backward()
+            optimizer.step()
+
+    expected = dict(reference.named_averages())
+    assert all(map(torch.equal, net.state_dict().values(), plain.state_dict().values()))
+    assert all(map(torch.equal, net.state_dict().values(), model.state_dict().values()))
+    assert all(torch.equal(value, expected[name]) for name, value in ema.ema.named_averages())
+    assert ema.ema.n_averaged == 2 * runs.BATCHES
+
+
+def test_the_average_is_that_of_lightning(tmp_path) -> None:
+    """Lightning's own callback, with the same decay, has the same averages up to rounding."""
+    theirs = callbacks.EMAWeightAveraging(decay=0.9, use_buffers=False)
+    averaged, _, _ = runs.fit(tmp_path, ema=theirs)
+    _, ema, _ = runs.fit(tmp_path)
+
+    for name, parameter in averaged.named_parameters():
+        torch.testing.assert_close(parameter.detach(), runs.average_of(ema, name))
+
+
+def test_it_takes_every_option_of_ema() -> None:
+    """What EMA refuses is refused when the callback is made, and not when a fit starts."""
+    with pytest.raises(TypeError, match="warmup"):
+        EMACallback(warmup=True)
+    with pytest.raises(ValueError, match="update_every must be 1 or more, got 0"):
+        EMACallback(update_every=0)
+    with pytest.raises(ValueError, match="index is 1, and there are 1 averages"):
+        EMACallback(0.5, index=1)
+    options = dict(buffers={"*.running_mean": "average"}, include="net.0.*", device="cpu")
+    every = EMACallback([0.5, 0.9], index=1, seed=3, on_nonfinite="skip", **options)
+
+    assert every.index == 1
+    assert {"decay", "index", "swap_to_average_at_end"} < inspect.signature(
+        EMACallback
+    ).parameters.keys()
+
+
+def test_only_what_is_chosen_is_averaged(tmp_path) -> None:
+    """The options reach EMA: a layer that is left out keeps its raw weights in evaluation."""
+    ema = EMACallback(
+        0.9, include="net.0.*", buffers="ignore", update_after_step=3, precision="fp64"
+    )
+    _, ema, _ = runs.fit(tmp_path, ema=ema)
+
+    # The counter of the batch normalization is an integer, and copied whatever is chosen.
+    names = {name for name, _ in ema.ema.named_averages()}
+    assert names == {"net.0.weight", "net.0.bias", "net.1.num_batches_tracked"}
+    assert runs.average_of(ema).dtype == torch.float64
+    assert (ema.ema.step, ema.ema.n_averaged) == (2 * runs.BATCHES, 2 * runs.BATCHES - 3)
+
+
+# What is evaluated.
+
+
+def test_validation_sees_the_average(tmp_path) -> None:
+    """The sanity check has the raw weights, each validation the latest average."""
+    ema = EMACallback(decay=0.9)
+    watch = runs.Watch(ema)
+    untrained = runs.Net().net[0].weight
+    model = runs.Net()
+    runs.fit(tmp_path, model=model, ema=ema, after=[watch], val_check_interval=2)
+    sanity, validations = model.seen["validate"][:2], model.seen["validate"][2:]
+
+    assert all(torch.equal(seen, untrained) for seen in sanity)
+    assert len(validations) == 2 * 6
+    assert all(map(torch.equal, validations[::2], watch.averages[1::2]))
+    assert all(map(torch.equal, validations[1::2], watch.averages[1::2]))
+    assert torch.equal(model.net[0].weight, watch.raw[-1])
+
+
+def test_validation_before_the_first_update_sees_the_raw_weights(tmp_path) -> None:
+    """While there is no average, an untrained copy is not taken for one."""
+    net, ema, _ = runs.fit(tmp_path, ema=EMACallback(update_after_step=100))
+    raw = net.net[0].weight
+
+    assert ema.ema.n_averaged == 0
+    assert torch.equal(net.seen["validate"][-1], raw)
+
+
+def test_test_and_prediction_see_the_average(tmp_path) -> None:
+    """So does a validation by itself; afterwards the model has its raw weights."""
+    net, ema, trainer = runs.fit(tmp_path)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    data = runs.Batches(1)
+    net.seen["validate"].clear()
+    trainer.validate(net, data, verbose=False)
+    trainer.test(net, data, verbose=False)
+    trainer.predict(net, data)
+
+    for seen in net.seen.values():
+        assert torch.equal(seen[-1], runs.average_of(ema))
+        assert len(seen) == 1
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_weights_that_were_loaded_are_evaluated(weights_only, tmp_path) -> None:
+    """A test of an older checkpoint has its average, not that of the end of the run."""
+    ema = EMACallback(decay=0.9)
+    watch = runs.Watch(ema)
+    checkpoint = callbacks.ModelCheckpoint(
+        tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1, save_weights_only=weights_only
+    )
+    net, ema, trainer = runs.fit(tmp_path, checkpoint, ema=ema, after=[watch])
+    trainer.test(net, runs.Batches(1), ckpt_path=tmp_path / "step=4.ckpt", verbose=False)
+    trainer.test(net, runs.Batches(1), verbose=False)
+
+    assert all(torch.equal(seen, watch.averages[3]) for seen in net.seen["test"])
+    assert len(net.seen["test"]) == 2
+
+
+def test_early_stopping_looks_at_the_average(tmp_path) -> None:
+    """What it monitors is the loss of the average, which is that of the averaged model."""
+    ema = EMACallback(decay=0.9)
+    stopping = callbacks.EarlyStopping("loss", mode="max", patience=1)
+    _, ema, trainer = runs.fit(tmp_path, stopping, ema=ema, max_epochs=10)
+    average = ema.ema.averaged_model()
+    with torch.no_grad():
+        losses = [average.net(b).square().mean() for b in runs.Batches(2, first_seed=1000)]
+
+    assert stopping.stopped_epoch > 0
+    assert trainer.current_epoch < 10
+    torch.testing.assert_close(trainer.callback_metrics["loss"], sum(losses) / 2)
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_checkpoint_is_the_average(weights_only, tmp_path) -> None:
+    """The best checkpoint loads without the callback, into the average that was the best."""
+    best = callbacks.ModelCheckpoint(
+        tmp_path, "best", monitor="loss", mode="min", save_weights_only=weights_only
+    )
+    net, _, _ = runs.fit(tmp_path, best)
+    loaded = runs.Net.load_from_checkpoint(best.best_model_path).eval()
+    with torch.no_grad():
+        losses = [loaded.net(b).square().mean() for b in runs.Batches(2, first_seed=1000)]
+
+    assert not torch.equal(loaded.net[0].weight, net.net[0].weight)
+    torch.testing.assert_close(best.best_model_score, sum(losses) / 2)
+
+
+def test_a_checkpoint_after_the_fit_is_whole(tmp_path) -> None:
+    """It holds the average in the place of the weights, and a fit goes on from it exactly."""
+    through, through_ema, _ = runs.fit(tmp_path, max_epochs=3)
+    _, ema, trainer = runs.fit(tmp_path, max_epochs=2)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    resumed = runs.fit(tmp_path, max_epochs=3, resume=tmp_path / "end.ckpt")
+
+    assert torch.equal(saved["state_dict"]["net.0.weight"], runs.average_of(ema))
+    assert runs.numbers_of(*resumed[:2]) == runs.numbers_of(through, through_ema)
+
+
+def test_an_average_is_in_the_file_once(tmp_path) -> None:
+    """The entries of the model and of the average share their memory, and what is not averaged too."""
+    ema = EMACallback(0.9, include="net.0.*", buffers="ignore")
+    net, _, trainer = runs.fit(tmp_path, ema=ema)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    entry = saved["callbacks"]["EMACallback"]
+    average = entry["ema"]["averages"][0]["tensors"]["net.0.weight"]
+
+    assert entry["raw"].keys() == {"net.0.weight", "net.0.bias", "net.1.num_batches_tracked"}
+    assert torch.equal(entry["raw"]["net.0.weight"], net.net[0].weight)
+    assert average.data_ptr() == saved["state_dict"]["net.0.weight"].data_ptr()
+
+
+def test_a_checkpoint_without_averages_is_told(tmp_path) -> None:
+    """Averaging starts anew from its weights, with a warning."""
+    _, _, trainer = runs.fit(tmp_path, ema=pl.Callback())
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.warns(UserWarning, match="holds no averages, so averaging starts anew"):
+        _, ema, _ = runs.fit(tmp_path, resume=tmp_path / "plain.ckpt", max_epochs=3)
+
+    assert ema.ema.n_averaged == runs.BATCHES
+
+
+def test_going_on_without_the_callback_is_told(tmp_path) -> None:
+    """Lightning names the callback that is missing, since the weights are then the average."""
+    _, _, trainer = runs.fit(tmp_path)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    with pytest.warns(UserWarning, match="Please add the following callbacks.*EMACallback"):
+        runs.fit(tmp_path, ema=pl.Callback(), resume=tmp_path / "end.ckpt", max_epochs=3)
+
+
+def test_going_on_from_lightnings_own_averages(tmp_path) -> None:
+    """Raw weights and averages are those that WeightAveraging has saved."""
+
+    class Start(pl.Callback):
+        def on_train_start(self, trainer, pl_module) -> None:
+            self.raw = pl_module.net[0].weight.detach().clone()
+            self.average = runs.average_of(ema).clone()
+
+    theirs = callbacks.EMAWeightAveraging(decay=0.9, use_buffers=False)
+    runs.fit(tmp_path, ema=theirs, after=[runs.Saver(tmp_path)])
+    saved = torch.load(tmp_path / "mid-epoch.ckpt", weights_only=True)
+    start, ema = Start(), EMACallback(decay=0.9)
+    # Lightning wants its own callback back.
+    with pytest.warns(UserWarning, match="Please add the following callbacks"):
+        runs.fit(tmp_path, start, ema=ema, resume=tmp_path / "mid-epoch.ckpt")
+
+    assert torch.equal(start.raw, saved["current_model_state"]["net.0.weight"])
+    assert torch.equal(start.average, saved["state_dict"]["net.0.weight"])
+    assert ema.ema.n_averaged == 2 * runs.BATCHES

@@ -1,0 +1,140 @@
+import random
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+
+pytest.importorskip("lightning.pytorch", reason="needs Lightning: nox -s ecosystem installs it")
+runs = pytest.importorskip("tests.integration.lightning.runs")
+
+# Advice about loaders and checkpoints.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
+)
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory):
+    """Return the numbers at the end of a run, and a checkpoint from its middle."""
+    folder = tmp_path_factory.mktemp("run")
+    net, ema, _ = runs.fit(folder, runs.Saver(folder))
+    return runs.numbers_of(net, ema), (folder / "mid-epoch.ckpt").read_bytes()
+
+
+def resumed(path: Path):
+    """Go on from a checkpoint; return the numbers at the end."""
+    net, ema, _ = runs.fit(path.parent, resume=path)
+    return runs.numbers_of(net, ema)
+
+
+def half(content: bytes) -> bytes:
+    """Lose the second half."""
+    return content[: len(content) // 2]
+
+
+def empty(content: bytes) -> bytes:
+    """Lose all."""
+    return b""
+
+
+@pytest.mark.parametrize("damage", [half, empty])
+def test_a_truncated_checkpoint(tmp_path: Path, saved, damage: Callable[[bytes], bytes]) -> None:
+    """The error names the file and says what can be done."""
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(damage(saved[1]))
+
+    with pytest.raises(
+        ValueError, match=r"last\.ckpt is corrupt: the end of a zip file is missing"
+    ):
+        resumed(path)
+
+
+def test_a_flipped_bit_is_an_error_or_means_nothing(tmp_path: Path, saved) -> None:
+    """No bit that has changed on the disk changes how a run goes on."""
+    through, content = saved
+    path, dice, errors = tmp_path / "last.ckpt", random.Random(0), []
+    for _ in range(40):
+        damaged = bytearray(content)
+        damaged[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            found = resumed(path)
+        except ValueError as error:
+            errors.append(str(error))
+            continue
+
+        assert found == through
+    assert 0 < len(errors) < 40
+    wordings = ("last.ckpt is corrupt", "last.ckpt is not a zip file as torch writes it")
+    assert [error for error in errors if not any(each in error for each in wordings)] == []
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_checkpoint_without_checksums(tmp_path: Path, saved, older: bool) -> None:
+    """Files that have no checksums, for instance of old versions of torch, are loaded as they are."""
+    through, content = saved
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(content)
+    checkpoint = torch.load(path, weights_only=False)
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(checkpoint, path, _use_new_zipfile_serialization=not older)
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+    assert resumed(path) == through
+
+
+def test_a_full_disk(tmp_path: Path, saved) -> None:
+    """Where no more can be written, the raw weights stay, and so does an older checkpoint."""
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(saved[1])
+    net, ema, trainer = runs.fit(tmp_path)
+    before = runs.numbers_of(net, ema)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(saved[1]) // 2, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            trainer.save_checkpoint(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert runs.numbers_of(net, ema) == before
+    assert resumed(path) == saved[0]
+
+
+CHILD = """
+import os, pathlib, signal, sys
+from tests.integration.lightning import runs
+
+# The second checkpoint over the first: all has been written, and nothing renamed.
+def die(self, target):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Saver(runs.pl.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 5:
+            pathlib.Path.replace = die
+        if trainer.global_step in (4, 5):
+            trainer.save_checkpoint(sys.argv[1])
+
+runs.fit(sys.argv[2], Saver())
+"""
+
+
+def test_killed_while_saving(tmp_path: Path, saved) -> None:
+    """A process that dies while it writes leaves the checkpoint before it whole."""
+    path = tmp_path / "last.ckpt"
+    line = [sys.executable, "-c", CHILD, str(path), str(tmp_path)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert resumed(path) == saved[0]

@@ -1,0 +1,327 @@
+"""Lightning's own weight averaging is the oracle: each test runs on it and on modkit."""
+
+# ruff: noqa: D102 - hooks of Lightning, which documents them
+
+import pytest
+import torch
+
+
+pl = pytest.importorskip(
+    "lightning.pytorch", reason="needs Lightning: nox -s ecosystem installs it"
+)
+callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+runs = pytest.importorskip("tests.integration.lightning.runs")
+EMACallback = pytest.importorskip("modkit.integrations.lightning").EMACallback
+schedules = pytest.importorskip("modkit.schedules")
+
+# Advice about loaders and checkpoints, and about configure_model() in Lightning's own callback.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
+]
+BOTH = pytest.mark.parametrize("library", ["lightning", "modkit"])
+EPOCHS = 8
+
+
+class Recorded:
+    """Records the calls of `should_update`, and how many models the average has after each epoch."""
+
+    def should_update(self, step_idx=None, epoch_idx=None):
+        chosen = self.rule or super().should_update
+        found = chosen(step_idx=step_idx, epoch_idx=epoch_idx)
+        self.calls.append((step_idx, epoch_idx, found))
+        return found
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        super().on_train_epoch_end(trainer, pl_module)
+        self.counts.append(int((self.ema or self._average_model).n_averaged))
+        self.weights.append(pl_module.net[0].weight.detach().clone())
+
+
+class Theirs(Recorded, callbacks.EMAWeightAveraging):
+    ema = None
+
+
+class TheirMean(Recorded, callbacks.WeightAveraging):
+    ema = None
+
+
+class Ours(Recorded, EMACallback):
+    pass
+
+
+def callback_of(library, decay=0.9, *, rule=None, use_buffers=True, **options):
+    """Return the callback of a library with the same options, under the names of Lightning.
+
+    A decay of None is the equally weighted mean.
+    """
+    if library == "lightning":
+        options["use_buffers"] = use_buffers
+        found = TheirMean(**options) if decay is None else Theirs(decay=decay, **options)
+    else:
+        options |= {"buffers": "average" if use_buffers else "copy", "swap_to_average_at_end": True}
+        decays = {"schedule": schedules.Equal()} if decay is None else {"decay": decay}
+        found = Ours(**decays, **options)
+    found.rule, found.calls, found.counts, found.weights = rule, [], [], []
+    return found
+
+
+def trained(folder, library, *, model=None, resume=None, crash=False, decay=0.9, **options):
+    """Train for 8 epochs with 3 steps in each; return the final tensors and the callback."""
+    trainer = {"max_epochs": EPOCHS, "accumulate_grad_batches": 2, "num_sanity_val_steps": 0}
+    trainer |= options.pop("trainer", {})
+    callback = callback_of(library, decay, **options)
+    saver = callbacks.ModelCheckpoint(folder, f"{library}-last")
+    others = [saver] if crash else []
+    net = runs.Net() if model is None else model
+    if crash:
+        with pytest.raises(RuntimeError, match="crash"):
+            runs.fit(folder, *others, model=net, ema=callback, **trainer)
+    else:
+        runs.fit(folder, *others, model=net, ema=callback, resume=resume, **trainer)
+    return dict(net.state_dict()), callback
+
+
+def check_against_lightning(folder, **options):
+    """Assert that both libraries ask, count and average alike; return modkit's callback."""
+    make = options.pop("make", runs.Net)
+    theirs, their_callback = trained(folder, "lightning", model=make(), **options)
+    ours, callback = trained(folder, "modkit", model=make(), **options)
+
+    # Lightning asks again after a batch that only accumulates, if the answer was no.
+    assert callback.calls == list(dict.fromkeys(their_callback.calls))
+    assert callback.counts == their_callback.counts
+    for name, value in ours.items():
+        # Lightning averages the integers of a counter as well.
+        if value.is_floating_point():
+            torch.testing.assert_close(value, theirs[name], msg=lambda text, n=name: f"{n}: {text}")
+    return callback
+
+
+class Iterable(runs.Batches):
+    """Batches whose number is not known."""
+
+    __len__ = None
+
+
+class Plain(runs.Net):
+    """A network without running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = torch.nn.Identity()
+
+
+class Late(Plain):
+    """A network whose layers are made by `configure_model`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.net = self.net, None
+
+    def configure_model(self) -> None:
+        self.net = self.made if self.net is None else self.net
+
+
+class Crashing(runs.Net):
+    """A network that fails when an epoch begins, once."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__()
+        self.epoch = epoch
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == self.epoch:
+            raise RuntimeError("crash")
+
+
+@pytest.mark.parametrize("make", [runs.Net, Plain, Late])
+@pytest.mark.parametrize("use_buffers", [True, False])
+def test_every_step(make, use_buffers, tmp_path) -> None:
+    """By default each optimizer step is one update, and each epoch is asked about."""
+    callback = check_against_lightning(tmp_path, make=make, use_buffers=use_buffers)
+
+    assert callback.counts == [3 * epoch for epoch in range(1, EPOCHS + 1)]
+    assert callback.calls[:4] == [
+        (0, None, True),
+        (1, None, True),
+        (2, None, True),
+        (None, 0, False),
+    ]
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.99, 0.999, 0.9999])
+def test_decays(decay, tmp_path) -> None:
+    """Each decay gives the same average."""
+    check_against_lightning(tmp_path, decay=decay)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"update_every_n_steps": 1}, 24),
+        ({"update_every_n_steps": 5}, 5),
+        ({"update_starting_at_step": 10}, 14),
+        ({"update_every_n_steps": 5, "update_starting_at_step": 10}, 3),
+        ({"update_starting_at_epoch": 3}, 24 + 5),
+        ({"update_starting_at_step": 10**6, "update_starting_at_epoch": 3}, 5),
+        ({"device": "cpu"}, 24),
+    ],
+    ids=str,
+)
+def test_options_of_lightning(options, count, tmp_path) -> None:
+    """The options say when to update, with the semantics that they have in Lightning."""
+    callback = check_against_lightning(tmp_path, **options)
+
+    assert callback.counts[-1] == count
+
+
+@BOTH
+def test_should_update(library) -> None:
+    """The method can be called by itself, for a step or an epoch."""
+    steps = callback_of(library, update_every_n_steps=5, update_starting_at_step=10)
+    epochs = callback_of(library, update_starting_at_epoch=2)
+
+    assert [i for i in range(30) if steps.should_update(step_idx=i)] == [10, 15, 20, 25]
+    assert [i for i in range(5) if epochs.should_update(epoch_idx=i)] == [2, 3, 4]
+    assert not steps.should_update(epoch_idx=20)
+    assert not steps.should_update()
+
+
+def test_mean_of_chosen_epochs(tmp_path) -> None:
+    """An overridden `should_update` gives stochastic weight averaging of epochs 3, 5 and 7."""
+
+    def rule(step_idx=None, epoch_idx=None):
+        return epoch_idx in {3, 5, 7}
+
+    callback = check_against_lightning(tmp_path, decay=None, rule=rule)
+
+    assert callback.counts == [0, 0, 0, 1, 1, 2, 2, 3]
+    mean = torch.stack([callback.weights[epoch] for epoch in (3, 5, 7)]).mean(0)
+    torch.testing.assert_close(runs.average_of(callback), mean)
+
+
+def test_a_rule_for_steps(tmp_path) -> None:
+    """A step that the rule leaves out changes nothing, and validation sees the average before it."""
+    check_against_lightning(tmp_path, rule=lambda step_idx=None, **_: step_idx in {4, 5, 11})
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_dtypes(precision, tmp_path) -> None:
+    """With 16 bits both ask and count alike; the averages of modkit have 32 bits."""
+    trainer = {"precision": precision}
+    _, theirs = trained(tmp_path, "lightning", trainer=trainer)
+    _, ours = trained(tmp_path, "modkit", trainer=trainer)
+
+    assert (ours.calls, ours.counts) == (theirs.calls, theirs.counts)
+    assert runs.average_of(ours).dtype == torch.float32
+
+
+def test_several_optimizers(tmp_path) -> None:
+    """With manual optimization a batch is asked about once, with the index of its latest step."""
+    make = {"make": lambda: runs.Adversaries(discriminator_steps=2)}
+    callback = check_against_lightning(tmp_path, **make, trainer={"accumulate_grad_batches": 1})
+
+    assert [step for step, _, _ in callback.calls][:4] == [2, 4, 7, 9]
+
+
+@BOTH
+def test_iterable_data(library, tmp_path) -> None:
+    """An epoch of unknown length counts like any other."""
+    callback, net = callback_of(library), runs.Net()
+    trainer = runs.trainer_for(tmp_path, callback, max_epochs=2)
+    trainer.fit(net, Iterable(), Iterable(2))
+
+    assert callback.counts == [6, 12]
+
+
+@BOTH
+@pytest.mark.parametrize("epoch", [1, 3, 5])
+def test_resume_after_a_crash(library, epoch, tmp_path) -> None:
+    """The resumed run ends with the average of the run without interruption."""
+    whole, _ = trained(tmp_path, library)
+    _, crashed = trained(tmp_path, library, model=Crashing(epoch), crash=True)
+    path = tmp_path / f"{library}-last.ckpt"
+    resumed, callback = trained(tmp_path, library, resume=path)
+
+    for name, value in resumed.items():
+        torch.testing.assert_close(value, whole[name])
+    assert crashed.counts == [3 * one for one in range(1, epoch + 1)]
+    assert callback.counts[-1] == 3 * EPOCHS
+
+
+@BOTH
+@pytest.mark.parametrize("place", runs.PLACES)
+def test_resume_with_a_frequency(library, place, tmp_path) -> None:
+    """Options count the steps of the whole training, not those since the checkpoint."""
+    options = {"update_every_n_steps": 2, "update_starting_at_step": 3}
+    through = callback_of(library, **options)
+    net, _, _ = runs.fit(tmp_path, runs.Saver(tmp_path), ema=through, max_epochs=EPOCHS)
+    resumed = callback_of(library, **options)
+    again, _, _ = runs.fit(
+        tmp_path, ema=resumed, max_epochs=EPOCHS, resume=tmp_path / f"{place}.ckpt"
+    )
+
+    if library == "modkit":
+        assert runs.numbers_of(again, resumed) == runs.numbers_of(net, through)
+    assert resumed.calls[-20:] == through.calls[-20:]
+    assert resumed.counts[-1] == through.counts[-1]
+
+
+@pytest.mark.parametrize("saver", ["before", "after"])
+@pytest.mark.parametrize("place", runs.PLACES)
+def test_resume_with_updates_at_the_end_of_epochs(place, saver, tmp_path) -> None:
+    """A checkpoint of the end of an epoch, whoever saves it, counts that epoch once."""
+    options = {"update_starting_at_step": 10**6, "update_starting_at_epoch": 0}
+    through, saving = callback_of("modkit", **options), runs.Saver(tmp_path)
+    order = ((saving,), ()) if saver == "before" else ((), [saving])
+    net, _, _ = runs.fit(tmp_path, *order[0], after=order[1], ema=through, max_epochs=4)
+    resumed = callback_of("modkit", **options)
+    again, _, _ = runs.fit(tmp_path, ema=resumed, max_epochs=4, resume=tmp_path / f"{place}.ckpt")
+
+    assert through.counts == [1, 2, 3, 4]
+    assert resumed.ema.n_averaged == 4
+    assert runs.numbers_of(again, resumed) == runs.numbers_of(net, through)
+
+
+@BOTH
+def test_a_checkpoint_is_the_average(library, tmp_path) -> None:
+    """The `state_dict` of a checkpoint loads into the model, and is the average."""
+    callback = callback_of(library)
+    runs.fit(tmp_path, runs.Saver(tmp_path), ema=callback)
+    saved = torch.load(tmp_path / "evaluating.ckpt", weights_only=True)["state_dict"]
+    loaded = runs.Net.load_from_checkpoint(tmp_path / "evaluating.ckpt")
+
+    assert callback.counts == [6, 12]
+    assert torch.equal(loaded.net[0].weight, saved["net.0.weight"])
+    # Lightning swaps by copying, and saves what its averaged model holds during a validation.
+    if library == "modkit":
+        assert not torch.equal(saved["net.0.weight"], callback.weights[0])
+
+
+@BOTH
+def test_validation_sees_the_average(library, tmp_path) -> None:
+    """Validations see another model than the one in training, which each epoch ends with."""
+    net = runs.Net()
+    callback = callback_of(library)
+    runs.fit(tmp_path, model=net, ema=callback, num_sanity_val_steps=0)
+    seen = net.seen["validate"]
+
+    assert len(seen) == 4
+    assert not any(torch.equal(seen[2 * i], callback.weights[i]) for i in range(2))
+    assert torch.equal(net.net[0].weight, seen[-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"update_every_n_steps": 0}, ValueError),
+        ({"update_starting_at_step": -1}, ValueError),
+        ({"update_starting_at_epoch": 1.5}, TypeError),
+    ],
+)
+def test_bad_options(options, error) -> None:
+    """A number of steps or epochs that is none is refused, with its name."""
+    with pytest.raises(error, match=next(iter(options))):
+        EMACallback(**options)

@@ -1,0 +1,156 @@
+import copy
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from modkit import models
+from tests.efficientzero import CASES, layout, runs, versions
+from tests.integration.lightzero.networks import lightzero_networks
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lzero") is None,
+    reason="needs LightZero: nox -s lightzero installs it",
+)
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+@pytest.fixture(scope="module")
+def lightzero():
+    """The networks of LightZero, as a namespace."""
+    return lightzero_networks()
+
+
+def assert_equal(actual, expected):
+    """Compare two lists of tensors, in which there may be None, to the last bit."""
+    assert len(actual) == len(expected)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        if theirs is not None:
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs)
+
+
+def modules_of(network):
+    """Name all modules, the places of a shared one included."""
+    return [name for name, _ in network.named_modules(remove_duplicate=False)]
+
+
+@every_case
+def test_structure(name, lightzero):
+    """Modules, their order, and the state dict with its versions are LightZero's."""
+    ours, theirs = CASES[name].build(models), CASES[name].build(lightzero)
+
+    assert modules_of(ours) == modules_of(theirs)
+    assert layout(ours) == layout(theirs)
+    assert versions(ours) == versions(theirs)
+    assert [key for key, _ in ours.named_parameters()] == [k for k, _ in theirs.named_parameters()]
+    assert_equal(list(ours.state_dict().values()), list(theirs.state_dict().values()))
+
+
+@every_case
+def test_numbers(name, lightzero):
+    """Outputs, gradients and statistics are LightZero's, to the last bit."""
+    case = CASES[name]
+
+    actual = dict(runs(case, lambda: case.build(models)))
+
+    expected = dict(runs(case, lambda: case.build(lightzero)))
+    assert actual.keys() == expected.keys()
+    for run, results in expected.items():
+        for part in results:
+            assert_equal(actual[run][part], results[part])
+
+
+@pytest.mark.parametrize("direction", ["from LightZero", "to LightZero"])
+@every_case
+def test_checkpoints(name, direction, lightzero, tmp_path):
+    """A file of one library loads strictly into the network of the other."""
+    source, target = CASES[name].build(models), CASES[name].build(lightzero)
+    if direction == "from LightZero":
+        source, target = target, source
+    for parameter in source.parameters():
+        torch.nn.init.normal_(parameter)
+    torch.save(source.state_dict(), tmp_path / "checkpoint.pt")
+
+    keys = target.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
+
+    assert keys == ([], [])
+    assert_equal(list(target.state_dict().values()), list(source.state_dict().values()))
+
+
+def test_repr(lightzero):
+    """A printed network looks the same."""
+    assert repr(CASES["three layers"].build(models)) == repr(CASES["three layers"].build(lightzero))
+
+
+def test_training(lightzero):
+    """Ten steps of training by the same optimizer leave the same bits."""
+    case = CASES["model, BN, one_hot"]
+    ours, theirs = case.build(models), case.build(lightzero)
+    latent, hidden, action = case.inputs("recurrent_inference", torch.float32)
+    obs = torch.randn(3, 4, 6, 7)
+
+    for model in (ours, theirs):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(10):
+            root = model.initial_inference(obs)
+            step = model.recurrent_inference(root.latent_state, hidden, action)
+            likeness = model.project(step.latent_state) * model.project(latent, with_grad=False)
+            loss = (step.value**2).sum() + (step.value_prefix - 1).square().sum() + likeness.sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    assert_equal(list(ours.state_dict().values()), list(theirs.state_dict().values()))
+
+
+def test_mean_of_the_dynamics(lightzero):
+    """The mean of the weights of the dynamics is LightZero's, which adds up single numbers."""
+    for name in ("defaults, 1x1", "no blocks", "PReLU"):
+        expected = CASES[name].build(lightzero).get_dynamic_mean()
+
+        assert CASES[name].build(models).get_dynamic_mean() == pytest.approx(expected, rel=1e-6)
+
+
+def test_hidden_state_is_not_changed(lightzero):
+    """Neither library writes to what it is given."""
+    for networks in (models, lightzero):
+        case = CASES["BN"]
+        given = case.inputs("__call__", torch.float32)
+        before = copy.deepcopy(given)
+        case.build(networks)(*given)
+
+        assert torch.equal(given[0], before[0])
+        assert_equal(list(given[1]), list(before[1]))
+
+
+def run_with_pytest(*arguments):
+    """Run pytest in a process of its own, with LightZero imported on modkit.nn."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [*command, "-c", os.devnull, "-p", "tests.integration.lightzero.swap"],
+        capture_output=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+    )
+
+
+def test_tests_of_lightzero(tmp_path):
+    """LightZero's own test of these networks passes with modkit.nn in the place of torch.nn."""
+    folder = Path(importlib.util.find_spec("lzero").origin).parent / "model" / "tests"
+
+    done = run_with_pytest(f"--rootdir={tmp_path}", str(folder / "test_efficientzero_model.py"))
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^6 passed", done.stdout, re.MULTILINE)

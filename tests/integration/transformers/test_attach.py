@@ -1,0 +1,323 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.transformers.trainers import (
+    EMACallback,
+    EMATrainer,
+    Texts,
+    arguments,
+    average,
+    equal,
+    gpt2,
+    trainer,
+    transformers,
+    weights,
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"decay": 2.0}, ValueError, "decay"),
+        ({"save": "both"}, ValueError, "save must be one of 'average', 'raw', got 'both'"),
+        ({"index": 1}, ValueError, "index is 1, and there are 1 averages"),
+        ({"precision": "half"}, ValueError, "precision must be one of"),
+        ({"update_every": 0}, ValueError, "update_every must be 1 or more, got 0"),
+        ({"unknown": 1}, TypeError, "unknown"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    """An option that makes no sense is an error when the callback is made."""
+    with pytest.raises(error, match=match):
+        EMACallback(**options)
+
+
+def test_attach(tmp_path: Path) -> None:
+    """A Trainer averages from `attach` on, and keeps its class."""
+    run, callback = trainer(tmp_path), EMACallback(0.9)
+
+    returned = callback.attach(run)
+    run.train()
+
+    assert returned is callback
+    assert callback.attach(run) is callback
+    assert type(run) is transformers.Trainer
+    assert run.callback_handler.callbacks.count(callback) == 1
+    assert callback.ema.n_averaged == 12
+    plain = trainer(tmp_path, model=callback.ema.averaged_model())
+    assert run.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+
+
+def test_detach(tmp_path: Path) -> None:
+    """After `detach` the Trainer is as it was, and the averages are kept."""
+    run, callback = trainer(tmp_path), EMACallback(0.9)
+    callback.attach(run)
+    run.train()
+    inside = run.evaluate()["eval_loss"]
+    callback.detach()
+    callback.detach()
+
+    assert not {"train", "evaluate", "predict", "evaluation_loop", "save_model"} & {*vars(run)}
+    assert callback not in run.callback_handler.callbacks
+    assert run.evaluate()["eval_loss"] == trainer(tmp_path, model=run.model).evaluate()["eval_loss"]
+    assert run.evaluate()["eval_loss"] != inside
+    assert callback.ema.n_averaged == 12
+    assert not callback.ema._attached._handles
+
+
+def test_another_trainer(tmp_path: Path) -> None:
+    """A callback that is attached to another Trainer leaves the one before."""
+    first, second, callback = trainer(tmp_path), trainer(tmp_path), EMACallback(0.9)
+    callback.attach(first)
+    callback.attach(second)
+    second.train()
+
+    assert callback not in first.callback_handler.callbacks
+    assert "evaluate" not in vars(first)
+    assert callback.ema.model is second.model
+
+
+def test_detach_below_a_wrapper(tmp_path: Path) -> None:
+    """Methods that the user has wrapped, before `attach` or after it, stay wrapped."""
+    run, callback, calls = trainer(tmp_path), EMACallback(0.9), []
+
+    def wrap(name: str, text: str) -> Any:
+        inner = getattr(run, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(text)
+            return inner(*args, **kwargs)
+
+        setattr(run, name, call)
+        return call
+
+    first = wrap("predict", "below")
+    callback.attach(run)
+    last = wrap("evaluate", "above")
+    run.train()
+    callback.detach()
+
+    assert run.predict == first
+    assert run.evaluate == last
+    assert run.evaluate()["eval_loss"] == trainer(tmp_path, model=run.model).evaluate()["eval_loss"]
+    run.predict(Texts(4))
+    assert calls == ["above", "below"]
+
+
+@pytest.mark.parametrize("added", ["in the constructor", "afterwards", "as a class"])
+def test_a_class_of_ones_own(tmp_path: Path, added: str) -> None:
+    """A class with `EMATrainer` as its first base attaches its callback, however it is added."""
+
+    class Base(transformers.Trainer):  # type: ignore[misc]
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            inside.append(weights(self.model))
+            return super().evaluate(*args, **kwargs)
+
+    class Own(EMATrainer, Base):
+        pass
+
+    inside: list[Any] = []
+    run = Own(
+        gpt2(),
+        arguments(tmp_path),
+        train_dataset=Texts(),
+        eval_dataset=Texts(8, seed=1),
+        callbacks=[EMACallback(0.9)] if added == "in the constructor" else [],
+    )
+    if added == "afterwards":
+        run.add_callback(EMACallback(0.9))
+    elif added == "as a class":
+        run.add_callback(EMACallback)
+    (callback,) = (one for one in run.callback_handler.callbacks if isinstance(one, EMACallback))
+    run.train()
+    run.evaluate()
+
+    assert type(run) is Own
+    assert equal(inside[0], average(callback.ema))
+
+
+def test_an_evaluation_that_the_user_overrides(tmp_path: Path) -> None:
+    """All of an overridden `evaluate` sees the average, not its loop alone."""
+
+    class Own(transformers.Trainer):  # type: ignore[misc]
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            inside.append(weights(self.model))
+            return super().evaluate(*args, **kwargs)
+
+    inside: list[Any] = []
+    callback = EMACallback(0.9)
+    run = trainer(tmp_path, callback, kind=Own)
+    run.train()
+    run.evaluate()
+
+    assert equal(inside[0], average(callback.ema))
+
+
+def test_a_trainer_without_the_callback(tmp_path: Path) -> None:
+    """An `EMATrainer` without the callback, or after its removal, is a plain Trainer."""
+    plain = trainer(tmp_path)
+    plain.train()
+    run = trainer(tmp_path, kind=EMATrainer, save_strategy="epoch")
+    run.train()
+    removed = trainer(tmp_path / "removed", EMACallback(0.9))
+    removed.remove_callback(EMACallback)
+    removed.train()
+
+    assert equal(weights(run.model), weights(plain.model))
+    assert run.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    assert removed.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    assert not list(tmp_path.rglob("ema.pt"))
+
+
+def test_a_trainer_that_is_not_known(tmp_path: Path) -> None:
+    """A callback that was merely added says what to do instead, before the first step."""
+    run = trainer(tmp_path)
+    before = weights(run.model)
+    run.add_callback(EMACallback(0.9))
+
+    with pytest.raises(RuntimeError, match=r"Call callback\.attach\(trainer\) before train"):
+        run.train()
+    assert equal(weights(run.model), before)
+
+
+def test_refused_trainers(tmp_path: Path) -> None:
+    """What is no Trainer, has a callback already, or is sharded, is refused."""
+    run = trainer(tmp_path, EMACallback(0.9))
+
+    with pytest.raises(TypeError, match="Linear is not a transformers"):
+        EMACallback().attach(torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="the Trainer has one already"):
+        EMACallback().attach(run)
+    with pytest.raises(ValueError, match="the Trainer has one already"):
+        trainer(tmp_path, EMACallback(0.9), EMACallback(0.99), kind=EMATrainer)
+    run.is_fsdp_enabled = True
+    with pytest.raises(NotImplementedError, match="sharded"):
+        run.train()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_model_that_is_wrapped_afterwards(tmp_path: Path) -> None:
+    """What wraps the model still evaluates its average; another model is evaluated as it is."""
+    callback = EMACallback(0.9)
+    run = trainer(tmp_path, callback)
+    run.train()
+    raw, loss = weights(run.model), run.evaluate()["eval_loss"]
+
+    run.model = run.model_wrapped = torch.compile(run.model, backend="eager")
+    assert run.evaluate()["eval_loss"] == pytest.approx(loss)
+    assert equal(weights(run.model._orig_mod), raw)
+    run.model = run.model_wrapped = gpt2()
+    assert run.evaluate()["eval_loss"] == trainer(tmp_path, model=gpt2()).evaluate()["eval_loss"]
+    run.save_model(tmp_path / "other")
+    assert equal(weights(gpt2().from_pretrained(tmp_path / "other")), weights(gpt2()))
+
+
+# Dynamo looks at the gradients of what stands at a graph break.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_model_that_the_trainer_compiles(tmp_path: Path) -> None:
+    """With `torch_compile` evaluations see the average too, by the losses of a model that holds it."""
+    callback = EMACallback(0.9)
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    run = trainer(tmp_path, callback, eval_strategy="epoch", **compiled)
+    run.train()
+    other = trainer(tmp_path, model=callback.ema.averaged_model())
+
+    loss = run.evaluate()["eval_loss"]
+
+    assert loss == pytest.approx(other.evaluate()["eval_loss"])
+    assert loss != pytest.approx(trainer(tmp_path, model=run.model).evaluate()["eval_loss"])
+
+
+def test_each_training_begins_anew(tmp_path: Path) -> None:
+    """A second `train` counts from nothing, as the Trainer does, and updates once for each step."""
+    callback = EMACallback(0.9)
+    run = trainer(tmp_path, callback)
+    run.train()
+    first = callback.ema
+
+    run.train()
+
+    assert callback.ema is not first
+    assert first.n_averaged == callback.ema.n_averaged == 12
+
+
+def test_a_model_that_training_makes(tmp_path: Path) -> None:
+    """With `model_init` the model that is averaged is the one that training has made."""
+    callback = EMACallback(0.9)
+    run = transformers.Trainer(
+        args=arguments(tmp_path),
+        model_init=gpt2,
+        train_dataset=Texts(),
+        eval_dataset=Texts(8, seed=1),
+    )
+    callback.attach(run)
+    run.train()
+
+    assert callback.ema.model is run.model
+    assert callback.ema.n_averaged == 12
+
+
+def test_a_smaller_batch_after_too_little_memory(tmp_path: Path) -> None:
+    """A training that starts again with smaller batches averages from its new start."""
+
+    class Short(transformers.Trainer):  # type: ignore[misc]
+        failed = False
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            if self.state.global_step == 2 and not self.failed:
+                self.failed = True
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(*args, **kwargs)
+
+    callback = EMACallback(0.9)
+    run = trainer(
+        tmp_path, callback, kind=Short, auto_find_batch_size=True, per_device_train_batch_size=8
+    )
+    run.train()
+
+    assert run.failed
+    assert callback.ema.n_averaged == callback.ema.step == run.state.global_step
+
+
+def test_evaluation_in_a_narrower_dtype(tmp_path: Path) -> None:
+    """After training `bf16_full_eval` casts the average, and neither it nor the averages change."""
+    callback = EMACallback(0.9)
+    run = trainer(tmp_path, callback, bf16_full_eval=True)
+    run.train()
+    kept = {name: value.clone() for name, value in callback.ema.named_averages()}
+    other = trainer(tmp_path, model=callback.ema.averaged_model(), bf16_full_eval=True)
+
+    losses = [run.evaluate()["eval_loss"] for _ in range(2)]
+
+    assert losses == [other.evaluate()["eval_loss"]] * 2
+    assert equal(dict(callback.ema.named_averages()), kept)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_lora(tmp_path: Path) -> None:
+    """Of a model with adapters the adapters can be averaged, saved and gone on from."""
+    peft = pytest.importorskip("peft", reason="needs peft: nox -s ecosystem installs it")
+
+    def adapted() -> Any:
+        config = peft.LoraConfig(r=2, target_modules=["c_fc"], fan_in_fan_out=True)
+        return peft.get_peft_model(gpt2(), config)
+
+    def run_of(callback: EMACallback) -> Any:
+        options = {"save_strategy": "steps", "save_steps": 5}
+        return trainer(tmp_path, callback, model=adapted(), **options)
+
+    callback, resumed = (EMACallback(0.9, include="*lora*") for _ in range(2))
+    whole = run_of(callback)
+    whole.train()
+    again = run_of(resumed)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+
+    assert len(dict(callback.ema.named_averages())) < len(weights(whole.model))
+    assert equal(weights(again.model), weights(whole.model))
+    assert equal(average(resumed.ema), average(callback.ema))
+    saved = peft.PeftModel.from_pretrained(gpt2(), tmp_path / "checkpoint-12")
+    assert equal(weights(saved), average(callback.ema))

@@ -1,0 +1,319 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modkit import schedules
+from tests.integration.transformers.trainers import (
+    At,
+    EMACallback,
+    Texts,
+    average,
+    equal,
+    gpt2,
+    normalized,
+    trainer,
+    transformers,
+    weights,
+)
+
+
+class Listener(transformers.TrainerCallback):  # type: ignore[misc]
+    """Remembers what the model held at each event that is asked for."""
+
+    def __init__(self, *events: str) -> None:
+        self.heard: list[tuple[str, int, dict[str, torch.Tensor]]] = []
+        for event in events:
+            setattr(self, event, self._hear(event))
+
+    def _hear(self, event: str) -> Any:
+        def hear(args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            self.heard.append((event, state.global_step, weights(model)))
+
+        return hear
+
+
+def test_training_is_not_changed(tmp_path: Path) -> None:
+    """The raw weights after training are the bits of a Trainer without the callback."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "epoch"}
+    plain = trainer(tmp_path / "plain", **options)
+    plain.train()
+    averaging = trainer(tmp_path, EMACallback(0.5), **options)
+
+    averaging.train()
+
+    assert equal(weights(averaging.model), weights(plain.model))
+
+
+@pytest.mark.parametrize(("accumulation", "steps"), [(1, 12), (2, 6), (4, 4)])
+def test_one_update_for_each_step(tmp_path: Path, accumulation: int, steps: int) -> None:
+    """Gradients that are accumulated give one update; its average is that of the loop by hand."""
+    callback, seen = EMACallback(0.5), Listener("on_step_end")
+
+    trainer(tmp_path, callback, seen, gradient_accumulation_steps=accumulation).train()
+
+    expected = seen.heard[0][2]
+    for _, _, now in seen.heard[1:]:
+        expected = {name: torch.lerp(old, now[name], 0.5) for name, old in expected.items()}
+    assert callback.ema.n_averaged == callback.ema.step == steps
+    found = average(callback.ema)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
+def test_a_step_that_a_scaler_leaves_out(tmp_path: Path) -> None:
+    """A step with infinite gradients, which a gradient scaler does not take, is no update."""
+
+    def spoil(step: int) -> None:
+        for parameter in run.model.parameters():
+            parameter.grad.fill_(torch.inf)
+
+    callback, seen = EMACallback(0.5), Listener("on_step_end")
+    # Not the fused one, the default, which leaves the step out on the device and tells nobody.
+    options = {"max_grad_norm": 0, "optim": "adamw_torch"}
+    run = trainer(tmp_path, callback, seen, At("on_pre_optimizer_step", spoil, 4), **options)
+    run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    run.train()
+
+    assert run.state.global_step == 12
+    assert callback.ema.n_averaged == 11
+    held = {step: now for _, step, now in seen.heard}
+    assert equal(held[5], held[4])
+    assert not equal(held[6], held[5])
+
+
+def test_the_averages_of_diffusers(tmp_path: Path) -> None:
+    """On the steps of a Trainer the averages are those that diffusers' `EMAModel` computes."""
+    training = pytest.importorskip(
+        "diffusers.training_utils", reason="needs diffusers: nox -s ecosystem installs it"
+    )
+    callback = EMACallback(schedule=schedules.CountWarmup(0.98))
+    run = trainer(tmp_path, callback)
+    theirs = training.EMAModel(run.model.parameters(), decay=0.98)
+    run.add_callback(At("on_step_end", lambda _: theirs.step(run.model.parameters())))
+    run.train()
+
+    ours = list(callback.ema.averaged_model().parameters())
+    assert len(ours) == len(theirs.shadow_params)
+    for mine, yours in zip(ours, theirs.shadow_params, strict=True):
+        torch.testing.assert_close(mine.detach(), yours)
+
+
+def test_evaluations_in_training_see_the_average(tmp_path: Path) -> None:
+    """Each evaluation runs on the average of its step, and the next step on the raw weights."""
+    callback, wanted = EMACallback(0.9), {}
+    raw: dict[int, Any] = {}
+
+    def note(step: int) -> None:
+        wanted[step], raw[step] = average(callback.ema), weights(run.model)
+
+    seen = Listener("on_prediction_step", "on_evaluate", "on_step_begin")
+    run = trainer(
+        tmp_path, seen, callback, At("on_step_end", note), eval_strategy="steps", eval_steps=2
+    )
+    run.train()
+
+    evaluated = [step for event, step, _ in seen.heard if event == "on_evaluate"]
+    assert evaluated == [2, 4, 6, 8, 10, 12]
+    for event, step, held in seen.heard:
+        if step:
+            assert equal(held, raw[step] if event == "on_step_begin" else wanted[step])
+    assert not equal(raw[12], wanted[12])
+    assert equal(weights(run.model), raw[12])
+
+
+@pytest.mark.parametrize("make", [gpt2, normalized])
+def test_evaluate_and_predict_by_hand(tmp_path: Path, make: Any) -> None:
+    """Evaluations and predictions that the user calls give the numbers of a model with the average."""
+    callback = EMACallback(0.9)
+    run = trainer(tmp_path, callback, model=make())
+    run.train()
+    raw = weights(run.model)
+    other = trainer(tmp_path, model=callback.ema.averaged_model())
+
+    loss, logits = run.evaluate()["eval_loss"], run.predict(Texts(4)).predictions
+
+    assert loss == other.evaluate()["eval_loss"]
+    assert (logits == other.predict(Texts(4)).predictions).all()
+    assert loss != trainer(tmp_path, model=run.model).evaluate()["eval_loss"]
+    assert equal(weights(run.model), raw)
+
+
+def test_several_evaluation_sets(tmp_path: Path) -> None:
+    """A dict of sets is evaluated on the average, each of them."""
+    callback = EMACallback(0.9)
+    run = trainer(tmp_path, callback)
+    run.train()
+    plain = trainer(tmp_path, model=callback.ema.averaged_model())
+    several = {"a": Texts(4), "b": Texts(4, seed=2)}
+
+    found, wanted = run.evaluate(several), plain.evaluate(several)
+
+    assert found["eval_a_loss"] == wanted["eval_a_loss"]
+    assert found["eval_b_loss"] == wanted["eval_b_loss"]
+
+
+def test_before_the_first_update(tmp_path: Path) -> None:
+    """Evaluations before training and before the first update see the raw weights; so do checkpoints."""
+    callback, seen = EMACallback(0.5, update_after_step=100), Listener("on_evaluate", "on_step_end")
+    run = trainer(
+        tmp_path,
+        callback,
+        seen,
+        eval_on_start=True,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+    )
+    start = weights(run.model)
+    first = run.evaluate()["eval_loss"]
+
+    run.train()
+
+    assert first == trainer(tmp_path, model=gpt2()).evaluate()["eval_loss"]
+    evaluated = {step: held for event, step, held in seen.heard if event == "on_evaluate"}
+    stepped = {step: held for event, step, held in seen.heard if event == "on_step_end"}
+    assert equal(evaluated[0], start)
+    assert equal(evaluated[6], stepped[6])
+    saved = type(run.model).from_pretrained(tmp_path / "checkpoint-6")
+    assert equal(weights(saved), stepped[6])
+
+
+@pytest.mark.parametrize("save", ["average", "raw"])
+def test_what_a_checkpoint_holds(tmp_path: Path, save: str) -> None:
+    """The model in a checkpoint is what the user chose; it loads without the callback."""
+    callback, saved = EMACallback(0.9, save=save), {}
+
+    def note(step: int) -> None:
+        saved[step] = average(callback.ema) if save == "average" else weights(run.model)
+
+    run = trainer(
+        tmp_path,
+        callback,
+        At("on_step_end", note),
+        save_strategy="steps",
+        save_steps=5,
+        eval_strategy="epoch",
+    )
+    run.train()
+    run.save_model(tmp_path / "final")
+
+    for folder, step in (("checkpoint-5", 5), ("checkpoint-12", 12), ("final", 12)):
+        loaded = type(run.model).from_pretrained(tmp_path / folder)
+        assert equal(weights(loaded), saved[step])
+    state = torch.load(tmp_path / "checkpoint-5" / "ema.pt", weights_only=True)
+    assert state["global_step"] == state["ema"]["n_averaged"] == 5
+    assert bool(state["raw"]) == (save == "average")
+    assert not (tmp_path / "final" / "ema.pt").exists()
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("save", ["average", "raw"])
+def test_the_best_model(tmp_path: Path, save: str) -> None:
+    """The best average is there at the end, in the averages too, and evaluates to the best metric."""
+    callback = EMACallback(0.8, save=save)
+    kept: dict[int, Any] = {}
+
+    def note(step: int) -> None:
+        kept[step] = average(callback.ema), weights(run.model)
+
+    run = trainer(
+        tmp_path,
+        callback,
+        At("on_step_end", note),
+        learning_rate=1.0,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+    )
+    run.train()
+
+    best = run.state.best_global_step
+    assert best < 12
+    assert callback.ema.n_averaged == best
+    assert equal(average(callback.ema), kept[best][0])
+    assert equal(weights(run.model), kept[best][0 if save == "average" else 1])
+    assert run.evaluate()["eval_loss"] == run.state.best_metric
+
+
+def test_the_best_model_without_states(tmp_path: Path) -> None:
+    """Where checkpoints hold models alone, the best average is what is evaluated at the end."""
+    callback = EMACallback(0.8)
+    run = trainer(
+        tmp_path,
+        callback,
+        learning_rate=1.0,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        save_only_model=True,
+        load_best_model_at_end=True,
+    )
+    run.train()
+
+    assert run.state.best_global_step < 12
+    assert run.evaluate()["eval_loss"] == run.state.best_metric
+    assert not list(tmp_path.rglob("ema.pt"))
+
+
+def test_the_best_raw_model_without_states(tmp_path: Path) -> None:
+    """A warning says that the best averages have not been saved."""
+    run = trainer(
+        tmp_path,
+        EMACallback(0.8, save="raw"),
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        save_only_model=True,
+        load_best_model_at_end=True,
+    )
+
+    with pytest.warns(UserWarning, match="holds no averages, so its training weights"):
+        run.train()
+
+
+def test_the_average_at_the_end(tmp_path: Path) -> None:
+    """On request the model holds the average after training, and `restore` brings the raw weights."""
+    callback = EMACallback(0.9, swap_to_average_at_end=True)
+    plain = trainer(tmp_path)
+    plain.train()
+    run = trainer(tmp_path, callback)
+    run.train()
+
+    assert equal(weights(run.model), average(callback.ema))
+    callback.ema.restore()
+    assert equal(weights(run.model), weights(plain.model))
+
+
+def test_options_reach_the_averages(tmp_path: Path) -> None:
+    """Several schedules, a choice of names and the other options are those of `EMA`."""
+    callback = EMACallback(
+        schedule=[0.5, schedules.Window(2)],
+        index=1,
+        precision="fp64",
+        update_after_step=2,
+        update_every=2,
+        exclude="*.bias",
+        buffers="ignore",
+        on_nonfinite="raise",
+        seed=3,
+    )
+    seen = Listener("on_step_end")
+    run = trainer(tmp_path, callback, seen)
+    run.train()
+    run.save_model(tmp_path)
+
+    first = dict(callback.ema.named_averages())
+    assert callback.ema.n_averaged == 5
+    assert {value.dtype for value in first.values()} == {torch.float64}
+    assert not any(name.endswith("bias") for name in first)
+    last = {step: held for _, step, held in seen.heard}
+    name = "transformer.wte.weight"
+    mean = torch.stack([last[9][name], last[11][name]]).double().mean(0).float()
+    saved = weights(type(run.model).from_pretrained(tmp_path))
+    torch.testing.assert_close(saved[name], mean)
+    bias = "transformer.h.0.mlp.c_fc.bias"
+    assert torch.equal(saved[bias], last[12][bias])

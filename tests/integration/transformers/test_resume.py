@@ -1,0 +1,298 @@
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modkit import schedules
+from tests.integration.transformers.trainers import (
+    At,
+    EMACallback,
+    average,
+    equal,
+    fail,
+    gpt2,
+    normalized,
+    result,
+    trainer,
+    weights,
+)
+
+
+# Two epochs of 6 batches each.
+STEPS = {1: (1, 4, 6, 9, 12), 2: (1, 2, 3, 5, 6), 4: (1, 2, 3, 4)}
+PRECISIONS = ["fp32", "fp64", "same", "stochastic", "compensated"]
+
+
+def model_of(precision: str) -> Any:
+    """Return the model that a precision is for: of 16 bits for those that round or compensate."""
+    model = gpt2()
+    return model.bfloat16() if precision in {"stochastic", "compensated"} else model
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what runs without interruption, saving at each step, once for each kind."""
+
+    @cache
+    def run(precision: Any, accumulation: int, save: Any) -> tuple[Path, dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("whole")
+        callback = EMACallback(0.9, precision=precision, save=save)
+        whole = trainer(
+            folder,
+            callback,
+            model=model_of(precision),
+            gradient_accumulation_steps=accumulation,
+            save_strategy="steps",
+            save_steps=1,
+            eval_strategy="steps",
+            eval_steps=2,
+        )
+        whole.train()
+        return folder, result(whole, callback)
+
+    return run
+
+
+@pytest.mark.parametrize("save", ["average", "raw"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("accumulation", "step"), [(a, step) for a, steps in STEPS.items() for step in steps]
+)
+def test_resume(
+    whole_run: Any, tmp_path: Path, accumulation: int, step: int, precision: Any, save: Any
+) -> None:
+    """Weights, averages and counts after a resume are the bits of a run without interruption."""
+    folder, wanted = whole_run(precision, accumulation, save)
+    callback = EMACallback(0.9, precision=precision, save=save)
+    run = trainer(
+        tmp_path,
+        callback,
+        model=model_of(precision),
+        gradient_accumulation_steps=accumulation,
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+
+    run.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+
+    assert equal(result(run, callback), wanted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bf16": True},
+        {"optim": "sgd", "lr_scheduler_type": "cosine", "weight_decay": 0.1},
+        {"optim": "adafactor", "gradient_accumulation_steps": 3, "max_grad_norm": 0.1},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"},
+        {"save_total_limit": 1, "load_best_model_at_end": False, "eval_on_start": True},
+    ],
+    ids=["bfloat16", "sgd", "adafactor", "plateau", "one checkpoint"],
+)
+def test_resume_of_trainings(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Mixed precision, other optimizers and learning rates that follow the average resume as well."""
+    steps = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    callback, again = EMACallback(0.9), EMACallback(0.9)
+    kept: list[Path] = []
+
+    def keep(step: int) -> None:
+        kept.append(shutil.copytree(tmp_path / f"checkpoint-{step}", tmp_path / "kept"))
+
+    whole = trainer(tmp_path, callback, At("on_save", keep, 3), **steps, **options)
+    whole.train()
+    run = trainer(tmp_path / "again", again, **steps, **{**options, "eval_on_start": False})
+    run.train(resume_from_checkpoint=str(kept[0]))
+
+    assert equal(result(run, again), result(whole, callback))
+
+
+@pytest.mark.parametrize("save", ["average", "raw"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": schedules.InverseGamma()},
+        {"schedule": [0.5, schedules.Window(3), schedules.Equal()], "index": 2},
+        {"decay": 0.9, "update_after_step": 2, "update_every": 3, "buffers": "average"},
+        {"decay": 0.9, "buffers": "ignore", "exclude": "head.*"},
+        {"decay": 0.9, "device": "cpu", "asynchronous": True},
+        {"schedule": schedules.BEMA()},
+    ],
+    ids=["inverse gamma", "several", "now and then", "some", "asynchronous", "BEMA"],
+)
+def test_resume_with_options(tmp_path: Path, options: dict[str, Any], save: Any) -> None:
+    """The options of `EMA`, with running statistics, resume to the same bits at each step."""
+    callback = EMACallback(**options, save=save)
+    whole = trainer(tmp_path, callback, model=normalized(), save_strategy="steps", save_steps=1)
+    whole.train()
+    wanted = result(whole, callback)
+
+    for step in (1, 5, 6, 8):
+        again = EMACallback(**options, save=save)
+        run = trainer(tmp_path / "again", again, model=normalized())
+        run.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+
+        assert equal(result(run, again), wanted)
+
+
+@pytest.mark.parametrize("save", ["average", "raw"])
+@pytest.mark.parametrize("event", ["on_prediction_step", "on_evaluate"])
+def test_a_checkpoint_while_evaluating(tmp_path: Path, event: str, save: Any) -> None:
+    """A checkpoint that another callback saves in an evaluation holds and resumes the same."""
+
+    def options() -> dict[str, Any]:
+        return {"eval_strategy": "steps", "eval_steps": 4}
+
+    def save_now(step: int) -> None:
+        held.append(average(callback.ema) if save == "average" else raw[-1])
+        whole.save_model(tmp_path / "model")
+        whole._save_checkpoint(whole.model, None)
+
+    held: list[Any] = []
+    raw: list[Any] = []
+    callback = EMACallback(0.9, save=save)
+    note = At("on_step_end", lambda _: raw.append(weights(whole.model)), 4)
+    whole = trainer(tmp_path, note, callback, At(event, save_now, 4), **options())
+    whole.train()
+    again = EMACallback(0.9, save=save)
+    run = trainer(tmp_path / "again", again, **options())
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+    assert equal(result(run, again), result(whole, callback))
+    for folder in ("checkpoint-4", "model"):
+        loaded = type(run.model).from_pretrained(tmp_path / folder)
+        assert equal(weights(loaded), held[-1])
+
+
+def test_the_last_checkpoint(tmp_path: Path) -> None:
+    """`resume_from_checkpoint=True` goes on from the last checkpoint of the folder."""
+    options = {"save_strategy": "steps", "save_steps": 4, "eval_on_start": True}
+    callback = EMACallback(0.9)
+    whole = trainer(tmp_path, callback, **options)
+    whole.train()
+    again = EMACallback(0.9)
+    stopped = trainer(tmp_path / "again", again, At("on_step_end", fail, 6), **options)
+    with pytest.raises(RuntimeError, match="out of paper"):
+        stopped.train()
+    seen: list[Any] = []
+    see = At("on_evaluate", lambda _: seen.append(weights(run.model)), 4)
+    run = trainer(tmp_path / "again", again, see, **options)
+
+    run.train(resume_from_checkpoint=True)
+
+    assert equal(result(run, again), result(whole, callback))
+    saved = type(run.model).from_pretrained(tmp_path / "checkpoint-4")
+    assert equal(seen[0], weights(saved))
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        trainer(tmp_path / "none", EMACallback()).train(resume_from_checkpoint=True)
+
+
+def test_a_resume_keeps_the_best_average(tmp_path: Path) -> None:
+    """A best average of before the interruption is the one that is loaded at the end."""
+    options = {
+        "learning_rate": 1.0,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+    }
+    callback, again = EMACallback(0.8), EMACallback(0.8)
+    whole = trainer(tmp_path, callback, **options)
+    whole.train()
+    best = whole.state.best_global_step
+    run = trainer(tmp_path / "again", again, **options)
+    run.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{best + 2}"))
+
+    assert equal(weights(run.model), weights(whole.model))
+    assert equal(average(again.ema), average(callback.ema))
+    assert run.evaluate()["eval_loss"] == whole.state.best_metric
+
+
+def test_a_checkpoint_without_averages(tmp_path: Path) -> None:
+    """It is gone on from with a warning, and averaging starts anew from its weights."""
+    plain = trainer(tmp_path, save_strategy="steps", save_steps=5)
+    plain.train()
+    callback = EMACallback(0.9)
+    run = trainer(tmp_path / "again", callback)
+
+    with pytest.warns(UserWarning, match="the checkpoint holds no averages"):
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+
+    assert equal(weights(run.model), weights(plain.model))
+    assert callback.ema.n_averaged == 7
+
+
+@pytest.mark.parametrize("only_model", [False, True])
+def test_a_checkpoint_that_has_lost_its_averages(tmp_path: Path, only_model: bool) -> None:
+    """Without `ema.pt` a model that is the average is refused, and not trained."""
+    options = {"save_strategy": "steps", "save_steps": 5, "save_only_model": only_model}
+    trainer(tmp_path, EMACallback(0.9), **options).train()
+    folder = tmp_path / "checkpoint-5"
+    (folder / "ema.pt").unlink(missing_ok=only_model)
+    callback, steps = EMACallback(0.9), []
+    run = trainer(tmp_path / "again", callback, At("on_step_begin", steps.append))
+
+    with pytest.raises(ValueError, match=r"checkpoint-5 is the average, and ema\.pt .* missing"):
+        run.train(resume_from_checkpoint=str(folder))
+    assert not steps
+    assert callback.ema is None
+
+
+def test_training_weights_without_averages(tmp_path: Path) -> None:
+    """Where the model file has the training weights, averaging starts anew, with a warning."""
+    raw = EMACallback(0.9, save="raw")
+    early = EMACallback(0.9, update_after_step=100)
+    for name, callback in (("raw", raw), ("early", early)):
+        trainer(tmp_path / name, callback, save_strategy="steps", save_steps=5).train()
+        folder = tmp_path / name / "checkpoint-5"
+        (folder / "ema.pt").unlink()
+        again = EMACallback(0.9)
+        run = trainer(tmp_path / "again", again)
+
+        with pytest.warns(UserWarning, match="the checkpoint holds no averages"):
+            run.train(resume_from_checkpoint=str(folder))
+        assert again.ema.n_averaged == 7
+
+
+def test_a_run_without_the_callback_in_between(tmp_path: Path) -> None:
+    """What a plain Trainer has saved after it resumed is not taken for an average."""
+    options = {"save_strategy": "steps", "save_steps": 3}
+    trainer(tmp_path, EMACallback(0.9), **options).train()
+    plain = trainer(tmp_path / "plain", **options)
+    plain.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    callback = EMACallback(0.9)
+    run = trainer(tmp_path / "again", callback)
+
+    with pytest.warns(UserWarning, match="the checkpoint holds no averages"):
+        run.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-6"))
+    assert callback.ema.n_averaged == 6
+
+
+def test_a_checkpoint_with_averages_needs_no_callback(tmp_path: Path) -> None:
+    """A plain Trainer goes on from it; with `save="raw"` to the weights of the whole run."""
+    whole = trainer(tmp_path, EMACallback(0.9, save="raw"), save_strategy="steps", save_steps=5)
+    whole.train()
+    trainer(tmp_path / "b", EMACallback(0.9), save_strategy="steps", save_steps=5).train()
+    run, from_average = trainer(tmp_path / "again"), trainer(tmp_path / "again")
+
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    from_average.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-5"))
+
+    assert equal(weights(run.model), weights(whole.model))
+    assert from_average.state.global_step == 12
+
+
+def test_another_way_to_save(tmp_path: Path) -> None:
+    """Whether the model of a checkpoint is the average or not, both go on to the same bits."""
+    runs = []
+    for save, other in (("average", "raw"), ("raw", "average")):
+        first: Any = EMACallback(0.9, save=save)
+        trainer(tmp_path / save, first, save_strategy="steps", save_steps=5).train()
+        callback: Any = EMACallback(0.9, save=other)
+        run = trainer(tmp_path / "again", callback)
+        run.train(resume_from_checkpoint=str(tmp_path / save / "checkpoint-5"))
+        runs.append(result(run, callback))
+
+    assert equal(runs[0], runs[1])

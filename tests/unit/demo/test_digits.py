@@ -1,0 +1,204 @@
+import contextlib
+import io
+import json
+import math
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+import torch
+
+
+SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "train_digits.py"
+EPOCHS = 3
+
+
+@contextlib.contextmanager
+def process_state_kept() -> Iterator[None]:
+    """Undo what the example sets for its whole process."""
+    kept = sys.argv, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        sys.argv = kept[0]
+        torch.set_num_threads(kept[1])
+        torch.use_deterministic_algorithms(kept[2])
+
+
+def run_here(*arguments: object) -> tuple[int, str, str]:
+    """Run the example in this process, which has torch loaded; return status and output."""
+    out, err = io.StringIO(), io.StringIO()
+    status: object = 0
+    with process_state_kept(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        sys.argv = [str(SCRIPT), *(str(argument) for argument in arguments)]
+        try:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+    return int(status or 0), out.getvalue(), err.getvalue()
+
+
+def run_alone(*arguments: object) -> tuple[int, str, str]:
+    """Run the example as users do, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *(str(argument) for argument in arguments)],
+        capture_output=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", "COLUMNS": "100"},
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """Train for a few epochs on each backend; give the output folder and what was printed."""
+    results = {}
+    for backend, run in {"torch": run_here, "modkit": run_alone}.items():
+        folder = tmp_path_factory.mktemp(backend) / "new" / "folder"
+        status, printed, errors = run("--backend", backend, "--epochs", EPOCHS, "--out", folder)
+        assert status == 0, errors
+        results[backend] = folder, printed
+    return results
+
+
+def metrics(folder: Path, name: str = "metrics.json") -> dict:
+    """Read what a run has written about what both backends have."""
+    content = json.loads((folder / name).read_text(encoding="utf-8"))
+    del content["backend"]
+    for results in content["test"], content.get("history", {}):
+        results.pop("in_place", None)
+    return content
+
+
+def test_losses_and_accuracies_are_equal_to_the_last_bit(runs) -> None:
+    """The same file trains to the same numbers on torch and on modkit."""
+    expected, actual = metrics(runs["torch"][0]), metrics(runs["modkit"][0])
+
+    assert actual == expected
+    assert len(actual["history"]["losses"]) == EPOCHS * 28
+    assert [len(actual["history"][name]) for name in ("raw", "swa", "ema")] == [EPOCHS, 1, EPOCHS]
+    assert all(math.isfinite(loss) for loss in actual["history"]["losses"])
+
+
+def test_network_learns(runs) -> None:
+    """A few epochs bring the network and its equal average far above chance."""
+    results = metrics(runs["modkit"][0])["test"]
+
+    assert results["raw"]["accuracy"] > 0.8
+    assert results["swa"]["accuracy"] > 0.8
+    assert results["ema"]["errors"] < 901 / 2
+
+
+def test_checkpoints_are_equal(runs) -> None:
+    """Both backends save the same entries, with the same values in each tensor."""
+    expected, actual = (
+        torch.load(runs[backend][0] / "checkpoint.pt", weights_only=True)
+        for backend in ("torch", "modkit")
+    )
+
+    assert list(expected) == ["raw", "swa", "ema", "optimizer"]
+    assert list(actual) == [*expected, "in_place"]
+    for name in "raw", "swa", "ema":
+        assert list(actual[name]) == list(expected[name])
+        assert all(torch.equal(actual[name][key], expected[name][key]) for key in actual[name])
+    assert actual["swa"]["n_averaged"] == 1
+    assert actual["ema"]["n_averaged"] == EPOCHS * 28
+
+
+def test_the_average_without_a_network_of_its_own_learns(runs) -> None:
+    """`EMA` is tested in the place of the network: its weights are those of the averaged model."""
+    folder, printed = runs["modkit"]
+    report = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    (average,) = state["in_place"]["averages"]
+
+    assert len(report["history"]["in_place"]) == EPOCHS
+    assert report["test"]["in_place"]["errors"] < 0.8 * 901
+    assert "the same bits" in printed
+    assert all(
+        torch.equal(tensor, state["ema"][f"module.{name}"])
+        for name, tensor in average["tensors"].items()
+        if name in state["raw"] and "running" not in name
+    )
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("torch", "modkit"), ("modkit", "torch")])
+def test_checkpoint_of_either_loads_into_the_other(runs, tmp_path, writer, reader) -> None:
+    """Evaluating the other backend's checkpoint gives the writer's results to the last bit."""
+    checkpoint = runs[writer][0] / "checkpoint.pt"
+    status, _, errors = run_here("--backend", reader, "--load", checkpoint, "--out", tmp_path)
+    expected = {"test": metrics(runs[writer][0])["test"]}
+
+    assert (status, errors) == (0, "")
+    assert metrics(tmp_path, "evaluation.json") == expected
+
+
+@pytest.mark.parametrize("backend", ["torch", "modkit"])
+def test_output_has_table_files_and_nothing_else(runs, backend: str) -> None:
+    """A run prints the three accuracies and leaves three files, none of them temporary."""
+    folder, printed = runs[backend]
+    rows = {
+        name: next(line for line in printed.splitlines() if name in line)
+        for name in ("raw", "SWA", "EMA")
+    }
+    results = metrics(folder)["test"]
+
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoint.pt",
+        "curves.png",
+        "metrics.json",
+    ]
+    assert all(f"{results[name.lower()]['accuracy']:.2%}" in row for name, row in rows.items())
+    assert "every tensor is equal" in printed
+
+
+def test_plot_is_an_image_with_curves(runs) -> None:
+    """The plot is a PNG of the expected size that is not blank."""
+    image = matplotlib.image.imread(runs["modkit"][0] / "curves.png")
+
+    assert image.shape == (510, 1350, 4)
+    assert len({tuple(pixel) for pixel in image[::5, ::5].reshape(-1, 4).tolist()}) > 10
+
+
+def not_writable(folder: Path) -> Path:
+    """Return a path that cannot become a folder."""
+    path = folder / "file"
+    path.touch()
+    return path
+
+
+def without_entries(folder: Path) -> Path:
+    """Return a checkpoint that lacks what the example saves."""
+    path = folder / "other.pt"
+    torch.save({"raw": {}}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda folder: ["--backend", "jax"], "--backend"),
+        (lambda folder: ["--epochs", "0"], "--epochs: 0 is less than 1"),
+        (lambda folder: ["--epochs", "many"], "--epochs"),
+        (lambda folder: ["--seed", "-1"], "--seed"),
+        (lambda folder: ["--out", not_writable(folder)], "cannot write to"),
+        (lambda folder: ["--load", folder / "missing.pt", "--out", folder], "cannot load"),
+        (lambda folder: ["--load", not_writable(folder), "--out", folder], "cannot load"),
+        (lambda folder: ["--load", without_entries(folder), "--out", folder], "cannot load"),
+    ],
+    ids=["backend", "epochs", "no number", "seed", "out", "missing", "empty", "other"],
+)
+def test_bad_input_is_one_line(tmp_path: Path, make, text: str) -> None:
+    """Wrong arguments, folders and files end in one line that says what is wrong."""
+    status, printed, errors = run_here(*make(tmp_path))
+
+    assert (status, printed) == (2, "")
+    assert errors.startswith("train_digits.py: error: ")
+    assert text in errors
+    assert errors.count("\n") == 1

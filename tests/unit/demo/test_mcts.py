@@ -1,0 +1,201 @@
+import random
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import modkit
+from modkit import models
+
+
+SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "efficientzero_mcts.py"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """The functions and classes of the example."""
+    return SimpleNamespace(**runpy.run_path(str(SCRIPT)))
+
+
+@pytest.fixture
+def model(demo):
+    """A model of the example's size, as it starts out."""
+    random.seed(0)
+    return models.EfficientZeroModel(**demo.GAME, **demo.SMALL).eval()
+
+
+def played(demo, *squares):
+    """A board after these moves, and what the last of them came to."""
+    board, result = demo.Board(), None
+    for square in squares:
+        result = board.play(square)
+    return board, result
+
+
+def run(*arguments):
+    """Run the example as users do, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+
+
+def test_quick_run():
+    """The quick mode trains, plays and times, and shows both tables."""
+    done = run("--quick", "--rounds", "1", "--games", "4", "--simulations", "3")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "Against random moves" in done.stdout
+    assert re.search(r"trained\W+4 ", done.stdout)
+    assert 3 == len(re.findall(r"torch\.nn|modkit\.nn", done.stdout))
+
+
+def test_wrong_usage():
+    """A number below 1 is one line, and the status of wrong usage."""
+    done = run("--games", "-1")
+
+    assert done.returncode == 2
+    assert done.stderr == "efficientzero_mcts.py: error: argument --games: -1 is less than 1\n"
+
+
+def test_rules(demo):
+    """Three in a row win, a full board is a draw, and the board turns after each move."""
+    board, won = played(demo, 0, 3, 1, 4, 2)
+    _, drawn = played(demo, 0, 1, 2, 4, 3, 5, 7, 6, 8)
+
+    assert (won, drawn) == (1, 0)
+    assert board.squares == [-1, -1, -1, 1, 1, 0, 0, 0, 0]
+    assert board.moves() == [5, 6, 7, 8]
+    assert demo.observations([board]).flatten(2).sum(2).tolist() == [[2, 3, 4]]
+
+
+def test_search_visits_each_node_once(demo, model):
+    """Each simulation adds one node, and the root tries legal moves alone."""
+    boards = [demo.Board(), played(demo, 4, 0)[0]]
+    with torch.inference_mode():
+        roots = demo.search(model, boards, 30)
+
+    for root, board in zip(roots, boards, strict=True):
+        assert root.visits == 30
+        assert list(root.children) == board.moves()
+        assert sum(child.visits for child in root.children.values()) == 30
+        assert sum(demo.visits(root)) == pytest.approx(1)
+
+
+def test_search_finds_the_better_move(demo):
+    """A search follows the values of its model, which are those of the player to move."""
+
+    class Known:
+        """A model in which square 7 wins at once; its latent state is the prefix and the depth."""
+
+        def initial_inference(self, observations):
+            return self.answer(torch.zeros(1, 2), (torch.zeros(1, 1, 1),) * 2)
+
+        def recurrent_inference(self, latent, hidden, actions):
+            prefix, depth = latent.unbind(1)
+            wins = (actions == 7) & (depth == 0)
+            return self.answer(torch.stack([prefix + wins, depth + 1], 1), hidden)
+
+        def answer(self, latent, hidden):
+            even = torch.tensor([[0.0, 100.0, 0.0]])
+            prefix = latent[:, 0]
+            sure = torch.stack([0 * prefix, 100 * (1 - prefix), 100 * prefix], 1)
+            return models.EZNetworkOutput(even, sure, torch.zeros(1, 9), latent, hidden)
+
+    (root,) = demo.search(Known(), [demo.Board()], 40)
+
+    assert demo.most_visited(root) == 7
+    assert root.children[7].reward == pytest.approx(1)
+    assert root.total / root.visits > 0.4
+
+
+def test_targets(demo):
+    """From each position, the value is the result for the player to move there."""
+    game = demo.Game(moves=[0, 3, 1, 4, 2], reward=1)
+    game.planes = game.policies = [[0.0] * 9] * 5
+
+    from_start, near_end = demo.targets(game, 0), demo.targets(game, 3)
+
+    assert from_start["value"] == [1, -1, 1, -1]
+    assert from_start["prefix"] == [0, 0, 0, 0]
+    assert near_end["value"] == [-1, 1, 0, 0]
+    assert near_end["prefix"] == [0, -1, -1, -1]
+    assert near_end["moves"][:2] == [4, 2]
+
+
+def test_training_lowers_the_loss(demo, model):
+    """Learning from the same games for some steps predicts them better."""
+    ema = modkit.EMA(model, decay=0.9)
+    ema.update()
+    with demo.playing(model, ema):
+        games = demo.deque(demo.self_play(model, 6, 4))
+    batch = demo.make_batch(games, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(10):
+        loss = demo.loss_of(model, ema, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ema.update()
+        losses.append(loss.item())
+
+    assert losses[-1] < losses[0] - 0.2
+    assert all(len(game.moves) >= 5 for game in games)
+
+
+def test_games_against_random_moves(demo, model):
+    """All games are counted."""
+    with torch.inference_mode():
+        results = demo.against_random(model, 6, 2)
+
+    assert results.total() == 6
+    assert set(results) <= {"win", "draw", "loss"}
+
+
+def test_confidence_interval(demo):
+    """It is Wilson's, checked against the values that he is quoted for."""
+    assert demo.wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert demo.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+
+
+def test_twin_on_torch(demo, model):
+    """The model that is timed as torch's calls and computes by torch alone, with equal results."""
+    twin = demo.on_torch(model).eval()
+    observation = torch.rand(1, 3, 3, 3)
+    actual, expected = (m.initial_inference(observation) for m in (twin, model))
+
+    assert torch.equal(actual.policy_logits, expected.policy_logits)
+    assert torch.equal(actual.latent_state, expected.latent_state)
+    assert {type(m).__call__ for m in twin.modules()} == {torch.nn.Module.__call__}
+    assert type(model).__call__ is not torch.nn.Module.__call__
+
+
+def test_fast_inference_searches_alike(demo, model):
+    """Inside the scope of self-play, a search visits what it visits outside, bit by bit."""
+    ema = modkit.EMA(model, decay=0.9)
+    ema.update()
+    with torch.inference_mode():
+        (plain,) = demo.search(model, [demo.Board()], 20)
+    with demo.playing(model, ema):
+        (fast,) = demo.search(model, [demo.Board()], 20)
+
+    assert demo.visits(plain) == demo.visits(fast)
+    assert plain.total == fast.total
+
+
+def test_speeds(demo, model):
+    """All three ways are timed as often, and torch is as fast as itself."""
+    found = demo.speeds(model, 2, 2)
+
+    assert ["torch.nn", "modkit.nn", "modkit.nn, fast_inference"] == list(found)
+    assert 1 == found["torch.nn"][1]
+    assert all(nodes > 0 and times > 0 for nodes, times in found.values())
