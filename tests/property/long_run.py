@@ -3,7 +3,7 @@
     python -m tests.property.long_run --operations 2000000 --seed 0 --processes 2 --report
     python -m tests.property.long_run --only 1474    # one sequence, and its reduced form
 
-The seed of a sequence decides its tree and its operations. One sequence in six runs inside
+The seed of a sequence decides its tree and its operations. One sequence in ten runs inside
 `fast_inference` blocks, against the same operations without them. Differences are kept in
 ``build/lockstep.json``, and make the exit code 1; ``--report`` writes the page of the docs.
 """
@@ -33,7 +33,7 @@ from tests.property.operations import Operation
 ROOT: Final = Path(__file__).parents[2]
 KEPT: Final = ROOT / "build" / "lockstep.json"
 # After how many operations everything is compared; after the others a glance must do.
-EVERY: Final = 6
+EVERY: Final = 10
 # A process runs so many sequences: some operations leave classes behind.
 PORTION: Final = 500
 SLOW: Final = 120
@@ -50,7 +50,7 @@ class Sequence:
 
     def __init__(self, seed: int) -> None:
         source = random.Random(seed)
-        self.scoped = source.randrange(6) == 0
+        self.scoped = source.randrange(10) == 0
         self.tree: Any = (SCOPED_TREES if self.scoped else TREES).draw(source)
         operations = SCOPED if self.scoped else OPERATIONS
         self.pair = PAIRS[source.randrange(len(PAIRS))]
@@ -62,7 +62,7 @@ class Sequence:
         """Run the operations, or some of them; raise the difference that shows."""
         chosen = self.operations if operations is None else operations
         if self.scoped:
-            return scoped_sides.lockstep(self.pair, self.tree, chosen)
+            return scoped_sides.lockstep(self.pair, self.tree, chosen, every)
         return sides.lockstep(self.tree, chosen, every)
 
     def fault(self, operations: list[Operation], every: int = EVERY) -> str:
@@ -134,13 +134,15 @@ def fresh(seed: int) -> dict[str, Any]:
         "date": "",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commits": [],
+        # Which commit ran which seeds: the same sequence comes of a seed on the same commit.
+        "commits": {},
         "operations": 0,
         "sequences": 0,
         "seeds": [seed, seed - 1],
         "seconds": 0,
         "skipped": 0,
         "refused": 0,
+        "classes": len(trees.NODES),
         "differences": [],
         "rows": {},
         "kinds": {},
@@ -164,8 +166,7 @@ def campaign(account: dict[str, Any], operations: int, processes: int) -> None:
     """Run portions until so many operations have run on both sides."""
     started, before, already = time.perf_counter(), account["seconds"], account["operations"]
     account["date"] = datetime.now(timezone.utc).date().isoformat()
-    account["commits"] = [*dict.fromkeys([*account["commits"], commit()])]
-    first = account["seeds"][1] + 1
+    began = first = account["seeds"][1] + 1
     with ThreadPoolExecutor(processes) as pool:
         running = []
         while account["operations"] < operations or running:
@@ -175,6 +176,7 @@ def campaign(account: dict[str, Any], operations: int, processes: int) -> None:
             add(account, running.pop(0).result())
             seconds = time.perf_counter() - started
             account["seconds"] = before + round(seconds)
+            account["commits"][commit()] = [began, account["seeds"][1]]
             write_json(KEPT, account)
             done, faults = account["operations"], len(account["differences"])
             rate = (done - already) / seconds

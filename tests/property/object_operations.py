@@ -15,7 +15,7 @@ from tests.helpers import freeze
 from tests.property import choices, scoped_operations
 from tests.property.node_tools import LOG
 from tests.property.observation import observe, positions
-from tests.property.operations import Skipped, is_shared, is_tied, operation
+from tests.property.operations import Skipped, is_shared, is_tied, operation, refuse_tied_buffers
 from tests.property.scoped_calls import SCOPED
 from tests.property.state_operations import refuse_keys_below_none
 from tests.property.tree_operations import forward_and_backward
@@ -61,6 +61,7 @@ def in_cycle(side: Any, module: Any, method: str, number: int) -> Any:
     parent = inner[number % len(inner)][1]
     if hasattr(parent, "around"):
         raise Skipped
+    refuse_tied_buffers(side)
     parent._modules["around"] = module
     try:
         return do(module, method)
@@ -128,6 +129,7 @@ def among_data_classes(
         def forward(self, x: Any) -> Any:
             return x
 
+    refuse_tied_buffers(side)
     if by_identity:
         Data.__eq__, Data.__hash__ = object.__eq__, object.__hash__
     if hasattr(module, "first") or hasattr(module, "second"):
@@ -164,6 +166,7 @@ def copy_piece(side: Any, module: Any, number: int, route: str) -> Any:
 @operation()
 def share_memory(side: Any, module: Any) -> Any:
     """Move all tensors to shared memory."""
+    refuse_tied_buffers(side)
     small = sum(tensor.numel() for tensor in module.parameters()) < 50
     if not small:
         raise Skipped
@@ -214,6 +217,16 @@ def tie_buffer(side: Any, module: Any, number: int, persistent: bool, everywhere
     return list(module._buffers)
 
 
+@operation(choices.integers(0, 9), choices.sampled_from(["a", "view", "mean"]))
+def share_buffer(side: Any, module: Any, number: int, name: str) -> Any:
+    """Register a buffer of the tree in another place, too."""
+    buffers = [b for _, place in positions(side.model) for b in place._buffers.values()]
+    if not buffers:
+        raise Skipped
+    module.register_buffer(name, buffers[number % len(buffers)])
+    return list(module._buffers)
+
+
 @operation(choices.booleans(), choices.booleans())
 def save_file(side: Any, module: Any, weights_only: bool, load: bool) -> Any:
     """Save the tree's state with `torch.save` and load it again."""
@@ -229,6 +242,7 @@ def save_file(side: Any, module: Any, weights_only: bool, load: bool) -> Any:
 @operation(choices.sampled_from(["meta", "cpu"]), choices.booleans())
 def to_empty(side: Any, module: Any, device: str, recurse: bool) -> Any:
     """Give a copy of the tree other storage; ties, which torch does not keep, are left out."""
+    refuse_tied_buffers(side)
     if is_tied(side) or is_shared(side):
         raise Skipped
     copied = copy.deepcopy(side.model)

@@ -129,12 +129,16 @@ def describe_tensor(value: Any, ordinals: Ordinals) -> Any:
 
 def describe_hooks(table: Any) -> tuple[str, list[int | str]]:
     """Describe a hook table by the ordinals of its hooks, those of torch by their class."""
+    if not table:
+        return type(table).__name__, []
     hooks = [getattr(hook, "hook", hook) for hook in table.values()]
     return type(table).__name__, [getattr(hook, "ordinal", type(hook).__name__) for hook in hooks]
 
 
 def describe_flags(module: torch.nn.Module, name: str) -> list[int]:
     """Tell which positions of the hook table a flag is set for."""
+    if not getattr(module, name):
+        return []
     table = "_forward_pre_hooks" if "pre" in name else "_forward_hooks"
     return [
         position

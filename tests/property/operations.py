@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.property import choices
-from tests.property.observation import positions
+from tests.property.observation import distinct_modules, positions
 from tests.property.trees import (
     ODD_NAMES,
     Builder,
@@ -102,6 +102,18 @@ def is_tied(side: Any) -> bool:
         if parameter is not None
     ]
     return len(found) != len(set(found))
+
+
+def refuse_tied_buffers(side: Any) -> None:
+    """Skip a conversion that torch unties buffers by."""
+    found = [
+        id(buffer)
+        for module in distinct_modules(side.model)
+        for buffer in module._buffers.values()
+        if buffer is not None
+    ]
+    if len(found) != len(set(found)):
+        raise Skipped
 
 
 def is_shared(side: Any) -> bool:

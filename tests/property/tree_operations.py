@@ -10,7 +10,7 @@ from tests.property import choices
 from tests.property.hook_objects import GLOBAL_REGISTRARS, OPTIONS, REGISTRARS, Hook
 from tests.property.node_tools import LOG
 from tests.property.observation import Ordinals, positions
-from tests.property.operations import Skipped, is_shared, is_tied, operation
+from tests.property.operations import Skipped, is_shared, is_tied, operation, refuse_tied_buffers
 from tests.property.trees import Builder, layers
 
 
@@ -29,6 +29,7 @@ def evaluate(side: Any, module: Any) -> bool:
 @operation(choices.sampled_from(["float", "double", "half", "bfloat16", "cpu"]))
 def cast(side: Any, module: Any, method: str) -> bool:
     """Convert by one of the methods without arguments."""
+    refuse_tied_buffers(side)
     return getattr(module, method)() is module
 
 
@@ -50,6 +51,7 @@ def cast(side: Any, module: Any, method: str) -> bool:
 )
 def to(side: Any, module: Any, form: Any) -> bool:
     """Convert by one of the forms of `to`."""
+    refuse_tied_buffers(side)
     args, kwargs = form
     return module.to(*args, **kwargs) is module
 
@@ -57,6 +59,7 @@ def to(side: Any, module: Any, form: Any) -> bool:
 @operation()
 def to_meta(side: Any, module: Any) -> bool:
     """Move to the meta device, which torch does not keep ties over."""
+    refuse_tied_buffers(side)
     if is_tied(side):
         raise Skipped
     return module.to("meta") is module
@@ -65,6 +68,7 @@ def to_meta(side: Any, module: Any) -> bool:
 @operation(choices.sampled_from([torch.float64, torch.float32, torch.int32, "torch.DoubleTensor"]))
 def type_(side: Any, module: Any, dtype: Any) -> bool:
     """Cast everything."""
+    refuse_tied_buffers(side)
     return module.type(dtype) is module
 
 
@@ -91,6 +95,7 @@ def apply(side: Any, module: Any) -> list[str]:
 @operation(choices.booleans())
 def map_tensors(side: Any, module: Any, recurse: bool) -> bool:
     """Change every tensor by a function that is not idempotent."""
+    refuse_tied_buffers(side)
     if is_tied(side) or is_shared(side):
         raise Skipped
     return module._apply(lambda tensor: tensor + 1, recurse=recurse) is module

@@ -502,6 +502,26 @@ def test_a_getattr_of_a_class_hears_of_assigned_parameters(impl: Implementation)
     assert seen == ["weight"]
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_getattr_of_a_class_hears_of_a_replaced_submodule(
+    impl: Implementation, strict: bool
+) -> None:
+    """`set_submodule` looks the name up, which a `__getattr__` of the class may see."""
+
+    class Watched(plain(impl)):
+        def __getattr__(self, name):
+            seen.append(name)
+            return super().__getattr__(name)
+
+    seen: list[str] = []
+    net = Watched()
+    net.child = impl.nn.ReLU()
+    seen.clear()
+    net.set_submodule("child", impl.nn.Tanh(), strict)
+
+    assert seen == ["child"] * (3 if strict else 2)
+
+
 def test_mixins_on_several_levels(impl: Implementation) -> None:
     """The order holds for classes derived from such a class, with further mixins."""
 
