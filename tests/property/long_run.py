@@ -166,6 +166,7 @@ def campaign(account: dict[str, Any], operations: int, processes: int) -> None:
     """Run portions until so many operations have run on both sides."""
     started, before, already = time.perf_counter(), account["seconds"], account["operations"]
     account["date"] = datetime.now(timezone.utc).date().isoformat()
+    ran = commit()
     began = first = account["seeds"][1] + 1
     with ThreadPoolExecutor(processes) as pool:
         running = []
@@ -176,7 +177,7 @@ def campaign(account: dict[str, Any], operations: int, processes: int) -> None:
             add(account, running.pop(0).result())
             seconds = time.perf_counter() - started
             account["seconds"] = before + round(seconds)
-            account["commits"][commit()] = [began, account["seeds"][1]]
+            account["commits"][ran] = [began, account["seeds"][1]]
             write_json(KEPT, account)
             done, faults = account["operations"], len(account["differences"])
             rate = (done - already) / seconds
