@@ -139,6 +139,14 @@ def property_(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def lockstep(session: nox.Session) -> None:
+    """Run 2,000,000 random operations on torch and modkit; `-- --operations 50000 --seed 7` for others."""
+    install(session, "test", extras="[cli,demo]")
+    options = session.posargs or ["--report"]
+    session.run("python", "-m", "tests.property.long_run", *options, env=TEST_ENVIRONMENT)
+
+
+@nox.session(default=False)
 def fuzz(session: nox.Session) -> None:
     """Read 100,000 damaged and hostile files; `-- --seed 7 --files 1000` picks others."""
     install(session, "test", extras="[cli,demo]")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from packaging.specifiers import SpecifierSet
+
 from modkit.compat.behaviours import differences
 
 
