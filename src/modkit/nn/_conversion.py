@@ -369,7 +369,7 @@ class _PlainClasses(StandardClasses):
         plain = (
             super().__missing__(cls)
             and getattr(cls, "training", None) is None
-            and super(TorchModule, cast("Any", cls)).__setattr__ is object.__setattr__
+            and cast("Any", super)(TorchModule, cls).__setattr__ is object.__setattr__
         )
         self[cls] = plain
         return plain
