@@ -52,7 +52,7 @@ def altered(module, **changes):
         {"gain": torch.ones(1, 2)},
         {"gain": torch.tensor(1.0)},
         {"right__mean": torch.ones(4), "left__inner__weight": torch.ones(3, 2)},
-        {"left__scale": torch.ones(2)},
+        {"left__scale": torch.ones(1, 2)},
         {"gain": "text"},
         {"gain": None},
         {"gain": [1.0, 2.0]},
@@ -87,7 +87,7 @@ def test_loading_a_value_that_does_not_fit(impl, changes, strict):
         {"left": torch.ones(1)},
         {"left__": torch.ones(1)},
         {"_extra_state": {"a": 1}, "left___extra_state": 3},
-        {"gain": ..., "bogus": torch.ones(1), "left__scale": torch.ones(5), "right__mean": ...},
+        {"gain": ..., "bogus": torch.ones(1), "left__scale": torch.ones(1, 5), "right__mean": ...},
     ],
 )
 def test_strict_loading_of_keys_that_do_not_match(impl, changes):

@@ -4,7 +4,7 @@ import torch
 from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module.kinds import VALUES, host
-from tests.parity.module.nets import child_leaf, empty, where
+from tests.parity.module.nets import TensorLike, child_leaf, empty, where
 
 
 def test_deletion_forgets_that_a_buffer_was_not_persistent(impl: Implementation) -> None:
@@ -231,7 +231,10 @@ def override_with_keywords(log):
     return register_buffer
 
 
-@for_each("value", ["tensor", "buffer", "loose buffer", "None", "tensor-like", "int"])
+BUFFERS = ("tensor", "buffer", "loose buffer", "None", "tensor-like", "int")
+
+
+@for_each("value", [value for value in BUFFERS if value in VALUES])
 @for_each("loose", [False, True])
 @for_each(
     "override", [override_with_persistent, override_without_persistent, override_with_keywords]
@@ -251,6 +254,17 @@ def test_assignment_calls_an_override_of_register_buffer(override, loose, value)
         return [log, where(module, "x")]
 
     assert same(scenario)[0] == "returned"
+
+
+def test_an_object_like_a_tensor_may_be_a_buffer(impl: Implementation) -> None:
+    """An object that takes part in torch's function protocol is registered and assigned."""
+    module, first, second = impl.Module(), TensorLike(), TensorLike()
+    module.register_buffer("x", first)
+    registered = module.x
+    module.x = second
+
+    assert registered is first
+    assert module._buffers == {"x": second}
 
 
 def test_an_instance_level_register_buffer_sees_assignments():
