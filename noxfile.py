@@ -39,7 +39,17 @@ nox.options.sessions = ["tests", "lint", "typing"]
 TORCH_RELEASES = ("2.8.0", "2.13.0", "2.15.0")
 
 # Most tensors of the tests are tiny: starting a second thread costs more than it saves.
-TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+# Modules are compiled, and their asserts rewritten, in the first run alone.
+TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+# One folder or file for each mechanism, of those that take seconds.
+SMOKE = (
+    *("tests/parity/test_smoke.py", "tests/parity/module_page", "tests/parity/hooks"),
+    *("tests/parity/fixes/test_load.py", "tests/parity/fast_inference/test_fold.py"),
+    *("tests/parity/averaging_page", "tests/unit/averaging/test_ema_update.py"),
+    *("tests/unit/averaging/test_ema_swap.py", "tests/unit/files/test_checkpoint_files.py"),
+    *("tests/unit/files/test_atomic_write.py", "tests/unit/files/test_inspect.py"),
+    *("tests/parity/jit/test_defects.py", "tests/unit/cli"),
+)
 # One process a core. A file stays in one process: the blocks of a page build on one another.
 IN_PARALLEL = ("-n", "auto", "--dist", "loadfile")
 TESTS_FAILED = 1
@@ -98,6 +108,13 @@ def tests_on(torch: str) -> None:
 
 for release in TORCH_RELEASES:
     tests_on(release)
+
+
+@nox.session(default=False)
+def smoke(session: nox.Session) -> None:
+    """Run the tests that find most in half a minute: modules, hooks, averages, files, jit, cli."""
+    install(session, "test", extras="[cli,demo]")
+    session.run("pytest", *IN_PARALLEL, *SMOKE, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(default=False)

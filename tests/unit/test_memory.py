@@ -1,6 +1,4 @@
-import subprocess
-import sys
-import textwrap
+from tests.processes import python
 
 
 # A process of its own, because both libraries change with what ran before: ``torch.compile``, for
@@ -41,8 +39,7 @@ print(size(modkit.nn.Module), size(torch.nn.Module))
 
 def test_a_module_is_no_larger_than_torchs() -> None:
     """A module that has been used once takes at most as much memory as torch's."""
-    line = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
-    result = subprocess.run(line, check=True, capture_output=True, text=True)
+    result = python(PROGRAM)
     ours, theirs = map(float, result.stdout.split())
 
     # A few bytes are noise, such as integers that are cached meanwhile.

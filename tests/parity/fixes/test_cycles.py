@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from tests.capabilities import MODULES_CAN_REPEAT
+from tests.cases import for_each
 from tests.helpers import Implementation
 from tests.parity.module.nets import chain, run, tree
 
@@ -43,7 +44,7 @@ def test_a_module_that_is_its_own_child_is_named(impl: Implementation, call: str
     assert module.itself is module
 
 
-@pytest.mark.parametrize("call", OPERATIONS)
+@for_each("call", OPERATIONS)
 def test_a_shared_module_is_no_cycle(impl: Implementation, call: str) -> None:
     """A module that stands in many places, on many levels, is visited on every path."""
     module = tree(impl)
@@ -53,7 +54,7 @@ def test_a_shared_module_is_no_cycle(impl: Implementation, call: str) -> None:
     assert torch.is_tensor(module.again.mean)
 
 
-@pytest.mark.parametrize("call", OPERATIONS)
+@for_each("call", OPERATIONS)
 def test_a_deep_tree_is_no_cycle(impl: Implementation, call: str) -> None:
     """Depth alone is not taken for a cycle."""
     module = chain(impl, 100)

@@ -3,6 +3,7 @@ import collections
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module.nets import raises_like_torch, tree
 
@@ -22,9 +23,9 @@ LOADS = {
 }
 
 
-@pytest.mark.parametrize("case", LOADS)
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("assign", [True, False])
+@for_each("case", LOADS)
+@for_each("strict", [True, False])
+@for_each("assign", [True, False])
 def test_loading_what_is_no_mapping(impl, case, strict, assign):
     """Only a mapping is loaded; anything else is refused and nothing is changed."""
     before, after = raises_like_torch(
@@ -43,8 +44,8 @@ def altered(module, **changes):
     return checkpoint
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize(
+@for_each("strict", [True, False])
+@for_each(
     "changes",
     [
         {"gain": torch.ones(3)},
@@ -69,7 +70,7 @@ def test_loading_a_value_that_does_not_fit(impl, changes, strict):
     assert before == after
 
 
-@pytest.mark.parametrize(
+@for_each(
     "changes",
     [
         {"gain": ...},
@@ -120,9 +121,9 @@ ODD_VALUES = {
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 @pytest.mark.filterwarnings("ignore:.*quantize_per_tensor:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize("value", ODD_VALUES)
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("missing", [False, True])
+@for_each("value", ODD_VALUES)
+@for_each("assign", [False, True])
+@for_each("missing", [False, True])
 def test_a_refused_load_names_what_cannot_be_copied(
     value: str, assign: bool, missing: bool
 ) -> None:

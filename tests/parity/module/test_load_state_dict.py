@@ -4,6 +4,7 @@ import types
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module.nets import child_leaf, empty, leaf, run, tree
 
@@ -40,7 +41,7 @@ def test_the_result_is_torchs_named_tuple(impl: Implementation) -> None:
     assert unexpected == ["bogus"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "checkpoint",
     [
         {},
@@ -76,7 +77,7 @@ def test_the_arguments_may_be_given_by_position_or_keyword(impl: Implementation)
     assert by_position.weight is by_keyword.weight is value
 
 
-@pytest.mark.parametrize(
+@for_each(
     "wrap",
     [
         dict,
@@ -275,7 +276,7 @@ def test_assign_takes_dtype_and_device(impl: Implementation) -> None:
     assert not module.weight.is_meta
 
 
-@pytest.mark.parametrize(
+@for_each(
     "call",
     [
         "m.load_state_dict({'weight': torch.ones(2, 3).int()}, False, True)",
