@@ -139,10 +139,25 @@ def property_(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def lockstep(session: nox.Session) -> None:
+    """Run 2,000,000 random operations on torch and modkit; `-- --operations 50000 --seed 7` for others."""
+    install(session, "test", extras="[cli,demo]")
+    options = session.posargs or ["--report"]
+    session.run("python", "-m", "tests.property.long_run", *options, env=TEST_ENVIRONMENT)
+
+
+@nox.session(default=False)
 def fuzz(session: nox.Session) -> None:
     """Read 100,000 damaged and hostile files; `-- --seed 7 --files 1000` picks others."""
     install(session, "test", extras="[cli,demo]")
     session.run("python", "-m", "tests.fuzz.fuzz_files", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(default=False)
+def stress(session: nox.Session) -> None:
+    """Run the tests that take long, such as a minute of 16 threads and 10,000 cycles of each kind."""
+    install(session, "test", extras="[cli,demo]")
+    session.run("pytest", "-m", "slow", "tests", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(default=False)
@@ -170,6 +185,23 @@ def ecosystem(session: nox.Session) -> None:
     pages = [str(page) for page in ROOT.glob("docs/*.md") if "if(missing(" in page.read_text()]
     session.run("pytest", *folders, *pages, *session.posargs, env=TEST_ENVIRONMENT)
     session.run("pytest", "-m", "distributed", *folders, *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(default=False, venv_backend="virtualenv")
+def compat(session: nox.Session) -> None:
+    """Run `modkit compat` with this torch and on models of other libraries; write docs/compat.md."""
+    install(session, "test", "ecosystem", extras="[cli]")
+    session.run("python", "docs/render_compat.py", "--run", env=TEST_ENVIRONMENT)
+
+
+@nox.session(default=False, venv_backend="virtualenv", python="3.11")
+def suites(session: nox.Session) -> None:
+    """Run the suites of third-party libraries on torch and on modkit; `-- --only opacus` for one.
+
+    The report is in docs/suites.json and docs/suites.md.
+    """
+    install(session, "suites")
+    session.run("python", "-m", "tests.suites", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(default=False, venv_backend="virtualenv", python="3.11")

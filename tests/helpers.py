@@ -129,12 +129,17 @@ def seed_everything(seed: int = 0) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+_PLAIN = {str, int, bool, float, type(None)}
+
+
 def freeze(value: Any) -> Any:
     """Turn a value into plain data that compares bit by bit.
 
     Tensors become (kind, dtype, device, shape, stride-free bytes, requires_grad); modules become
     their repr and their frozen state; containers are frozen recursively.
     """
+    if type(value) in _PLAIN:
+        return (type(value).__name__, repr(value))
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             data: Any = "meta"
@@ -155,6 +160,8 @@ def freeze(value: Any) -> Any:
             data,
             value.requires_grad,
         )
+    if isinstance(value, torch.fx.Proxy):
+        return ("Proxy", repr(value))
     if isinstance(value, torch.nn.Module):
         return ("Module", type(value).__name__, repr(value), freeze(dict(value.state_dict())))
     if isinstance(value, collections.abc.Mapping):

@@ -32,7 +32,7 @@ from modkit._upstream import (
     is_traceable_wrapper_subclass,
     parse_to,
 )
-from modkit.nn._overrides import StandardClasses, has_no_children, methods, walk
+from modkit.nn._overrides import StandardClasses, TorchModule, has_no_children, methods, walk
 
 
 Keeps = Callable[[torch.Tensor], bool]
@@ -366,7 +366,11 @@ class _PlainClasses(StandardClasses):
     """Tells for which classes setting the mode is writing ``training`` to the instance."""
 
     def __missing__(self, cls: type) -> bool:
-        plain = super().__missing__(cls) and getattr(cls, "training", None) is None
+        plain = (
+            super().__missing__(cls)
+            and getattr(cls, "training", None) is None
+            and cast("Any", super)(TorchModule, cls).__setattr__ is object.__setattr__
+        )
         self[cls] = plain
         return plain
 

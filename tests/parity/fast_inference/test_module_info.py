@@ -234,7 +234,7 @@ def test_odd_inputs(info):
 
 
 def with_error_inputs():
-    """Return the entries that have wrong inputs of calls."""
+    """Return the entries that have wrong inputs."""
     return [info for info in module_db() if info.module_error_inputs_func is not None]
 
 

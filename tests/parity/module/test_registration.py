@@ -231,14 +231,10 @@ def override_with_keywords(log):
     return register_buffer
 
 
-@for_each(
-    "value",
-    [
-        value
-        for value in ("tensor", "buffer", "loose buffer", "None", "tensor-like", "int")
-        if value in VALUES
-    ],
-)
+BUFFERS = ("tensor", "buffer", "loose buffer", "None", "tensor-like", "int")
+
+
+@for_each("value", [value for value in BUFFERS if value in VALUES])
 @for_each("loose", [False, True])
 @for_each(
     "override", [override_with_persistent, override_without_persistent, override_with_keywords]
