@@ -42,7 +42,7 @@ def link(upstream: str) -> str:
 def entries(side: str) -> list[str]:
     """Render the differences that make tests fail on one side, each with all of its tests."""
     return [
-        f"- {row.reason} ({link(row.upstream)})\n"
+        f"- {row.reason} ({link(row.upstream)}{f'; torch{row.torch}' if row.torch else ''})\n"
         + "\n".join(
             [f"  - `{test}`" for test in row.tests]
             + [f"  - `modkit compat`, {row.case}"] * bool(row.case)

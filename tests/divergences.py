@@ -10,6 +10,8 @@ The reasons of the behaviours that ``modkit compat`` runs stand there, in ``beha
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from packaging.specifiers import SpecifierSet
+
 from modkit.compat.behaviours import differences
 
 
@@ -18,6 +20,7 @@ class Divergence:
     """One observable difference, with the reason, where it is discussed, and its tests.
 
     ``case`` is the behaviour of ``modkit compat`` that shows it, if there is one.
+    ``torch`` names the releases of torch that have it, as a requirement does; empty stands for all.
     """
 
     fails_on: Literal["torch", "modkit", "lightzero"]
@@ -25,12 +28,21 @@ class Divergence:
     upstream: str
     tests: tuple[str, ...]
     case: str = ""
+    torch: str = ""
+
+    def applies_to(self, release: str) -> bool:
+        """Return True if a release of torch has the difference."""
+        return SpecifierSet(self.torch).contains(release, prereleases=True)
 
 
 def _row(
-    fails_on: Literal["torch", "modkit", "lightzero"], reason: str, upstream: str, *tests: str
+    fails_on: Literal["torch", "modkit", "lightzero"],
+    reason: str,
+    upstream: str,
+    *tests: str,
+    torch: str = "",
 ) -> Divergence:
-    return Divergence(fails_on, reason, upstream, tests)
+    return Divergence(fails_on, reason, upstream, tests, torch=torch)
 
 
 def _shown(case: str, *tests: str) -> Divergence:
@@ -125,6 +137,13 @@ ROWS: Final = (
         "come behind modkit's. To set an attribute without registering it, call `object.__setattr__`.",
         NO_ISSUE,
         "tests/parity/module/test_classes.py::test_super_of_module_sets_plain_attributes",
+    ),
+    _row(
+        "modkit",
+        "A method that is assigned to `modkit.nn.Module` holds for classes that derive from it, not for "
+        "torch's layers. Assigned to `torch.nn.Module` it holds for both.",
+        NO_ISSUE,
+        "tests/parity/module/test_override_contract.py::test_a_method_set_on_module_holds_for_layers",
     ),
     _row(
         "torch",
@@ -361,6 +380,7 @@ ROWS: Final = (
         "parameters were overwritten. Modkit leaves the average out.",
         NO_ISSUE,
         "tests/parity/fixes/test_swa_averaged_model.py::test_a_model_may_hold_its_average",
+        torch=">=2.10",
     ),
     _row(
         "torch",
@@ -584,6 +604,50 @@ ROWS: Final = (
         "is only a pre-hook, which fires when it should.",
         ISSUES + "189093",
         "tests/parity/fixes/test_backward_hooks.py::test_pre_hook_alone_does_not_warn_without_input_gradients",
+        torch="<2.14",
+    ),
+    _row(
+        "torch",
+        "`modules()` takes no `remove_duplicate`.",
+        NO_ISSUE,
+        "tests/parity/module/test_traversal.py::test_modules",
+        torch="<2.11",
+    ),
+    _row(
+        "torch",
+        "An object with `__torch_function__` that is not a tensor cannot be a buffer.",
+        NO_ISSUE,
+        "tests/parity/module/test_registration.py::test_an_object_like_a_tensor_may_be_a_buffer",
+        torch="<2.9",
+    ),
+    _row(
+        "torch",
+        "Torch loads the first element of a longer vector into a scalar, and raises IndexError for an "
+        "empty one.",
+        NO_ISSUE,
+        "tests/parity/module/test_load_state_dict.py::test_only_one_element_loads_into_a_scalar",
+        torch="<2.10",
+    ),
+    _row(
+        "torch",
+        "The warning about complex modules names a line of torch, not the caller's.",
+        NO_ISSUE,
+        "tests/parity/module/test_conversion.py::test_casting_to_complex_warns_at_the_callers_line",
+        torch="<2.10",
+    ),
+    _row(
+        "torch",
+        "`get_ema_multi_avg_fn()` passes over integer tensors that have no partner.",
+        NO_ISSUE,
+        "tests/parity/averaging/test_averaging_functions.py::test_integers_of_unequal_number_are_refused",
+        torch="<2.10",
+    ),
+    _row(
+        "torch",
+        "A grouped average cannot have another dtype than the model.",
+        NO_ISSUE,
+        "tests/parity/averaging/test_update_pairs.py::test_float_average_of_a_half_model_keeps_its_precision",
+        torch="<2.10",
     ),
     _shown(
         "backward hooks: a pre-hook returns a tensor",
@@ -645,6 +709,15 @@ ROWS: Final = (
         "registry, instead of about what is missing.",
         NO_ISSUE,
         "tests/parity/fixes/test_members.py::test_deleting_before_init_is_refused_by_that_reason",
+    ),
+    _row(
+        "torch",
+        "Torch enters a hook before its flags, and looks a flag up when the hook is due. A call in another "
+        "thread may thus find a `with_kwargs` hook without its flag, and leave the keywords out.",
+        NO_ISSUE,
+        "tests/parity/fixes/test_hook_threads.py::test_a_call_during_a_registration_sees_a_hook_with_its_flag",
+        "tests/parity/fixes/test_hook_threads.py::test_a_removal_during_a_call_leaves_no_hook_without_its_flag",
+        "tests/parity/fixes/test_hook_threads.py::test_a_hook_that_comes_and_goes_during_a_call_has_its_flag",
     ),
     _shown(
         "traversal: a module that contains itself",
