@@ -75,9 +75,9 @@ def compat(
         else:
             report = Report("shared behaviors", run(chosen), by_area=True)
         text = json.dumps(report.as_json(), indent=2) + "\n"
-        for path, content in zip(paths, (text, report.as_html()), strict=True):
-            if path is not None:
-                with atomic_write(path) as file:
+        for wanted, content in zip(paths, (text, report.as_html()), strict=True):
+            if wanted is not None:
+                with atomic_write(wanted) as file:
                     file.write_text(content, encoding="utf-8")
     if json_path == "-":
         click.echo(text, nl=False)
