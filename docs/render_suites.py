@@ -19,6 +19,9 @@ Each suite runs three times: on torch; **whole**, with every `torch.nn`, `torch.
 tests rewritten and the library untouched, which is what a user of modkit has. Outcomes are compared test
 by test: passed, failed or skipped, and the class of the exception. What differs runs three more times on
 each side.
+
+Where Pyro is installed, gpytorch's priors have Pyro's metaclass, which a class with modkit's `Module`
+among its bases cannot have ([differences](parity.md)); gpytorch therefore runs without it.
 """
 PROBES = """\
 ## Libraries without tests in their distribution

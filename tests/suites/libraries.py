@@ -170,5 +170,4 @@ LIBRARIES = (
         environment={"EINOPS_TEST_BACKENDS": "numpy,torch"},
     ),
     Library("neuraloperator", "2.0.0", ("neuralop",), ("neuralop/tests", "neuralop/**/tests")),
-    Library("pyro-ppl", "1.9.2", ("tests",), ("tests",)),
 )
