@@ -73,7 +73,8 @@ def left_out(suites: dict[str, Any]) -> str:
             **{start: f"one test in {rate} was run" for start, rate in row["sample"].items()},
         }.items()
     ]
-    return "\n".join(["## Left out", "", *lines])
+    files = "Of accelerate, peft and timm, the files run that `tests/suites/libraries.py` names."
+    return "\n".join(["## Left out", "", files, "", *lines])
 
 
 def probes(rows: dict[str, Any]) -> str:
