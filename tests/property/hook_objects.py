@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tests.helpers import freeze
-from tests.property.nodes import LOG
+from tests.property.node_tools import LOG
 
 
 @dataclass(eq=False)
