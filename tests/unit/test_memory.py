@@ -1,6 +1,20 @@
-import subprocess
-import sys
-import textwrap
+"""Memory: of a module, and of what is done over and over; torch is the measure where it can do it."""
+
+import copy
+import gc
+import pickle
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import modkit
+from tests.helpers import MODKIT, TORCH, Implementation
+from tests.parity.hooks.tools import MODULE_REGISTRARS, do_nothing
+from tests.processes import python
 
 
 # A process of its own, because both libraries change with what ran before: ``torch.compile``, for
@@ -41,10 +55,232 @@ print(size(modkit.nn.Module), size(torch.nn.Module))
 
 def test_a_module_is_no_larger_than_torchs() -> None:
     """A module that has been used once takes at most as much memory as torch's."""
-    line = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
-    result = subprocess.run(line, check=True, capture_output=True, text=True)
+    result = python(PROGRAM)
     ours, theirs = map(float, result.stdout.split())
 
     # A few bytes are noise, such as integers that are cached meanwhile.
     assert ours <= theirs + 4
     assert theirs > 1000
+
+
+# Torch takes neither both kinds of backward hooks, nor one function as both kinds of state-dict hooks.
+REGISTRARS = [
+    register
+    for register in MODULE_REGISTRARS
+    if register not in {"register_backward_hook", "_register_state_dict_hook"}
+]
+
+# Things to do over and over with a small model; torch can do them too.
+
+
+def _call(impl: Implementation, model: Any, _: Path) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def _hooks(impl: Implementation, model: Any, _: Path) -> None:
+    for register in REGISTRARS:
+        getattr(model[0], register)(do_nothing).remove()
+
+
+def _hooked_call(impl: Implementation, model: Any, _: Path) -> None:
+    with (
+        model[0].register_full_backward_hook(do_nothing),
+        model[0].register_full_backward_pre_hook(do_nothing),
+        model[0].register_forward_pre_hook(do_nothing, with_kwargs=True),
+        model[0].register_forward_hook(do_nothing, always_call=True),
+    ):
+        model(torch.ones(2, 4).requires_grad_()).sum().backward()
+
+
+def _failing_call(impl: Implementation, model: Any, _: Path) -> None:
+    with (
+        model[0].register_forward_hook(do_nothing, always_call=True),
+        pytest.raises(RuntimeError, match="shapes"),
+    ):
+        model(torch.ones(1, 3))
+
+
+def _members(impl: Implementation, model: Any, _: Path) -> None:
+    model[0] = impl.own.Linear(4, 4)
+    model.weight = torch.nn.Parameter(torch.ones(1))
+    model.register_buffer("buffer", torch.ones(1))
+    model.child = impl.own.Tanh()
+    del model.weight, model.buffer, model.child
+
+
+def _walk(impl: Implementation, model: Any, _: Path) -> None:
+    names = [*model.named_modules(), *model.named_buffers()]
+    model.apply(do_nothing).double().float().train().eval()
+    assert len(names) == 6
+
+
+def _load(impl: Implementation, model: Any, _: Path) -> None:
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    model.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({"0.weight": torch.ones(1)})
+
+
+def _copies(impl: Implementation, model: Any, _: Path) -> None:
+    copy.deepcopy(model)
+    copy.copy(model)
+    pickle.loads(pickle.dumps(model))
+
+
+def _averaged_model(impl: Implementation, model: Any, _: Path) -> None:
+    averaged = impl.AveragedModel(model, use_buffers=True)
+    averaged.update_parameters(model)
+    averaged.update_parameters(model)
+    averaged.load_state_dict(averaged.state_dict())
+
+
+def _files(impl: Implementation, model: Any, path: Path) -> None:
+    if impl is TORCH:
+        torch.save(model.state_dict(), path)
+        torch.load(path)
+    else:
+        modkit.save_checkpoint(model.state_dict(), path)
+        modkit.load_checkpoint(path)
+
+
+# And what torch has no equivalent of.
+
+
+def _scope(impl: Implementation, model: Any, _: Path) -> None:
+    with modkit.fast_inference(model), torch.no_grad():
+        model(torch.ones(2, 4))
+
+
+def _ema(impl: Implementation, model: Any, _: Path) -> None:
+    ema = modkit.EMA(model, decay=0.9, precision="fp32")
+    for _ in range(2):
+        ema.update()
+    with ema.applied():
+        model(torch.ones(2, 4))
+    ema.store()
+    ema.copy_to()
+    ema.restore()
+    ema.load_state_dict(ema.state_dict())
+
+
+def _averages_in_a_model(impl: Implementation, model: Any, _: Path) -> None:
+    ema = modkit.EMA(model)
+    ema.update()
+    ema(torch.ones(2, 4))
+    ema.averaged_model()
+    copy.deepcopy(ema)
+
+
+def _attached(impl: Implementation, model: Any, _: Path) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ema = modkit.EMA(model).attach(optimizer)
+    optimizer.step()
+    ema.detach()
+
+
+Cycle = Callable[[Implementation, Any, Path], None]
+SHARED: list[Cycle] = [_call, _hooks, _hooked_call, _failing_call, _members, _walk, _load]
+SHARED += [_copies, _averaged_model, _files]
+OURS: list[Cycle] = [_scope, _ema, _averages_in_a_model, _attached]
+
+
+def name_of(cycle: object) -> str | None:
+    """Return the name of what is done, for the id of a test."""
+    return getattr(cycle, "__name__", "").strip("_") or None
+
+
+@pytest.fixture
+def frozen() -> Iterator[None]:
+    """Leave what other tests have made out of all collections, which takes a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def repeated(cycle: Cycle, impl: Implementation, folder: Path) -> Callable[[int], None]:
+    """Return what does it so many times with one model, after a few times that fill caches."""
+    model = impl.own.Sequential(impl.own.Linear(4, 4), impl.own.BatchNorm1d(4)).eval()
+
+    def repeat(count: int) -> None:
+        for _ in range(count):
+            cycle(impl, model, folder / "file.pt")
+
+    repeat(3)
+    gc.collect()
+    return repeat
+
+
+def unreachable(cycle: Cycle, impl: Implementation, folder: Path) -> tuple[int, int]:
+    """Return how many objects ten times leave behind, and how many the cyclic collector frees."""
+    repeat = repeated(cycle, impl, folder)
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        repeat(10)
+        freed = gc.collect()
+        return len(gc.get_objects()) - before, freed
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("frozen")
+@pytest.mark.parametrize("cycle", SHARED, ids=name_of)
+def test_nothing_stays_where_torch_leaves_nothing(cycle: Cycle, tmp_path: Path) -> None:
+    """No object is left, and what torch frees without the cyclic collector is free at once."""
+    _, expected = unreachable(cycle, TORCH, tmp_path)
+    left, freed = unreachable(cycle, MODKIT, tmp_path)
+
+    assert left <= 2
+    assert freed <= expected
+
+
+@pytest.mark.usefixtures("frozen")
+@pytest.mark.parametrize("cycle", OURS, ids=name_of)
+def test_nothing_stays_of_averages_and_blocks(cycle: Cycle, tmp_path: Path) -> None:
+    """Averages, and what a block keeps of a model, are free at once."""
+    left, freed = unreachable(cycle, MODKIT, tmp_path)
+
+    assert left <= 2
+    assert freed == 0
+
+
+def resident() -> int:
+    """Return how much memory the process has, in bytes."""
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * 4096
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("frozen")
+@pytest.mark.parametrize("cycle", [*SHARED, *OURS], ids=name_of)
+def test_memory_stays_flat(cycle: Cycle, tmp_path: Path) -> None:
+    """What is done 10,000 times leaves no memory of Python's or of tensors behind."""
+    repeat = repeated(cycle, MODKIT, tmp_path)
+    tracemalloc.start()
+    try:
+        repeat(30)
+        gc.collect()
+        memory, size = tracemalloc.get_traced_memory()[0], resident()
+        repeat(10_000)
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - memory
+    finally:
+        tracemalloc.stop()
+
+    # One lost object in each would be 500 kB.
+    assert grown < 100_000
+    assert resident() - size < 16_000_000
+
+
+@pytest.mark.usefixtures("frozen")
+def test_a_traced_copy_keeps_no_weights_alive() -> None:
+    """The copy of the model in which layers to fold are looked for is freed at once."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).eval()
+    gc.disable()
+    try:
+        with modkit.fast_inference(model, fold_batch_norm=True):
+            found = [one for one in gc.get_objects() if type(one) is torch.nn.Parameter]
+    finally:
+        gc.enable()
+
+    assert set(map(id, model.parameters())) == set(map(id, found))

@@ -8,6 +8,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -296,6 +297,19 @@ class _Cache:
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
         return type(self), ()
 
+    def _reference(self, model: torch.nn.Module) -> weakref.ref[torch.nn.Module]:
+        """Return a reference that empties the cache when the model is gone.
+
+        A method as the callback would make a cycle, which keeps the averages until it is collected.
+        """
+        return weakref.ref(model, partial(_empty, weakref.ref(self)))
+
+
+def _empty(cache: weakref.ref[_Cache], _: object) -> None:
+    found = cache()
+    if found is not None:
+        vars(found).update(vars(type(found)()))
+
 
 class PlanCache(_Cache):
     """Keeps the plan of the last model, without keeping that model alive."""
@@ -311,11 +325,8 @@ class PlanCache(_Cache):
             self.plan = None
             self.plan = make()
             self._key = key
-            self._model = weakref.ref(model, self._forget)
+            self._model = self._reference(model)
         return self.plan
-
-    def _forget(self, _: object) -> None:
-        self.plan = None
 
 
 def step(
@@ -506,7 +517,7 @@ class Engine:
     def pairs(self, model: torch.nn.Module, index: int) -> Pairs:
         """Pair an average with the tensors of a model."""
         # Only then can it be seen whether the tensors are others.
-        reshard(model)
+        reshard(model.modules())
         return self._swaps.get(model, self.named(index))
 
     def state_dict(self) -> dict[str, Any]:
@@ -628,11 +639,8 @@ class PairCache(_Cache):
             self._pairs, self._values = pairs_for(named, values), values
             if not named.has_lazy():
                 self._watch = Watch([named], [one for _, one, _ in self._pairs], buffers=True)
-            self._model = weakref.ref(model, self._forget)
+            self._model = self._reference(model)
         return self._pairs
-
-    def _forget(self, _: object) -> None:
-        self._watch, self._values, self._pairs = None, {}, Pairs()
 
 
 def _check_materialized(named: NamedTensors) -> None:

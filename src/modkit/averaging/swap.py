@@ -1,9 +1,10 @@
 """Swapping averages into a model and restoring the training weights, without copies."""
 
 import copy
+import threading
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -137,15 +138,16 @@ class Swap:
         self._pointers: list[int] = []
         self.versions: list[int] = []
         self._index: dict[int, int] = {}
-        try:
-            with torch.no_grad():
-                self._swap_in()
-        except BaseException:
-            self._tensors = self._tensors[: len(self.raws)]
+        with _lock:
+            try:
+                with torch.no_grad():
+                    self._swap_in()
+            except BaseException:
+                self._tensors = self._tensors[: len(self.raws)]
+                self._note()
+                self.undo()
+                raise
             self._note()
-            self.undo()
-            raise
-        self._note()
 
     def _swap_in(self) -> None:
         if self._alike and not self._sharded:
@@ -187,6 +189,10 @@ class Swap:
 
         Swaps need not be undone in order: the data that a later swap found are then restored by that.
         """
+        with _lock:
+            return self._undo()
+
+    def _undo(self) -> str | None:
         problem = None
         later = _active[_active.index(self) + 1 :]
         pointers, versions = list(map(Tensor.data_ptr, self._held)), _versions(self._held)
@@ -224,13 +230,15 @@ class Swap:
 
 
 # All swaps that have not been undone, in order. Those of several averages, and of several models that
-# share tensors, see one another here, so that no training weights are lost.
+# share tensors, see one another here, so that no training weights are lost. Threads take turns in
+# swapping; a reader goes through a copy, since a swap that is undone meanwhile moves the others.
 _active: list[Swap] = []
+_lock: Final = threading.RLock()
 
 
 def raw_value(tensor: Tensor) -> Tensor | None:
     """Return the training weights of a tensor, or None if nothing is swapped in."""
-    for swap in _active:
+    for swap in tuple(_active):
         place = swap.position(tensor)
         if place is not None:
             return swap.raws[place]
@@ -241,7 +249,7 @@ def any_swapped(model: torch.nn.Module) -> bool:
     """Return True if an average is swapped into one of the model's parameters."""
     if not _active:
         return False
-    reshard(model)
+    reshard(model.modules())
     return any(raw_value(parameter) is not None for parameter in model.parameters())
 
 

@@ -110,11 +110,19 @@ def folds_of(model: nn.Module) -> list[Fold]:
 
 def _traced_pairs(model: nn.Module) -> list[tuple[Any, Any]] | None:
     """Return the modules of which the second, and nothing else, takes the result of the first."""
+    root: nn.Module | None = None
     try:  # in a copy, since user code may change its module
         with torch.random.fork_rng(devices=[]):
-            graph = torch.fx.Tracer().trace(copy.deepcopy(model))
+            root = copy.deepcopy(model)
+            graph = torch.fx.Tracer().trace(root)
     except Exception:  # noqa: BLE001 - what user code raises for proxies can be anything
         return None
+    finally:
+        # A trace stays behind as a cycle, which would keep the weights of the copy.
+        kept = set(map(id, model.modules()))
+        for module in [] if root is None else list(root.modules()):
+            if id(module) not in kept:
+                module.__dict__.clear()
     calls = {node: node.target for node in graph.nodes if node.op == "call_module"}
     uses = Counter(calls.values())
     return [

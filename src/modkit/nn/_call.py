@@ -29,6 +29,7 @@ from modkit.nn._overrides import TorchModule
 
 Forward = Callable[..., Any]
 _NONE: Final[Sequence[Any]] = ()
+_NO_IDS: Final[Collection[int]] = ()
 _TORCH_CALL: Final = original_methods["__call__"]
 _TORCH_CALL_IMPL: Final = original_methods["_call_impl"]
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -185,16 +186,29 @@ def _run(module: torch.nn.Module, call: _Call) -> Any:
 
 
 @skip_frame
+def _hooks_and_flags(
+    table: Mapping[int, Any], flags: Mapping[int, bool]
+) -> tuple[tuple[tuple[int, Any], ...], Collection[int]]:
+    """Return the entries of a hook table, and the ids with a flag; a hook may change both in the call.
+
+    Another thread may add and remove hooks in between. A hook enters the table after its flags and
+    leaves it before them, so the flags are right of each hook that was there before and after.
+    """
+    hooks = tuple(table.items())
+    flagged = set(flags) if flags else _NO_IDS
+    for hook_id, _ in hooks:
+        if hook_id not in table:
+            return _hooks_and_flags(table, flags)
+    return hooks, flagged
+
+
+@skip_frame
 def _run_pre_hooks(module: torch.nn.Module, call: _Call) -> None:
-    # A hook may remove another one during the call; the other still runs, with its signature. Flags
-    # are read on both sides of the hooks, since another thread may add or remove one in between.
-    flags = module._forward_pre_hooks_with_kwargs
-    with_kwargs = set(flags)
-    hooks: tuple[tuple[int, Any], ...] = (
-        *module_globals._global_forward_pre_hooks.items(),
-        *module._forward_pre_hooks.items(),
+    hooks, with_kwargs = _hooks_and_flags(
+        module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
     )
-    with_kwargs.update(flags)
+    if module_globals._global_forward_pre_hooks:
+        hooks = (*module_globals._global_forward_pre_hooks.items(), *hooks)
     for hook_id, hook in hooks:
         if hook_id in with_kwargs:
             changed = hook(module, call["args"], call["kwargs"])
@@ -222,17 +236,13 @@ def _is_args_and_kwargs(result: object) -> bool:
 @skip_frame
 def _run_forward_hooks(module: torch.nn.Module, call: _Call) -> Any:
     result = call["result"]
-    # As above: a hook that is removed meanwhile, or added by another thread, has its signature.
-    flags = module._forward_hooks_with_kwargs
-    with_kwargs: Collection[int] = set(flags) if flags else ()
-    hooks: tuple[tuple[int, Any], ...] = tuple(module._forward_hooks.items())
+    hooks, with_kwargs = _hooks_and_flags(module._forward_hooks, module._forward_hooks_with_kwargs)
     if module_globals._global_forward_hooks:
-        global_flags = module_globals._global_forward_hooks_with_kwargs
-        with_kwargs = {*with_kwargs, *global_flags}
-        hooks = (*module_globals._global_forward_hooks.items(), *hooks)
-        with_kwargs.update(global_flags)
-    if flags:
-        with_kwargs = {*with_kwargs, *flags}
+        global_hooks, global_flags = _hooks_and_flags(
+            module_globals._global_forward_hooks, module_globals._global_forward_hooks_with_kwargs
+        )
+        hooks = (*global_hooks, *hooks)
+        with_kwargs = {*global_flags, *with_kwargs}
     ran: list[int] = []
     call["ran"] = ran
     for hook_id, hook in hooks:
@@ -275,11 +285,11 @@ def _run_always_called(module: torch.nn.Module, call: _Call) -> None:
 def _run_waiting(
     tables: tuple[Any, Any], with_kwargs: Any, scope: str, running: tuple[torch.nn.Module, _Call]
 ) -> None:
-    hooks, always_called = tables
+    table, always_called = tables
     module, call = running
-    flags = tuple(with_kwargs)
+    hooks, flags = _hooks_and_flags(table, with_kwargs)
     waiting = [
-        (key, hooks[key]) for key in hooks if key in always_called and key not in call["ran"]
+        (key, hook) for key, hook in hooks if key in always_called and key not in call["ran"]
     ]
     for hook_id, hook in waiting:
         try:

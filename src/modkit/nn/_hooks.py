@@ -62,8 +62,11 @@ def reserve_ids(state: Mapping[str, Any]) -> None:
     """
     for name in TABLES:
         for key in state.get(name) or ():
-            if isinstance(key, int) and key >= RemovableHandle.next_id:
-                RemovableHandle.next_id = int(key) + 1
+            if isinstance(key, int):
+                # No call between the comparison and the write: another thread may get ids in it.
+                following = int(key) + 1
+                if following > RemovableHandle.next_id:  # noqa: PLR1730
+                    RemovableHandle.next_id = following
 
 
 class PublicHookId(int):

@@ -1,5 +1,7 @@
+import contextlib
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -370,3 +372,56 @@ def test_a_cast_inside_is_noticed() -> None:
 
     assert model.weight.dtype == torch.float32
     assert averaged(ema).item() == 4.0
+
+
+def test_a_swap_that_ends_while_another_is_looked_up_hides_nothing(monkeypatch) -> None:
+    """Training weights are saved even if another thread leaves its block at that moment."""
+    from modkit.averaging.swap import Swap
+
+    first, second = half(network()), half(network())
+    position = Swap.position
+    with contextlib.ExitStack() as other:
+        other.enter_context(first.applied())
+
+        def leave(swap: Swap, tensor: torch.Tensor) -> int | None:
+            monkeypatch.undo()
+            other.close()
+            return position(swap, tensor)
+
+        with second.applied():
+            monkeypatch.setattr(Swap, "position", leave)
+            raw = second.state_dict()["raw"]
+
+    assert sorted(raw) == sorted(dict(second.named_averages()))
+
+
+def test_two_threads_may_swap_averages_into_one_model(monkeypatch) -> None:
+    """A thread that comes while another one swaps waits, so that the training weights are kept."""
+    from modkit.averaging.swap import Swap
+
+    net = network()
+    averages = [half(net), half(net)]
+    before = state_of(net)
+    inside, left = threading.Event(), threading.Event()
+    note = Swap._note
+
+    def swap() -> None:
+        with averages[1].applied():
+            inside.set()
+            left.wait(10)
+
+    other = threading.Thread(target=swap)
+
+    def start_the_other(swap: Swap) -> None:
+        monkeypatch.setattr(Swap, "_note", note)
+        other.start()
+        inside.wait(0.1)
+        note(swap)
+
+    monkeypatch.setattr(Swap, "_note", start_the_other)
+    with averages[0].applied():
+        inside.wait(10)
+    left.set()
+    other.join()
+
+    assert same_state(net, before)
