@@ -19,6 +19,9 @@ Each suite runs three times: on torch; **whole**, with every `torch.nn`, `torch.
 tests rewritten and the library untouched, which is what a user of modkit has. Outcomes are compared test
 by test: passed, failed or skipped, and the class of the exception. What differs runs three more times on
 each side.
+
+Where Pyro is installed, gpytorch's priors have Pyro's metaclass, which a class with modkit's `Module`
+among its bases cannot have ([differences](parity.md)); gpytorch therefore runs without it.
 """
 PROBES = """\
 ## Libraries without tests in their distribution
@@ -70,7 +73,8 @@ def left_out(suites: dict[str, Any]) -> str:
             **{start: f"one test in {rate} was run" for start, rate in row["sample"].items()},
         }.items()
     ]
-    return "\n".join(["## Left out", "", *lines])
+    files = "Of accelerate, peft and timm, the files run that `tests/suites/libraries.py` names."
+    return "\n".join(["## Left out", "", files, "", *lines])
 
 
 def probes(rows: dict[str, Any]) -> str:

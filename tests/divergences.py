@@ -10,9 +10,8 @@ The reasons of the behaviours that ``modkit compat`` runs stand there, in ``beha
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from packaging.specifiers import SpecifierSet
-
 from modkit.compat.behaviours import differences
+from packaging.specifiers import SpecifierSet
 
 
 @dataclass(frozen=True)
@@ -605,6 +604,14 @@ ROWS: Final = (
         ISSUES + "189093",
         "tests/parity/fixes/test_backward_hooks.py::test_pre_hook_alone_does_not_warn_without_input_gradients",
         torch="<2.14",
+    ),
+    _row(
+        "modkit",
+        "A hook that a submodule gets after compiling runs by a recompilation; torch misses it unless "
+        "`torch._dynamo.config.skip_nnmodule_hook_guards` is False.",
+        NO_ISSUE,
+        "tests/integration/torch_compile/test_changes.py::test_a_later_hook_of_a_submodule_is_missed",
+        torch=">=2.14",
     ),
     _row(
         "torch",
