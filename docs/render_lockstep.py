@@ -21,6 +21,8 @@ FIXED = {
     "`load_state_dict(assign=True)` did not look names up, as a `__getattr__` of the class sees": (
         CONTRACT + "test_a_getattr_of_a_class_hears_of_assigned_parameters"
     ),
+    "`load_state_dict(assign=True)` left a plain attribute of a parameter's name in place": CONTRACT
+    + "test_an_assigned_parameter_replaces_a_plain_attribute",
     "Inside `fast_inference`, a deep copy of a parametrized layer kept the block's entries": (
         "tests/parity/fast_inference/test_scope.py"
         "::test_deep_copies_of_parametrized_layers_are_plain"
