@@ -45,10 +45,11 @@ TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 SMOKE = (
     *("tests/parity/test_smoke.py", "tests/parity/module_page", "tests/parity/hooks"),
     *("tests/parity/fixes/test_load.py", "tests/parity/fast_inference/test_fold.py"),
-    *("tests/parity/averaging_page", "tests/unit/averaging/test_ema_update.py"),
-    *("tests/unit/averaging/test_ema_swap.py", "tests/unit/files/test_checkpoint_files.py"),
-    *("tests/unit/files/test_atomic_write.py", "tests/unit/files/test_inspect.py"),
-    *("tests/parity/jit/test_defects.py", "tests/unit/cli"),
+    *("tests/parity/averaging_page/test_averaging.py", "tests/parity/averaging_page/test_state.py"),
+    *("tests/unit/averaging/test_ema_update.py", "tests/unit/averaging/test_ema_swap.py"),
+    *("tests/unit/files/test_checkpoint_files.py", "tests/unit/files/test_atomic_write.py"),
+    *("tests/parity/jit/test_defects.py", "tests/unit/cli/test_cli.py"),
+    "tests/unit/cli/test_inspect.py",
 )
 # One process a core. A file stays in one process: the blocks of a page build on one another.
 IN_PARALLEL = ("-n", "auto", "--dist", "loadfile")

@@ -23,7 +23,7 @@ INTRODUCTION = """\
 
 <!-- Rendered from docs/compat.json by docs/render_compat.py. -->
 
-`modkit compat` compares modkit with the installed torch. It needs the extra `cli` and takes 15 s on one core.
+`modkit compat` compares modkit with the installed torch. It needs the extra `cli` and takes about 15 s of CPU time.
 
 ```console
 $ modkit compat

@@ -607,6 +607,14 @@ ROWS: Final = (
         torch="<2.14",
     ),
     _row(
+        "modkit",
+        "A hook that a submodule gets after compiling runs by a recompilation; torch misses it unless "
+        "`torch._dynamo.config.skip_nnmodule_hook_guards` is False.",
+        NO_ISSUE,
+        "tests/integration/torch_compile/test_changes.py::test_a_later_hook_of_a_submodule_is_missed",
+        torch=">=2.14",
+    ),
+    _row(
         "torch",
         "`modules()` takes no `remove_duplicate`.",
         NO_ISSUE,

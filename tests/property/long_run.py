@@ -35,8 +35,8 @@ KEPT: Final = ROOT / "build" / "lockstep.json"
 # After how many operations everything is compared; after the others a glance must do.
 EVERY: Final = 10
 # A process runs so many sequences: some operations leave classes behind.
-PORTION: Final = 500
-SLOW: Final = 120
+PORTION: Final = 200
+SLOW: Final = 300
 
 TREES: Final = trees.trees()
 OPERATIONS: Final = vocabulary.drawn()
@@ -78,7 +78,10 @@ class Sequence:
         every = 1 if self.fault(self.operations, 1) else EVERY
         text, kept = self.fault(self.operations, every), self.operations
         kind = after(text)
+        latest = time.monotonic() + SLOW
         for index in reversed(range(len(kept))):
+            if time.monotonic() > latest:
+                break
             fewer = kept[:index] + kept[index + 1 :]
             found = self.fault(fewer, every)
             if found and after(found) == kind:
@@ -102,8 +105,10 @@ def portion(first: int, count: int) -> dict[str, Any]:
         sequence = Sequence(seed)
         try:
             run = sequence.run()
-        except Exception:
+        except Exception as error:
+            faulthandler.cancel_dump_traceback_later()
             text, kept = sequence.reduced()
+            text = text or f"not found again: {type(error).__name__}: {error}"
             tree = repr(sequence.tree)
             differences.append(
                 {"seed": seed, "text": text, "tree": tree, "kept": [*map(repr, kept)]}

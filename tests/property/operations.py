@@ -194,7 +194,7 @@ def tie(side: Any, module: Any, name: str, number: int) -> None:
 def share(side: Any, module: Any, name: str, number: int) -> None:
     """Assign a module of the tree as another module's child, unless that makes a cycle."""
     existing = side.target(number)
-    if any(place is module for _, place in positions(existing)):
+    if any(place._modules is module._modules for _, place in positions(existing)):
         raise Skipped
     setattr(module, name, existing)
 

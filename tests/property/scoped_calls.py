@@ -191,10 +191,15 @@ def differentiate_functionally(side: Any, module: Any) -> Any:
 
 @scoped()
 def trace_with_fx(side: Any, module: Any) -> Any:
-    """Trace the root symbolically; return the code, and what it computes."""
+    """Trace the root symbolically; return the code, and what it computes.
+
+    Inside scopes a graph may read a parameter at another place, as the page of `fast_inference` says.
+    """
     with torch.no_grad():
         traced = torch.fx.symbolic_trace(side.model)
-        return traced.code, traced(make_input(side, "own"))
+        return None if getattr(side, "scopes", None) else traced.code, traced(
+            make_input(side, "own")
+        )
 
 
 @scoped()

@@ -94,8 +94,12 @@ def is_assignment(entry: Any) -> bool:
 def refuse_keys_below_none(side: Any) -> None:
     """Skip a load where keys may seem to lie below a child that is None.
 
-    Those of a child with a dot in its name may. Modkit alone reports them, a listed difference.
+    Those of a child with a dot in its name may. Modkit alone reports them, a listed difference. Nor
+    may a plain tensor stand among the parameters: a load that is refused anyway does not come to it.
     """
+    tensors = [p for _, place in positions(side.model) for p in place._parameters.values()]
+    if not all(p is None or isinstance(p, torch.nn.Parameter) for p in tensors):
+        raise Skipped
     children = [item for _, place in positions(side.model) for item in place._modules.items()]
     if any("." in name for name, _ in children) and any(child is None for _, child in children):
         raise Skipped

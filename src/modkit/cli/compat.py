@@ -63,9 +63,10 @@ def compat(
         if area not in areas():
             raise click.UsageError(f"{area!r} is none of the areas: {', '.join(areas())}")
     with one_line_errors():
-        for path in (json_path, html_path):
-            if path not in {None, "-"} and not Path(str(path)).parent.is_dir():
-                raise FileNotFoundError(f"there is no directory {Path(str(path)).parent}")
+        paths = (None if json_path == "-" else json_path, html_path)
+        for path in filter(None, paths):
+            if not Path(path).parent.is_dir():
+                raise FileNotFoundError(f"there is no directory {Path(path).parent}")
         if target:
             try:
                 report = Report(*compare(Target(target, args, kwargs, inputs, swap)), by_area=False)
@@ -74,9 +75,9 @@ def compat(
         else:
             report = Report("shared behaviors", run(chosen), by_area=True)
         text = json.dumps(report.as_json(), indent=2) + "\n"
-        for path, content in ((json_path, text), (html_path, report.as_html())):
-            if path not in {None, "-"}:
-                with atomic_write(str(path)) as file:
+        for wanted, content in zip(paths, (text, report.as_html()), strict=True):
+            if wanted is not None:
+                with atomic_write(wanted) as file:
                     file.write_text(content, encoding="utf-8")
     if json_path == "-":
         click.echo(text, nl=False)

@@ -19,6 +19,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 # Up to this many elements are shown beside the digest of a tensor.
 SHOWN: Final = 8
 Outcome = tuple[Any, ...]
+# Torch and modkit deprecate TorchScript in different words; dynamo warns once for each guard.
+_UNCOMPARED: Final = ("TorchScript", "torch.jit", "Guards may run slower")
 _ADDRESS: Final = re.compile(r"0x[0-9a-f]{6,}|(?<=object_at_)\d+")
 
 
@@ -166,9 +168,8 @@ def outcome(function: Callable[..., Any], *arguments: Any) -> Outcome:
             found: Outcome = ("returns", freeze(function(*arguments)))
         except Exception as error:  # noqa: BLE001 - the exception is the outcome
             found = ("raises", type(error).__name__, plain(str(error)))
-    # Torch and modkit deprecate TorchScript in different words.
-    texts = [plain(text) for one in caught if "TorchScript" not in (text := str(one.message))]
-    texts = [text for text in texts if "torch.jit" not in text]
+    texts = [plain(str(one.message)) for one in caught]
+    texts = [text for text in texts if not any(part in text for part in _UNCOMPARED)]
     return (*found, texts)
 
 

@@ -4,7 +4,7 @@ import html
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import distributions
 from typing import Any, Final
 
 import torch
@@ -88,8 +88,8 @@ class Report:
 
     def versions(self) -> dict[str, str]:
         """Return the versions of what was compared."""
-        python = platform.python_version()
-        return {"modkit": version("modkit"), "torch": torch.__version__, "Python": python}
+        modkit = next((each.version for each in distributions(name="modkit")), "from source")
+        return {"modkit": modkit, "torch": torch.__version__, "Python": platform.python_version()}
 
     def as_json(self) -> dict[str, Any]:
         """Return all results as plain data."""

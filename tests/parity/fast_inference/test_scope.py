@@ -589,3 +589,19 @@ def test_empty_models(impl):
     result = same_inside(scenario)
 
     assert result[0] == "returned"
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["before", "inside"])
+def test_deep_copies_of_parametrized_layers_are_plain(inside):
+    """The ``__deepcopy__`` that a parametrization gives to the class copies nothing of the scope."""
+    layer = nn.Linear(2, 2)
+    if not inside:
+        nn.utils.parametrizations.weight_norm(layer)
+    with modkit.fast_inference(layer):
+        if inside:
+            nn.utils.parametrizations.weight_norm(layer)
+        made = copy.deepcopy(layer)
+        made.bias = nn.Parameter(torch.ones(2))
+
+    assert [*vars(copy.deepcopy(layer))] == [*vars(made)]
+    assert made.bias.tolist() == [1.0, 1.0]

@@ -179,11 +179,15 @@ def test_assign_does_not_tie_what_was_not_tied(impl: Implementation) -> None:
     assert model[0].weight is not model[1].weight
 
 
-def test_assign_leaves_nothing_behind_in_the_state_dict(impl: Implementation) -> None:
+@pytest.mark.parametrize("hooked", [False, True])
+def test_assign_leaves_nothing_behind_in_the_state_dict(impl: Implementation, hooked: bool) -> None:
     """After a load with ``assign=True`` the same state dict loads by copying again."""
     state = impl.own.Linear(2, 2).state_dict()
     before = {name: dict(entry) for name, entry in state._metadata.items()}
-    impl.own.Linear(2, 2).load_state_dict(state, assign=True)
+    assigned = impl.own.Linear(2, 2)
+    if hooked:
+        assigned.register_load_state_dict_pre_hook(lambda *_: None)
+    assigned.load_state_dict(state, assign=True)
     copied_into = impl.own.Linear(2, 2)
     weight = copied_into.weight
     copied_into.load_state_dict(state)

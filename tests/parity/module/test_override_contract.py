@@ -655,3 +655,17 @@ def test_pickle_finds_classes_by_name(impl: Implementation) -> None:
 
     assert type(copied) is type(layer)
     assert pickle.loads(pickle.dumps(impl.nn.Module)) is impl.nn.Module
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_state_dict_set_on_an_instance_below(impl, depth):
+    """A `state_dict` that was assigned to a child is called, with torch's arguments."""
+    calls = []
+    child = model = impl.own.Linear(1, 1)
+    for _ in range(depth):
+        model = impl.own.Sequential(model)
+    child.state_dict = lambda *args, **kwargs: calls.append((args, sorted(kwargs)))
+    keys = list(model.state_dict())
+
+    assert calls == [((), ["destination", "keep_vars", "prefix"])]
+    assert keys == []

@@ -221,3 +221,20 @@ def test_the_times_of_both_averaged_models_are_recorded(
             record_property(f"{name}, {count} layers of {size}", found[-1])
 
     assert all(value > 0 for value in found)
+
+
+@pytest.mark.parametrize("precision", ["same", "compensated"])
+def test_an_average_follows_its_model_to_another_device(precision: str) -> None:
+    """Averages and error terms move with the parameters, unless the average has a device of its own."""
+    model = model_of(torch.ones(3), torch.bfloat16)
+    moved = {"weight": torch.empty(3, dtype=torch.bfloat16, device="meta")}
+    devices = []
+    for options in ({}, {"device": "cpu"}):
+        ema = modkit.EMA(model, precision=precision, **options)
+        ema.update()
+        (average,) = ema._engine.averages
+        average.place(moved)
+        kept = (*average.tensors.values(), *average.errors.values())
+        devices.append({tensor.device.type for tensor in kept})
+
+    assert devices == [{"meta"}, {"cpu"}]

@@ -169,3 +169,16 @@ def test_another_device_keeps_the_average_there() -> None:
     assert averaged(ema).device == torch.device("cpu")
     with pytest.raises(RuntimeError, match=r"[Dd]evice"):
         modkit.EMA(model, device="nowhere")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_decay_of_zero_drops_the_error_terms(dtype) -> None:
+    """An update that copies the weights leaves nothing of the average before it."""
+    model = model_of([1.0], dtype)
+    ema = modkit.EMA(model, lambda n: 0.0 if n == 3 else 0.9, precision="compensated")
+    for value in (1.0, 2.0, 2.0, 4.0):
+        set_to(model, value)
+        ema.update()
+
+    assert averaged(ema).item() == 4.0
+    assert [error.item() for error in ema.state_dict()["averages"][0]["rests"].values()] == [0.0]

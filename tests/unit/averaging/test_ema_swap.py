@@ -210,6 +210,16 @@ def test_copy_and_restore() -> None:
     assert same_state(net, before)
 
 
+def test_restoring_drops_what_was_stored() -> None:
+    """The stored weights come back once, and cannot overwrite later ones."""
+    ema = half(network())
+    ema.store()
+    ema.restore()
+
+    with pytest.raises(RuntimeError, match="nothing is stored"):
+        ema.restore()
+
+
 def test_nothing_is_stored_inside() -> None:
     """Inside `applied()` the model holds the average, which is not what is to be stored."""
     ema = half(network())

@@ -53,6 +53,15 @@ def test_walk_of_a_model(tmp_path, sigma_rel, update_every):
         assert bool((distance <= result.fit.bound * spread + 1e-5).all())
 
 
+def test_a_snapshot_between_updates_has_the_step_of_the_latest_update(tmp_path):
+    """After three steps, an average that is updated every two steps is that of step 2."""
+    averages = PostHocEMA(nn.Linear(1, 1), tmp_path, update_every=2)
+    for _ in range(3):
+        averages.update()
+
+    assert [snapshot.step for snapshot in averages.snapshot()] == [2, 2]
+
+
 def test_public_name():
     """The class is there as `modkit.PostHocEMA` too."""
     assert modkit.PostHocEMA is PostHocEMA

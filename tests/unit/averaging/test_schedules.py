@@ -6,7 +6,6 @@ import random
 import sys
 from fractions import Fraction
 
-import matplotlib.figure
 import numpy as np
 import pytest
 
@@ -486,6 +485,8 @@ def test_plot_of_profiles():
 
 def test_plot_with_labels_into_axes():
     """A dict gives the labels, and the lines go into the axes that are given."""
+    import matplotlib.figure
+
     figure = matplotlib.figure.Figure()
     axes = figure.subplots()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from modkit.averaging.named_tensors import NamedTensors, Watch
+from modkit.averaging.named_tensors import NamedTensors, Watch, canonical_name
 from tests.cases import for_each
 
 
@@ -171,3 +171,17 @@ def test_looking_runs_no_operation(replaced: bool) -> None:
 
     assert changed is replaced
     assert [event.name for event in profile.function_events] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("module.module.weight", "weight"),
+        ("module._orig_mod.module.0._fsdp_wrapped_module.weight", "0.weight"),
+        ("_checkpoint_wrapped_module.module", "module"),
+        ("head.module.weight", "head.module.weight"),
+    ],
+)
+def test_names_lose_all_wrappers(name: str, expected: str) -> None:
+    """Several wrappers around one another are stripped, and a user's child called `module` is kept."""
+    assert canonical_name(name) == expected

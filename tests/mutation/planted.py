@@ -1,0 +1,529 @@
+"""Bugs to plant, one at a time: each mechanism of modules, each file of averages, files and TorchScript."""
+
+from typing import Final, NamedTuple
+
+
+class Bug(NamedTuple):
+    """A change of one place that the tests must notice.
+
+    Attributes:
+        mechanism: What breaks.
+        file: A file below ``src/modkit``.
+        old: Text that stands there exactly once.
+        new: What it is replaced by.
+        tests: Where it should be caught; all tests run if it is not.
+    """
+
+    mechanism: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+_MODULE: Final = "tests/parity/module"
+_HOOKS: Final = "tests/parity/hooks"
+_FIXES: Final = "tests/parity/fixes"
+_SCOPE: Final = "tests/parity/fast_inference"
+_EMA: Final = "tests/unit/averaging"
+_FILES: Final = "tests/unit/files"
+_JIT: Final = "tests/parity/jit"
+
+_NN: Final = [
+    Bug(
+        "registration: a buffer that is made persistent again",
+        "nn/_attributes.py",
+        "    if persistent:\n        self._non_persistent_buffers_set.discard(name)\n    else:",
+        "    if not persistent:",
+        _MODULE + "/test_registration.py",
+    ),
+    Bug(
+        "registration: a refused assignment changes the order of members",
+        "nn/_attributes.py",
+        "            for follower in followers:",
+        "            for follower in followers[1:]:",
+        _MODULE + "/test_failed_assignment.py",
+    ),
+    Bug(
+        "pickles: ids of hooks are given again",
+        "nn/_hooks.py",
+        "following = int(key) + 1",
+        "following = int(key)",
+        _FIXES + "/test_hook_ids.py",
+    ),
+    Bug(
+        "hooks: prepend has no effect",
+        "nn/_hooks.py",
+        "table.move_to_end(handle.id, last=False)",
+        "table.move_to_end(handle.id, last=True)",
+        _HOOKS + "/test_registration.py",
+    ),
+    Bug(
+        "hooks: a hook enters the table before its flags",
+        "nn/_hooks.py",
+        "    for flag, is_set in flags:\n        if is_set:\n            flag[handle.id] = True\n"
+        "    table[handle.id] = hook\n",
+        "    table[handle.id] = hook\n"
+        "    for flag, is_set in flags:\n        if is_set:\n            flag[handle.id] = True\n",
+        _FIXES + "/test_hook_threads.py",
+    ),
+    Bug(
+        "copies: a public state-dict hook becomes a private one",
+        "nn/_hooks.py",
+        "    def __deepcopy__(self, memo: object) -> Self:\n        return self",
+        "    def __deepcopy__(self, memo: object) -> int:\n        return int(self)",
+        _FIXES + "/test_state_dict_hooks.py",
+    ),
+    Bug(
+        "call path: an override of _call_impl on the instance",
+        "nn/_call.py",
+        '        or "_call_impl" in state\n        or TorchModule',
+        "        or TorchModule",
+        _MODULE + "/test_override_contract.py",
+    ),
+    Bug(
+        "global hooks: a backward pre-hook alone is not seen",
+        "nn/_call.py",
+        "            or module_globals._global_backward_pre_hooks\n        )",
+        "        )",
+        _HOOKS + "/test_global_hooks.py",
+    ),
+    Bug(
+        "hooks removed during a call",
+        "nn/_call.py",
+        "    hooks = tuple(table.items())\n",
+        "    hooks: Any = table.items()\n",
+        _HOOKS + "/test_removal_while_running.py",
+    ),
+    Bug(
+        "always_call: a hook that has run is called again",
+        "nn/_call.py",
+        'if key in always_called and key not in call["ran"]',
+        "if key in always_called",
+        _HOOKS + "/test_always_call.py",
+    ),
+    Bug(
+        "backward hooks: the gradients from before the pre-hooks",
+        "nn/_backward_hooks.py",
+        "        self.grad_outputs = gradients\n",
+        "        self.grad_outputs = grad_outputs\n",
+        _HOOKS + "/test_backward.py",
+    ),
+    Bug(
+        "state_dict: a missing detach",
+        "nn/_state_dict.py",
+        "parameter if keep_vars else parameter.detach()",
+        "parameter",
+        _MODULE + "/test_state_dict.py",
+    ),
+    Bug(
+        "state_dict: versions under another name",
+        "nn/_state_dict.py",
+        "        versions[path] = metadata",
+        "        versions[prefix] = metadata",
+        _MODULE + "/test_state_dict.py",
+    ),
+    Bug(
+        "state_dict: an override of an instance",
+        "nn/_state_dict.py",
+        '"state_dict" in (own := child.__dict__) or "_save_to_state_dict" in own',
+        '"_save_to_state_dict" in child.__dict__',
+        _MODULE + "/test_override_contract.py",
+    ),
+    Bug(
+        "load: unexpected keys although strict=False",
+        "nn/_load_state_dict.py",
+        "        if strict and self.unexpected:",
+        "        if self.unexpected:",
+        _HOOKS + "/test_load_state_dict_results.py",
+    ),
+    Bug(
+        "load: keys below a child that is None",
+        "nn/_load_state_dict.py",
+        "(module._modules.get(name) is None) if dot",
+        "(name not in module._modules) if dot",
+        _FIXES + "/test_load.py",
+    ),
+    Bug(
+        "load: the flag of assign stays in the state dict",
+        "nn/_load_state_dict.py",
+        "dict(self.metadata.get(prefix[:-1], {}))",
+        "self.metadata.get(prefix[:-1], {})",
+        _FIXES + "/test_load.py",
+    ),
+    Bug(
+        "load: tied parameters come apart",
+        "nn/_load_tensor.py",
+        "        ties[key] = (target, value, parameter)\n    return ties[key][2]",
+        "        return parameter\n    return ties[key][2]",
+        _FIXES + "/test_load.py",
+    ),
+    Bug(
+        "load: requires_grad of an assigned parameter",
+        "nn/_load_tensor.py",
+        "        value.requires_grad_(requires_grad)\n        return value",
+        "        return value",
+        _MODULE + "/test_load_state_dict.py",
+    ),
+    Bug(
+        "conversion: ties of what is replaced",
+        "nn/_conversion.py",
+        "                replaced.note(current, result)\n",
+        "                pass\n",
+        _FIXES + "/test_ties.py",
+    ),
+    Bug(
+        "conversion: a move to another device with the same dtype",
+        "nn/_conversion.py",
+        "        ) and (device is None or tensor.device == device)\n",
+        "        )\n",
+        _MODULE + "/test_conversion.py",
+    ),
+    Bug(
+        "modes: a class with a property called training",
+        "nn/_conversion.py",
+        'super().__missing__(cls) and getattr(cls, "training", None) is None',
+        "super().__missing__(cls)",
+        _MODULE + "/test_conversion.py",
+    ),
+    Bug(
+        "traversal: a tied parameter is yielded twice",
+        "nn/_traversal.py",
+        "            if key not in seen:\n                seen[key] = parameter\n                yield parameter",
+        "            seen[key] = parameter\n            yield parameter",
+        _MODULE + "/test_traversal.py",
+    ),
+    Bug(
+        "traversal: the path to an override, by one off",
+        "nn/_traversal.py",
+        "names[id(parent)][-1 - left]",
+        "names[id(parent)][-left]",
+        _MODULE + "/test_call_order.py",
+    ),
+    Bug(
+        "overrides: a method that is set on an instance",
+        "nn/_overrides.py",
+        "        and method not in module.__dict__\n        and not patched(method)",
+        "        and not patched(method)",
+        _MODULE + "/test_override_contract.py",
+    ),
+    Bug(
+        "overrides: a patch of torch.nn.Module that comes late",
+        "nn/_overrides.py",
+        "        current = getattr(TorchModule, name)\n",
+        "        current = original\n",
+        _MODULE + "/test_override_contract.py",
+    ),
+    Bug(
+        "metaclass: the place of Module among the bases",
+        "nn/module.py",
+        "order.insert(order.index(TorchModule), Module)",
+        "order.insert(1, Module)",
+        _MODULE + "/test_classes.py",
+    ),
+    Bug(
+        "metaclass: isinstance of a module of torch",
+        "nn/module.py",
+        "            return isinstance(instance, TorchModule)",
+        "            return type.__instancecheck__(cls, instance)",
+        _MODULE + "/test_classes.py",
+    ),
+    Bug(
+        "fast_inference: a table that was changed is not followed",
+        "fast_inference/members.py",
+        "            self.changed = True\n",
+        "            self.changed = False\n",
+        _SCOPE + "/test_changes.py",
+    ),
+]
+
+_AVERAGING: Final = [
+    Bug(
+        "flat buffers: the size of an element",
+        "averaging/averages.py",
+        "            offset += size * dtype.itemsize",
+        "            offset += size * 4",
+        _EMA + "/test_flat_buffers.py",
+    ),
+    Bug(
+        "averages: a model on another device is not followed",
+        "averaging/averages.py",
+        "            if self.tensors[name].device != device:",
+        "            if self.tensors[name].device.type == device:",
+        _EMA + "/test_devices.py",
+    ),
+    Bug(
+        "callback: modes of single modules after an evaluation",
+        "averaging/callback.py",
+        "            for module, training in modes:\n                module.training = training",
+        "            self.model.train(modes[0][1])",
+        _EMA + "/test_callback.py",
+    ),
+    Bug(
+        "average_checkpoints: the share of a file in the mean so far",
+        "averaging/checkpoints.py",
+        "        part = share / total if total else 0.0",
+        "        part = share / sum(shares)",
+        _EMA + "/test_checkpoints.py",
+    ),
+    Bug(
+        "EMA: update_every counts from the wrong step",
+        "averaging/ema.py",
+        "(step - start) % self.update_every)",
+        "step % self.update_every)",
+        _EMA + "/test_ema_update.py",
+    ),
+    Bug(
+        "EMA: restore() keeps what was stored",
+        "averaging/ema.py",
+        "        _write(self.model, self._stored)\n        self._stored = {}",
+        "        _write(self.model, self._stored)",
+        _EMA + "/test_ema_swap.py",
+    ),
+    Bug(
+        "engine: the plan of a model that has changed",
+        "averaging/engine.py",
+        "self._key != key or not self.plan.is_for(model)",
+        "self._key != key",
+        _EMA + "/test_ema_rebind.py",
+    ),
+    Bug(
+        "names: several wrappers around a model",
+        "averaging/named_tensors.py",
+        '    while len(parts) > 1 and parts[0] == "module":',
+        '    if len(parts) > 1 and parts[0] == "module":',
+        _EMA + "/test_watch.py",
+    ),
+    Bug(
+        "names: the further names of tied tensors",
+        "averaging/named_tensors.py",
+        "        return {*self.parameters, *self.buffers, *self.aliases}",
+        "        return {*self.parameters, *self.buffers}",
+        _EMA + "/test_load_averages.py",
+    ),
+    Bug(
+        "asynchronous averages after a fork",
+        "averaging/offload.py",
+        "        if self._pool is None or self._process != os.getpid():",
+        "        if self._pool is None:",
+        _EMA + "/test_ema_offload.py",
+    ),
+    Bug(
+        "asynchronous averages: an error is raised once and forgotten",
+        "averaging/offload.py",
+        "            raise RuntimeError(text) from error\n",
+        "            self._latest = None\n            raise RuntimeError(text) from error\n",
+        _EMA + "/test_ema_offload.py",
+    ),
+    Bug(
+        "snapshots: the step of the latest update",
+        "averaging/posthoc.py",
+        "self._step - self._step % self._update_every\n",
+        "self._step\n",
+        _EMA + "/test_posthoc_training.py",
+    ),
+    Bug(
+        "precision: the error terms of a copy",
+        "averaging/precision.py",
+        "    for error in errors:\n        error.zero_()\n",
+        "",
+        _EMA + "/test_ema_precision.py",
+    ),
+    Bug(
+        "precision: a mean over the elements hides an overflow",
+        "averaging/precision.py",
+        "tensor.sum(dtype=torch.float32 if tensor.dtype == torch.float16 else None)",
+        "tensor.nansum(dtype=torch.float32 if tensor.dtype == torch.float16 else None)",
+        _EMA + "/test_masked_steps.py",
+    ),
+    Bug(
+        "schedules: the equal average of every k-th model",
+        "averaging/schedules.py",
+        "        return n / (n + k)",
+        "        return n / (n + 1)",
+        _EMA + "/test_schedules.py",
+    ),
+    Bug(
+        "schedules: a decay of exactly 1",
+        "averaging/schedules.py",
+        "        if 0.0 <= decay <= 1.0:",
+        "        if 0.0 <= decay < 1.0:",
+        _EMA + "/test_schedules.py",
+    ),
+    Bug(
+        "sharding: lists inside of a state",
+        "averaging/sharding.py",
+        "    if isinstance(state, list):\n        return [whole(value) for value in state]\n",
+        "",
+        _EMA + "/test_sharded.py",
+    ),
+    Bug(
+        "sharding: the copy of a parameter that needs no gradient",
+        "averaging/sharding.py",
+        "torch.nn.Parameter(empty, requires_grad=shard.requires_grad)",
+        "torch.nn.Parameter(empty)",
+        _EMA + "/test_sharded.py",
+    ),
+    Bug(
+        "states: more updates than steps",
+        "averaging/state.py",
+        'part.integer("n_averaged", 0, values["step"] - start + 1)',
+        'part.integer("n_averaged", 0, values["step"])',
+        _EMA + "/test_broken_states.py",
+    ),
+    Bug(
+        "swap: blocks that are left out of order",
+        "averaging/swap.py",
+        "                above.raws[above.position(tensor) or 0] = raw\n                continue",
+        "                continue",
+        _EMA + "/test_ema_swap.py",
+    ),
+    Bug(
+        "swap: a write inside a block is not noticed",
+        "averaging/swap.py",
+        "pointers == self._pointers and versions == self.versions",
+        "pointers == self._pointers",
+        _EMA + "/test_ema_swap.py",
+    ),
+]
+
+_IN_FILES: Final = [
+    Bug(
+        "writing: a forgotten fsync",
+        "files/atomic_write.py",
+        "        _flush(unfinished, os.O_RDWR)\n",
+        "",
+        _FILES + "/test_atomic_write.py",
+    ),
+    Bug(
+        "writing: the mode of the file that is replaced",
+        "files/atomic_write.py",
+        "            mode = found.st_mode\n",
+        "            pass\n",
+        _FILES + "/test_atomic_write.py",
+    ),
+    Bug(
+        "safetensors: the padding of the header",
+        "files/checkpoint_files.py",
+        '    encoded += b" " * (-len(encoded) % _ALIGNMENT)\n',
+        "",
+        _EMA + "/test_export_average.py",
+    ),
+    Bug(
+        "checkpoints: a transposed view counts as tied",
+        "files/checkpoint_files.py",
+        "tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype",
+        "tensor.data_ptr(), tensor.shape, tensor.dtype",
+        _EMA + "/test_checkpoints.py",
+    ),
+    Bug(
+        "inspect: the size of a sharded checkpoint",
+        "files/inspect.py",
+        "for each in (file, *checkpoint.files))",
+        "for each in checkpoint.files)",
+        _FILES + "/test_inspect.py",
+    ),
+    Bug(
+        "digests: capital letters",
+        "files/kinds.py",
+        "sha256.strip().lower()",
+        "sha256.strip()",
+        _FILES + "/test_verify.py",
+    ),
+    Bug(
+        "limits: a storage that is smaller than stated",
+        "files/pickle_limits.py",
+        "member is not None and numel * width != member.size",
+        "member is not None and numel * width < member.size",
+        _FILES + "/test_hostile_pickles.py",
+    ),
+    Bug(
+        "checksums: two writers at once",
+        "files/torch_files.py",
+        "            if not self._inside:\n                self._before",
+        "            if True:\n                self._before",
+        _FILES + "/test_checkpoint_files.py",
+    ),
+    Bug(
+        "checksums: a storage that was compared already",
+        "files/torch_files.py",
+        "        self._intact.add(address)",
+        "        self._intact.add(size)",
+        _FILES + "/test_checkpoint_files.py",
+    ),
+    Bug(
+        "zip files: names that differ in case",
+        "files/zip_archive.py",
+        "            seen.add(short.lower())",
+        "            seen.add(short)",
+        _FILES + "/test_hostile_zip.py",
+    ),
+]
+
+_IN_JIT: Final = [
+    Bug(
+        "the namespace: save() is that of torch",
+        "jit/__init__.py",
+        '"optimize_for_inference", "save"),',
+        '"optimize_for_inference"),',
+        _JIT + "/test_namespace.py",
+    ),
+    Bug(
+        "archives: a record of another archive",
+        "jit/_archives.py",
+        "    files.pop(RECORD, None)\n",
+        "",
+        _JIT + "/test_files.py",
+    ),
+    Bug(
+        "members: a child that is replaced in Python alone",
+        "jit/_attributes.py",
+        "        self._cpp.setattr(name, value)\n",
+        "",
+        _JIT + "/test_members.py",
+    ),
+    Bug(
+        "copies: hook tables shared with the original",
+        "jit/_copy_and_pickle.py",
+        "value.copy() if name in TABLES else value",
+        "value",
+        _JIT + "/test_pickles.py",
+    ),
+    Bug(
+        "wrappers: gradients of loaded parameters",
+        "jit/_from_torch.py",
+        "                parameter.grad = tensor.grad\n",
+        "",
+        _JIT + "/test_members.py",
+    ),
+    Bug(
+        "load: the digest is not compared",
+        "jit/_save_and_load.py",
+        "with verified_archive(f, sha256) as",
+        "with verified_archive(f, None) as",
+        "tests/unit/jit/test_load.py",
+    ),
+    Bug(
+        "compiled types: define() on one of two instances",
+        "jit/_script_module.py",
+        "share_types=not defined",
+        "share_types=True",
+        _JIT + "/test_compiling.py",
+    ),
+    Bug(
+        "script: names of the scope of the caller",
+        "jit/_script_trace_freeze.py",
+        "_frames_up + 1, _rcb",
+        "_frames_up, _rcb",
+        _JIT + "/test_compiling.py",
+    ),
+    Bug(
+        "notice: the next call after the warning was an error",
+        "jit/_upstream.py",
+        "    _given.add(MESSAGE)\n    warnings.warn(message(), DEPRECATION, stacklevel=stacklevel)",
+        "    warnings.warn(message(), DEPRECATION, stacklevel=stacklevel)\n    _given.add(MESSAGE)",
+        "tests/unit/jit/test_environment.py",
+    ),
+]
+
+BUGS: Final = (*_NN, *_AVERAGING, *_IN_FILES, *_IN_JIT)

@@ -1,0 +1,152 @@
+"""Plant the bugs one after the other in a copy of the project, and tell which tests catch them.
+
+python -m tests.mutation.run                  # all, into docs/mutation.json and docs/mutation.md
+python -m tests.mutation.run --only schedules # those whose mechanism has the word
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import resource
+import runpy
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.mutation.planted import BUGS, Bug
+
+
+ROOT = Path(__file__).resolve().parents[2]
+FOUND = ROOT / "docs" / "mutation.json"
+# What pytest returns if a test has failed, or could not be collected.
+CAUGHT = (1, 2)
+MOST_MEMORY = 8 << 30
+
+
+def copied(folder: Path) -> Path:
+    """Copy the project, since a bug must never get into the working tree."""
+    names = ("src", "tests", "docs", "examples", "benchmarks")
+    ignored = shutil.ignore_patterns("__pycache__", "_build")
+    for name in names:
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for file in (*ROOT.glob("*.py"), *ROOT.glob("*.md"), *ROOT.glob("*.t*")):
+        shutil.copy(file, folder)
+    return folder
+
+
+def run_tests(folder: Path, *arguments: str, limit: float = math.inf) -> tuple[int, list[str]]:
+    """Run pytest on the copy; return its status, -9 after ``limit`` seconds, and the failed tests.
+
+    In a forked process, which has torch and pytest already: importing them takes longer than most tests.
+    """
+    report = folder / "report.txt"
+    child = os.fork()
+    if not child:
+        descriptor = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        # A bug may ask for more and more memory.
+        resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
+        os.chdir(folder)
+        places = [str(folder / "src"), str(folder)]
+        sys.path[:0] = places
+        os.environ.update(PYTHONPATH=os.pathsep.join(places), OMP_NUM_THREADS="1")
+        for name in [name for name in sys.modules if name.partition(".")[0] in {"modkit", "tests"}]:
+            del sys.modules[name]
+        status = 3
+        try:
+            status = int(pytest.main(["-q", "-rfE", "-p", "no:cacheprovider", *arguments]))
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    ends = time.monotonic() + limit
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        time.sleep(0.02)
+        if time.monotonic() > ends:
+            os.kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(ended[1])
+    text = report.read_text(encoding="utf-8", errors="replace")
+    return status, re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", text, re.MULTILINE)
+
+
+def caught_by(bug: Bug, folder: Path, *, quick: bool) -> str:
+    """Return the first test that fails with a bug, or an empty text."""
+    file = folder / "src" / "modkit" / bug.file
+    intact = file.read_text(encoding="utf-8")
+    if intact.count(bug.old) != 1:
+        raise ValueError(
+            f"{bug.file}: the text to replace stands there {intact.count(bug.old)} times"
+        )
+    file.write_text(intact.replace(bug.old, bug.new), encoding="utf-8")
+    try:
+        for paths in (bug.tests.split(),) if quick else (bug.tests.split(), []):
+            status, failed = run_tests(folder, "-x", *paths)
+            if status in CAUGHT and failed:
+                return failed[0]
+    finally:
+        file.write_text(intact, encoding="utf-8")
+    return ""
+
+
+def run(bugs: list[Bug], *, quick: bool) -> list[dict[str, str]]:
+    """Plant each bug in turn; return what there is to tell of it."""
+    rows: list[dict[str, str]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = copied(Path(name))
+        for bug in bugs:
+            test = caught_by(bug, folder, quick=quick)
+            rows.append({"file": bug.file, "mechanism": bug.mechanism, "caught by": test})
+            sys.stdout.write(f"{bug.file}: {bug.mechanism}: {test or 'MISSED'}\n")
+            sys.stdout.flush()
+        # What fails without a bug has caught nothing.
+        tests = {row["caught by"] for row in rows} - {""}
+        _, failed = run_tests(folder, *sorted(tests)) if tests else (0, [])
+        for row in rows:
+            if row["caught by"] in failed:
+                sys.stdout.write(f"{row['caught by']} fails without a bug\n")
+                row["caught by"] = ""
+    return rows
+
+
+def keep(**news: Any) -> None:
+    """Add to the committed report, and render its page."""
+    content = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
+    text = json.dumps({**content, **news}, indent=1, ensure_ascii=False)
+    FOUND.write_text(f"{text}\n", encoding="utf-8")
+    runpy.run_path(str(ROOT / "docs" / "render_mutation.py"), run_name="__main__")
+
+
+def today() -> dict[str, str]:
+    """Return the date of a run and the version of torch."""
+    day = datetime.now(timezone.utc).date().isoformat()
+    return {"date": day, "torch": torch.__version__.partition("+")[0]}
+
+
+def main() -> int:
+    """Run all bugs, or some; a bug that is missed makes it 1."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="word in the mechanism or the file; keeps the other rows")
+    parser.add_argument("--quick", action="store_true", help="run the named tests only")
+    given = parser.parse_args()
+    chosen = [bug for bug in BUGS if (given.only or "") in f"{bug.file}: {bug.mechanism}"]
+    rows = run(chosen, quick=given.quick)
+    known = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
+    found = {row["mechanism"]: row for row in known.get("planted", {}).get("bugs", []) + rows}
+    keep(planted={**today(), "bugs": [found[b.mechanism] for b in BUGS if b.mechanism in found]})
+    return int(not all(row["caught by"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
