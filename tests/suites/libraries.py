@@ -51,7 +51,6 @@ _TIMM = (
     *(
         "layers_pool",
         "layers_pos_embed",
-        "models",
         "multilabel",
         "optim",
         "prune",
