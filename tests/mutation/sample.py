@@ -109,7 +109,8 @@ def mutants_of(file: Path) -> list[Callable[[], str]]:
 
 
 def _replaced(module: cst.Module, old: cst.CSTNode, new: cst.CSTNode) -> str:
-    return cast("cst.Module", module.deep_replace(old, new)).code
+    code: str = cast("Any", module.deep_replace(old, new)).code
+    return code
 
 
 def difference(before: str, after: str) -> str:
