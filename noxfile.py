@@ -35,8 +35,25 @@ nox.options.default_venv_backend = "shared"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests", "lint", "typing"]
 
+# The oldest torch that modkit admits, the one of constraints.txt, and the newest.
+TORCH_RELEASES = ("2.8.0", "2.13.0", "2.15.0")
+
 # Most tensors of the tests are tiny: starting a second thread costs more than it saves.
-TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+# Modules are compiled, and their asserts rewritten, in the first run alone.
+TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+# One folder or file for each mechanism, of those that take seconds.
+SMOKE = (
+    *("tests/parity/test_smoke.py", "tests/parity/module_page", "tests/parity/hooks"),
+    *("tests/parity/fixes/test_load.py", "tests/parity/fast_inference/test_fold.py"),
+    *("tests/parity/averaging_page/test_averaging.py", "tests/parity/averaging_page/test_state.py"),
+    *("tests/unit/averaging/test_ema_update.py", "tests/unit/averaging/test_ema_swap.py"),
+    *("tests/unit/files/test_checkpoint_files.py", "tests/unit/files/test_atomic_write.py"),
+    *("tests/parity/jit/test_defects.py", "tests/unit/cli/test_cli.py"),
+    "tests/unit/cli/test_inspect.py",
+)
+# One process a core. A file stays in one process: the blocks of a page build on one another.
+IN_PARALLEL = ("-n", "auto", "--dist", "loadfile")
+TESTS_FAILED = 1
 NO_TESTS_COLLECTED = 5
 
 
@@ -66,9 +83,39 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests, and every code block of README, docs and docstrings."""
     install(session, "test", extras="[cli,demo]")
-    # One process a core. A file stays in one process: the blocks of a page build on one another.
-    in_parallel = ("-n", "auto", "--dist", "loadfile")
-    session.run("pytest", *in_parallel, *session.posargs, env=TEST_ENVIRONMENT)
+    session.run("pytest", *IN_PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
+
+
+def tests_on(torch: str) -> None:
+    """Add a session, in an environment of its own; `--force-python 3.13` picks another Python."""
+
+    @nox.session(name=f"tests(torch='{torch}')", default=False, venv_backend="uv|virtualenv")
+    def run(session: nox.Session) -> None:
+        """Run the tests on this release of torch, and put the figures into docs/compatibility.md."""
+        folder = Path(session.create_tmp())
+        results, constraints = folder / "results.xml", folder / "constraints.txt"
+        pins = CONSTRAINTS.read_text().splitlines()
+        constraints.write_text("\n".join(pin for pin in pins if not pin.startswith("torch==")))
+        if session.venv_backend != "none":
+            wanted = (*nox.project.dependency_groups(PYPROJECT, "test"), f"torch=={torch}")
+            session.install("--constraint", f"{constraints}", *wanted, "--editable", ".[cli,demo]")
+        arguments = (*IN_PARALLEL, f"--junitxml={results}", *session.posargs)
+        # Failures of the whole suite are recorded, too, and end the session after that.
+        codes = [0] if session.posargs else [0, TESTS_FAILED]
+        session.run("pytest", *arguments, env=TEST_ENVIRONMENT, success_codes=codes)
+        if not session.posargs:
+            session.run("python", "docs/render_compatibility.py", "--record", f"{results}")
+
+
+for release in TORCH_RELEASES:
+    tests_on(release)
+
+
+@nox.session(default=False)
+def smoke(session: nox.Session) -> None:
+    """Run the tests that find most in half a minute: modules, hooks, averages, files, jit, cli."""
+    install(session, "test", extras="[cli,demo]")
+    session.run("pytest", *IN_PARALLEL, *SMOKE, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(default=False)
@@ -90,6 +137,14 @@ def property_(session: nox.Session) -> None:
         env={**TEST_ENVIRONMENT, "HYPOTHESIS_PROFILE": "ci"},
         success_codes=[0, NO_TESTS_COLLECTED],
     )
+
+
+@nox.session(default=False)
+def lockstep(session: nox.Session) -> None:
+    """Run 2,000,000 random operations on torch and modkit; `-- --operations 50000 --seed 7` for others."""
+    install(session, "test", extras="[cli,demo]")
+    options = session.posargs or ["--report"]
+    session.run("python", "-m", "tests.property.long_run", *options, env=TEST_ENVIRONMENT)
 
 
 @nox.session(default=False)
@@ -143,6 +198,23 @@ def ecosystem(session: nox.Session) -> None:
     pages = [str(page) for page in ROOT.glob("docs/*.md") if "if(missing(" in page.read_text()]
     session.run("pytest", *folders, *pages, *session.posargs, env=TEST_ENVIRONMENT)
     session.run("pytest", "-m", "distributed", *folders, *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(default=False, venv_backend="virtualenv")
+def compat(session: nox.Session) -> None:
+    """Run `modkit compat` with this torch and on models of other libraries; write docs/compat.md."""
+    install(session, "test", "ecosystem", extras="[cli]")
+    session.run("python", "docs/render_compat.py", "--run", env=TEST_ENVIRONMENT)
+
+
+@nox.session(default=False, venv_backend="virtualenv", python="3.11")
+def suites(session: nox.Session) -> None:
+    """Run the suites of third-party libraries on torch and on modkit; `-- --only opacus` for one.
+
+    The report is in docs/suites.json and docs/suites.md.
+    """
+    install(session, "suites")
+    session.run("python", "-m", "tests.suites", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(default=False, venv_backend="virtualenv", python="3.11")

@@ -19,7 +19,8 @@ INTRODUCTION = """\
 
 The behaviour tests run on torch and on modkit, and both must pass. The tests listed here are the
 only exceptions: each is expected to fail on one of the two, and it is an error if it stops failing
-there. What is not listed is meant to be the same, and a difference is a bug.
+there. What is not listed is meant to be the same, and a difference is a bug. The cases of `modkit compat`
+run both with the installed torch, and require exactly the outcomes that are listed.
 
 What is said of modules holds for classes derived from `modkit.nn.Module`. The layers of `modkit.nn` are
 torch's own and do what torch's do. A class such as `class Linear(torch.nn.Linear, modkit.nn.Module)` has
@@ -41,8 +42,11 @@ def link(upstream: str) -> str:
 def entries(side: str) -> list[str]:
     """Render the differences that make tests fail on one side, each with all of its tests."""
     return [
-        f"- {row.reason} ({link(row.upstream)})\n"
-        + "\n".join(f"  - `{test}`" for test in row.tests)
+        f"- {row.reason} ({link(row.upstream)}{f'; torch{row.torch}' if row.torch else ''})\n"
+        + "\n".join(
+            [f"  - `{test}`" for test in row.tests]
+            + [f"  - `modkit compat`, {row.case}"] * bool(row.case)
+        )
         for row in ROWS
         if row.fails_on == side
     ]

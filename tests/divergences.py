@@ -4,38 +4,59 @@ A row names the tests that show the difference, by their ids without parameters'
 is the implementation for which these tests are strict xfails: ``"torch"`` where modkit fixes a defect of
 torch, ``"modkit"`` where torch does something that modkit does not, ``"lightzero"`` where networks of
 LightZero have defects that modkit's do not have. ``docs/parity.md`` is rendered from this table.
+The reasons of the behaviours that ``modkit compat`` runs stand there, in ``behaviours/differences.py``.
 """
 
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from packaging.specifiers import SpecifierSet
+
+from modkit.compat.behaviours import differences
+
 
 @dataclass(frozen=True)
 class Divergence:
-    """One observable difference, with the reason, where it is discussed, and its tests."""
+    """One observable difference, with the reason, where it is discussed, and its tests.
+
+    ``case`` is the behaviour of ``modkit compat`` that shows it, if there is one.
+    ``torch`` names the releases of torch that have it, as a requirement does; empty stands for all.
+    """
 
     fails_on: Literal["torch", "modkit", "lightzero"]
     reason: str
     upstream: str
     tests: tuple[str, ...]
+    case: str = ""
+    torch: str = ""
+
+    def applies_to(self, release: str) -> bool:
+        """Return True if a release of torch has the difference."""
+        return SpecifierSet(self.torch).contains(release, prereleases=True)
 
 
 def _row(
-    fails_on: Literal["torch", "modkit", "lightzero"], reason: str, upstream: str, *tests: str
+    fails_on: Literal["torch", "modkit", "lightzero"],
+    reason: str,
+    upstream: str,
+    *tests: str,
+    torch: str = "",
 ) -> Divergence:
-    return Divergence(fails_on, reason, upstream, tests)
+    return Divergence(fails_on, reason, upstream, tests, torch=torch)
 
 
-NO_ISSUE: Final = "no upstream issue"
-ISSUES: Final = "https://github.com/pytorch/pytorch/issues/"
+def _shown(case: str, *tests: str) -> Divergence:
+    found = differences.DIFFERENCES[case]
+    return Divergence("torch", found.reason, found.upstream, tests, case)
+
+
+NO_ISSUE: Final = differences.NO_ISSUE
+ISSUES: Final = differences.ISSUES
 PULLS: Final = "https://github.com/pytorch/pytorch/pull/"
 
 ROWS: Final = (
-    _row(
-        "torch",
-        "Torch deletes the old attribute before it validates the new value, so a refused assignment "
-        "loses it; modkit puts it back where it was.",
-        NO_ISSUE,
+    _shown(
+        "members: a refused assignment",
         "tests/parity/module/test_failed_assignment.py::test_a_name_that_parameters_cannot_have_leaves_the_plain_value",
         "tests/parity/module/test_failed_assignment.py::test_a_parameter_over_a_class_attribute_leaves_the_instance_value",
         "tests/parity/module/test_failed_assignment.py::test_a_parameter_with_history_leaves_the_old_member",
@@ -43,11 +64,8 @@ ROWS: Final = (
         "tests/parity/module/test_failed_assignment.py::test_a_refused_parameter_leaves_the_old_member",
         "tests/parity/module/test_failed_assignment.py::test_an_override_that_refuses_leaves_the_old_member",
     ),
-    _row(
-        "torch",
-        "In torch a state-dict, load or registration hook that removes itself while it runs raises "
-        '"OrderedDict mutated during iteration"; modkit runs over a snapshot.',
-        ISSUES + "60132",
+    _shown(
+        "state dict: a hook that removes itself",
         "tests/parity/hooks/test_removal_while_running.py::test_registration_hook_may_remove_itself_while_it_runs",
         "tests/parity/hooks/test_removal_while_running.py::test_state_hook_may_remove_itself_while_it_runs",
     ),
@@ -65,24 +83,16 @@ ROWS: Final = (
         NO_ISSUE,
         "tests/parity/hooks/test_removal_while_running.py::test_hook_removed_by_an_earlier_one_keeps_its_signature",
     ),
-    _row(
-        "torch",
-        "In torch `load_state_dict(sd, assign=True)` leaves its flag in `sd._metadata`, so a later "
-        "load of the same state dict replaces Parameter objects instead of copying into them.",
-        ISSUES + "188166",
+    _shown(
+        "loading: assign=True and the argument",
         "tests/parity/fixes/test_load.py::test_assign_leaves_nothing_behind_in_the_state_dict",
     ),
-    _row(
-        "torch",
-        "Torch says that all keys match although nobody loads those below a child that is None.",
-        "https://github.com/facebookresearch/fairseq2/pull/330",
+    _shown(
+        "loading: keys below a child that is None",
         "tests/parity/fixes/test_load.py::test_keys_below_a_child_that_is_none_are_unexpected",
     ),
-    _row(
-        "torch",
-        "A load that torch refuses has already written the entries before and after the bad one. "
-        "Where no hook or override takes part in loading, modkit checks all entries first.",
-        NO_ISSUE,
+    _shown(
+        "loading: a refused load",
         "tests/parity/fixes/test_load.py::test_a_refused_load_changes_nothing",
         "tests/parity/fixes/test_load.py::test_a_tensor_that_cannot_be_copied_changes_nothing",
         "tests/parity/fixes/test_load.py::test_a_refused_load_of_an_old_checkpoint_changes_nothing",
@@ -90,11 +100,8 @@ ROWS: Final = (
         "tests/parity/fixes/test_load.py::test_a_wrong_shape_changes_nothing_in_a_load_that_is_not_strict",
         "tests/parity/fixes/test_load.py::test_a_refused_assignment_of_a_checkpoint_changes_nothing",
     ),
-    _row(
-        "torch",
-        "In torch `load_state_dict(assign=True)` makes one Parameter per key, so tied parameters come "
-        "apart; modkit keeps those tied whose entries are the same data.",
-        NO_ISSUE,
+    _shown(
+        "loading: assign=True and tied parameters",
         "tests/parity/fixes/test_load.py::test_assign_keeps_tied_parameters_tied",
         "tests/parity/fixes/test_load.py::test_assign_keeps_tied_parameters_tied_on_the_meta_device",
     ),
@@ -132,6 +139,13 @@ ROWS: Final = (
         "tests/parity/module/test_classes.py::test_super_of_module_sets_plain_attributes",
     ),
     _row(
+        "modkit",
+        "A method that is assigned to `modkit.nn.Module` holds for classes that derive from it, not for "
+        "torch's layers. Assigned to `torch.nn.Module` it holds for both.",
+        NO_ISSUE,
+        "tests/parity/module/test_override_contract.py::test_a_method_set_on_module_holds_for_layers",
+    ),
+    _row(
         "torch",
         "In torch `module.save(file)` writes to a path that is the text of the file object; modkit "
         "writes to the file, and replaces a file at a path atomically.",
@@ -165,11 +179,8 @@ ROWS: Final = (
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_loaded_parameters_are_parameters",
     ),
-    _row(
-        "torch",
-        "Compiling makes all buffers persistent in torch, so states do not fit those of the eager "
-        "module. Modkit keeps the flag, in archives as the extra file `modkit.json`.",
-        ISSUES + "69250",
+    _shown(
+        "compile, export, fx, jit: buffers that are not persistent",
         "tests/parity/jit/test_defects.py::test_buffers_that_are_not_persistent_stay_out_of_the_state",
     ),
     _row(
@@ -329,12 +340,8 @@ ROWS: Final = (
         "tests/parity/fixes/test_swa_averaged_model.py::test_an_update_never_asks_for_a_value",
         "tests/parity/fixes/test_swa_averaged_model.py::test_an_update_is_one_graph_for_the_compiler",
     ),
-    _row(
-        "torch",
-        "With `use_buffers=True` torch averages integer and boolean buffers: values are truncated, "
-        "wrap around, or raise. In modkit they are copied. Integer parameters are averaged as in "
-        "torch.",
-        NO_ISSUE,
+    _shown(
+        "averages: integer buffers",
         "tests/parity/fixes/test_swa_averaged_model.py::test_buffers_without_fractions_are_copied",
         "tests/parity/fixes/test_swa_averaged_model.py::test_the_count_of_batches_is_that_of_the_model",
     ),
@@ -373,6 +380,7 @@ ROWS: Final = (
         "parameters were overwritten. Modkit leaves the average out.",
         NO_ISSUE,
         "tests/parity/fixes/test_swa_averaged_model.py::test_a_model_may_hold_its_average",
+        torch=">=2.10",
     ),
     _row(
         "torch",
@@ -417,11 +425,8 @@ ROWS: Final = (
         "tests/parity/fixes/test_swa_update_bn.py::test_a_failing_loader_leaves_every_module_as_it_was",
         "tests/parity/fixes/test_swa_update_bn.py::test_a_failing_model_leaves_every_module_as_it_was",
     ),
-    _row(
-        "torch",
-        "With an empty loader, torch's `update_bn` resets all statistics in silence; modkit raises a "
-        "ValueError and leaves them.",
-        NO_ISSUE,
+    _shown(
+        "averages: update_bn without batches",
         "tests/parity/fixes/test_swa_update_bn.py::test_an_empty_loader_is_an_error",
     ),
     _row(
@@ -530,11 +535,8 @@ ROWS: Final = (
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_latent_states_between_0_and_1",
     ),
-    _row(
-        "torch",
-        "The averaging functions of torch are closures, which pickle cannot find by name; those of "
-        "modkit pickle as a call of the function that made them, decay included.",
-        ISSUES + "95376",
+    _shown(
+        "averages: functions can be pickled",
         "tests/parity/averaging/test_averaging_functions.py::test_functions_can_be_pickled",
     ),
     _row(
@@ -564,11 +566,8 @@ ROWS: Final = (
         f"{NO_ISSUE}; dates from {PULLS}137403",
         "tests/parity/hooks/test_always_call.py::test_global_always_call_hook_with_kwargs_gets_them_after_an_error",
     ),
-    _row(
-        "torch",
-        "Once a module has had a full backward hook, torch refuses the other kind for ever, and the "
-        "other way round. In modkit the kind is free again when the last hook is removed.",
-        NO_ISSUE,
+    _shown(
+        "backward hooks: the other kind after removal",
         "tests/parity/hooks/test_registration.py::test_removing_the_last_backward_hook_frees_a_module_for_the_other_kind",
     ),
     _row(
@@ -594,12 +593,8 @@ ROWS: Final = (
         "tests/parity/fixes/test_state_dict_hooks.py::test_another_process_knows_which_hooks_are_public",
         "tests/parity/hooks/test_state_dict_hooks.py::test_public_registration_leaves_no_mark_on_the_function",
     ),
-    _row(
-        "torch",
-        "Torch takes every pair that a forward pre-hook with keyword arguments returns for args and "
-        "kwargs, and iterates over a tensor in the place of the args; modkit raises the documented "
-        "error. A list of args, which torch takes apart only without backward hooks, always works.",
-        NO_ISSUE,
+    _shown(
+        "forward hooks: a pre-hook with kwargs returns two numbers",
         "tests/parity/fixes/test_forward_pre_hooks.py::test_pre_hook_with_kwargs_that_returns_two_of_something_else_is_an_error",
         "tests/parity/fixes/test_forward_pre_hooks.py::test_pre_hook_with_kwargs_may_return_a_list_to_a_module_with_backward_hooks",
     ),
@@ -609,43 +604,81 @@ ROWS: Final = (
         "is only a pre-hook, which fires when it should.",
         ISSUES + "189093",
         "tests/parity/fixes/test_backward_hooks.py::test_pre_hook_alone_does_not_warn_without_input_gradients",
+        torch="<2.14",
+    ),
+    _row(
+        "modkit",
+        "A hook that a submodule gets after compiling runs by a recompilation; torch misses it unless "
+        "`torch._dynamo.config.skip_nnmodule_hook_guards` is False.",
+        NO_ISSUE,
+        "tests/integration/torch_compile/test_changes.py::test_a_later_hook_of_a_submodule_is_missed",
+        torch=">=2.14",
     ),
     _row(
         "torch",
-        "A full backward pre-hook may return a tensor, says its documentation, but torch takes its "
-        "rows for the gradients of several outputs.",
-        ISSUES + "102645",
+        "`modules()` takes no `remove_duplicate`.",
+        NO_ISSUE,
+        "tests/parity/module/test_traversal.py::test_modules",
+        torch="<2.11",
+    ),
+    _row(
+        "torch",
+        "An object with `__torch_function__` that is not a tensor cannot be a buffer.",
+        NO_ISSUE,
+        "tests/parity/module/test_registration.py::test_an_object_like_a_tensor_may_be_a_buffer",
+        torch="<2.9",
+    ),
+    _row(
+        "torch",
+        "Torch loads the first element of a longer vector into a scalar, and raises IndexError for an "
+        "empty one.",
+        NO_ISSUE,
+        "tests/parity/module/test_load_state_dict.py::test_only_one_element_loads_into_a_scalar",
+        torch="<2.10",
+    ),
+    _row(
+        "torch",
+        "The warning about complex modules names a line of torch, not the caller's.",
+        NO_ISSUE,
+        "tests/parity/module/test_conversion.py::test_casting_to_complex_warns_at_the_callers_line",
+        torch="<2.10",
+    ),
+    _row(
+        "torch",
+        "`get_ema_multi_avg_fn()` passes over integer tensors that have no partner.",
+        NO_ISSUE,
+        "tests/parity/averaging/test_averaging_functions.py::test_integers_of_unequal_number_are_refused",
+        torch="<2.10",
+    ),
+    _row(
+        "torch",
+        "A grouped average cannot have another dtype than the model.",
+        NO_ISSUE,
+        "tests/parity/averaging/test_update_pairs.py::test_float_average_of_a_half_model_keeps_its_precision",
+        torch="<2.10",
+    ),
+    _shown(
+        "backward hooks: a pre-hook returns a tensor",
         "tests/parity/fixes/test_backward_hooks.py::test_pre_hook_may_return_a_bare_tensor",
         "tests/parity/fixes/test_backward_hooks.py::test_pre_hook_that_returns_a_bare_tensor_for_two_outputs_is_an_error",
         "tests/integration/torch_compile/test_backward.py::test_pre_hook_may_return_a_bare_tensor_when_compiled",
     ),
-    _row(
-        "torch",
-        "With a full backward hook torch rebuilds every tuple as if it were a named one, so an output "
-        "whose class takes one iterable, those of torch.max and its like too, raises or falls apart.",
-        NO_ISSUE,
+    _shown(
+        "backward hooks: the output is that of torch.max",
         "tests/parity/fixes/test_backward_hooks.py::test_output_of_a_tuple_class_is_rebuilt",
         "tests/parity/fixes/test_backward_hooks.py::test_output_of_torchs_own_tuple_class_is_rebuilt",
         "tests/parity/hooks/test_wrapping.py::test_other_tuples_are_rebuilt_as_what_they_were",
     ),
-    _row(
-        "torch",
-        "Torch keeps the modules that a walk has met in a set, so modules that cannot be hashed, such "
-        "as dataclasses and mappings, raise, and those that compare equal are taken for one. Modkit "
-        "tells them apart by identity.",
-        ISSUES + "110959",
+    _shown(
+        "traversal: modules that compare equal",
         "tests/parity/fixes/test_hashing.py::test_modules_that_cannot_be_hashed_are_walked",
         "tests/parity/fixes/test_hashing.py::test_a_root_that_cannot_be_hashed_is_walked",
         "tests/parity/fixes/test_hashing.py::test_modules_that_compare_equal_are_both_walked",
         "tests/parity/fixes/test_hashing.py::test_a_memo_of_the_callers_is_filled_with_what_can_be_hashed",
         "tests/parity/fixes/test_hashing.py::test_an_override_passes_on_what_cannot_be_hashed",
     ),
-    _row(
-        "torch",
-        "Torch unties shared parameters where a conversion has to replace them, as `to_empty` and "
-        '`to("meta")` do, and unties shared buffers always; what is shared is converted once for each '
-        "place. In modkit it stays shared, and is converted once.",
-        "https://github.com/huggingface/transformers/pull/44471",
+    _shown(
+        "conversion: shared parameters to another device",
         "tests/parity/fixes/test_ties.py::test_a_parameter_that_is_replaced_stays_tied",
         "tests/parity/fixes/test_ties.py::test_a_parameter_that_is_overwritten_stays_tied",
         "tests/parity/fixes/test_ties.py::test_a_shared_module_is_replaced_once",
@@ -657,37 +690,24 @@ ROWS: Final = (
         "tests/parity/fixes/test_ties.py::test_ties_hold_across_an_override_with_a_function_of_its_own",
         "tests/parity/fixes/test_ties.py::test_ties_hold_in_recurrent_layers",
     ),
-    _row(
-        "torch",
-        "Torch asks for the memory format of images in volumes too, and the other way round, which "
-        "raises; modkit applies each format to tensors of its number of dimensions.",
-        ISSUES + "77821",
+    _shown(
+        "conversion: channels_last with volumes",
         "tests/parity/fixes/test_memory_format.py::test_channels_last_is_for_four_dimensions",
         "tests/parity/fixes/test_memory_format.py::test_channels_last_3d_is_for_five_dimensions",
         "tests/parity/fixes/test_memory_format.py::test_other_arguments_go_to_every_tensor",
         "tests/parity/fixes/test_memory_format.py::test_a_volume_network_computes_the_same_after_channels_last",
     ),
-    _row(
-        "torch",
-        "Torch stores whatever a registration hook returns, so a string may end up among the "
-        "parameters; modkit raises a TypeError that names the class, the name and the value.",
-        NO_ISSUE,
+    _shown(
+        "registration and global hooks: a hook returns text",
         "tests/parity/fixes/test_members.py::test_what_a_registration_hook_returns_is_checked",
         "tests/parity/fixes/test_members.py::test_a_refused_result_leaves_the_member_that_was_there",
     ),
-    _row(
-        "torch",
-        "Torch lets a parameter or a child take the name of a module's own state, such as `training`, "
-        "if it is assigned, and the module no longer works; registering it raises, and so does "
-        "assigning it in modkit.",
-        NO_ISSUE,
+    _shown(
+        "members: a reserved name",
         "tests/parity/fixes/test_members.py::test_names_of_the_modules_own_state_are_reserved",
     ),
-    _row(
-        "torch",
-        "`set_submodule` may replace a module or create one, but torch does not let it fill a name "
-        "that is None.",
-        ISSUES + "143441",
+    _shown(
+        "members: set_submodule() on None",
         "tests/parity/fixes/test_members.py::test_set_submodule_fills_a_name_that_is_none",
         "tests/parity/fixes/test_members.py::test_a_filled_place_keeps_its_order",
     ),
@@ -707,11 +727,8 @@ ROWS: Final = (
         "tests/parity/fixes/test_hook_threads.py::test_a_removal_during_a_call_leaves_no_hook_without_its_flag",
         "tests/parity/fixes/test_hook_threads.py::test_a_hook_that_comes_and_goes_during_a_call_has_its_flag",
     ),
-    _row(
-        "torch",
-        "On a module that contains itself torch runs into the recursion limit, and the error does not "
-        "say why; modkit's names the module, and is raised at once.",
-        NO_ISSUE,
+    _shown(
+        "traversal: a module that contains itself",
         "tests/parity/fixes/test_cycles.py::test_a_cycle_is_an_error_that_names_the_module",
         "tests/parity/fixes/test_cycles.py::test_a_module_that_is_its_own_child_is_named",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import collections.abc
+import contextlib
 import importlib
 import random
 import sys
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.modules.module as torch_module
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,18 @@ class Implementation:
         return self.name
 
 
+GLOBAL_TABLES = (
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_forward_hooks_always_called",
+    "_global_forward_hooks_with_kwargs",
+    "_global_buffer_registration_hooks",
+    "_global_module_registration_hooks",
+    "_global_parameter_registration_hooks",
+)
+
 TORCH = Implementation("torch")
 MODKIT = Implementation("modkit")
 
@@ -115,12 +129,17 @@ def seed_everything(seed: int = 0) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+_PLAIN = {str, int, bool, float, type(None)}
+
+
 def freeze(value: Any) -> Any:
     """Turn a value into plain data that compares bit by bit.
 
     Tensors become (kind, dtype, device, shape, stride-free bytes, requires_grad); modules become
     their repr and their frozen state; containers are frozen recursively.
     """
+    if type(value) in _PLAIN:
+        return (type(value).__name__, repr(value))
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             data: Any = "meta"
@@ -141,6 +160,8 @@ def freeze(value: Any) -> Any:
             data,
             value.requires_grad,
         )
+    if isinstance(value, torch.fx.Proxy):
+        return ("Proxy", repr(value))
     if isinstance(value, torch.nn.Module):
         return ("Module", type(value).__name__, repr(value), freeze(dict(value.state_dict())))
     if isinstance(value, collections.abc.Mapping):
@@ -175,3 +196,19 @@ def same(scenario: Callable[[Implementation], Any]) -> tuple[Any, ...]:
     actual = outcome(scenario, MODKIT)
     assert expected == actual
     return expected
+
+
+@contextlib.contextmanager
+def clean_global_hooks() -> Iterator[None]:
+    """Empty torch's global tables on exit, and forget which kind of backward hook was in use.
+
+    Torch's own `remove()` leaves the kind mark set, so removing the handles alone would leak it.
+    """
+    for name in GLOBAL_TABLES:
+        assert not getattr(torch_module, name), f"{name} was not empty on entry"
+    try:
+        yield
+    finally:
+        for name in GLOBAL_TABLES:
+            getattr(torch_module, name).clear()
+        torch_module._global_is_full_backward_hook = None

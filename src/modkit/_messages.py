@@ -1,35 +1,41 @@
-"""Messages that are long or used more than once. Their texts equal torch's word for word.
+"""Messages that are long or used more than once. Texts that torch has too are equal word for word.
 
 Where torch's text does not help, the help goes into a note, so that the text stays the same.
 """
 
 import sys
+from collections.abc import Iterator
+from types import CodeType
 from typing import Final
 
+from modkit._upstream import original_methods
 
-MSG_MIXED_BACKWARD_HOOKS: Final = (
-    "Cannot use both regular backward hooks and full backward hooks on a "
-    "single Module. Please use only one of them."
+
+def _texts(code: CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _texts(constant)
+
+
+def _of_torch(method: str, start: str) -> str:
+    """Return what a method of the installed torch says, by its first words; empty if it says nothing."""
+    code = getattr(original_methods[method], "__code__", None)
+    return next((text for text in _texts(code) if text.startswith(start)), "") if code else ""
+
+
+MSG_MIXED_BACKWARD_HOOKS: Final = _of_torch("register_full_backward_hook", "Cannot use both")
+
+MSG_PUBLIC_STATE_DICT_HOOK: Final = _of_torch(
+    "_register_state_dict_hook", "Cannot register the same"
 )
 
-MSG_PUBLIC_STATE_DICT_HOOK: Final = (
-    "Cannot register the same function as the state dict post hook that was "
-    "previously registered via register_state_dict_post_hook"
-)
+MSG_STATE_DICT_POSITIONAL: Final = _of_torch("state_dict", "Positional args")
 
-MSG_STATE_DICT_POSITIONAL: Final = (
-    "Positional args are being deprecated, use kwargs instead. Refer to "
-    "https://pytorch.org/docs/main/generated/torch.nn.Module.html#torch.nn.Module.state_dict"
-    " for details."
-)
+MSG_STATE_DICT_HOOK_RETURN: Final = _of_torch("state_dict", "state_dict post-hook")
 
-MSG_STATE_DICT_HOOK_RETURN: Final = "state_dict post-hook must return None"
-
-MSG_LOAD_POST_HOOK_RETURN: Final = (
-    "Hooks registered with ``register_load_state_dict_post_hook`` are not "
-    "expected to return new values, if incompatible_keys need to be modified, "
-    "it should be done inplace."
-)
+MSG_LOAD_POST_HOOK_RETURN: Final = _of_torch("load_state_dict", "Hooks registered")
 
 MSG_META_COPY: Final = (
     "for {key}: copying from a non-meta parameter in the checkpoint to a meta "
@@ -61,23 +67,22 @@ MSG_LOAD_FAILED: Final = (
     "an exception occurred : {reason}."
 )
 
-MSG_COMPLEX_MODULE: Final = (
-    "Complex modules are a new feature under active development whose design may change, "
-    "and some modules might not work as expected when using complex tensors as parameters or "
-    "buffers. Please file an issue at "
-    "https://github.com/pytorch/pytorch/issues/new?template=bug-report.yml "
-    "if a complex module does not work as expected."
-)
+MSG_COMPLEX_MODULE: Final = _of_torch("to", "Complex modules")
 
 MSG_TO_DTYPE: Final = (
     "nn.Module.to only accepts floating point or complex dtypes, but got desired dtype={dtype}"
 )
 
+MSG_APPLY_NOT_A_PARAMETER: Final = _of_torch("_apply", "param must be a Parameter")
+MSG_APPLY_PARAMETER_NOT_LEAF: Final = _of_torch("_apply", "param must be a leaf")
+MSG_APPLY_NO_GRADIENT: Final = _of_torch("_apply", "out_param.grad must")
+MSG_APPLY_GRADIENT_NOT_LEAF: Final = _of_torch("_apply", "param_grad must")
+
 META_COPY_REFUSED: Final = "Cannot copy out of meta tensor; no data!"
 
 MSG_USE_TO_EMPTY: Final = (
-    "{error} Please use torch.nn.Module.to_empty() instead of torch.nn.Module.to() "
-    "when moving module from meta to a different device."
+    "{refused} Please use torch.nn.Module.to_empty() instead of torch.nn.Module.to() "
+    "when moving module from meta to a different device.{details}"
 )
 
 MSG_PRE_HOOK_RESULT: Final = (
@@ -116,12 +121,7 @@ MSG_ALWAYS_CALL_SILENCED: Final = (
     "that was silenced as another error was raised in forward: {error}"
 )
 
-MSG_BUFFER_NOT_PERSISTENT: Final = (
-    "Registering a non-persistent buffer "
-    "on a Module subclass that implements "
-    "register_buffer() without the persistent "
-    "argument is not allowed."
-)
+MSG_BUFFER_NOT_PERSISTENT: Final = _of_torch("__setattr__", "Registering a non-persistent")
 
 MSG_PARAMETER_NOT_LEAF: Final = (
     "Cannot assign non-leaf Tensor to parameter '{name}'. Model "

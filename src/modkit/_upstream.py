@@ -1,6 +1,14 @@
 """The only file that names private parts of torch, each with the reason it is needed.
 
-Checked against torch 2.8 to 2.13.
+The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, and those of
+``modkit/jit/_upstream.py``, except:
+
+| name | in torch | in other releases |
+|---|---|---|
+| ``FSDPState._fsdp_param_groups`` | since 2.12 | ``_fsdp_param_group``: one, or None |
+| ``DataParallelMeshInfo.is_spmd_mesh`` | since 2.12 | False |
+| ``import_ir_module`` | builds that read TorchScript | ``jit.load`` refuses |
+| ``torch.jit._script._magic_methods`` | unless ``PYTORCH_JIT=0`` | empty |
 
 - ``get_tracing_state`` is truthy while ``torch.jit.trace`` runs; the scopes of its graph come from
   ``_slow_forward``. No public function tells so without importing ``torch.jit``. ``is_tracing`` tells
@@ -14,7 +22,7 @@ Checked against torch 2.8 to 2.13.
   compare types, so loading returns torch's class and uses torch's key.
 - ``WrappedHook`` holds its module weakly; spectral_norm and others look for the class.
 - ``foreach_*``: one launch for a list of tensors; torch's averages use the same kernels, and so
-  get the same bits.
+  get the same bits. ``foreach_devices`` names the devices where they are fused.
 - ``tensor_guard`` is what dynamo asks before it runs compiled code: whether tensors are as they were,
   in a loop in C++. Python would need longer to ask than an update of an average takes.
 - ``BatchNormBase`` is the base of every batch normalization layer, users' own included.
@@ -55,6 +63,7 @@ from torch.nn.modules.module import (
     _WrappedHook as WrappedHook,
 )
 from torch.overrides import has_torch_function_variadic as has_torch_function
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as foreach_devices
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_wrapper_subclass
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
@@ -73,6 +82,7 @@ __all__ = [
     "foreach_add_",
     "foreach_addcdiv_",
     "foreach_copy_",
+    "foreach_devices",
     "foreach_lerp_",
     "foreach_norm",
     "foreach_sub",
@@ -184,9 +194,8 @@ def skip_frame(function: FunctionT) -> FunctionT:
     object does the same for ours; inside of compiled code it is inlined all the same.
     """
     frames = cast("Any", torch._C)._dynamo.eval_frame
-    if hasattr(frames, "set_code_exec_strategy"):
-        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-        frames.set_code_exec_strategy(function.__code__, strategy)
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, strategy)
     return function
 
 

@@ -11,23 +11,15 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import connection, get_all_start_methods, get_context
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.processes import context
 
-# Processes are forked from one that has these already: each would need seconds for them.
-PRELOADED = [
-    "torch",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.debug",
-    "torch.distributed.tensor.parallel",
-    "modkit",
-]
 
 # How long the others go on after one process has failed, and how long they may take to start.
 GRACE = 5.0
@@ -77,12 +69,8 @@ def launch(
     """
     place = folder / "launched"
     place.mkdir(parents=True)
-    forkserver = "forkserver" in get_all_start_methods()
-    context = get_context("forkserver" if forkserver else "spawn")
-    if forkserver:
-        context.set_forkserver_preload(PRELOADED)
     processes = [
-        context.Process(
+        context().Process(
             target=_run,
             args=(rank, ranks, place, limit, timeout, function, args),
             daemon=True,

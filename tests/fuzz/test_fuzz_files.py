@@ -4,12 +4,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.fuzz import fuzz_files
 from tests.fuzz.fuzz_files import Fault, faults_of
 from tests.fuzz.mutations import CHECKED, UNCHECKED, Case, case, seeds
 
 
-@pytest.mark.parametrize("start", range(0, 300, 60))
+@for_each("start", range(0, 300, 60))
 def test_damaged_files(start: int) -> None:
     """Each is refused with FileError, or read as torch reads it; `nox -s fuzz` reads many more."""
     faults: list[Fault] = []

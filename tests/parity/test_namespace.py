@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import modkit.nn
+from tests.cases import for_each
 
 
 VIEWS = ("nn", "nn.modules", "nn.modules.module")
@@ -56,7 +57,7 @@ def test_every_name_of_the_views_is_torchs_own_object(view: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", submodules())
+@for_each("name", submodules())
 def test_every_module_below_is_torchs_own(name: str) -> None:
     """A module imported by modkit's name is torch's module, whether or not it was loaded before."""
     mine = importlib.import_module(name.replace("torch", "modkit", 1))
@@ -147,7 +148,7 @@ def test_star_import_gives_torch_names(library):
     assert bound == ["True"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "statement",
     [
         "import {0}.nn.functional as F; F.relu",

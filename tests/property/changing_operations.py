@@ -1,18 +1,21 @@
 """Operations that change the tree while it is walked, or a single instance's methods."""
 
+import types
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 
-from tests.property.nodes import LOG, summary
+from tests.property import choices
+from tests.property.node_tools import LOG, summary
 from tests.property.observation import Ordinals
 from tests.property.operations import operation
 from tests.property.trees import valid_names
 
 
-CHANGES = st.sampled_from(["add child", "add parameter", "add buffer", "delete", "replace child"])
-WALKS = st.sampled_from(
+CHANGES = choices.sampled_from(
+    ["add child", "add parameter", "add buffer", "delete", "replace child"]
+)
+WALKS = choices.sampled_from(
     ["modules", "children", "named_modules", "parameters", "named_parameters", "named_buffers"]
 )
 
@@ -37,7 +40,7 @@ def change_structure(side: Any, module: Any, change: str, name: str) -> None:
             module._modules[key] = side.impl.nn.Tanh()
 
 
-@operation(WALKS, st.integers(0, 6), CHANGES, valid_names, st.integers(0, 9))
+@operation(WALKS, choices.integers(0, 6), CHANGES, valid_names, choices.integers(0, 9))
 def walk_while_changing(
     side: Any, module: Any, method: str, steps: int, change: str, name: str, number: int
 ) -> Any:
@@ -53,7 +56,7 @@ def walk_while_changing(
     return found
 
 
-@operation(CHANGES, valid_names, st.booleans())
+@operation(CHANGES, valid_names, choices.booleans())
 def apply_while_changing(side: Any, module: Any, change: str, name: str, inner: bool) -> list[str]:
     """Change modules from inside `apply`, those of one kind or all with children."""
     visited: list[str] = []
@@ -68,7 +71,7 @@ def apply_while_changing(side: Any, module: Any, change: str, name: str, inner: 
 
 
 @operation(
-    st.sampled_from(
+    choices.sampled_from(
         [
             "forward",
             "train",
@@ -89,19 +92,18 @@ def apply_while_changing(side: Any, module: Any, change: str, name: str, inner: 
     )
 )
 def override_on_instance(side: Any, module: Any, method: str) -> None:
-    """Put a function that logs and passes on into one module's instance dictionary."""
-    original = getattr(module, method)
+    """Put a method that logs and passes on into one module's instance dictionary; copies have theirs."""
 
-    def logging(*args: Any, **kwargs: Any) -> Any:
+    def logging(self: Any, *args: Any, **kwargs: Any) -> Any:
         keywords = [(name, summary(value)) for name, value in kwargs.items()]
         told = [*args[:3], None, *args[4:]] if method == "_load_from_state_dict" else args
         LOG.append((f"own {method}", [summary(value) for value in told], keywords))
-        return original(*args, **kwargs)
+        return getattr(type(self), method)(self, *args, **kwargs)
 
-    setattr(module, method, logging)
+    setattr(module, method, types.MethodType(logging, module))
 
 
-@operation(st.sampled_from(["parameters", "modules", "named_parameters"]))
+@operation(choices.sampled_from(["parameters", "modules", "named_parameters"]))
 def walk_twice_at_once(side: Any, module: Any, method: str) -> list[Any]:
     """Two walks that take turns do not disturb each other."""
     ordinals = Ordinals()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tests.helpers import freeze
-from tests.property.nodes import LOG
+from tests.property.node_tools import LOG
 
 
 @dataclass(eq=False)
@@ -46,6 +46,8 @@ class Hook:
         self._note(type(module).__name__, grad_input, grad_output)
         return tuple(g if g is None else g + 1 for g in grad_input) if self.changes else None
 
+    _old_backward = _backward
+
     def _state_dict_pre(self, module: Any, prefix: str, keep_vars: bool) -> None:
         self._note(type(module).__name__, prefix, keep_vars)
 
@@ -77,6 +79,7 @@ REGISTRARS = {
     "forward": "register_forward_hook",
     "backward_pre": "register_full_backward_pre_hook",
     "backward": "register_full_backward_hook",
+    "old_backward": "register_backward_hook",
     "state_dict_pre": "register_state_dict_pre_hook",
     "state_dict_post": "register_state_dict_post_hook",
     "load_pre": "register_load_state_dict_pre_hook",

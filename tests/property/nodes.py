@@ -6,9 +6,9 @@ that pickle finds both under the same names.
 
 from typing import Any
 
-import torch
-
 from tests.helpers import Implementation
+from tests.property.mixed_nodes import define_mixed
+from tests.property.node_tools import LOG, override
 
 
 # Containers that are not called themselves: their children are, in order.
@@ -49,9 +49,6 @@ OVERRIDDEN = (
     "_call_impl",
     "_get_backward_hooks",
 )
-
-# Where hooks and overrides of the side that runs at the moment write to.
-LOG: list[Any] = []
 
 
 def define_classes(impl: Implementation, home: str) -> dict[str, type]:
@@ -111,38 +108,11 @@ def define_classes(impl: Implementation, home: str) -> dict[str, type]:
     classes = {"Node": Node, "Counting": Counting, "Reader": Reader, "Forwarding": Forwarding}
     for method in OVERRIDDEN:
         classes[f"Overrides{method}"] = override(Node, method)
+    classes.update(define_mixed(impl, Node))
     for name, defined in classes.items():
         defined.__module__ = home
         defined.__name__ = defined.__qualname__ = name
     return classes
-
-
-def override(base: type, method: str) -> type:
-    """Make a subclass whose method logs its arguments and passes them on."""
-
-    def logging(self: Any, *args: Any, **kwargs: Any) -> Any:
-        keywords = [(name, summary(value)) for name, value in kwargs.items()]
-        # Which `strict` an override is told is a listed difference.
-        told = [*args[:3], None, *args[4:]] if method == "_load_from_state_dict" else args
-        LOG.append((method, [summary(value) for value in told], keywords))
-        return getattr(super(overriding, self), method)(*args, **kwargs)
-
-    overriding = type("Overriding", (base,), {method: logging})
-    return overriding
-
-
-def summary(value: Any) -> Any:
-    """Describe an argument so that it compares between the implementations."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, torch.nn.Module):
-        return type(value).__name__
-    if callable(value):
-        return "callable"
-    for kind in (list, set, dict):
-        if isinstance(value, kind):
-            return kind.__name__, len(value)
-    return type(value).__name__
 
 
 def pass_through(children: Any, x: Any) -> Any:

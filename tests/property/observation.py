@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from tests.helpers import freeze
 
@@ -92,17 +93,31 @@ def describe(module: torch.nn.Module, ordinals: Ordinals) -> dict[str, Any]:
         "hooks": [describe_hooks(getattr(module, name)) for name in HOOK_TABLES],
         "flags": [describe_flags(module, name) for name in FLAG_TABLES],
         "attributes": [
-            (name, ordinals.of(value) if isinstance(value, torch.nn.Module) else freeze(value))
+            (name, describe_attribute(value, ordinals))
             for name, value in module.__dict__.items()
             if name not in UNCOMPARED
         ],
     }
 
 
+def describe_attribute(value: Any, ordinals: Ordinals) -> Any:
+    """Describe a plain attribute; modules compare by their place in the tree."""
+    if isinstance(value, torch.nn.Module):
+        return ordinals.of(value)
+    if isinstance(value, list) and any(isinstance(item, torch.nn.Module) for item in value):
+        return [describe_attribute(item, ordinals) for item in value]
+    if isinstance(value, torch.Tensor) and is_lazy(value):
+        return type(value).__name__
+    origin = getattr(value, "__origin__", None)
+    return freeze(value if origin is None else origin)
+
+
 def describe_tensor(value: Any, ordinals: Ordinals) -> Any:
     """Describe a member: its identity, bits, gradient and place in the autograd graph."""
     if not isinstance(value, torch.Tensor):
         return freeze(value)
+    if is_lazy(value):
+        return ordinals.of(value), type(value).__name__, value.dtype, value.requires_grad
     return (
         ordinals.of(value),
         freeze(value),
@@ -114,15 +129,56 @@ def describe_tensor(value: Any, ordinals: Ordinals) -> Any:
 
 def describe_hooks(table: Any) -> tuple[str, list[int | str]]:
     """Describe a hook table by the ordinals of its hooks, those of torch by their class."""
+    if not table:
+        return type(table).__name__, []
     hooks = [getattr(hook, "hook", hook) for hook in table.values()]
     return type(table).__name__, [getattr(hook, "ordinal", type(hook).__name__) for hook in hooks]
 
 
 def describe_flags(module: torch.nn.Module, name: str) -> list[int]:
     """Tell which positions of the hook table a flag is set for."""
+    if not getattr(module, name):
+        return []
     table = "_forward_pre_hooks" if "pre" in name else "_forward_hooks"
     return [
         position
         for position, key in enumerate(getattr(module, table))
         if key in getattr(module, name)
     ]
+
+
+class Glances:
+    """A quick look at a tree; the values of a tensor are read again if its version is another."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, tuple[torch.Tensor, Any, Any]] = {}
+
+    def of(self, root: torch.nn.Module) -> list[Any]:
+        """Describe structure and values: names, identities, hooks and attributes by number."""
+        ordinals = Ordinals()
+        return [self._describe(module, ordinals) for module in distinct_modules(root)]
+
+    def _describe(self, module: torch.nn.Module, ordinals: Ordinals) -> Any:
+        state = module.__dict__
+        tensors = (*module._parameters.items(), *module._buffers.items())
+        return (
+            type(module).__name__,
+            ordinals.of(module),
+            [(name, self._tensor(value), ordinals.of(value)) for name, value in tensors],
+            [
+                (name, None if child is None else ordinals.of(child))
+                for name, child in module._modules.items()
+            ],
+            [len(state[table]) for table in HOOK_TABLES if table in state],
+            state.get("training"),
+            len(state),
+        )
+
+    def _tensor(self, tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor) or is_lazy(tensor) or tensor.is_inference():
+            return type(tensor).__name__
+        key = tensor._version, tensor.data_ptr() if not tensor.is_meta else 0, tensor.dtype
+        known = self._tensors.get(id(tensor))
+        if known is None or known[0] is not tensor or known[1] != key:
+            known = self._tensors[id(tensor)] = (tensor, key, freeze(tensor))
+        return known[2], tensor.requires_grad, tensor.grad is None

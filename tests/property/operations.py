@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 
-from tests.property.observation import positions
+from tests.property import choices
+from tests.property.observation import distinct_modules, positions
 from tests.property.trees import (
     ODD_NAMES,
     Builder,
@@ -38,7 +38,7 @@ class Kind:
     """How one kind of operation runs, and how its arguments are drawn."""
 
     function: Callable[..., Any]
-    arguments: tuple[st.SearchStrategy[Any], ...]
+    arguments: tuple[choices.Choice[Any], ...]
 
     def run(self, side: Any, operation: Operation) -> Any:
         """Run the operation on the side's module with the number."""
@@ -48,7 +48,7 @@ class Kind:
 OPERATIONS: dict[str, Kind] = {}
 
 
-def operation(*arguments: st.SearchStrategy[Any]) -> Callable[..., Any]:
+def operation(*arguments: choices.Choice[Any]) -> Callable[..., Any]:
     """Enter the function into the table of operations, with the strategies of its arguments."""
 
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,19 +62,24 @@ def operation(*arguments: st.SearchStrategy[Any]) -> Callable[..., Any]:
 FAVOURED = ["call", "call", "add_hooks", "add_hooks", "load_state_dict", "state_dict", "walk"]
 
 
-def drawn(kinds: list[str] | None = None) -> st.SearchStrategy[Operation]:
-    """Draw an operation of one of the kinds, by default of any."""
-    return st.one_of(
-        [
-            st.builds(
-                Operation,
-                st.just(kind),
-                st.just(0) | st.integers(0, 9),
-                st.tuples(*OPERATIONS[kind].arguments),
-            )
-            for kind in (kinds or [*sorted(OPERATIONS), *FAVOURED])
-        ]
+def of_kind(kind: str, table: dict[str, Kind] = OPERATIONS) -> choices.Choice[Operation]:
+    """Draw an operation of one kind."""
+    return choices.builds(
+        Operation,
+        choices.just(kind),
+        choices.just(0) | choices.integers(0, 9),
+        choices.tuples(*table[kind].arguments),
     )
+
+
+def drawn(kinds: list[str] | None = None) -> choices.Choice[Operation]:
+    """Draw an operation of one of the kinds, by default of any."""
+    return choices.one_of(*map(of_kind, kinds or [*sorted(OPERATIONS), *FAVOURED]))
+
+
+def sequences(kinds: choices.Choice[Operation], least: int, most: int) -> Any:
+    """Return the strategy of Hypothesis for a sequence of operations."""
+    return choices.lists(kinds, min_size=least, max_size=most).strategy()
 
 
 def members_of(module: Any) -> set[str]:
@@ -99,34 +104,46 @@ def is_tied(side: Any) -> bool:
     return len(found) != len(set(found))
 
 
+def refuse_tied_buffers(side: Any) -> None:
+    """Skip a conversion that torch unties buffers by."""
+    found = [
+        id(buffer)
+        for module in distinct_modules(side.model)
+        for buffer in module._buffers.values()
+        if buffer is not None
+    ]
+    if len(found) != len(set(found)):
+        raise Skipped
+
+
 def is_shared(side: Any) -> bool:
     """Tell whether a module stands in more than one place of the tree."""
     found = [id(module) for _, module in positions(side.model)]
     return len(found) != len(set(found))
 
 
-@operation(all_names, st.none() | tensors)
+@operation(all_names, choices.none() | tensors)
 def register_parameter(side: Any, module: Any, name: str, spec: Any) -> None:
     """Register a parameter, or reserve its name."""
     module.register_parameter(name, Builder(side.impl).parameter(spec))
 
 
-@operation(all_names, st.none() | tensors, st.booleans())
+@operation(all_names, choices.none() | tensors, choices.booleans())
 def register_buffer(side: Any, module: Any, name: str, spec: Any, persistent: bool) -> None:
     """Register a buffer, or reserve its name."""
     module.register_buffer(name, None if spec is None else spec.build(), persistent=persistent)
 
 
-@operation(all_names, st.none() | layers | modules(1), st.booleans())
+@operation(all_names, choices.none() | layers | modules(1), choices.booleans())
 def add_module(side: Any, module: Any, name: str, spec: Any, alias: bool) -> None:
     """Register a child, or reserve its name."""
     (module.register_module if alias else module.add_module)(name, Builder(side.impl).module(spec))
 
 
 @operation(
-    st.sampled_from(["register_parameter", "register_buffer", "add_module"]),
-    st.sampled_from(["a", 5, None]),
-    st.sampled_from(["text", 5, [1], torch.float32]),
+    choices.sampled_from(["register_parameter", "register_buffer", "add_module"]),
+    choices.sampled_from(["a", 5, None]),
+    choices.sampled_from(["text", 5, [1], torch.float32]),
 )
 def register_wrong_thing(side: Any, module: Any, method: str, name: Any, value: Any) -> None:
     """Register something that is refused, under a name that may be refused too."""
@@ -140,7 +157,7 @@ def assign_parameter(side: Any, module: Any, name: str, spec: Any) -> None:
     setattr(module, name, Builder(side.impl).parameter(spec))
 
 
-@operation(all_names, tensors, st.booleans())
+@operation(all_names, tensors, choices.booleans())
 def assign_buffer(side: Any, module: Any, name: str, spec: Any, persistent: bool) -> None:
     """Assign an nn.Buffer."""
     setattr(module, name, side.impl.nn.Buffer(spec.build(), persistent=persistent))
@@ -164,7 +181,7 @@ def assign_plain(side: Any, module: Any, name: str, value: Any) -> None:
     setattr(module, name, value)
 
 
-@operation(all_names, st.integers(0, 9))
+@operation(all_names, choices.integers(0, 9))
 def tie(side: Any, module: Any, name: str, number: int) -> None:
     """Assign a parameter that exists already."""
     refuse_destructive_assignment(module, name)
@@ -173,11 +190,11 @@ def tie(side: Any, module: Any, name: str, number: int) -> None:
         setattr(module, name, existing[number % len(existing)])
 
 
-@operation(all_names, st.integers(0, 9))
+@operation(all_names, choices.integers(0, 9))
 def share(side: Any, module: Any, name: str, number: int) -> None:
     """Assign a module of the tree as another module's child, unless that makes a cycle."""
     existing = side.target(number)
-    if any(place is module for _, place in positions(existing)):
+    if any(place._modules is module._modules for _, place in positions(existing)):
         raise Skipped
     setattr(module, name, existing)
 
@@ -188,7 +205,7 @@ def delete(side: Any, module: Any, name: str) -> None:
     delattr(module, name)
 
 
-@operation(st.integers(0, 9))
+@operation(choices.integers(0, 9))
 def delete_existing(side: Any, module: Any, number: int) -> str | None:
     """Delete one of the members that there are."""
     names = [*module._parameters, *module._buffers, *module._modules]
@@ -213,7 +230,10 @@ def list_attributes(side: Any, module: Any) -> list[str]:
 
 
 @operation(
-    st.sampled_from(["_parameters", "_buffers", "_modules"]), valid_names, tensors, st.booleans()
+    choices.sampled_from(["_parameters", "_buffers", "_modules"]),
+    valid_names,
+    tensors,
+    choices.booleans(),
 )
 def write_table(side: Any, module: Any, table: str, name: str, spec: Any, remove: bool) -> None:
     """Write into a table of members directly, as functional_call and FSDP do."""
@@ -230,7 +250,7 @@ def write_table(side: Any, module: Any, table: str, name: str, spec: Any, remove
         )
 
 
-@operation(st.sampled_from(["_parameters", "_buffers", "_modules"]))
+@operation(choices.sampled_from(["_parameters", "_buffers", "_modules"]))
 def replace_table(side: Any, module: Any, table: str) -> None:
     """Assign a whole table, as DataParallel and accelerate do."""
     setattr(module, table, dict(getattr(module, table)))

@@ -3,24 +3,25 @@
 import collections
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
-from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.property import choices
 from tests.property.hook_objects import GLOBAL_REGISTRARS, Hook
-from tests.property.nodes import LOG
+from tests.property.node_tools import LOG
 from tests.property.operations import Kind, Skipped
+from tests.property.worlds import patched
 
 
 SCOPED: dict[str, Kind] = {}
 
 
-def scoped(*arguments: st.SearchStrategy[Any]) -> Callable[..., Any]:
+def scoped(*arguments: choices.Choice[Any]) -> Callable[..., Any]:
     """Enter the function into the table of this file, with the strategies of its arguments."""
 
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,11 +56,11 @@ class NotedOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-SHAPES: Final = st.sampled_from(["own"] * 20 + ["one", "none", "wrong", "scalar", "flat"])
-DTYPES: Final = st.sampled_from(
+SHAPES: Final = choices.sampled_from(["own"] * 20 + ["one", "none", "wrong", "scalar", "flat"])
+DTYPES: Final = choices.sampled_from(
     [torch.float32] * 16 + [torch.float64, torch.float16, torch.int64, torch.bfloat16]
 )
-KEYWORDS: Final = st.sampled_from([{}] * 12 + [{"scale": 2.0}, {"unknown": 1}])
+KEYWORDS: Final = choices.sampled_from([{}] * 12 + [{"scale": 2.0}, {"unknown": 1}])
 MODES: Final[dict[str, Callable[[], Any]]] = {
     "plain": nullcontext,
     "no_grad": torch.no_grad,
@@ -69,7 +70,7 @@ MODES: Final[dict[str, Callable[[], Any]]] = {
     "operators": NotedOperators,
     "without mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
 }
-MODE_NAMES: Final = st.sampled_from(["plain"] * 4 + ["no_grad"] * 2 + sorted(MODES))
+MODE_NAMES: Final = choices.sampled_from(["plain"] * 4 + ["no_grad"] * 2 + sorted(MODES))
 
 
 def make_input(side: Any, choice: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -101,7 +102,7 @@ def result_of(who: Any, x: Any, kwargs: Any) -> Any:
     return output, x.grad, output is given, output.stride(), type(output).__name__, kind, given
 
 
-@scoped(SHAPES, DTYPES, KEYWORDS, MODE_NAMES, st.booleans())
+@scoped(SHAPES, DTYPES, KEYWORDS, MODE_NAMES, choices.booleans())
 def call_in_mode(
     side: Any, module: Any, shape: str, dtype: Any, kwargs: Any, mode: str, inner: bool
 ) -> Any:
@@ -111,7 +112,11 @@ def call_in_mode(
         return result_of(module if inner else side.model, x, kwargs)
 
 
-@scoped(st.lists(st.sampled_from(sorted(GLOBAL_REGISTRARS)), min_size=1, max_size=2, unique=True))
+@scoped(
+    choices.lists(
+        choices.sampled_from(sorted(GLOBAL_REGISTRARS)), min_size=1, max_size=2, unique=True
+    )
+)
 def call_with_global_hooks(side: Any, module: Any, kinds: Any) -> Any:
     """Call the root under hooks for all modules."""
     handles = [
@@ -142,7 +147,7 @@ def call_channels_last(side: Any, module: Any) -> Any:
     return result_of(side.model, x, {})
 
 
-@scoped(st.integers(1, 3))
+@scoped(choices.integers(1, 3))
 def call_in_threads(side: Any, module: Any, count: int) -> Any:
     """Call the root in threads, one after the other."""
     found: list[Any] = []
@@ -160,7 +165,7 @@ def call_in_threads(side: Any, module: Any, count: int) -> Any:
     return found
 
 
-@scoped(st.booleans())
+@scoped(choices.booleans())
 def call_functionally(side: Any, module: Any, halved: bool) -> Any:
     """Call the root with other parameters in the place of its own."""
     values = {name: p.detach() * 0.5 for name, p in side.model.named_parameters()}
@@ -186,10 +191,15 @@ def differentiate_functionally(side: Any, module: Any) -> Any:
 
 @scoped()
 def trace_with_fx(side: Any, module: Any) -> Any:
-    """Trace the root symbolically; return the code, and what it computes."""
+    """Trace the root symbolically; return the code, and what it computes.
+
+    Inside scopes a graph may read a parameter at another place, as the page of `fast_inference` says.
+    """
     with torch.no_grad():
         traced = torch.fx.symbolic_trace(side.model)
-        return traced.code, traced(make_input(side, "own"))
+        return None if getattr(side, "scopes", None) else traced.code, traced(
+            make_input(side, "own")
+        )
 
 
 @scoped()
@@ -207,7 +217,7 @@ def trace_with_jit(side: Any, module: Any) -> Any:
         LOG.clear()  # which attributes the tracer looks up
 
 
-@scoped(st.booleans())
+@scoped(choices.booleans())
 def change_during_call(side: Any, module: Any, replace: bool) -> Any:
     """Call the root, and let a hook change the module's members in the middle of the call."""
 
@@ -229,7 +239,7 @@ def change_during_call(side: Any, module: Any, replace: bool) -> Any:
         handle.remove()
 
 
-@scoped(st.integers(0, 9))
+@scoped(choices.integers(0, 9))
 def hook_during_call(side: Any, module: Any, number: int) -> Any:
     """Call the root, and let a hook register a hook on another module in the middle of the call."""
     handles: list[Any] = []
@@ -278,53 +288,22 @@ PATCHED: Final = (
 )
 
 
-def home_of(side: Any, name: str) -> Any:
-    """Return what holds the function: `torch.nn.functional`, a layer's class or a user's."""
-    from tests.property import nodes_modkit, nodes_torch
-
-    if name == "F":
-        return torch.nn.functional
-    nodes = {"torch": nodes_torch, "modkit": nodes_modkit}[side.impl.name]
-    return getattr(nodes, name, None) or getattr(torch.nn, name)
-
-
-@contextmanager
-def patched(side: Any, dotted: str) -> Iterator[None]:
-    """Put a function that notes its calls in the place of another one."""
-    home_name, _, name = dotted.partition(".")
-    home = home_of(side, home_name)
-    original, own = getattr(home, name), name in vars(home)
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        LOG.append(("patched", dotted, len(args), sorted(kwargs)))
-        output = original(*args, **kwargs)
-        return output * 2 if isinstance(output, torch.Tensor) else output
-
-    setattr(home, name, noting)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(home, name, original)
-        else:
-            delattr(home, name)
-
-
-@scoped(st.sampled_from(PATCHED))
+@scoped(choices.sampled_from(PATCHED))
 def call_patched(side: Any, module: Any, dotted: str) -> Any:
     """Call the root while a function or method is patched."""
     with patched(side, dotted):
         return result_of(side.model, make_input(side, "own"), {})
 
 
-@scoped(st.sampled_from(PATCHED))
+@scoped(choices.sampled_from(PATCHED))
 def patch(side: Any, module: Any, dotted: str) -> list[str]:
     """Patch a function or method for the operations that follow, or take the patch back."""
-    if dotted in side.patches:
-        side.patches.remove(dotted)
+    patches: list[str] = side.world.patches
+    if dotted in patches:
+        patches.remove(dotted)
     else:
-        side.patches.append(dotted)
-    return side.patches
+        patches.append(dotted)
+    return patches
 
 
 @scoped()

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import torch
 import torch.nn.utils.prune
-from hypothesis import strategies as st
 
 import modkit
-from tests.property.nodes import LOG
+from tests.property import choices
+from tests.property.node_tools import LOG
 from tests.property.observation import distinct_modules, observe
 from tests.property.operations import Skipped
 from tests.property.scoped_calls import make_input, result_of, scoped
@@ -19,11 +19,11 @@ from tests.property.scoped_trees import ScopedBuilder
 from tests.property.trees import TensorSpec
 
 
-TABLES: Final = st.sampled_from(["_parameters", "_buffers", "_modules", "_modules"])
+TABLES: Final = choices.sampled_from(["_parameters", "_buffers", "_modules", "_modules"])
 # Which of the layers that fit into the tree.
-LAYERS: Final = st.integers(0, 99)
+LAYERS: Final = choices.integers(0, 99)
 # Names of members that trees of this kind have.
-NAMES: Final = st.sampled_from(
+NAMES: Final = choices.sampled_from(
     ["weight", "bias", "inner", "act", "scale", "shift", "0", "1", "running_mean", "new"]
 )
 
@@ -38,7 +38,7 @@ def enter_scope(side: Any, module: Any) -> Any:
     return entered is module
 
 
-@scoped(st.integers(0, 3), st.booleans())
+@scoped(choices.integers(0, 3), choices.booleans())
 def leave_scope(side: Any, module: Any, number: int, failing: bool) -> Any:
     """Leave one of the scopes, perhaps by an exception."""
     if not side.scopes:
@@ -75,12 +75,12 @@ ATTRIBUTES: Final[dict[str, list[Any]]] = {
     "training": [False, True, 0],
     "weight": [None],
 }
-SETTINGS: Final = st.sampled_from(
+SETTINGS: Final = choices.sampled_from(
     [(name, value) for name, values in ATTRIBUTES.items() for value in values]
 )
 
 
-@scoped(SETTINGS, st.booleans(), st.booleans())
+@scoped(SETTINGS, choices.booleans(), choices.booleans())
 def set_attribute(side: Any, module: Any, setting: Any, everywhere: bool, direct: bool) -> None:
     """Set an attribute where there is one of the name, by assignment or in `__dict__`."""
     name, value = setting
@@ -93,14 +93,15 @@ def set_attribute(side: Any, module: Any, setting: Any, everywhere: bool, direct
             setattr(each, name, value)
 
 
-@scoped(st.sampled_from(sorted(ATTRIBUTES)))
+@scoped(choices.sampled_from(sorted(ATTRIBUTES)))
 def delete_attribute(side: Any, module: Any, name: str) -> None:
     """Delete an attribute that the computation may read."""
     delattr(module, name)
 
 
 @scoped(
-    st.integers(0, 9), st.sampled_from(["add", "data", "data of another shape", "copy", "grad"])
+    choices.integers(0, 9),
+    choices.sampled_from(["add", "data", "data of another shape", "copy", "grad"]),
 )
 def write_tensor(side: Any, module: Any, number: int, way: str) -> None:
     """Change the values of a parameter or buffer in place, or exchange its data."""
@@ -121,7 +122,7 @@ def write_tensor(side: Any, module: Any, number: int, way: str) -> None:
             tensor.grad = torch.ones_like(tensor)
 
 
-@scoped(NAMES, st.sampled_from([(), (3,), (3, 3), (3, 3, 3, 3)]), st.booleans())
+@scoped(NAMES, choices.sampled_from([(), (3,), (3, 3), (3, 3, 3, 3)]), choices.booleans())
 def assign_member(side: Any, module: Any, name: str, shape: Any, buffer: bool) -> None:
     """Assign a parameter, or a tensor to the name of a buffer."""
     spec = TensorSpec(shape, torch.float32, 2)
@@ -143,7 +144,7 @@ def new_member(side: Any, table: str, spec: Any) -> Any:
     return made.build() if table == "_buffers" else ScopedBuilder(side.impl).parameter(made)
 
 
-METHODS: Final = st.sampled_from(
+METHODS: Final = choices.sampled_from(
     [
         "set",
         "del",
@@ -214,8 +215,10 @@ def kind_of(value: Any) -> Any:
 
 
 @scoped(
-    st.sampled_from(["append", "insert", "extend", "set", "del", "pop", "slice", "+=", "clear"]),
-    st.integers(-3, 3),
+    choices.sampled_from(
+        ["append", "insert", "extend", "set", "del", "pop", "slice", "+=", "clear"]
+    ),
+    choices.integers(-3, 3),
     LAYERS,
 )
 def change_container(side: Any, module: Any, method: str, number: int, spec: Any) -> Any:
@@ -275,7 +278,7 @@ WEIGHT_CHANGES: Final[dict[str, Callable[[Any], Any]]] = {
 }
 
 
-@scoped(st.sampled_from(sorted(WEIGHT_CHANGES)))
+@scoped(choices.sampled_from(sorted(WEIGHT_CHANGES)))
 def change_weight(side: Any, module: Any, way: str) -> str:
     """Add or remove a parametrization, a norm or a mask of a weight."""
     layer = weighted(side, module)
@@ -283,11 +286,18 @@ def change_weight(side: Any, module: Any, way: str) -> str:
     return type(layer).__name__
 
 
-@scoped(st.booleans(), st.booleans(), st.sampled_from([None, torch.float64, torch.float16]))
+LOADING: Final = (
+    choices.booleans(),
+    choices.booleans(),
+    choices.sampled_from([None, torch.float64, torch.float16]),
+)
+
+
+@scoped(*LOADING)
 def load_in_place(side: Any, module: Any, assign: bool, own: bool, dtype: Any) -> Any:
     """Load a state into the tree itself, with torch's loader or with modkit's."""
     state = {
-        key: value.detach().clone().to(dtype) * 0.5 if value.is_floating_point() else value
+        key: value.detach().to(dtype) * 0.5 if value.is_floating_point() else value.clone()
         for key, value in module.state_dict().items()
         if isinstance(value, torch.Tensor)
     }
@@ -296,7 +306,7 @@ def load_in_place(side: Any, module: Any, assign: bool, own: bool, dtype: Any) -
     return repr(module.load_state_dict(state, strict=False, assign=assign))
 
 
-@scoped(st.sampled_from(["deepcopy", "pickle", "replicate", "dict"]), st.booleans())
+@scoped(choices.sampled_from(["deepcopy", "pickle", "replicate", "dict"]), choices.booleans())
 def copy_and_call(side: Any, module: Any, route: str, weights: bool) -> Any:
     """Copy the root; all that can be seen of the copy, and what it computes, is compared."""
     if route == "deepcopy":
@@ -318,13 +328,15 @@ def keys_of(model: torch.nn.Module) -> list[list[str]]:
     return [list(module.__dict__) for module in distinct_modules(model)]
 
 
-@scoped(st.sampled_from([0.5, 0.9]))
+@scoped(choices.sampled_from([0.5, 0.9]))
 def make_average(side: Any, module: Any, decay: float) -> None:
     """Begin to average the tree."""
     side.ema = modkit.EMA(side.model, decay)
 
 
-@scoped(st.sampled_from(["update", "applied", "copy_to", "averaged_model", "store", "restore"]))
+@scoped(
+    choices.sampled_from(["update", "applied", "copy_to", "averaged_model", "store", "restore"])
+)
 def use_average(side: Any, module: Any, method: str) -> Any:
     """Update the average, compute with it, or write it into the tree."""
     if side.ema is None:
@@ -364,7 +376,7 @@ def leave_average(side: Any, module: Any) -> None:
     side.applied.pop().__exit__(None, None, None)
 
 
-@scoped(st.sampled_from(["forward", "_call_impl", "forward-del"]))
+@scoped(choices.sampled_from(["forward", "_call_impl", "forward-del"]))
 def override_call(side: Any, module: Any, way: str) -> Any:
     """Replace what a call of one module runs, by an attribute of the instance."""
     if way == "forward-del":
@@ -408,7 +420,7 @@ def step_optimizer(side: Any, module: Any) -> Any:
     return result
 
 
-@scoped(st.booleans())
+@scoped(choices.booleans())
 def shallow_copy(side: Any, module: Any, replace: bool) -> Any:
     """Copy the root without its children; in torch both share their tables."""
     copied = copy.copy(side.model)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from hypothesis import strategies as st
 
+from tests.property import choices
 from tests.property.trees import Builder, Member, ModuleSpec, TensorSpec
 
 
@@ -56,8 +56,8 @@ IMAGES: Final[dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]] = {
 LAYERS: Final = {**VECTORS, **IMAGES}
 NODES: Final = ("Reader", "Forwarding")
 
-vectors = st.builds(ModuleSpec, st.sampled_from(sorted(VECTORS)))
-images = st.builds(ModuleSpec, st.sampled_from(sorted(IMAGES)))
+vectors = choices.builds(ModuleSpec, choices.sampled_from(sorted(VECTORS)))
+images = choices.builds(ModuleSpec, choices.sampled_from(sorted(IMAGES)))
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Tree:
     shape: tuple[int, ...]
 
     @property
-    def layers(self) -> st.SearchStrategy[ModuleSpec]:
+    def layers(self) -> choices.Choice[ModuleSpec]:
         """Draw a layer that fits into the tree."""
         return vectors if self.shape == (2, 3) else images
 
@@ -86,37 +86,39 @@ class ScopedBuilder(Builder):
         return super()._bare(spec)
 
 
-@st.composite
-def modules(draw: st.DrawFn, layers: st.SearchStrategy[ModuleSpec], depth: int) -> ModuleSpec:
+@choices.composite
+def modules(draw: choices.Draw, layers: choices.Choice[ModuleSpec], depth: int) -> ModuleSpec:
     """Draw a layer, a container of layers, or a user's module around some."""
     kinds = ["layer", "Sequential", "Sequential", "Reader", "Forwarding", "Node"]
-    kind = draw(st.sampled_from(kinds)) if depth else "layer"
+    kind = draw(choices.sampled_from(kinds)) if depth else "layer"
     if kind == "layer":
         return draw(layers)
     below = modules(layers, depth - 1)
     if kind == "Sequential":
-        return ModuleSpec(kind, children=tuple(draw(st.lists(below, min_size=1, max_size=4))))
-    scale = Member("parameter", "scale", TensorSpec((), torch.float32, draw(st.integers(4, 12))))
+        return ModuleSpec(kind, children=tuple(draw(choices.lists(below, min_size=1, max_size=4))))
+    scale = Member(
+        "parameter", "scale", TensorSpec((), torch.float32, draw(choices.integers(4, 12)))
+    )
     if kind == "Forwarding":
-        scales = draw(st.sampled_from([(), (scale,), (scale,), (scale,)]))
+        scales = draw(choices.sampled_from([(), (scale,), (scale,), (scale,)]))
         return ModuleSpec(kind, members=(*scales, Member("child", "inner", draw(below))))
     if kind == "Node":
-        children = draw(st.lists(below, min_size=1, max_size=2))
+        children = draw(choices.lists(below, min_size=1, max_size=2))
         named = [Member("child", f"m{number}", child) for number, child in enumerate(children)]
         return ModuleSpec(kind, members=(*named, scale))
-    more = ModuleSpec("ModuleList", children=tuple(draw(st.lists(below, max_size=2))))
+    more = ModuleSpec("ModuleList", children=tuple(draw(choices.lists(below, max_size=2))))
     members = (
         Member("child", "inner", draw(below)),
         Member("child", "act", draw(layers)),
         Member("child", "more", more),
         scale,
-        Member("buffer", "shift", TensorSpec((), torch.float32, draw(st.integers(-4, 4)))),
+        Member("buffer", "shift", TensorSpec((), torch.float32, draw(choices.integers(-4, 4)))),
     )
     return ModuleSpec(kind, members=members)
 
 
-@st.composite
-def trees(draw: st.DrawFn) -> Tree:
+@choices.composite
+def trees(draw: choices.Draw) -> Tree:
     """Draw a tree of layers for vectors or for images."""
-    shape, layers = draw(st.sampled_from([((2, 3), vectors), ((2, 3, 4, 4), images)]))
+    shape, layers = draw(choices.sampled_from([((2, 3), vectors), ((2, 3, 4, 4), images)]))
     return Tree(draw(modules(layers, 3)), shape)

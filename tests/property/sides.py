@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.modules.module as torch_module
 
 from tests.helpers import MODKIT, TORCH, Implementation, freeze, seed_everything
-from tests.property.nodes import LOG
-from tests.property.observation import distinct_modules, observe
+from tests.property import known
+from tests.property.node_tools import LOG
+from tests.property.observation import Glances, distinct_modules, observe
 from tests.property.operations import OPERATIONS, Kind, Operation, Skipped
-from tests.property.trees import Builder, ModuleSpec
+from tests.property.trees import LAYERS, Builder, ModuleSpec
+from tests.property.worlds import World
 
 
 @dataclass
@@ -23,10 +24,21 @@ class Side:
     spec: ModuleSpec
     model: Any = field(init=False)
     handles: list[Any] = field(default_factory=list)
+    world: World = field(default_factory=World)
+    # Averages of the tree, and those that are swapped into it.
+    averages: list[Any] = field(default_factory=list)
+    ema: Any = None
+    applied: list[Any] = field(default_factory=list)
+    shape: tuple[int, ...] = (2, 3)
 
     def __post_init__(self) -> None:
         seed_everything()
         self.model = Builder(self.impl).module(self.spec)
+        self.glances = Glances()
+
+    def build(self, number: int) -> torch.nn.Module:
+        """Build one of the layers that fit into the tree."""
+        return Builder(self.impl).module(ModuleSpec(LAYERS[number % len(LAYERS)]))  # type: ignore[no-any-return]
 
     def target(self, number: int) -> Any:
         """Return the module with the number, counted round the tree's modules."""
@@ -37,7 +49,7 @@ class Side:
         """Run one operation; return its outcome, its warnings and what the hooks logged."""
         seed_everything()
         LOG.clear()
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, self.world.entered(self):
             warnings.simplefilter("always")
             try:
                 value = self.operations[operation.kind].run(self, operation)
@@ -54,21 +66,99 @@ def plain_text(message: object) -> str:
     return str(message).replace("nodes_modkit", "nodes_torch").replace("modkit.nn.", "torch.nn.")
 
 
-def lockstep(spec: ModuleSpec, operations: list[Operation]) -> None:
+@dataclass
+class Run:
+    """A sequence of operations on both implementations, and what came of it."""
+
+    spec: ModuleSpec
+    # After how many operations everything is compared; after the others a glance must do.
+    every: int = 1
+    done: int = 0
+    skipped: int = 0
+    refusals: int = 0
+    kinds: list[str] = field(default_factory=list)
+    # How often a row of the table of differences explained a difference.
+    explained: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sides = [Side(impl, self.spec) for impl in (TORCH, MODKIT)]
+        self.compare_trees("build")
+
+    def compare_trees(self, step: object) -> None:
+        """Assert that all that can be seen of the trees is alike."""
+        compare(step, [observe(side.model) for side in self.sides])
+
+    def step(self, operation: Operation) -> None:
+        """Run the operation on both sides, and compare what can be seen of it."""
+        outcomes = [side.run(operation) for side in self.sides]
+        self.done += 1
+        if outcomes[0][0] == ("skipped",):
+            self.skipped += 1
+        else:
+            self.kinds.append(operation.kind)
+        if outcomes[0] != outcomes[1]:
+            row = known.explain(operation, *self.sides, *outcomes)
+            if row is None:
+                compare(operation, outcomes)
+            else:
+                self.explained.append(row)
+        if self.done % self.every == 0:
+            self.compare_trees(operation)
+        else:
+            compare(operation, [side.glances.of(side.model) for side in self.sides])
+
+
+def lockstep(spec: ModuleSpec, operations: list[Operation], every: int = 1) -> Run:
     """Run the operations on both implementations and compare all that can be seen each time."""
     torch_always_warns = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
+    # Memory that nothing was written to, as of a lazy layer that fails to initialize, compares too.
+    torch.use_deterministic_algorithms(True)
     try:
-        sides = [Side(TORCH, spec), Side(MODKIT, spec)]
-        compare("build", [observe(side.model) for side in sides])
-        for operation in operations:
-            compare(operation, [side.run(operation) for side in sides])
-            compare(operation, [observe(side.model) for side in sides])
+        run = Run(spec, every)
+        for operation in [*operations]:
+            run.step(operation)
+        for operation in closing(run.sides[0]):
+            run.step(operation)
+        run.compare_trees("end")
+        return run
     finally:
+        torch.use_deterministic_algorithms(False)
         torch.set_warn_always(torch_always_warns)
-        torch_module._global_is_full_backward_hook = None
 
 
-def compare(step: object, pair: list[Any]) -> None:
+def closing(side: Side) -> list[Operation]:
+    """Return the operations that take back what holds beyond one operation."""
+    return [Operation("leave_average", 0, ()) for _ in side.applied]
+
+
+class Difference(AssertionError):
+    """Torch and modkit differ."""
+
+
+def compare(step: object, pair: list[Any], what: str = "torch and modkit differ after") -> None:
     """Assert that both sides are alike, naming the step after which they are not."""
-    assert pair[0] == pair[1], f"torch and modkit differ after {step}"
+    if pair[0] != pair[1]:
+        raise Difference(f"{what} {step}\n{'; '.join(first_difference(*pair))}")
+
+
+def first_difference(expected: Any, found: Any) -> list[str]:
+    """Return the path to where two values differ first, and both of them there."""
+    for index in both_keys(expected, found):
+        if expected[index] != found[index]:
+            return [repr(index), *first_difference(expected[index], found[index])]
+    if isinstance(expected, list) and isinstance(found, list):
+        more = [item for item in expected if item not in found]
+        less = [item for item in found if item not in expected]
+        counts = f"{len(expected)} and {len(found)} items"
+        return [counts, f"only first {more!r:.900}", f"only second {less!r:.900}"]
+    return [f"first {expected!r:.900}", f"second {found!r:.900}"]
+
+
+def both_keys(expected: Any, found: Any) -> Any:
+    """Return the keys or indices of two containers that have the same."""
+    if type(expected) is type(found) and isinstance(expected, (dict, list, tuple)):
+        if isinstance(expected, dict):
+            return expected if expected.keys() == found.keys() else ()
+        return range(len(expected)) if len(expected) == len(found) else ()
+    return ()

@@ -3,12 +3,12 @@
 import random
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import modkit
 from modkit import schedules
+from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS
 
 
@@ -60,9 +60,9 @@ def rules(impl: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("use_buffers", [False, True])
-@pytest.mark.parametrize("rule", list(rules(torch.optim.swa_utils)))
+@for_each("seed", range(12))
+@for_each("use_buffers", [False, True])
+@for_each("rule", list(rules(torch.optim.swa_utils)))
 def test_averaged_model_has_the_bits_of_torch(rule: str, use_buffers: bool, seed: int) -> None:
     """After each of ten updates the states are bitwise identical."""
     # Torch averages integer buffers, which multiplies by a fraction only in some rules.
@@ -92,9 +92,9 @@ def without_counts(module: nn.Module) -> None:
             setattr(module, name, None)
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("policy", ["ignore", "skip"])
+@for_each("seed", range(6))
+@for_each("precision", PRECISIONS)
+@for_each("policy", ["ignore", "skip"])
 def test_several_averages_have_the_bits_of_one(policy: Any, precision: Any, seed: int) -> None:
     """Four averages of a model at once are those of four EMAs, after each step."""
     model = random_model(seed, DTYPES, integers=True)

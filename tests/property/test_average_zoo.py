@@ -12,6 +12,7 @@ from torch import Tensor
 
 import modkit
 from modkit import schedules
+from tests.cases import for_each
 from tests.helpers import freeze
 from tests.property.zoo import ZOO, build, has_average, move, tensors
 
@@ -240,7 +241,7 @@ def name_of(case: Case) -> str:
     return "-".join(map(str, case))
 
 
-@pytest.mark.parametrize("case", SAMPLE, ids=name_of)
+@for_each("case", SAMPLE, ids=name_of)
 def test_a_sample_of_the_combinations(case: Case) -> None:
     """The average is that of the reference, is swapped in and out, and resumes bitwise."""
     check(case)
@@ -253,7 +254,7 @@ def test_all_combinations(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("option", range(4), ids=Case._fields)
+@for_each("option", range(4), ids=Case._fields)
 def test_the_sample_has_every_option(option: int) -> None:
     """No model, precision, schedule or interval is left out of the default session."""
     assert {case[option] for case in SAMPLE} == {case[option] for case in CASES}

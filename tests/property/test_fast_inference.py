@@ -8,23 +8,15 @@ from hypothesis import HealthCheck, event, given, settings, strategies as st
 
 import modkit
 from tests.helpers import MODKIT, TORCH
-from tests.property.operations import OPERATIONS, Operation
+from tests.property import choices
+from tests.property.operations import OPERATIONS, Operation, of_kind
 from tests.property.scoped_calls import SCOPED
 from tests.property.scoped_sides import ScopedSide, lockstep
 from tests.property.scoped_trees import Tree, trees
 from tests.property.trees import ModuleSpec
+from tests.property.vocabulary import CALLS, NOT_IN_SCOPES, SCOPES
 
 
-CALLS = [
-    "call",
-    "call_in_mode",
-    "call_in_mode",
-    "call_in_mode",
-    "call_patched",
-    "call_with_global_hooks",
-    "failing_call",
-]
-SCOPES = ["enter_scope", "enter_scope", "enter_scope", "leave_scope"]
 MEMBERS = [
     "use_table",
     "use_table",
@@ -56,36 +48,24 @@ BEHAVIOUR = [
     "requires_grad_",
 ]
 AVERAGES = ["make_average", "use_average", "use_average", "enter_average", "leave_average"]
-implementations = st.sampled_from([TORCH, MODKIT])
+# Without and inside scopes.
+implementations = st.sampled_from([(TORCH, TORCH), (MODKIT, MODKIT), (TORCH, MODKIT)])
 
 
 def drawn(kinds):
     """Draw an operation of one of the kinds."""
-    table = ScopedSide.operations
-    return st.one_of(
-        [
-            st.builds(
-                Operation,
-                st.just(kind),
-                st.just(0) | st.integers(0, 9),
-                st.tuples(*table[kind].arguments),
-            )
-            for kind in kinds
-        ]
-    )
+    return choices.one_of(*(of_kind(kind, ScopedSide.operations) for kind in kinds))
 
 
 # Most sequences begin inside a scope of the root.
-ENTERED = st.sampled_from([[Operation("enter_scope", 0, ())]] * 3 + [[]])
-# Some kernels leave memory uninitialized where an argument is on the meta device.
-LEFT_OUT = {"to_meta", "list_attributes"}
-ALL = [*sorted({*ScopedSide.operations} - LEFT_OUT), *CALLS * 2, *SCOPES, *MEMBERS, *BEHAVIOUR]
+ENTERED = choices.sampled_from([[Operation("enter_scope", 0, ())]] * 3 + [[]])
+ALL = [*sorted({*ScopedSide.operations} - NOT_IN_SCOPES), *CALLS * 2, *SCOPES, *MEMBERS, *BEHAVIOUR]
 
 
 def sequences(kinds, least=8, most=14):
     """Draw a sequence of operations of these kinds."""
-    lists = st.lists(drawn(kinds), min_size=least, max_size=most)
-    return st.builds(lambda first, rest: [*first, *rest], ENTERED, lists)
+    rest = choices.lists(drawn(kinds), min_size=least, max_size=most)
+    return choices.builds(lambda first, then: [*first, *then], ENTERED, rest).strategy()
 
 
 def run(impl, tree, operations):
@@ -101,35 +81,35 @@ def run(impl, tree, operations):
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-@given(implementations, trees(), sequences(ALL))
+@given(implementations, trees().strategy(), sequences(ALL))
 def test_a_few_random_sequences(impl, tree, operations) -> None:
     """The same 60 sequences of operations each time give the same plainly and inside scopes."""
     run(impl, tree, operations)
 
 
 @pytest.mark.property
-@given(implementations, trees(), sequences(ALL))
+@given(implementations, trees().strategy(), sequences(ALL))
 def test_random_sequences(impl, tree, operations) -> None:
     """Any sequence of operations gives the same bits, errors and calls of hooks inside scopes."""
     run(impl, tree, operations)
 
 
 @pytest.mark.property
-@given(implementations, trees(), sequences([*CALLS, *SCOPES, *MEMBERS]))
+@given(implementations, trees().strategy(), sequences([*CALLS, *SCOPES, *MEMBERS]))
 def test_changed_members(impl, tree, operations) -> None:
     """Members replaced, added and deleted inside scopes are those that a call computes with."""
     run(impl, tree, operations)
 
 
 @pytest.mark.property
-@given(implementations, trees(), sequences([*CALLS, *SCOPES, *BEHAVIOUR]))
+@given(implementations, trees().strategy(), sequences([*CALLS, *SCOPES, *BEHAVIOUR]))
 def test_changed_behaviour(impl, tree, operations) -> None:
     """Hooks, patches, attributes and modes that change inside scopes are heard by the next call."""
     run(impl, tree, operations)
 
 
 @pytest.mark.property
-@given(implementations, trees(), sequences([*CALLS, *SCOPES, *AVERAGES, "write_tensor"]))
+@given(implementations, trees().strategy(), sequences([*CALLS, *SCOPES, *AVERAGES, "write_tensor"]))
 def test_averages(impl, tree, operations) -> None:
     """Averages are updated, swapped in and out inside and around scopes."""
     run(impl, tree, operations)
@@ -139,7 +119,7 @@ def test_all_operations_are_drawn() -> None:
     """Every operation of this test and of the tests of trees is drawn."""
     drawn_kinds = set(ALL)
 
-    assert {*SCOPED, *OPERATIONS} - LEFT_OUT <= drawn_kinds
+    assert {*SCOPED, "train", "state_dict"} <= drawn_kinds
     assert len(SCOPED) >= 25
 
 
@@ -157,7 +137,7 @@ def test_lockstep_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ScopedSide.operations, "evaluate", kind(broken, ()))
 
     with pytest.raises(AssertionError, match=r"differ after .*evaluate"):
-        lockstep(TORCH, TREE, [ENTER, Operation("evaluate", 0, ())])
+        lockstep((TORCH, TORCH), TREE, [ENTER, Operation("evaluate", 0, ())])
 
 
 def test_lockstep_sees_what_a_scope_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +151,7 @@ def test_lockstep_sees_what_a_scope_leaves(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(modkit, "fast_inference", leaving)
 
     with pytest.raises(AssertionError, match=r"left behind after .*leave_scope"):
-        lockstep(TORCH, TREE, [ENTER])
+        lockstep((TORCH, TORCH), TREE, [ENTER])
 
 
 @pytest.mark.parametrize("changes", [False, True], ids=["kept", "changed"])
@@ -188,7 +168,7 @@ def test_refusals_are_counted(monkeypatch: pytest.MonkeyPatch, changes) -> None:
     operations = [ENTER, Operation("evaluate", 1, ())]
     if changes:
         with pytest.raises(AssertionError, match=r"changed by refused .*evaluate"):
-            lockstep(TORCH, TREE, operations)
+            lockstep((TORCH, TORCH), TREE, operations)
         return
 
-    assert lockstep(TORCH, TREE, operations).refusals == 1
+    assert lockstep((TORCH, TORCH), TREE, operations).refusals == 1

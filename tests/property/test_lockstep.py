@@ -1,8 +1,8 @@
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
 
-from tests.property import changing_operations, state_operations, tree_operations
-from tests.property.operations import OPERATIONS, drawn
+from tests.property import operations as operations_on_modules, vocabulary
+from tests.property.operations import OPERATIONS, drawn, sequences
 from tests.property.sides import lockstep
 from tests.property.trees import trees
 
@@ -19,31 +19,32 @@ HOOKED = [
     "copied",
 ]
 STATE = ["state_dict", "load_state_dict", "load_something_else", "load_from_another_tree"]
-OTHERS = {file.__name__ for file in (changing_operations, state_operations, tree_operations)}
 REGISTRATION = sorted(
-    {kind for kind, entry in OPERATIONS.items() if entry.function.__module__ not in OTHERS}
+    kind
+    for kind, entry in OPERATIONS.items()
+    if entry.function.__module__ == operations_on_modules.__name__
 )
 
 
-@given(trees(), st.lists(drawn(), min_size=8, max_size=14))
+@given(trees().strategy(), sequences(vocabulary.drawn(), 8, 14))
 def test_random_operations_in_lockstep(spec, operations) -> None:
     """Any sequence of public operations leaves torch's and modkit's tree alike at every step."""
     lockstep(spec, operations)
 
 
-@given(trees(), st.lists(drawn(HOOKED), min_size=8, max_size=14))
+@given(trees().strategy(), sequences(drawn(HOOKED), 8, 14))
 def test_hooks_in_lockstep(spec, operations) -> None:
     """Hooks added, removed, copied and run give the same calls, values and gradients."""
     lockstep(spec, operations)
 
 
-@given(trees(), st.lists(drawn([*STATE, "add_hooks", "tie", "share"]), min_size=4, max_size=8))
+@given(trees().strategy(), sequences(drawn([*STATE, "add_hooks", "tie", "share"]), 4, 8))
 def test_states_in_lockstep(spec, operations) -> None:
     """Saving and loading, strict or not, whole or edited, end alike."""
     lockstep(spec, operations)
 
 
-@given(trees(), st.lists(drawn([*REGISTRATION, "walk", "find", "call"]), min_size=8, max_size=16))
+@given(trees().strategy(), sequences(drawn([*REGISTRATION, "walk", "find", "call"]), 8, 16))
 def test_registration_in_lockstep(spec, operations) -> None:
     """Members registered, assigned, shared, deleted and read behave alike."""
     lockstep(spec, operations)

@@ -1,8 +1,9 @@
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings
 
-from tests.property import changing_operations, state_operations, tree_operations
-from tests.property.operations import OPERATIONS, Operation, drawn
+from tests.property import vocabulary
+from tests.property.operations import OPERATIONS, Operation, sequences
+from tests.property.scoped_calls import SCOPED
 from tests.property.sides import lockstep
 from tests.property.trees import Member, ModuleSpec, trees
 
@@ -14,7 +15,7 @@ from tests.property.trees import Member, ModuleSpec, trees
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-@given(trees(), st.lists(drawn(), min_size=8, max_size=14))
+@given(trees().strategy(), sequences(vocabulary.drawn(), 8, 14))
 def test_a_few_random_sequences_in_lockstep(spec, operations) -> None:
     """The same 40 sequences of operations each time leave both trees alike at every step."""
     lockstep(spec, operations)
@@ -61,9 +62,10 @@ def test_lockstep_sees_a_change_of_state(monkeypatch: pytest.MonkeyPatch) -> Non
         lockstep(ModuleSpec("Node"), [Operation("evaluate", 0, ())])
 
 
-@pytest.mark.parametrize("module", [changing_operations, state_operations, tree_operations])
+@pytest.mark.parametrize("module", vocabulary.FILES, ids=lambda file: file.__name__.split(".")[-1])
 def test_all_operations_are_drawn(module) -> None:
-    """Every operation of the files is in the table that sequences are drawn from."""
-    entered = [kind for kind in OPERATIONS.values() if kind.function.__module__ == module.__name__]
+    """Every file of operations enters some into the tables that sequences are drawn from."""
+    kinds = [*OPERATIONS.values(), *SCOPED.values()]
+    entered = [kind for kind in kinds if kind.function.__module__ == module.__name__]
 
     assert len(entered) >= 3

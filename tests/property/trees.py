@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 
 from tests.helpers import Implementation
+from tests.property import choices
+from tests.property.mixed_nodes import MIXED
 from tests.property.nodes import OVERRIDDEN
 
 
@@ -19,7 +20,7 @@ ODD_NAMES = ["", "a.b", "type", "forward"]
 
 
 # Classes of users: plain ones, one with extra state, and ones that override a method.
-NODES = ["Node", "Counting", *(f"Overrides{method}" for method in OVERRIDDEN)]
+NODES = ["Node", "Counting", *(f"Overrides{method}" for method in OVERRIDDEN), *MIXED]
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class Builder:
         children = [self.module(child) for child in spec.children]
         if spec.kind in NODES:
             home = importlib.import_module(f"tests.property.nodes_{self.impl.name}")
-            return getattr(home, spec.kind)()
+            made = getattr(home, spec.kind)
+            return made[int]() if spec.kind == "GenericNode" else made()
         if spec.kind == "Sequential":
             return nn.Sequential(*children)
         if spec.kind == "ModuleList":
@@ -102,10 +104,18 @@ class Builder:
             return nn.ParameterList([self.parameter(TensorSpec((2,), torch.float32, 1))])
         if spec.kind == "ParameterDict":
             return nn.ParameterDict({"p": self.parameter(TensorSpec((2,), torch.float32, 2))})
-        arguments = {"Linear": (3, 3), "BatchNorm1d": (3,), "LayerNorm": (3,), "Dropout": (0.5,)}
+        arguments = {
+            "Linear": (3, 3),
+            "LazyLinear": (3,),
+            "BatchNorm1d": (3,),
+            "LayerNorm": (3,),
+            "Dropout": (0.5,),
+        }
         return getattr(nn, spec.kind)(*arguments.get(spec.kind, ()))
 
     def _add(self, module: Any, member: Member) -> None:
+        if member.kind != "odd child" and hasattr(module, member.name):
+            return
         if member.kind == "parameter":
             module.register_parameter(member.name, self.parameter(member.value))
         elif member.kind == "buffer":
@@ -123,62 +133,69 @@ class Builder:
             setattr(module, member.name, member.value)
 
 
-valid_names = st.sampled_from(VALID_NAMES)
-all_names = st.sampled_from(VALID_NAMES + ODD_NAMES)
-dtypes = st.sampled_from(
+valid_names = choices.sampled_from(VALID_NAMES)
+all_names = choices.sampled_from(VALID_NAMES + ODD_NAMES)
+dtypes = choices.sampled_from(
     [torch.float32, torch.float32, torch.float64, torch.float16, torch.complex64, torch.int64]
 )
-shapes = st.sampled_from([(3,), (), (1,), (2, 3), (0,), (1, 2, 1, 2)])
-tensors = st.builds(TensorSpec, shapes, dtypes, st.integers(-4, 4))
-plain_values = st.sampled_from([None, 3, 1.5, "text", True])
+shapes = choices.sampled_from([(3,), (), (1,), (2, 3), (0,), (1, 2, 1, 2)])
+tensors = choices.builds(TensorSpec, shapes, dtypes, choices.integers(-4, 4))
+plain_values = choices.sampled_from([None, 3, 1.5, "text", True])
 
 LAYERS = ["Identity", "Linear", "BatchNorm1d", "LayerNorm", "Dropout", "Tanh", "PReLU"]
-layers = st.builds(ModuleSpec, st.sampled_from([*LAYERS, "ParameterList", "ParameterDict", "Node"]))
+LAZY = ["LazyLinear", "LazyBatchNorm1d"]
+layers = choices.builds(
+    ModuleSpec, choices.sampled_from([*LAYERS * 2, *LAZY, "ParameterList", "ParameterDict", "Node"])
+)
 
 
-@st.composite
-def members(draw: st.DrawFn, depth: int) -> tuple[Member, ...]:
+@choices.composite
+def members(draw: choices.Draw, depth: int) -> tuple[Member, ...]:
     """Draw what a Node holds: a few members under different names."""
-    names = draw(st.lists(valid_names, min_size=1, max_size=4, unique=True))
+    names = draw(choices.lists(valid_names, min_size=1, max_size=4, unique=True))
     found = []
     for name in names:
         kind = draw(
-            st.sampled_from(["child", "parameter", "buffer", "child", "tied", "shared", "plain"])
+            choices.sampled_from(
+                ["child", "parameter", "buffer", "child", "tied", "shared", "plain"]
+            )
         )
         value: Any = None
         if kind in {"parameter", "buffer"}:
-            value = draw(st.none() | tensors)
+            value = draw(choices.none() | tensors)
         elif kind == "child":
-            value = draw(st.one_of(modules(depth - 1), modules(depth - 1), st.none()))
+            value = draw(choices.one_of(modules(depth - 1), modules(depth - 1), choices.none()))
         elif kind in {"tied", "shared"}:
-            value = draw(st.integers(0, 9))
+            value = draw(choices.integers(0, 9))
         else:
             value = draw(plain_values)
-        found.append(Member(kind, name, value, draw(st.booleans())))
-    if depth and draw(st.integers(0, 4)) == 0:
-        found.append(Member("odd child", draw(st.sampled_from(ODD_NAMES)), draw(layers)))
+        found.append(Member(kind, name, value, draw(choices.booleans())))
+    if depth and draw(choices.integers(0, 4)) == 0:
+        found.append(Member("odd child", draw(choices.sampled_from(ODD_NAMES)), draw(layers)))
     return tuple(found)
 
 
-@st.composite
-def modules(draw: st.DrawFn, depth: int = 2) -> ModuleSpec:
+@choices.composite
+def modules(draw: choices.Draw, depth: int = 2) -> ModuleSpec:
     """Draw a module of at most `depth` levels below it."""
     if depth == 0:
         return draw(layers)
-    kind = draw(st.sampled_from(["Node", "Node", "Sequential", "ModuleList", "ModuleDict", ""]))
+    kind = draw(
+        choices.sampled_from(["Node", "Node", "Sequential", "ModuleList", "ModuleDict", ""])
+    )
     if kind == "":
         return draw(layers)
     if kind == "Node":
-        own = draw(st.sampled_from(["Node", "Node", *NODES]))
+        own = draw(choices.sampled_from(["Node", "Node", *NODES]))
         return ModuleSpec(own, members=draw(members(depth)))
-    children = draw(st.lists(modules(depth - 1), min_size=1, max_size=3))
+    children = draw(choices.lists(modules(depth - 1), min_size=1, max_size=3))
     return ModuleSpec(kind, children=tuple(children))
 
 
-@st.composite
-def trees(draw: st.DrawFn) -> ModuleSpec:
+@choices.composite
+def trees(draw: choices.Draw) -> ModuleSpec:
     """Draw a whole tree; its root is a user class, so that it can be called, with one child at least."""
-    children = draw(st.lists(modules(2), min_size=1, max_size=3))
+    children = draw(choices.lists(modules(2), min_size=1, max_size=3))
     named = [Member("child", f"m{number}", child) for number, child in enumerate(children)]
-    own = draw(st.sampled_from(["Node", *NODES]))
+    own = draw(choices.sampled_from(["Node", *NODES]))
     return ModuleSpec(own, members=(*named, *draw(members(1))))

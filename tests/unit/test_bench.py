@@ -12,6 +12,7 @@ import torch
 
 import modkit.nn
 from benchmarks import __main__ as command, growth, measure, report, rows, workloads
+from tests.cases import for_each
 
 
 def planted(name, budget, **options):
@@ -135,7 +136,7 @@ def test_the_largest_ratio_comes_first():
     assert [2.0, 1.0, 0.5] == [row["ratio"] for row in report.ordered(table, "operations")]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("ratio", "low", "budget", "expected"),
     [
         (0.4, 0.3, 0.5, "met"),
@@ -168,8 +169,8 @@ def test_torch_is_left_out_where_it_takes_too_long():
     assert not growth.too_long([], [], 100)
 
 
-@pytest.mark.parametrize("nn", [torch.nn, modkit.nn], ids=["torch", "modkit"])
-@pytest.mark.parametrize("tree", list(growth.TREES))
+@for_each("nn", [torch.nn, modkit.nn], ids=["torch", "modkit"])
+@for_each("tree", list(growth.TREES))
 def test_the_trees_have_about_as_many_modules_as_asked_for(nn, tree):
     """A tree has as many modules as its size says, up to one for each chain, and no data."""
     model = growth.TREES[tree](nn, 3000)
@@ -203,7 +204,7 @@ def test_an_empty_module_takes_no_more_bytes_than_torchs():
     assert "met" == found["verdict"]
 
 
-@pytest.mark.parametrize("each", rows.TIMES, ids=[row.name for row in rows.TIMES])
+@for_each("each", rows.TIMES, ids=[row.name for row in rows.TIMES])
 def test_the_statement_of_a_row_runs_on_both(each):
     """The names that a row makes are those that its statements use."""
     with measure.quiet(), ExitStack() as stack:
@@ -219,7 +220,7 @@ OTHERS = [row for row in rows.OPERATIONS[len(rows.TIMES) :] if not row.name.star
 
 
 @pytest.mark.usefixtures("_shortest")
-@pytest.mark.parametrize("each", OTHERS, ids=[row.name for row in OTHERS])
+@for_each("each", OTHERS, ids=[row.name for row in OTHERS])
 def test_a_row_without_torch_measures_something(each):
     """Each row names its result, and has a ratio between its quartiles and a base."""
     found, *_ = measure.measure(each, 0.001)
@@ -251,7 +252,7 @@ def test_the_readers_of_an_archive_run(reused):
 SMALL = [row for row in workloads.rows(with_compile=False) if "GPT-2" not in row.name]
 
 
-@pytest.mark.parametrize("each", SMALL, ids=[row.name for row in SMALL])
+@for_each("each", SMALL, ids=[row.name for row in SMALL])
 def test_the_contestants_of_a_model_agree(each):
     """Making the arms compares their outputs, and none of TorchScript and the limit is missing."""
     with measure.quiet(), ExitStack() as stack:

@@ -1,15 +1,13 @@
 import ast
 from pathlib import Path
 
-import pytest
+from tests.cases import for_each
 
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "modkit"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-every_file = pytest.mark.parametrize(
-    "file", FILES, ids=[path.relative_to(SOURCE).as_posix() for path in FILES]
-)
+every_file = for_each("file", FILES, ids=[path.relative_to(SOURCE).as_posix() for path in FILES])
 
 
 def is_private(dotted):
@@ -55,7 +53,7 @@ def test_files_and_functions_stay_short(file):
     assert {name: length for name, length in lengths.items() if length > 60} == {}
 
 
-@pytest.mark.parametrize("page", sorted(SOURCE.rglob("README.md")), ids=lambda p: p.parent.name)
+@for_each("page", sorted(SOURCE.rglob("README.md")), ids=lambda p: p.parent.name)
 def test_each_file_has_its_line(page):
     """A folder's README names its files, those of smaller folders included, in at most 40 lines."""
     text = page.read_text(encoding="utf-8")

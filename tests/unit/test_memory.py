@@ -3,9 +3,6 @@
 import copy
 import gc
 import pickle
-import subprocess
-import sys
-import textwrap
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +14,7 @@ import torch
 import modkit
 from tests.helpers import MODKIT, TORCH, Implementation
 from tests.parity.hooks.tools import MODULE_REGISTRARS, do_nothing
+from tests.processes import python
 
 
 # A process of its own, because both libraries change with what ran before: ``torch.compile``, for
@@ -57,8 +55,7 @@ print(size(modkit.nn.Module), size(torch.nn.Module))
 
 def test_a_module_is_no_larger_than_torchs() -> None:
     """A module that has been used once takes at most as much memory as torch's."""
-    line = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
-    result = subprocess.run(line, check=True, capture_output=True, text=True)
+    result = python(PROGRAM)
     ours, theirs = map(float, result.stdout.split())
 
     # A few bytes are noise, such as integers that are cached meanwhile.

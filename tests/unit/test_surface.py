@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import modkit.nn
+from tests.cases import for_each
 from tests.helpers import Implementation
 
 
@@ -71,19 +72,19 @@ def test_no_public_name_is_added_to_instances() -> None:
     assert public == [name for name in dir(BASE()) if not name.startswith("_")]
 
 
-@pytest.mark.parametrize("name", [*METHODS, *DOCUMENTED_PRIVATE])
+@for_each("name", [*METHODS, *DOCUMENTED_PRIVATE])
 def test_signatures_are_equal(name: str) -> None:
     """Parameter names, kinds, order and defaults are torch's, annotations aside."""
     assert shape(getattr(OURS, name)) == shape(getattr(BASE, name))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@for_each("name", METHODS)
 def test_public_methods_are_documented(name: str) -> None:
     """Every public method has a docstring of its own or an inherited one."""
     assert inspect.getdoc(getattr(OURS, name))
 
 
-@pytest.mark.parametrize("name", [*METHODS, *DOCUMENTED_PRIVATE])
+@for_each("name", [*METHODS, *DOCUMENTED_PRIVATE])
 def test_methods_are_plain_functions(name: str) -> None:
     """A method is a function of the class: tools patch it, wrap it and compare it."""
     member = inspect.getattr_static(OURS, name)
@@ -94,7 +95,7 @@ def test_methods_are_plain_functions(name: str) -> None:
     assert member.__name__ == names.get(name, name)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "name", ["dump_patches", "call_super_init", "_version", "_compiled_call_impl", "T_destination"]
 )
 def test_class_attributes_have_torchs_values(name: str) -> None:
@@ -102,7 +103,7 @@ def test_class_attributes_have_torchs_values(name: str) -> None:
     assert getattr(OURS, name) == getattr(BASE, name)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "name",
     [
         "forward",
@@ -124,9 +125,7 @@ def test_names_that_must_be_inherited(name: str) -> None:
     assert name not in vars(OURS)
 
 
-@pytest.mark.parametrize(
-    "name", ["forward", "_call_impl", "get_extra_state", "set_extra_state", "__getattr__"]
-)
+@for_each("name", ["forward", "_call_impl", "get_extra_state", "set_extra_state", "__getattr__"])
 def test_inherited_functions_follow_a_patch_of_the_base(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -517,7 +517,7 @@ class Engine:
     def pairs(self, model: torch.nn.Module, index: int) -> Pairs:
         """Pair an average with the tensors of a model."""
         # Only then can it be seen whether the tensors are others.
-        reshard(model)
+        reshard(model.modules())
         return self._swaps.get(model, self.named(index))
 
     def state_dict(self) -> dict[str, Any]:

@@ -115,8 +115,8 @@ class NamedTensors:
     """
 
     def __init__(self, model: torch.nn.Module, leave_out: torch.nn.Module | None = None) -> None:
-        # A forward may have left full parameters behind, which are not those that are trained.
-        reshard(model)
+        places = list(_walk(model, "", leave_out))
+        reshard(module for _, module in places)
         self.parameters: dict[str, Member] = {}
         self.buffers: dict[str, Member] = {}
         self.aliases: dict[str, str] = {}
@@ -125,8 +125,8 @@ class NamedTensors:
         self.buffer_registries: list[Registry] = []
         self.scripted = False
         slots: list[tuple[str, Registry, str, Any, bool, bool]] = []
-        for prefix, module in _walk(model, "", leave_out):
-            slots += self._slots_of(prefix, module)
+        for prefix, module in places:
+            slots.extend(self._slots_of(prefix, module))
         names = canonical_names(slot[0] for slot in slots)
         first: dict[int, str] = {}
         for name, registry, key, tensor, is_parameter, persistent in slots:

@@ -42,20 +42,20 @@ def has_shards(model: torch.nn.Module) -> bool:
     return any(map(is_sharded, model.parameters()))
 
 
-def sharded_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules that ``fully_shard`` was called for."""
+def sharded_modules(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return those of the modules that ``fully_shard`` was called for."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)] if fsdp else []
+    return [m for m in modules if isinstance(m, fsdp.FSDPModule)] if fsdp else []
 
 
 def is_fully_sharded(model: object) -> bool:
     """Return True for a model with a part for which ``fully_shard`` was called."""
-    return isinstance(model, torch.nn.Module) and bool(sharded_modules(model))
+    return isinstance(model, torch.nn.Module) and bool(sharded_modules(model.modules()))
 
 
-def reshard(model: torch.nn.Module) -> None:
+def reshard(modules: Iterable[torch.nn.Module]) -> None:
     """Free the full parameters that a forward may have left, so that the shards are registered."""
-    for module in sharded_modules(model):
+    for module in sharded_modules(modules):
         cast("Any", module).reshard()
 
 
@@ -79,11 +79,11 @@ def true_everywhere(flag: Tensor, meshes: Iterable[Any]) -> Tensor:
 @contextmanager
 def resharded(model: torch.nn.Module) -> Generator[None]:
     """Reshard before and after a block: full parameters would hide what the shards hold."""
-    reshard(model)
+    reshard(model.modules())
     try:
         yield
     finally:
-        reshard(model)
+        reshard(model.modules())
 
 
 def whole(state: Any) -> Any:
@@ -132,7 +132,7 @@ def copy_fully_sharded(model: ModelT, memo: dict[int, Any]) -> ModelT:
     Each rank copies its own shards, without communication. A parameter that is also sharded in
     another way, such as tensor parallelism, is a ValueError.
     """
-    reshard(model)
+    reshard(model.modules())
     calls = fully_shard_calls(model)
     meshes = [mesh for call in calls for mesh in call.meshes]
     known = all(call.can_be_repeated() for call in calls)

@@ -249,7 +249,7 @@ def any_swapped(model: torch.nn.Module) -> bool:
     """Return True if an average is swapped into one of the model's parameters."""
     if not _active:
         return False
-    reshard(model)
+    reshard(model.modules())
     return any(raw_value(parameter) is not None for parameter in model.parameters())
 
 

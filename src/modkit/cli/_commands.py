@@ -7,7 +7,7 @@ import click
 
 
 # To add a command, write `modkit/cli/NAME.py` with a click command of that name, and name it here.
-NAMES: Final = ("average", "inspect")
+NAMES: Final = ("average", "compat", "inspect")
 
 
 class Commands(click.Group):

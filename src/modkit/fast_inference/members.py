@@ -1,5 +1,6 @@
 """What stands in a module's ``__dict__`` inside the block: its members, and the function to call."""
 
+import copy
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
@@ -14,7 +15,7 @@ _REPLACED: Final = frozenset({*_TABLES, "__dict__"})
 # Torch calls what stands under this name in place of the hooks and ``forward``.
 CALL_SLOT: Final = "_compiled_call_impl"
 _OPERATORS: Final = ("__setitem__", "__delitem__", "__ior__")
-_OVERRIDES: Final = ("__getstate__", "_replicate_for_data_parallel")
+_OVERRIDES: Final = ("__getstate__", "__deepcopy__", "_replicate_for_data_parallel")
 
 
 class Table(dict[str, Any]):
@@ -74,7 +75,8 @@ class Binding:
             return
         for key in _TABLES:
             table = self._state.get(key)
-            if type(table) is dict and table:
+            # Without children, too: a parametrization adds one when it has given the module its class.
+            if type(table) is dict and (table or key == "_modules"):
                 self._state[key] = Table(self, table)
         self.mirror()
         self._state["__getstate__"] = self.state_of_copies
@@ -85,6 +87,8 @@ class Binding:
         state, cls, mirrored = self._state, type(self.module), self._mirrored
         if not self._is_open:
             return
+        if hasattr(cls, "__deepcopy__"):
+            state["__deepcopy__"] = self.deepcopy
         members: dict[str, Any] = {}
         for table in map(state.get, _TABLES):
             if type(table) is Table:
@@ -127,12 +131,34 @@ class Binding:
         state: Any = type(self.module).__getstate__(self.module)
         if not isinstance(state, dict):
             return state
-        ours = {**self._mirrored, CALL_SLOT: self._call}
+        ours = self._entries()
         return {
             key: value.original if type(value) is Table else value
             for key, value in state.items()
             if not (key in ours and value is ours[key])
-            and not (key in _OVERRIDES and getattr(value, "__self__", None) is self)
+        }
+
+    def deepcopy(self, memo: dict[int, Any]) -> Any:
+        """Copy the module without what the block has put into it.
+
+        A ``__deepcopy__`` may copy ``__dict__`` as it is; parametrizations give a class one that does.
+        """
+        ours = self._entries()
+        for key in ours:
+            del self._state[key]
+        try:
+            return copy.deepcopy(self.module, memo)
+        finally:
+            self._state.update(ours)
+
+    def _entries(self) -> dict[str, Any]:
+        """Return what stands in ``__dict__`` in the block only, tables aside."""
+        ours = {**self._mirrored, CALL_SLOT: self._call}
+        return {
+            key: value
+            for key, value in self._state.items()
+            if (key in ours and value is ours[key])
+            or (key in _OVERRIDES and getattr(value, "__self__", None) is self)
         }
 
     def refuse_to_replicate(self) -> NoReturn:

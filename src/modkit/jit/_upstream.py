@@ -2,7 +2,7 @@
 
 They are named here and not in ``modkit/_upstream.py``, so that nothing but ``modkit.jit`` depends
 on them: the public functions of ``torch.jit`` warn, and later releases of torch may refuse.
-Checked against torch 2.13; 2.15 has the same names.
+``modkit/_upstream.py`` has the releases of torch that they were checked against.
 
 - ``ENABLED`` is False if the environment variable ``PYTORCH_JIT`` is 0.
 - ``ScriptMethod`` is the C++ object behind a method. ``ParameterDict``, ``BufferDict`` and
@@ -15,7 +15,7 @@ Checked against torch 2.13; 2.15 has the same names.
   ``MethodStub``: names are looked up in the calling frame, so decorators cannot call torch's.
 - ``ConstMap`` gives the constants of compiled code as attributes. ``TorchScriptMeta`` collects the
   script methods and constants of a class.
-- ``DEPRECATION`` is the category of the warnings of this torch: ``FutureWarning`` since 2.14.
+- ``DEPRECATION`` is the category of this torch's warnings: ``FutureWarning`` since 2.14.
 - ``import_module`` is None if this release of torch cannot read TorchScript.
 - ``concrete_type_of`` describes the type of a C++ module to the compiler.
 """
@@ -125,9 +125,7 @@ qualified_name: Final = _internal._qualified_name
 names_of_frame: Final = _internal.createResolutionCallbackFromFrame
 
 DEPRECATION: Final[type[Warning]] = (
-    FutureWarning
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
-    else DeprecationWarning
+    FutureWarning if "FutureWarning" in torch.jit.load.__code__.co_names else DeprecationWarning
 )
 
 MESSAGE: Final = (

@@ -429,12 +429,14 @@ def set_submodule(
             f"`module` is not an nn.Module, found {type(module)}"
         )
     parent = self.get_submodule(".".join(path)) if path else self
-    if hasattr(parent, name):
-        replaceable = not strict and _is_unset(parent, name)
-        if not replaceable and not isinstance(getattr(parent, name), TorchModule):
-            raise AttributeError(f"`{name}` is not an nn.Module")
-    elif strict:
+    if strict and not hasattr(parent, name):
         raise AttributeError(f"{parent._get_name()} has no attribute `{name}`")
+    if (
+        hasattr(parent, name)
+        and not isinstance(getattr(parent, name), TorchModule)
+        and (strict or not _is_unset(parent, name))
+    ):
+        raise AttributeError(f"`{name}` is not an nn.Module")
     setattr(parent, name, module)
 
 

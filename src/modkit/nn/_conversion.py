@@ -17,6 +17,10 @@ from torch.nn import Parameter
 
 from modkit._messages import (
     META_COPY_REFUSED,
+    MSG_APPLY_GRADIENT_NOT_LEAF,
+    MSG_APPLY_NO_GRADIENT,
+    MSG_APPLY_NOT_A_PARAMETER,
+    MSG_APPLY_PARAMETER_NOT_LEAF,
     MSG_COMPLEX_MODULE,
     MSG_TO_DTYPE,
     MSG_USE_TO_EMPTY,
@@ -28,7 +32,7 @@ from modkit._upstream import (
     is_traceable_wrapper_subclass,
     parse_to,
 )
-from modkit.nn._overrides import StandardClasses, has_no_children, methods, walk
+from modkit.nn._overrides import StandardClasses, TorchModule, has_no_children, methods, walk
 
 
 Keeps = Callable[[torch.Tensor], bool]
@@ -251,9 +255,9 @@ def _convert_parameter(
 
 def _require_leaf(parameter: torch.Tensor) -> None:
     if not isinstance(parameter, Parameter):
-        raise AssertionError("param must be a Parameter")  # noqa: TRY004 - torch's type
+        raise AssertionError(MSG_APPLY_NOT_A_PARAMETER)  # noqa: TRY004 - torch's type
     if not parameter.is_leaf:
-        raise AssertionError("param must be a leaf tensor")
+        raise AssertionError(MSG_APPLY_PARAMETER_NOT_LEAF)
 
 
 def _swap_parameter(
@@ -294,11 +298,11 @@ def _convert_gradient(
         result.grad = gradient
     elif set_data:
         if result.grad is None:
-            raise AssertionError("out_param.grad must not be None")
+            raise AssertionError(MSG_APPLY_NO_GRADIENT)
         result.grad.data = converted
     else:
         if not gradient.is_leaf:
-            raise AssertionError("param_grad must be a leaf tensor")
+            raise AssertionError(MSG_APPLY_GRADIENT_NOT_LEAF)
         result.grad = converted.requires_grad_(gradient.requires_grad)
 
 
@@ -325,9 +329,12 @@ def to_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction
                 return tensor.to(device, target, non_blocking, memory_format=memory_format)
             return tensor.to(device, target, non_blocking)
         except NotImplementedError as error:
-            if str(error) != META_COPY_REFUSED:
+            before, found, details = str(error).partition(META_COPY_REFUSED)
+            if before or not found:
                 raise
-            raise NotImplementedError(MSG_USE_TO_EMPTY.format(error=error)) from None
+            raise NotImplementedError(
+                MSG_USE_TO_EMPTY.format(refused=META_COPY_REFUSED, details=details)
+            ) from None
 
     def keeps(tensor: torch.Tensor) -> bool:
         return (
@@ -359,7 +366,11 @@ class _PlainClasses(StandardClasses):
     """Tells for which classes setting the mode is writing ``training`` to the instance."""
 
     def __missing__(self, cls: type) -> bool:
-        plain = super().__missing__(cls) and getattr(cls, "training", None) is None
+        plain = (
+            super().__missing__(cls)
+            and getattr(cls, "training", None) is None
+            and cast("Any", super)(TorchModule, cls).__setattr__ is object.__setattr__
+        )
         self[cls] = plain
         return plain
 

@@ -629,7 +629,9 @@ def _assign_all(entries: list[Entry], loading: _Load) -> None:
             loading.errors.append(problem)
 
 
-_REGISTRATION: Final = methods("__setattr__", "register_parameter", "register_buffer")
+_REGISTRATION: Final = methods(
+    "__setattr__", "__getattr__", "register_parameter", "register_buffer"
+)
 
 
 class _DirectWrites:

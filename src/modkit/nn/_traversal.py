@@ -8,6 +8,7 @@ from typing import Any, Final, cast
 import torch
 from torch.nn import Parameter
 
+from modkit._upstream import original_methods
 from modkit.nn._overrides import (
     StandardClasses,
     all_standard,
@@ -175,11 +176,14 @@ def _path(
 
 def modules(module: torch.nn.Module, remove_duplicate: bool) -> Iterator[torch.nn.Module]:
     """Yield what ``module.named_modules`` finds, without putting names together."""
-    if not remove_duplicate or not all_standard(module, _NAMED_MODULES):
-        for _, found in module.named_modules(remove_duplicate=remove_duplicate):
+    if not remove_duplicate:
+        for _, found in module.named_modules(remove_duplicate=False):
             yield found
-        return
-    yield from _standard_modules(module)
+    elif all_standard(module, _NAMED_MODULES):
+        yield from _standard_modules(module)
+    else:
+        # What torch passes to an override depends on its release.
+        yield from original_methods["modules"](module)
 
 
 def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

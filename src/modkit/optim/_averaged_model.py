@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel as _TorchAveragedModel
 from typing_extensions import TypeVar, override
 
 from modkit._messages import add_note
-from modkit._upstream import make_parameter
+from modkit._upstream import foreach_devices, make_parameter
 from modkit.averaging.averages import Average, Options, flat_buffers
 from modkit.averaging.engine import (
     Group,
@@ -684,5 +684,4 @@ def _step_masked(
 
 def has_foreach_kernels(device: torch.device) -> bool:
     """Return True if lists of tensors have fused kernels on a device; torch's default depends on it."""
-    # An out-of-tree backend chooses its own name, which this spelling of its device type resolves.
-    return device.type in {"cuda", "xpu", "mtia", torch.device("privateuseone").type}
+    return device.type in foreach_devices()

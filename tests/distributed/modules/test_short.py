@@ -1,5 +1,6 @@
 import pytest
 
+from tests.cases import for_each
 from tests.distributed.modules.checks import assert_is_the_whole, assert_same, train_all
 from tests.distributed.modules.training import cases
 
@@ -18,13 +19,13 @@ def found(tmp_path_factory):
     return train_all(CASES, tmp_path_factory.mktemp("short"))
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@for_each("case", CASES, ids="-".join)
 def test_losses_are_those_of_torch(found, case) -> None:
     """20 steps have equal losses, end in equal weights, and exchange as many bytes."""
     assert_same(found, case)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "case", [case for case in CASES if case[0] == "classes" and case[1] != "alone"], ids="-".join
 )
 def test_losses_are_those_of_one_process(found, case) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import modkit
+from tests.cases import for_each
 from tests.helpers import freeze, seed_everything
 from tests.integration.fast_inference.zoo import DECODERS, ZOO, Entry, named
 from tests.integration.networks import gradients
@@ -180,7 +181,7 @@ def test_size_of_the_zoo() -> None:
     assert counts["diffusers"] >= 3
 
 
-@pytest.mark.parametrize("entry", ZOO, ids=str)
+@for_each("entry", ZOO, ids=str)
 def test_outputs(entry: Entry) -> None:
     """The outputs are bitwise those of the plain model, which the scope leaves as it was."""
     model = entry.build()
@@ -207,7 +208,7 @@ def differentiate(entry: Entry, model: torch.nn.Module) -> Any:
     return bits([outputs, {name: value.grad for name, value in inputs.items()}, gradients(model)])
 
 
-@pytest.mark.parametrize("entry", DIFFERENTIATED, ids=str)
+@for_each("entry", DIFFERENTIATED, ids=str)
 def test_gradients(entry: Entry) -> None:
     """Outputs and gradients of inputs and parameters are bitwise those of the plain model."""
     model = entry.build()
@@ -230,7 +231,7 @@ def test_gradients_in_training_mode(entry: Entry) -> None:
     assert freeze(twin.state_dict()) == freeze(model.state_dict())
 
 
-@pytest.mark.parametrize("entry", AUTOCAST, ids=str)
+@for_each("entry", AUTOCAST, ids=str)
 def test_autocast(entry: Entry) -> None:
     """Under autocast to bfloat16 the outputs are bitwise those of the plain model."""
     model = entry.build()
@@ -247,7 +248,7 @@ def test_autocast(entry: Entry) -> None:
     assert unchanged
 
 
-@pytest.mark.parametrize("entry", CHANNELS_LAST, ids=str)
+@for_each("entry", CHANNELS_LAST, ids=str)
 def test_channels_last(entry: Entry) -> None:
     """With channels last, the outputs have the bits and the strides of the plain model's."""
     model = entry.build().to(memory_format=torch.channels_last)
@@ -268,7 +269,7 @@ def test_channels_last(entry: Entry) -> None:
     assert unchanged
 
 
-@pytest.mark.parametrize("entry", GENERATING, ids=str)
+@for_each("entry", GENERATING, ids=str)
 def test_generation(entry: Entry) -> None:
     """Tokens are generated with a cache of keys and values, and have the plain model's scores."""
     model = entry.build()
@@ -296,7 +297,7 @@ def test_generation(entry: Entry) -> None:
     assert unchanged
 
 
-@pytest.mark.parametrize("entry", NORMALIZED, ids=str)
+@for_each("entry", NORMALIZED, ids=str)
 def test_folded_batch_norm(entry: Entry) -> None:
     """With folded normalization the outputs agree within rounding, and the model is as before."""
     model = entry.build()
@@ -331,7 +332,7 @@ def test_folded_batch_norm_in_double(entry: Entry) -> None:
     torch.testing.assert_close(folded, expected, rtol=0, atol=1e-9 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("library", ["timm", "torchvision", "transformers", "diffusers"])
+@for_each("library", ["timm", "torchvision", "transformers", "diffusers"])
 def test_model_on_modkit_around_a_library(library: str) -> None:
     """A user's module on modkit around a library's model computes the same bits inside."""
     entry = next(entry for entry in ZOO if entry.library == library)

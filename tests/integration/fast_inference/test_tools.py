@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import modkit
+from tests.cases import for_each
 from tests.helpers import freeze, seed_everything
 from tests.integration.fast_inference.zoo import Entry, named
 from tests.integration.image_networks import image_net, images, scaled_net
@@ -310,8 +311,8 @@ PROBES: Final[dict[str, Callable[[Any], object]]] = {
 }
 
 
-@pytest.mark.parametrize("namespace", [torch.nn, modkit.nn], ids=["torch", "modkit"])
-@pytest.mark.parametrize("name", PROBES)
+@for_each("namespace", [torch.nn, modkit.nn], ids=["torch", "modkit"])
+@for_each("name", PROBES)
 def test_tool(name: str, namespace: ModuleType) -> None:
     """A tool that runs inside the scope finds, computes and leaves behind what it does outside."""
     plain, inside = both(lambda: image_net(namespace).eval(), PROBES[name])
@@ -328,12 +329,12 @@ def test_tool_on_free_parameters(name: str) -> None:
     assert plain == inside
 
 
-@pytest.mark.parametrize(
+@for_each(
     "entry",
     named("timm-resnet18", "torchvision-mobilenet_v2", "timm-vit_tiny_patch16_224"),
     ids=str,
 )
-@pytest.mark.parametrize("name", ["torchinfo", "fvcore", "thop"])
+@for_each("name", ["torchinfo", "fvcore", "thop"])
 def test_counters_on_the_zoo(name: str, entry: Entry) -> None:
     """The counters give the same counts for models of libraries."""
     x = entry.inputs()["0"][:1]

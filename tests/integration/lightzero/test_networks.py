@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from modkit import models
+from tests.cases import for_each
 from tests.efficientzero import CASES, layout, runs, versions
 from tests.integration.lightzero.networks import lightzero_networks
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lzero") is None,
     reason="needs LightZero: nox -s lightzero installs it",
 )
-every_case = pytest.mark.parametrize("name", CASES)
+every_case = for_each("name", CASES)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import torch
 
 import modkit
 from modkit import schedules
+from tests.cases import for_each
 from tests.integration.migration.recipes import PAGE, Run, recipes, section
 
 
@@ -60,8 +61,8 @@ IN_A_LOOP = [name for name in RECIPES if library_of(name) not in TRAINERS]
 IN_A_TRAINER = [name for name in RECIPES if library_of(name) in TRAINERS]
 
 
-@pytest.mark.parametrize("steps", [152, 2500])
-@pytest.mark.parametrize("name", IN_A_LOOP)
+@for_each("steps", [152, 2500])
+@for_each("name", IN_A_LOOP)
 def test_a_loop(name, steps):
     """After a random walk, an evaluation of modkit's average sees the weights of the library's."""
     require(name)
@@ -77,7 +78,7 @@ def test_a_loop(name, steps):
         assert (other["0.weight"] - ours.seen[0]["0.weight"]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", IN_A_TRAINER)
+@for_each("name", IN_A_TRAINER)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_a_trainer(name):
     """After a training run, an evaluation of modkit's average sees the weights of the library's."""

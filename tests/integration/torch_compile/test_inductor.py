@@ -60,6 +60,7 @@ def test_training_step(network: str) -> None:
     assert frames == 1
 
 
+@pytest.mark.slow
 def test_buffer_is_reassigned_in_forward() -> None:
     """Buffers written in ``forward`` are written back by the generated code, call after call."""
 
@@ -83,6 +84,7 @@ def test_buffer_is_reassigned_in_forward() -> None:
     assert frames == 1
 
 
+@pytest.mark.slow
 def test_hooks_after_compiling() -> None:
     """A hook on a child that is registered after the first call is compiled in, then out."""
 

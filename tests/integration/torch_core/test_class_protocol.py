@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from tests.cases import for_each
 from tests.helpers import TORCH, Implementation, freeze
 from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net
 
@@ -23,7 +24,7 @@ def take_over(module: torch.nn.Module) -> None:
     module.__class__ = type(f"Sharded{cls.__name__}", (Sharded, cls), {})
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@for_each("network", NETWORKS)
 def test_class_is_swapped(network: str) -> None:
     """Every module of a network takes a dynamic subclass, works, and takes its class back."""
 

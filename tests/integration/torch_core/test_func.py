@@ -17,6 +17,7 @@ from torch.func import (
 )
 from torch.nn.utils import stateless
 
+from tests.cases import for_each
 from tests.helpers import Implementation, freeze, seed_everything
 from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net
 
@@ -45,7 +46,7 @@ def tied_net(impl: Implementation) -> torch.nn.Module:
     return Tied()
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@for_each("network", NETWORKS)
 def test_functional_call(network: str) -> None:
     """A call with other weights uses them and puts the module's own objects back."""
 

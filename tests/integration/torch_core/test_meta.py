@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.cases import for_each
 from tests.helpers import Implementation, freeze
 from tests.integration.networks import NETWORKS, agree, make_batch, make_net
 
@@ -47,7 +48,7 @@ def devices(net: torch.nn.Module) -> dict[str, str]:
     return {name: tensor.device.type for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@for_each("network", NETWORKS)
 def test_meta_to_empty_and_load(network: str) -> None:
     """A network built without memory gets memory, then its checkpoint, and works."""
 
@@ -137,8 +138,8 @@ def test_assigning_a_checkpoint_to_meta() -> None:
     assert set(where.values()) == {"cpu"}
 
 
-@pytest.mark.parametrize("include_buffers", [False, True])
-@pytest.mark.parametrize("network", NETWORKS)
+@for_each("include_buffers", [False, True])
+@for_each("network", NETWORKS)
 def test_patched_registration(network: str, include_buffers: bool) -> None:
     """Functions put in place of torch's registering ones are called for networks of either library."""
 

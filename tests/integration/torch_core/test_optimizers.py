@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation, freeze, seed_everything
 from tests.integration.networks import NETWORKS, agree, make_batch, make_net
 
@@ -71,7 +72,7 @@ def test_every_optimizer_is_covered() -> None:
     assert {"Adam", "LBFGS", "Muon", "SGD", "SparseAdam"} <= set(OPTIMIZERS)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@for_each("name", OPTIMIZERS)
 def test_five_steps_are_equal(name: str) -> None:
     """Losses, weights, buffers and the optimizer's state are torch's to the last bit."""
 
@@ -86,8 +87,8 @@ def test_five_steps_are_equal(name: str) -> None:
     assert len({loss.item() for loss in losses}) == 5
 
 
-@pytest.mark.parametrize(("source", "target"), [(TORCH, MODKIT), (MODKIT, TORCH)], ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@for_each(("source", "target"), [(TORCH, MODKIT), (MODKIT, TORCH)], ids=str)
+@for_each("name", OPTIMIZERS)
 def test_state_transfers(name: str, source: Implementation, target: Implementation) -> None:
     """Training goes on from the other library's checkpoint as if it had never changed."""
     net, parameters, batch = trainee(name, source.nn)
@@ -102,7 +103,7 @@ def test_state_transfers(name: str, source: Implementation, target: Implementati
     assert freeze(dict(successor.state_dict())) == freeze(dict(net.state_dict()))
 
 
-@pytest.mark.parametrize(("name", "kernel"), KERNELS)
+@for_each(("name", "kernel"), KERNELS)
 def test_kernel_choice_is_equal(name: str, kernel: dict[str, bool]) -> None:
     """Fused, foreach and plain steps read the parameters alike."""
 
@@ -115,7 +116,7 @@ def test_kernel_choice_is_equal(name: str, kernel: dict[str, bool]) -> None:
     agree(scenario)
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@for_each("network", NETWORKS)
 def test_every_network_trains(network: str) -> None:
     """Each network goes through a loop with Adam, gradient clipping and a schedule."""
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import for_each
 from tests.helpers import Implementation, freeze
 from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net, train
 
@@ -14,9 +15,9 @@ def in_double(impl: Implementation, network: str) -> tuple[torch.nn.Module, Tens
     return net, batch.double() if batch.is_floating_point() else batch
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@for_each("dtype", [torch.bfloat16, torch.float16])
 # Whether an LSTM runs in these types on a CPU depends on the processor.
-@pytest.mark.parametrize("network", sorted(NETWORKS.keys() - {"lstm"}))
+@for_each("network", sorted(NETWORKS.keys() - {"lstm"}))
 def test_autocast(network: str, dtype: torch.dtype) -> None:
     """Under autocast each network uses the lower precision where torch does."""
 
@@ -40,7 +41,7 @@ def test_autocast(network: str, dtype: torch.dtype) -> None:
     assert {grad.dtype for grad in grads.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@for_each("network", NETWORKS)
 def test_whole_network_in_bfloat16(network: str) -> None:
     """A network that was converted trains in bfloat16 as torch's."""
 
@@ -80,7 +81,7 @@ def test_gradient_scaler() -> None:
     assert scales == [1024.0, 512.0, 512.0]
 
 
-@pytest.mark.parametrize("network", ["conv", "lstm", "nested", "transformer"])
+@for_each("network", ["conv", "lstm", "nested", "transformer"])
 def test_gradcheck(impl: Implementation, network: str) -> None:
     """Analytic gradients with respect to all parameters match finite differences."""
     net, batch = in_double(impl, network)

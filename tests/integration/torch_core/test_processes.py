@@ -3,11 +3,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from tests.helpers import Implementation, freeze
 from tests.integration.networks import PICKLABLE, make_batch
+from tests.processes import context
 
 
 def train_elsewhere(net: torch.nn.Module, batch: Tensor, results: Any) -> None:
@@ -19,13 +19,13 @@ def train_elsewhere(net: torch.nn.Module, batch: Tensor, results: Any) -> None:
     results.put((type(net).__name__, all(p.is_shared() for p in net.parameters()), loss.item()))
 
 
-def test_spawned_process_trains_shared_weights(impl: Implementation) -> None:
-    """A network in shared memory goes to a spawned process, whose step is seen here."""
+def test_another_process_trains_shared_weights(impl: Implementation) -> None:
+    """A network in shared memory is sent to another process, whose step is seen here."""
     net, batch = PICKLABLE[impl.name]().share_memory(), make_batch("free")
     reference = copy.deepcopy(net)
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=train_elsewhere, args=(net, batch, results))
+    start = context()
+    results = start.Queue()
+    process = start.Process(target=train_elsewhere, args=(net, batch, results))
     process.start()
     name, shared, loss = results.get(timeout=120)
     process.join()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import for_each
 from tests.helpers import Implementation, freeze
 from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net
 
@@ -28,7 +29,7 @@ class Gathering(dict):
         return value
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@for_each("network", NETWORKS)
 def test_registries_are_plain_dicts(impl: Implementation, network: str) -> None:
     """Registries are exact dicts, hook tables ordered ones, and there is no further state."""
     for module in make_net(impl.nn, network).modules():
@@ -65,7 +66,7 @@ def test_fresh_module_has_only_the_documented_state(impl: Implementation) -> Non
     assert freeze(Own().__dict__) == freeze(torch.nn.Module().__dict__)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "write",
     [
         lambda net, new: net._parameters.__setitem__("w", new),
@@ -229,7 +230,7 @@ def clone_by_deepcopied_dict(net: torch.nn.Module) -> torch.nn.Module:
 CLONERS = [clone_by_update, clone_by_shallow_copies, clone_by_deepcopied_dict, copy.deepcopy]
 
 
-@pytest.mark.parametrize("cloner", CLONERS, ids=lambda cloner: cloner.__name__)
+@for_each("cloner", CLONERS, ids=lambda cloner: cloner.__name__)
 def test_instance_dict_defines_the_module(impl: Implementation, cloner: Any) -> None:
     """A clone made from the ``__dict__`` alone has registries of its own, and computes the same."""
     net, batch = make_net(impl.nn, "free"), make_batch("free")

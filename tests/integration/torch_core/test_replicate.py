@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, freeze
 from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net
 
@@ -28,7 +29,7 @@ def _copies_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_copies_on_cpu")
-@pytest.mark.parametrize("network", NETWORKS)
+@for_each("network", NETWORKS)
 def test_replicate(network: str) -> None:
     """Replicas compute like the original, and their gradients arrive at its parameters."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation, freeze, seed_everything
 from tests.integration.networks import (
     NETWORKS,
@@ -17,7 +18,7 @@ from tests.integration.networks import (
 )
 
 
-both_ways = pytest.mark.parametrize(
+both_ways = for_each(
     ("source", "target"),
     [(TORCH, MODKIT), (MODKIT, TORCH), (TORCH, TORCH), (MODKIT, MODKIT)],
     ids=str,
@@ -60,7 +61,7 @@ def test_state_dict_file_loads_into_the_other(
     )
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@for_each("network", NETWORKS)
 def test_state_dict_files_carry_the_same(network: str) -> None:
     """What is read back is the same type with the same keys, bits and version metadata."""
 
@@ -94,7 +95,7 @@ def test_mapped_file_is_assigned(
     assert freeze(empty(make_batch("conv"))) == freeze(net(make_batch("conv")))
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@for_each("network", NETWORKS)
 def test_deepcopy_is_independent(impl: Implementation, network: str) -> None:
     """A deep copy computes the same and shares no tensor with the original."""
     net, batch = trained_net(impl, network), make_batch(network)
@@ -106,7 +107,7 @@ def test_deepcopy_is_independent(impl: Implementation, network: str) -> None:
     assert pointers.isdisjoint(tensor.data_ptr() for tensor in clone.state_dict().values())
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=["zip", "mmap", "map_location", "legacy"])
+@for_each("form", FORMATS, ids=["zip", "mmap", "map_location", "legacy"])
 def test_whole_module_file(
     tmp_path: Path, impl: Implementation, form: dict[str, dict[str, Any]]
 ) -> None:
@@ -151,7 +152,7 @@ def test_whole_module_needs_no_private_classes(tmp_path: Path) -> None:
     assert "BatchNorm1d" in names
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@for_each("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_pickle_round_trip(impl: Implementation, protocol: int) -> None:
     """Every pickle protocol carries a network over."""
     seed_everything()

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
+from tests.cases import for_each
 from tests.helpers import Implementation, freeze
 from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net
 
@@ -120,7 +121,7 @@ def test_checkpointed_dropout_and_sequential(use_reentrant: bool) -> None:
     assert all(grad.any() for grad in grads.values())
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@for_each("network", NETWORKS)
 def test_saved_tensor_hooks(network: str) -> None:
     """What autograd saves can be packed and unpacked, and the graph has torch's nodes."""
 

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.shape_prop import ShapeProp
 
+from tests.cases import for_each
 from tests.helpers import TORCH, Implementation, freeze, seed_everything
 from tests.integration.networks import agree, gradients, make_batch, make_net, train
 
@@ -78,7 +79,7 @@ def layers(nn: Any) -> list[tuple[torch.nn.Module, Callable[[], tuple[Tensor, ..
     ]
 
 
-@pytest.mark.parametrize("index", range(17))
+@for_each("index", range(17))
 def test_layers_are_leaves(impl: Implementation, index: int) -> None:
     """A layer of ``nn`` is one ``call_module`` node."""
     layer, inputs = layers(impl.nn)[index]

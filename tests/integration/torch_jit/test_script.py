@@ -1,6 +1,4 @@
 import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import for_each
 from tests.helpers import MODKIT, Implementation
 from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net
 from tests.integration.torchscript import layout, neutral, reloaded, scripted_tests
+from tests.processes import python
 
 
 pytestmark = scripted_tests
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@for_each("network", NETWORKS)
+@for_each("training", [True, False], ids=["train", "eval"])
 def test_script(network: str, training: bool) -> None:
     """Each network scripts to torch's code, and computes outputs and gradients from it."""
 
@@ -47,7 +47,7 @@ def test_script(network: str, training: bool) -> None:
     assert state.keys() == members.keys()
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@for_each("network", NETWORKS)
 def test_archive(network: str) -> None:
     """A scripted network goes through an archive with its state, code and mode."""
 
@@ -76,10 +76,9 @@ def test_archive_needs_only_torch(tmp_path: Path) -> None:
         "torch.testing.assert_close(torch.jit.load(sys.argv[1])(batch).detach(), expected)\n"
         "print('modkit' in sys.modules)\n"
     )
-    arguments = [sys.executable, "-c", program, tmp_path / "net.pt", tmp_path / "batch.pt"]
-    result = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    result = python(program, tmp_path / "net.pt", tmp_path / "batch.pt")
 
-    assert result.stdout.split() == ["False"]
+    assert result.stdout.split() == ["False"], result.stderr
 
 
 def test_scripted_state_is_shared_with_eager_checkpoints(impl: Implementation) -> None:

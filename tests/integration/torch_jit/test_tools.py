@@ -1,8 +1,6 @@
 import copy
 import functools
 import io
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -12,6 +10,7 @@ import modkit
 from modkit import jit, nn
 from modkit.optim.swa_utils import AveragedModel
 from tests.integration.torchscript import SharedLayer, scripted_tests
+from tests.processes import python
 
 
 pytestmark = scripted_tests
@@ -57,9 +56,7 @@ import sys, torch
 module = torch.jit.load({str(path)!r})
 print(module(torch.arange(8.0).view(2, 4)).tolist(), "modkit" in sys.modules)
 """
-    done = subprocess.run(
-        [sys.executable, "-Wignore", "-c", code], check=True, capture_output=True, text=True
-    )
+    done = python(code)
 
     assert done.stdout == f"{module(x).tolist()} False\n"
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import for_each
 from tests.helpers import Implementation
 from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net
 from tests.integration.torchscript import layout, neutral, reloaded, scripted_tests
@@ -22,7 +23,7 @@ def traced(net: torch.nn.Module, *args: Any, **options: Any) -> tuple[Any, list[
     return result, [message for message in messages if "is deprecated" not in message]
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@for_each("network", NETWORKS)
 def test_trace(network: str) -> None:
     """Each network traces to torch's graph with torch's scopes, and passes the tracer's check."""
 

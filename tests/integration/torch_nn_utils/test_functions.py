@@ -1,9 +1,9 @@
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import for_each
 from tests.helpers import Implementation, freeze, seed_everything
 from tests.integration.networks import agree, gradients, make_batch, make_net
 
@@ -62,8 +62,8 @@ def test_skip_init(impl: Implementation) -> None:
     assert layer.weight.device.type == "cpu"
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-@pytest.mark.parametrize("foreach", [True, False, None])
+@for_each("norm_type", [1.0, 2.0, float("inf")])
+@for_each("foreach", [True, False, None])
 def test_clip_grad_norm(norm_type: float, foreach: bool | None) -> None:
     """Clipping by norm returns the norm and scales the gradients as in torch."""
 

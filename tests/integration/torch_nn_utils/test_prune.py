@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation, freeze, seed_everything
 from tests.integration.networks import agree, gradients, make_batch, make_net, train
 
@@ -31,7 +32,7 @@ def checkers(module: torch.nn.Module) -> Tensor:
     return (torch.arange(module.weight.numel()) % 2).view_as(module.weight)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@for_each("method", METHODS)
 def test_prune(method: str) -> None:
     """Each method masks the same entries as on torch, in training and in the state dict."""
 
@@ -56,7 +57,7 @@ def test_prune(method: str) -> None:
     assert bool((mask == 0).any()) is (method != "identity")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@for_each("method", METHODS)
 def test_remove(method: str) -> None:
     """Removing makes the pruning permanent and leaves an ordinary layer."""
 

@@ -5,6 +5,7 @@ import torch
 
 import modkit.nn
 import modkit.optim.swa_utils
+from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
 from tests.parity.averaging.networks import RULES, normed_net, one_weight
 
@@ -88,7 +89,7 @@ def test_only_one_averaging_function_may_be_given() -> None:
     assert result[:2] == ("raised", "AssertionError")
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta", torch.device("meta"), torch.device("cpu", 0)])
+@for_each("device", ["cpu", "meta", torch.device("meta"), torch.device("cpu", 0)])
 def test_device_takes_the_copy_and_the_counter(impl: Implementation, device) -> None:
     """With a device, all of the averaged model lives there, and the model stays where it was."""
     model = normed_net(impl)
@@ -108,7 +109,7 @@ def test_without_a_device_the_copy_stays_with_the_model_and_the_counter_on_the_d
     assert same(scenario)[0] == "returned"
 
 
-@pytest.mark.parametrize("device", ["nowhere", "", 1.5, []])
+@for_each("device", ["nowhere", "", 1.5, []])
 def test_bad_device_is_refused_as_in_torch(device) -> None:
     """A device that is none raises torch's error."""
     result = same(lambda impl: impl.AveragedModel(one_weight(impl), device))
@@ -122,7 +123,7 @@ def test_averaging_function_in_the_place_of_the_device_is_refused(impl: Implemen
         impl.AveragedModel(one_weight(impl), impl.get_ema_multi_avg_fn(0.9), use_buffers=True)
 
 
-@pytest.mark.parametrize("model", [None, 3, "net", len])
+@for_each("model", [None, 3, "net", len])
 def test_what_cannot_be_a_model_is_taken_until_it_is_used(model) -> None:
     """The model is not checked; only a device, a call or an update shows that it is none."""
 
@@ -183,7 +184,7 @@ def test_gradients_reach_the_copy_only(impl: Implementation) -> None:
     assert model.weight.grad is None
 
 
-@pytest.mark.parametrize("rule", RULES)
+@for_each("rule", RULES)
 def test_signature_by_position_is_that_of_torch(rule: str) -> None:
     """All five arguments may be given by position, in torch's order."""
 

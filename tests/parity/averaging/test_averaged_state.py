@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation, freeze, same
 from tests.parity.averaging.networks import (
     RULES,
@@ -16,7 +17,7 @@ from tests.parity.averaging.networks import (
 )
 
 
-every_rule = pytest.mark.parametrize("rule", RULES)
+every_rule = for_each("rule", RULES)
 
 
 def averaged_net(impl: Implementation, rule: str = "default", updates: int = 3, **arguments):

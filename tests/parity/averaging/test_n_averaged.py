@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.averaging.networks import RULES, one_weight, set_weight, state_after_updates
+from tests.processes import METHOD, context
 
 
-every_rule = pytest.mark.parametrize("rule", RULES)
+every_rule = for_each("rule", RULES)
 
 
 def assign(averaged, count: int) -> None:
@@ -109,7 +111,7 @@ WRITES = {
     "load_state_dict(assign=True)": load_assigning,
     "load_state_dict with swap_tensors": load_swapping,
 }
-every_write = pytest.mark.parametrize("write", WRITES)
+every_write = for_each("write", WRITES)
 
 
 def average_of_two(impl: Implementation, rule: str = "default"):
@@ -252,8 +254,8 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("write", ["fill_", "data", "numpy", "replaced"])
+@for_each("way", COPIES)
+@for_each("write", ["fill_", "data", "numpy", "replaced"])
 def test_a_copy_has_a_count_of_its_own(impl: Implementation, way: str, write: str) -> None:
     """A write to the count of a copy affects the copy, and a write to the original the original."""
     model, averaged = average_of_two(impl)
@@ -270,8 +272,8 @@ def test_a_copy_has_a_count_of_its_own(impl: Implementation, way: str, write: st
     assert (values(averaged), values(other)) == ((2.0, 1), (5.0, 2))
 
 
-@pytest.mark.parametrize("write", ["fill_", "data", "data of all buffers", "replaced"])
-@pytest.mark.parametrize("first", ["compiled", "eager"])
+@for_each("write", ["fill_", "data", "data of all buffers", "replaced"])
+@for_each("first", ["compiled", "eager"])
 def test_compiled_and_eager_updates_share_the_count(
     impl: Implementation, first: str, write: str
 ) -> None:
@@ -318,12 +320,12 @@ CHILDREN = {
     "updates": (update_elsewhere, (3.0, 3), (3.0, 4)),
     "sets to zero": (zero_elsewhere, (1.0, 0), (6.0, 1)),
 }
-START_METHODS = [name for name in ("spawn", "fork") if name in mp.get_all_start_methods()]
+START_METHODS = [name for name in (METHOD, "fork") if name in mp.get_all_start_methods()]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="shared memory of processes is POSIX's")
-@pytest.mark.parametrize("method", START_METHODS)
-@pytest.mark.parametrize("child", CHILDREN)
+@for_each("method", START_METHODS)
+@for_each("child", CHILDREN)
 def test_a_child_process_shares_the_count(impl: Implementation, method: str, child: str) -> None:
     """After `share_memory`, an update sees what a child process did to the count.
 
@@ -333,7 +335,8 @@ def test_a_child_process_shares_the_count(impl: Implementation, method: str, chi
     model = one_weight(impl, 1.0)
     averaged = impl.AveragedModel(model).share_memory()
     averaged.update_parameters(model)
-    process = mp.get_context(method).Process(target=function, args=(averaged, model))
+    start = context() if method == METHOD else mp.get_context(method)
+    process = start.Process(target=function, args=(averaged, model))
     process.start()
     process.join(120)
     seen = averaged.n_averaged.item()

@@ -5,6 +5,7 @@ import torch.optim.swa_utils as upstream
 
 import modkit.optim
 from modkit.optim import swa_utils
+from tests.cases import for_each
 from tests.helpers import Implementation
 
 
@@ -21,7 +22,7 @@ def test_public_names_are_those_of_torch() -> None:
     assert modkit.optim.swa_utils is swa_utils
 
 
-@pytest.mark.parametrize("name", upstream.__all__)
+@for_each("name", upstream.__all__)
 def test_signatures_are_those_of_torch(name: str) -> None:
     """Torch's parameters come first, unchanged; more are given by keyword and have defaults."""
     ours, theirs = (parameters(getattr(module, name)) for module in (swa_utils, upstream))
@@ -40,7 +41,7 @@ def test_methods_have_the_signatures_of_torch(name: str) -> None:
     assert parameters(ours) == parameters(theirs)
 
 
-@pytest.mark.parametrize("name", upstream.__all__)
+@for_each("name", upstream.__all__)
 def test_names_say_where_they_are_imported_from(impl: Implementation, name: str) -> None:
     """Functions and AveragedModel name their library; SWALR is torch's own in both."""
     home = "torch" if name == "SWALR" else impl.name

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
 from tests.parity.averaging.networks import normed_net, one_weight
 
@@ -45,9 +46,7 @@ def loaders(kind: str):
     }[kind]
 
 
-@pytest.mark.parametrize(
-    "kind", ["tensors", "tuples", "lists", "lists of one", "generator", "DataLoader"]
-)
+@for_each("kind", ["tensors", "tuples", "lists", "lists of one", "generator", "DataLoader"])
 def test_kinds_of_loaders(kind: str) -> None:
     """Batches are tensors, or lists and tuples that start with one; the bits equal torch's."""
 
@@ -62,10 +61,8 @@ def test_kinds_of_loaders(kind: str) -> None:
     assert expected == reference
 
 
-@pytest.mark.parametrize(
-    "batch", [[], "text", None, 3], ids=["empty list", "text", "None", "number"]
-)
-@pytest.mark.parametrize("device", [None, "cpu"])
+@for_each("batch", [[], "text", None, 3], ids=["empty list", "text", "None", "number"])
+@for_each("device", [None, "cpu"])
 def test_batches_of_other_kinds_do_what_torch_does(batch, device) -> None:
     """Empty lists and other objects raise torch's errors."""
 
@@ -122,7 +119,7 @@ def test_mode_is_restored(impl: Implementation, training: bool) -> None:
     assert [module.training for module in model.modules()] == [training] * 5
 
 
-@pytest.mark.parametrize("momentum", [0.1, 0.9, 0.0, None])
+@for_each("momentum", [0.1, 0.9, 0.0, None])
 def test_momentum_is_restored(impl: Implementation, momentum) -> None:
     """Each layer's momentum is None during the pass and has its value afterwards."""
     model = normed_net(impl)

@@ -3,6 +3,7 @@ import torch
 
 import modkit.optim._averaged_model
 from modkit.optim import swa_utils
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.averaging.networks import (
     RULES,
@@ -14,7 +15,7 @@ from tests.parity.averaging.networks import (
 )
 
 
-every_rule = pytest.mark.parametrize("rule", RULES)
+every_rule = for_each("rule", RULES)
 
 
 @every_rule
@@ -243,9 +244,7 @@ def test_default_update_with_grouped_kernels_is_that_of_torch(monkeypatch) -> No
     assert result[1][1][0] == ("bool", "True")
 
 
-@pytest.mark.parametrize(
-    "kind", ["cpu", "cuda", "xpu", "mtia", "mps", "hpu", "xla", "meta", "privateuseone"]
-)
+@for_each("kind", ["cpu", "cuda", "xpu", "mtia", "mps", "hpu", "xla", "meta", "privateuseone"])
 def test_devices_with_grouped_kernels_are_those_of_torch(kind: str) -> None:
     """The default update is grouped on exactly the device types that torch groups on."""
     supported = torch.utils._foreach_utils._get_foreach_kernels_supported_devices()

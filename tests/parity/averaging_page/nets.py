@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import for_each
 from tests.helpers import Implementation
 from tests.parity.averaging.networks import training_states
 from tests.parity.module_page.nets import network, tensors
@@ -25,7 +25,7 @@ SUBJECTS: dict[str, Callable[[Implementation], Any]] = {
     "sequential": sequential,
     "layer": lambda impl: impl.nn.Linear(3, 2),
 }
-every_subject = pytest.mark.parametrize("subject", SUBJECTS)
+every_subject = for_each("subject", SUBJECTS)
 
 
 def build(impl: Implementation, subject: str) -> Any:

@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
 from tests.parity.averaging.networks import RULES, training_states
 from tests.parity.averaging_page.nets import (
@@ -17,7 +18,7 @@ from tests.parity.averaging_page.nets import (
 )
 
 
-every_rule = pytest.mark.parametrize("rule", RULES)
+every_rule = for_each("rule", RULES)
 
 
 # --- the class and its parameters ------------------------------------------------------------------
@@ -308,7 +309,7 @@ def without_integers(model):
     return model
 
 
-WITH_BUFFERS = pytest.mark.parametrize("subject", ["user", "norm", "sequential"])
+WITH_BUFFERS = for_each("subject", ["user", "norm", "sequential"])
 
 
 @WITH_BUFFERS
@@ -350,8 +351,8 @@ def test_averaged_buffers_are_bitwise_identical(subject: str, rule: str) -> None
     assert same(scenario)[0] == "returned"
 
 
-@pytest.mark.parametrize("subject", ["norm", "sequential"])
-@pytest.mark.parametrize("way", ["update_bn", "use_buffers"])
+@for_each("subject", ["norm", "sequential"])
+@for_each("way", ["update_bn", "use_buffers"])
 def test_two_ways_to_the_statistics_of_batch_norm(
     impl: Implementation, subject: str, way: str
 ) -> None:

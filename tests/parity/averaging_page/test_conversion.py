@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
 from tests.parity.averaging.networks import training_states
 from tests.parity.averaging_page.nets import (
@@ -20,7 +21,7 @@ CASTS = {
     "half": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-every_cast = pytest.mark.parametrize("method", CASTS)
+every_cast = for_each("method", CASTS)
 
 
 def is_floating(tensor: torch.Tensor) -> bool:
@@ -236,7 +237,7 @@ def test_cpu_keeps_what_is_there(impl: Implementation, subject: str) -> None:
     assert [(id(t), t.data_ptr()) for t in tensors(averaged)] == before
 
 
-ACCELERATORS = pytest.mark.parametrize("method", ["cuda", "ipu", "mtia", "xpu"])
+ACCELERATORS = for_each("method", ["cuda", "ipu", "mtia", "xpu"])
 
 
 @ACCELERATORS

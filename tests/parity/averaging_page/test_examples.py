@@ -3,6 +3,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
 from tests.parity.averaging.networks import one_weight, set_weight, training_states
 from tests.parity.averaging_page.nets import build, every_subject, inputs, tensors
@@ -143,7 +144,7 @@ FACTORIES = {
 }
 
 
-@pytest.mark.parametrize("name", FACTORIES)
+@for_each("name", FACTORIES)
 def test_factories_make_averaging_functions(impl: Implementation, name: str) -> None:
     """Each of the four makes a function for its argument: the 4th model weighs a quarter here."""
     options, expected = FACTORIES[name]
@@ -172,8 +173,8 @@ def test_the_decay_is_a_fraction(name: str) -> None:
     assert same(scenario)[0] == "returned"
 
 
-@pytest.mark.parametrize("subject", ["user", "norm", "sequential"])
-@pytest.mark.parametrize("batches", ["tensors", "pairs"])
+@for_each("subject", ["user", "norm", "sequential"])
+@for_each("batches", ["tensors", "pairs"])
 def test_update_bn_updates_the_activation_statistics(subject: str, batches: str) -> None:
     """It passes the data through the averaged model, and gives torch's statistics and modes."""
 

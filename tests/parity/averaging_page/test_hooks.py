@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
 from tests.parity.averaging_page.nets import averaged_of, build, every_subject, inputs
 
@@ -178,8 +179,8 @@ def test_a_full_backward_pre_hook_replaces_the_output_gradient(
     assert not any(p.grad.any() for p in averaged.parameters())
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["inputs without grad", "inputs with grad"])
-@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+@for_each("grad", [False, True], ids=["inputs without grad", "inputs with grad"])
+@for_each("frozen", [False, True], ids=["trainable", "frozen"])
 def test_when_a_full_backward_hook_fires(impl: Implementation, grad: bool, frozen: bool) -> None:
     """Rules 1 to 3: with the input gradients, else with the output gradients, else not at all."""
     _, averaged = averaged_of(impl, "layer")
@@ -246,7 +247,7 @@ REGISTRARS = [
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
-@pytest.mark.parametrize("registrar", REGISTRARS)
+@for_each("registrar", REGISTRARS)
 def test_registration_returns_a_handle(impl: Implementation, registrar: str) -> None:
     """`handle.remove()` removes the hook."""
     _, averaged = averaged_of(impl, "layer")

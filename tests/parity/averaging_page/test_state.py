@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
 from tests.parity.averaging.networks import RULES, training_states
 from tests.parity.averaging_page.nets import averaged_of, build, every_subject, tensors
@@ -357,7 +358,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("registrar", HOOKS)
+@for_each("registrar", HOOKS)
 def test_handles_remove_the_hooks(impl: Implementation, registrar: str) -> None:
     """Each registration returns a handle, and `handle.remove()` removes the hook."""
     _, averaged = averaged_of(impl, "user")
@@ -374,7 +375,7 @@ def test_handles_remove_the_hooks(impl: Implementation, registrar: str) -> None:
     assert calls == [averaged]
 
 
-@pytest.mark.parametrize("registrar", HOOKS)
+@for_each("registrar", HOOKS)
 def test_hooks_of_the_model_are_copied(impl: Implementation, registrar: str) -> None:
     """Hooks that the model has when it is averaged run on the copy, with the copy as module."""
     model = build(impl, "sequential")

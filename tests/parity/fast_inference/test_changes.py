@@ -1,5 +1,4 @@
-import pytest
-
+from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH
 from tests.parity.fast_inference.changes import ATTRIBUTES, CONVERSION, STRUCTURE, WEIGHTS
 from tests.parity.fast_inference.nets import batch, net, run
@@ -39,7 +38,7 @@ def changed(scope, impl, change, between, mode):
     return seen
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@for_each("change", CHANGES.values(), ids=CHANGES.keys())
 def test_change(change):
     """A change made inside is seen by the next call, and persists as it does in plain code."""
     differing = []
@@ -51,7 +50,7 @@ def test_change(change):
     assert differing == []
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@for_each("change", CHANGES.values(), ids=CHANGES.keys())
 def test_change_of_a_part_in_scope(change):
     """A change is seen where the scope is entered for parts of the network alone."""
 
@@ -70,7 +69,7 @@ def test_change_of_a_part_in_scope(change):
     assert differing_keys(scenario) == []
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@for_each("change", CHANGES.values(), ids=CHANGES.keys())
 def test_two_changes_in_one_scope(change):
     """A change made to a network that was changed and called before is seen."""
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import modkit
+from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH
 from tests.parity.fast_inference.nets import net
 from tests.parity.fast_inference.test_scope import snapshot
@@ -117,9 +118,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
-@pytest.mark.parametrize("dimensions", [1, 2, 3])
+@for_each("dtype", TOLERANCES, ids=str)
+@for_each("options", CASES.values(), ids=CASES.keys())
+@for_each("dimensions", [1, 2, 3])
 def test_sequential(dimensions, options, dtype):
     """A folded Sequential gives the plain results within rounding, and is as before afterwards."""
     model = prepared(stack(dimensions, **options), dtype)
@@ -258,8 +259,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS.keys())
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@for_each("build", MODELS.values(), ids=MODELS.keys())
+@for_each("change", CHANGES.values(), ids=CHANGES.keys())
 def test_change(change, build):
     """A change of the layers inside counts, whether they stay folded or not."""
     plain, model = build(), build()

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from tests.cases import for_each
+from tests.helpers import clean_global_hooks
 from tests.parity.fast_inference.changes import extra
 from tests.parity.fast_inference.nets import batch, net, run
 from tests.parity.fast_inference.twins import bits, differing_keys, left_behind, outcome
-from tests.parity.hooks.tools import clean_global_hooks
 
 
 @pytest.fixture(autouse=True)
@@ -145,8 +146,8 @@ def hooked(scope, impl, kind, target, make):
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
-@pytest.mark.parametrize("make", HOOKS.values(), ids=HOOKS.keys())
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("make", HOOKS.values(), ids=HOOKS.keys())
+@for_each("kind", KINDS)
 def test_hook(impl, kind, make):
     """Hooks of every kind run in the same order and with the same arguments inside."""
     differing = []
@@ -158,8 +159,8 @@ def test_hook(impl, kind, make):
     assert differing == []
 
 
-@pytest.mark.parametrize("make", HOOKS.values(), ids=HOOKS.keys())
-@pytest.mark.parametrize("kind", GLOBAL_KINDS)
+@for_each("make", HOOKS.values(), ids=HOOKS.keys())
+@for_each("kind", GLOBAL_KINDS)
 def test_global_hook(impl, kind, make):
     """Global hooks run for the same modules, in the same order, inside."""
 
@@ -200,7 +201,7 @@ def rebound_global_table(name, table):
         setattr(owner, name, before)
 
 
-@pytest.mark.parametrize("kind", GLOBAL_KINDS)
+@for_each("kind", GLOBAL_KINDS)
 def test_global_tables_that_are_rebound(impl, kind):
     """A global table that another module replaced is the one that is read."""
 
@@ -340,8 +341,8 @@ ACTIONS = {
 }
 
 
-@pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS.keys())
-@pytest.mark.parametrize("kind", ["forward pre", "forward"])
+@for_each("action", ACTIONS.values(), ids=ACTIONS.keys())
+@for_each("kind", ["forward pre", "forward"])
 def test_hook_that_changes_the_network(impl, kind, action):
     """What a hook does to the network has the same effect on the same call and on later ones."""
     differing = []
@@ -372,7 +373,7 @@ def test_hook_that_changes_the_network(impl, kind, action):
     assert differing == []
 
 
-@pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS.keys())
+@for_each("action", ACTIONS.values(), ids=ACTIONS.keys())
 def test_layer_that_changes_the_network(impl, action):
     """A user's layer in a Sequential, which changes the network, has the same effect inside."""
 

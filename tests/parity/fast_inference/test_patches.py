@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.helpers import MODKIT, TORCH
+from tests.cases import for_each
+from tests.helpers import MODKIT, TORCH, clean_global_hooks
 from tests.parity.fast_inference.layers import FUNCTIONS, OTHERS, input_for
 from tests.parity.fast_inference.nets import batch, net, run
 from tests.parity.fast_inference.twins import (
@@ -21,7 +22,6 @@ from tests.parity.fast_inference.twins import (
     outcome,
     same_inside,
 )
-from tests.parity.hooks.tools import clean_global_hooks
 from tests.parity.module.module_cases import seed
 
 
@@ -62,7 +62,7 @@ def in_containers(layer):
     }
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, *OTHERS])
+@for_each("name", [*FUNCTIONS, *OTHERS])
 def test_layer(name):
     """Each layer gives the same results inside, in each container, mode and dtype."""
     make, shape = (FUNCTIONS | OTHERS)[name]
@@ -85,7 +85,7 @@ def test_layer(name):
     assert differing_keys(scenario) == []
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@for_each("name", FUNCTIONS)
 def test_patched_function(name):
     """A function of `torch.nn.functional` that is patched, before or inside, is called."""
     make, shape = FUNCTIONS[name]
@@ -115,7 +115,7 @@ def test_patched_function(name):
     assert differing_keys(scenario) == []
 
 
-@pytest.mark.parametrize("name", ["relu", "relu_", "tanh", "layer_norm", "batch_norm", "conv2d"])
+@for_each("name", ["relu", "relu_", "tanh", "layer_norm", "batch_norm", "conv2d"])
 def test_patched_function_of_torch(impl, name):
     """A function of `torch` that is patched inside has the same effect."""
 
@@ -182,7 +182,7 @@ def patched_class(scope, impl, owner, name):
     return seen | {"log": log, "was called": len(log) > 0}
 
 
-@pytest.mark.parametrize(("owner", "name"), METHODS.values(), ids=METHODS.keys())
+@for_each(("owner", "name"), METHODS.values(), ids=METHODS.keys())
 def test_patched_class(impl, owner, name):
     """A method that is patched on a class of torch, before or inside, is called as often."""
     found = differing_keys(lambda scope: patched_class(scope, impl, owner, name))
@@ -190,10 +190,8 @@ def test_patched_class(impl, owner, name):
     assert found == []
 
 
-@pytest.mark.parametrize("name", ["__getattr__", "__getattribute__"])
-@pytest.mark.parametrize(
-    "owner", [nn.Module, nn.Linear, nn.Sequential], ids=["Module", "Linear", "Sequential"]
-)
+@for_each("name", ["__getattr__", "__getattribute__"])
+@for_each("owner", [nn.Module, nn.Linear, nn.Sequential], ids=["Module", "Linear", "Sequential"])
 def test_patched_attribute_access(impl, owner, name):
     """Reading a member goes through a `__getattr__` that was patched before, whose result counts."""
 
@@ -231,7 +229,7 @@ INSTANCE = {
 }
 
 
-@pytest.mark.parametrize("name", INSTANCE)
+@for_each("name", INSTANCE)
 def test_instance_method(impl, name):
     """A method that is set on a module, before or inside, has the same effect."""
 

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.optim.swa_utils import AveragedModel
 
 import modkit
+from tests.cases import for_each
 from tests.parity.fast_inference.changes import extra
 from tests.parity.fast_inference.nets import batch, net, run
 from tests.parity.fast_inference.twins import (
@@ -95,7 +96,7 @@ def test_everything_is_restored(impl):
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
+@for_each("raised", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_restored_after_an_exception(impl, raised):
     """An exception leaves the scope unchanged, and nothing stays behind."""
     model = net(impl)
@@ -219,7 +220,7 @@ def test_modules_that_leave_and_join(impl):
     assert (snapshot(removed), snapshot(added)) == before
 
 
-@pytest.mark.parametrize(
+@for_each(
     "wrong",
     [None, 3, "text", nn.Linear, nn.ReLU, [nn.ReLU()], torch.relu],
     ids=["None", "int", "str", "class", "another class", "list", "function"],
@@ -306,8 +307,8 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES.keys())
-@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS.keys())
+@for_each("make", COPIES.values(), ids=COPIES.keys())
+@for_each("build", BUILDERS.values(), ids=BUILDERS.keys())
 def test_copies_are_plain(make, build):
     """A copy that is made inside is one that is made outside: it holds nothing of the scope."""
     model = build()
@@ -588,3 +589,19 @@ def test_empty_models(impl):
     result = same_inside(scenario)
 
     assert result[0] == "returned"
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["before", "inside"])
+def test_deep_copies_of_parametrized_layers_are_plain(inside):
+    """The ``__deepcopy__`` that a parametrization gives to the class copies nothing of the scope."""
+    layer = nn.Linear(2, 2)
+    if not inside:
+        nn.utils.parametrizations.weight_norm(layer)
+    with modkit.fast_inference(layer):
+        if inside:
+            nn.utils.parametrizations.weight_norm(layer)
+        made = copy.deepcopy(layer)
+        made.bias = nn.Parameter(torch.ones(2))
+
+    assert [*vars(copy.deepcopy(layer))] == [*vars(made)]
+    assert made.bias.tolist() == [1.0, 1.0]

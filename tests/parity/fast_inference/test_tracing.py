@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.cases import for_each
 from tests.helpers import TORCH
 from tests.parity.fast_inference.layers import FUNCTIONS, OTHERS, input_for
 from tests.parity.fast_inference.nets import batch, net, run
@@ -81,7 +82,7 @@ def models(name):
     yield "attribute", holder_of(TORCH, nn.Sequential(layer))
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@for_each("name", LAYERS)
 def test_mode_sees_the_same_calls(name):
     """A mode of torch sees the same functions, or operators, in the same order inside."""
 
@@ -106,7 +107,7 @@ def test_mode_sees_the_same_calls(name):
     assert differing_keys(scenario) == []
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@for_each("name", LAYERS)
 def test_tensor_subclass(name):
     """A subclass of Tensor, as input or as weight, sees the same functions inside."""
 
@@ -136,7 +137,7 @@ def test_tensor_subclass(name):
     assert differing_keys(scenario) == []
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@for_each("name", LAYERS)
 def test_layouts_and_autocast(name):
     """channels_last inputs and weights, and autocast, give the same results inside."""
     shape = LAYERS[name][1]

@@ -4,6 +4,7 @@ import re
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation
 from tests.parity.hooks.tools import function_module, leaf, returning
 
@@ -35,8 +36,8 @@ def test_pre_hook_with_kwargs_that_returns_two_of_something_else_is_an_error(
         module(1, k=2)
 
 
-@pytest.mark.parametrize("args", [(7, 8), [7, 8], ()], ids=repr)
-@pytest.mark.parametrize("mapping", [dict, collections.OrderedDict, collections.UserDict])
+@for_each("args", [(7, 8), [7, 8], ()], ids=repr)
+@for_each("mapping", [dict, collections.OrderedDict, collections.UserDict])
 def test_pre_hook_with_kwargs_may_return_any_sequence_and_mapping(
     impl: Implementation, args: object, mapping: type
 ) -> None:

@@ -1,13 +1,11 @@
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 from torch.utils.hooks import RemovableHandle
 
 from tests.helpers import Implementation
 from tests.parity.hooks.tools import MODULE_REGISTRARS, do_nothing
+from tests.processes import python
 
 
 ANOTHER_PROCESS = """
@@ -28,15 +26,9 @@ def test_hooks_from_another_process_are_kept_when_one_is_added(
     network = impl.own.Sequential(impl.own.Identity())
     for _ in range(3):
         network[0].register_forward_hook(print)
-    result = subprocess.run(
-        [sys.executable, "-c", ANOTHER_PROCESS],
-        input=pickle.dumps(network),
-        capture_output=True,
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    result = python(ANOTHER_PROCESS, stdin=pickle.dumps(network))
 
-    assert result.stdout.split() == [b"print", b"print", b"print", b"<lambda>"]
+    assert result.stdout.split() == ["print", "print", "print", "<lambda>"], result.stderr
 
 
 def do_nothing_private(*_arguments: object) -> None:

@@ -3,8 +3,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.helpers import Implementation
-from tests.parity.hooks.tools import clean_global_hooks, returning
+from tests.cases import for_each
+from tests.helpers import Implementation, clean_global_hooks
+from tests.parity.hooks.tools import returning
 from tests.parity.module.nets import contents, empty, leaf, tree
 
 
@@ -104,8 +105,8 @@ def test_names_of_the_modules_own_state_are_reserved(
     assert module.eval().training is False
 
 
-@pytest.mark.parametrize("name", ["training", "_parameters", "_forward_hooks"])
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("name", ["training", "_parameters", "_forward_hooks"])
+@for_each("kind", KINDS)
 def test_reserved_names_cannot_be_registered(impl: Implementation, kind: str, name: str) -> None:
     """The methods refuse such names with the same error as an assignment."""
     module = leaf(impl)
@@ -162,7 +163,7 @@ def test_strict_set_submodule_only_replaces_a_module(impl: Implementation, path:
     assert contents(module) == before
 
 
-@pytest.mark.parametrize("path", ["weight", "bias", "unset", "flag", "hidden"])
+@for_each("path", ["weight", "bias", "unset", "flag", "hidden"])
 def test_set_submodule_does_not_take_the_place_of_something_else(
     impl: Implementation, path: str
 ) -> None:

@@ -1,14 +1,12 @@
 import copy
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers import TORCH, Implementation
 from tests.parity.hooks.tools import noting, returning
+from tests.processes import python
 
 
 MUST_RETURN_NONE = "state_dict post-hook must return None"
@@ -148,15 +146,9 @@ def test_another_process_knows_which_hooks_are_public(impl: Implementation) -> N
     public, private = impl.own.Identity(), impl.own.Identity()
     private._register_state_dict_hook(answer)
     public.register_state_dict_post_hook(answer_publicly)
-    result = subprocess.run(
-        [sys.executable, "-c", ANOTHER_PROCESS],
-        input=pickle.dumps((public, private)),
-        capture_output=True,
-        check=True,
-        cwd=Path(__file__).parents[3],
-    )
+    result = python(ANOTHER_PROCESS, stdin=pickle.dumps((public, private)))
 
-    assert result.stdout.decode().splitlines() == ["{'replaced': 1}", MUST_RETURN_NONE]
+    assert result.stdout.splitlines() == ["{'replaced': 1}", MUST_RETURN_NONE]
 
 
 def test_tables_hold_the_callables_under_the_ids_of_their_handles(impl: Implementation) -> None:

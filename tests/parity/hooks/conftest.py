@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.parity.hooks.tools import clean_global_hooks
+from tests.helpers import clean_global_hooks
 
 
 @pytest.fixture(autouse=True)

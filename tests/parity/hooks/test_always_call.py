@@ -3,6 +3,7 @@ import warnings
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.hooks.tools import (
     capturing,
@@ -44,8 +45,8 @@ def fails_in_forward_hook(module: torch.nn.Module) -> None:
     module.register_forward_hook(raising(LookupError("forward hook")))
 
 
-@pytest.mark.parametrize("scope", ["module", "global"])
-@pytest.mark.parametrize(
+@for_each("scope", ["module", "global"])
+@for_each(
     "break_call", [fails_in_pre_hook, fails_in_wrapping, fails_in_forward, fails_in_forward_hook]
 )
 def test_always_call_hook_runs_wherever_the_call_fails(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.hooks.tools import function_module, leaf, noting, returning
 
@@ -26,7 +27,7 @@ def observed(impl: Implementation, forward) -> tuple[torch.nn.Module, list[objec
     return module, seen
 
 
-@pytest.mark.parametrize(
+@for_each(
     "value",
     [
         torch.ones(1) * 5,
@@ -39,7 +40,7 @@ def observed(impl: Implementation, forward) -> tuple[torch.nn.Module, list[objec
     ],
     ids=["tensor", "long tensor", "dict", "shape", "text", "int", "list"],
 )
-@pytest.mark.parametrize("registrar", ["register_full_backward_hook", "register_backward_hook"])
+@for_each("registrar", ["register_full_backward_hook", "register_backward_hook"])
 def test_odd_values_of_backward_hooks(registrar: str, value: object) -> None:
     """Whatever a backward hook returns, the gradient or the error and its text are the same."""
 
@@ -55,7 +56,7 @@ def test_odd_values_of_backward_hooks(registrar: str, value: object) -> None:
     assert same(scenario)[0] == ("returned" if accepted else "raised")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "value",
     [[torch.ones(1) * 2], (None,), (torch.ones(4),), 5, {"a": 1}],
     ids=["list", "none", "shape", "int", "dict"],
@@ -75,7 +76,7 @@ def test_odd_values_of_backward_pre_hooks(value: object) -> None:
     assert same(scenario)[0] == ("returned" if accepted else "raised")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("forward", "arguments"),
     [
         (lambda a, b: a * b, (leaf(2.0), torch.tensor([2]))),

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.hooks.tools import capturing, function_module, leaf, noting, returning
 
@@ -71,7 +72,7 @@ def test_pre_hooks_run_before_a_hook_that_fires_at_the_outputs(impl: Implementat
     assert module.weight.grad.item() == 3.0
 
 
-@pytest.mark.parametrize("value", [None, (None,), (), (None, None)], ids=repr)
+@for_each("value", [None, (None,), (), (None, None)], ids=repr)
 def test_hook_that_fires_at_the_outputs_may_return_none(
     impl: Implementation, value: object
 ) -> None:

@@ -1,11 +1,12 @@
 import pytest
 import torch
 
-from tests.helpers import Implementation, same
-from tests.parity.hooks.tools import clean_global_hooks, inner_tensor, leaf, noting
+from tests.cases import for_each
+from tests.helpers import Implementation, clean_global_hooks, same
+from tests.parity.hooks.tools import inner_tensor, leaf, noting
 
 
-BAD_HOOKS = pytest.mark.parametrize(
+BAD_HOOKS = for_each(
     "hook", [None, 5, "text", [print], torch.ones(1)], ids=["None", "int", "str", "list", "tensor"]
 )
 
@@ -101,7 +102,7 @@ def test_registration_hook_that_cannot_be_called_fails_alike(kind: str, hook: ob
     assert same(scenario)[0] == "raised"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("registrar", "options"),
     [
         ("register_forward_pre_hook", {}),
@@ -113,7 +114,7 @@ def test_registration_hook_that_cannot_be_called_fails_alike(kind: str, hook: ob
         ("register_backward_hook", {}),
     ],
 )
-@pytest.mark.parametrize("parameters", [0, 1, 5])
+@for_each("parameters", [0, 1, 5])
 def test_hook_with_a_wrong_signature_fails_alike(registrar, options, parameters) -> None:
     """A hook that takes another number of arguments raises Python's TypeError."""
     hooks = {0: lambda: None, 1: lambda a: None, 5: lambda a, b, c, d, e: None}

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation
 from tests.parity.hooks.tools import (
     MODULE_REGISTRARS,
@@ -141,7 +142,7 @@ def test_call_without_hooks_keeps_tensors_as_they_are(impl: Implementation) -> N
     assert impl.own.Identity()(x) is x
 
 
-@pytest.mark.parametrize(
+@for_each(
     "registrar", [name for name in MODULE_REGISTRARS if "_forward_" in name or "backward" in name]
 )
 def test_hook_added_inside_forward_of_an_unhooked_module_waits(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.hooks.tools import (
     MODULE_REGISTRARS,
@@ -180,7 +181,7 @@ def test_shallow_copy_shares_the_hook_tables(impl: Implementation) -> None:
         assert getattr(copied, name) is getattr(module, name)
 
 
-@pytest.mark.parametrize("registrar", MODULE_REGISTRARS)
+@for_each("registrar", MODULE_REGISTRARS)
 def test_module_with_a_local_hook_cannot_be_pickled(registrar: str) -> None:
     """A hook that is a local function stops pickle, with pickle's own error (rule 5)."""
 

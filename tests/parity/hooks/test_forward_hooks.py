@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation
 from tests.parity.hooks.tools import (
     WRAPPED,
@@ -97,7 +98,7 @@ def test_value_of_a_forward_hook_replaces_the_output_for_later_hooks(impl: Imple
     assert module(["x"]) == ["x", "global", "first", "kwargs"]
 
 
-@pytest.mark.parametrize("value", [False, 0, "", (), []], ids=repr)
+@for_each("value", [False, 0, "", (), []], ids=repr)
 def test_falsy_value_of_a_forward_hook_counts(impl: Implementation, value: object) -> None:
     """Only None leaves the output alone: any other falsy value replaces it (rule 14)."""
     module = impl.own.Identity()

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.hooks.tools import (
     capturing,
@@ -121,7 +122,7 @@ def test_pre_hook_that_returns_a_tuple_replaces_the_args(impl: Implementation) -
     assert received == [((7, 8, 9), {"k": 3}), ((), {"k": 3})]
 
 
-@pytest.mark.parametrize("value", [0, False, "", 5, [7, 8], {"a": 1}], ids=repr)
+@for_each("value", [0, False, "", 5, [7, 8], {"a": 1}], ids=repr)
 def test_pre_hook_that_returns_a_bare_value_has_it_wrapped(
     impl: Implementation, value: object
 ) -> None:
@@ -162,7 +163,7 @@ def test_pre_hook_with_kwargs_replaces_args_and_kwargs(impl: Implementation) -> 
     assert module(1, k=2) == ((7, 8), {"z": 1})
 
 
-@pytest.mark.parametrize(
+@for_each(
     "value",
     [5, 0, (1,), (1, 2, 3), [(1,), {}], {"args": (), "kwargs": {}}, ()],
     ids=repr,

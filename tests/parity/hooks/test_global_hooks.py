@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.modules.module as torch_module
 
+from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation
 from tests.parity.hooks.tools import GLOBAL_REGISTRARS, do_nothing, inner_tensor, noting, returning
 
@@ -24,7 +25,7 @@ def test_every_global_registrar_is_covered_here() -> None:
     assert sorted(GLOBAL_REGISTRARS) == sorted(exported)
 
 
-@pytest.mark.parametrize("registrar", GLOBAL_REGISTRARS)
+@for_each("registrar", GLOBAL_REGISTRARS)
 def test_global_registrars_import_from_where_torch_has_them(
     impl: Implementation, registrar: str
 ) -> None:
@@ -35,7 +36,7 @@ def test_global_registrars_import_from_where_torch_has_them(
     assert handle.id in handle.hooks_dict_ref()
 
 
-@pytest.mark.parametrize("registrar", GLOBAL_REGISTRARS)
+@for_each("registrar", GLOBAL_REGISTRARS)
 def test_global_hooks_live_in_torchs_tables(registrar: str) -> None:
     """A hook registered through modkit stands in the very table that torch uses."""
     through_torch = getattr(TORCH, registrar)(do_nothing)
@@ -56,8 +57,8 @@ def test_kind_of_backward_hook_is_shared_with_torch(impl: Implementation) -> Non
         MODKIT.register_module_backward_hook(do_nothing)
 
 
-@pytest.mark.parametrize("registrar", CALL_REGISTRARS)
-@pytest.mark.parametrize("other", [TORCH, MODKIT], ids=lambda other: f"called-on-{other}")
+@for_each("registrar", CALL_REGISTRARS)
+@for_each("other", [TORCH, MODKIT], ids=lambda other: f"called-on-{other}")
 def test_global_hooks_fire_across_implementations(
     impl: Implementation, other: Implementation, registrar: str
 ) -> None:
@@ -75,7 +76,7 @@ def test_global_hooks_fire_across_implementations(
     assert log == ["fired"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "member"),
     [
         ("parameter", torch.nn.Parameter(torch.ones(1))),
@@ -83,7 +84,7 @@ def test_global_hooks_fire_across_implementations(
         ("module", torch.nn.Module()),
     ],
 )
-@pytest.mark.parametrize("other", [TORCH, MODKIT], ids=lambda other: f"called-on-{other}")
+@for_each("other", [TORCH, MODKIT], ids=lambda other: f"called-on-{other}")
 def test_registration_hooks_fire_across_implementations(
     impl: Implementation, other: Implementation, kind: str, member: object
 ) -> None:
@@ -163,7 +164,7 @@ def test_one_global_hook_fires_in_the_backward_of_every_layer(impl: Implementati
     assert log == ["Sigmoid", "Tanh", "Sequential"]
 
 
-@pytest.mark.parametrize("registrar", GLOBAL_REGISTRARS)
+@for_each("registrar", GLOBAL_REGISTRARS)
 def test_signatures_begin_alike(registrar: str) -> None:
     """Every parameter of torch's function is there, of the same kind and default."""
     ours = inspect.signature(getattr(MODKIT, registrar)).parameters

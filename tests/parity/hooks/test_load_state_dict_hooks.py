@@ -4,6 +4,7 @@ import collections.abc
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.hooks.tools import (
     PARENTS_BEFORE_CHILDREN_AFTER,
@@ -17,7 +18,7 @@ from tests.parity.hooks.tools import (
 KEYS = ["v", "c.w", "c.b"]
 
 
-@pytest.mark.parametrize("value", [None, 5, "text", [("v", 1)], set()], ids=repr)
+@for_each("value", [None, 5, "text", [("v", 1)], set()], ids=repr)
 def test_what_is_no_mapping_cannot_be_loaded(value: object) -> None:
     """Anything but a Mapping is a TypeError that names its type (rule 34)."""
     kind, error, text = same(lambda impl: parent_and_child(impl).load_state_dict(value))
@@ -311,7 +312,7 @@ def test_messages_that_a_pre_hook_adds_raise(strict: bool) -> None:
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("key", "reported"),
     [
         ("other", True),

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.hooks.tools import noting, parent_and_child, returning
 
@@ -74,7 +75,7 @@ def test_keys_that_a_post_hook_adds_raise_if_strict(field: str) -> None:
     assert same(lambda impl: scenario(impl, strict=False))[0] == "returned"
 
 
-@pytest.mark.parametrize("value", [0, False, (), "text"], ids=repr)
+@for_each("value", [0, False, (), "text"], ids=repr)
 def test_post_hook_must_return_none(value: object) -> None:
     """Any value from a load post-hook is an AssertionError (rule 38)."""
 

@@ -2,6 +2,7 @@ import gc
 
 import pytest
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.hooks.tools import (
     capturing,
@@ -143,7 +144,7 @@ def test_non_full_hooks_see_the_output_that_forward_hooks_made(impl: Implementat
     assert [grad_input[0].item() for grad_input, _ in seen] == [6.0]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("forward", "text"),
     [
         (lambda a: [a * 2], "does not return a single Tensor or a tuple of Tensors"),
@@ -194,7 +195,7 @@ def test_complete_non_full_hook_does_not_warn(impl: Implementation, packed: bool
     assert impl.Module()._maybe_warn_non_full_backward_hook(*arguments, y.grad_fn) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     "case",
     [
         lambda x, y: (x, [y], y.grad_fn),
@@ -221,7 +222,7 @@ def test_incomplete_non_full_hook_warns(case) -> None:
     assert len(value[1]) == 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     "method",
     [
         "_get_backward_hooks",
@@ -231,7 +232,7 @@ def test_incomplete_non_full_hook_warns(case) -> None:
         "_call_impl",
     ],
 )
-@pytest.mark.parametrize("registrar", ["register_full_backward_hook", "register_backward_hook"])
+@for_each("registrar", ["register_full_backward_hook", "register_backward_hook"])
 def test_overridden_steps_of_a_call_are_the_ones_used(impl, method: str, registrar: str) -> None:
     """A call goes through the class's own versions of its protected steps, where it has any."""
     log: list[str] = []

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from tests.helpers import Implementation, same
+from tests.cases import for_each
+from tests.helpers import Implementation, clean_global_hooks, same
 from tests.parity.hooks.tools import (
     GLOBAL_REGISTRARS,
     MODULE_REGISTRARS,
-    clean_global_hooks,
     do_nothing,
     function_module,
     inner_tensor,
@@ -18,7 +18,7 @@ from tests.parity.hooks.tools import (
 )
 
 
-@pytest.mark.parametrize("registrar", MODULE_REGISTRARS)
+@for_each("registrar", MODULE_REGISTRARS)
 def test_module_registration_returns_a_removable_handle(
     impl: Implementation, registrar: str
 ) -> None:
@@ -28,7 +28,7 @@ def test_module_registration_returns_a_removable_handle(
     assert type(handle) is RemovableHandle
 
 
-@pytest.mark.parametrize("registrar", GLOBAL_REGISTRARS)
+@for_each("registrar", GLOBAL_REGISTRARS)
 def test_global_registration_returns_a_removable_handle(
     impl: Implementation, registrar: str
 ) -> None:
@@ -68,7 +68,7 @@ def test_handle_holds_the_hook_tables_weakly(impl: Implementation) -> None:
     assert handle.remove() is None
 
 
-@pytest.mark.parametrize("registrar", MODULE_REGISTRARS)
+@for_each("registrar", MODULE_REGISTRARS)
 def test_removing_a_handle_twice_is_harmless(impl: Implementation, registrar: str) -> None:
     """The first remove empties the table, the second does nothing (rule 1)."""
     module = impl.own.Identity()
@@ -81,7 +81,7 @@ def test_removing_a_handle_twice_is_harmless(impl: Implementation, registrar: st
     assert (filled, len(table)) == (1, 0)
 
 
-@pytest.mark.parametrize("registrar", MODULE_REGISTRARS)
+@for_each("registrar", MODULE_REGISTRARS)
 def test_handle_as_context_manager_removes_the_hook_on_exit(
     impl: Implementation, registrar: str
 ) -> None:
@@ -137,7 +137,7 @@ def test_one_callable_registered_twice_runs_twice(impl: Implementation) -> None:
     assert log == ["ran", "ran", "ran"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("registrar", "table"),
     [
         ("register_forward_pre_hook", "_forward_pre_hooks"),
@@ -165,7 +165,7 @@ def test_prepend_moves_the_hook_to_the_front_of_the_modules_table(
     assert list(getattr(module, table)) == [ids[name] for name in log]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("registrar", "global_registrar"),
     [
         ("register_forward_pre_hook", "register_module_forward_pre_hook"),
@@ -187,7 +187,7 @@ def test_global_hooks_run_before_prepended_module_hooks(
     assert log == ["global", "module"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "registrar",
     [name for name in MODULE_REGISTRARS if "state_dict" in name or name.endswith("_backward_hook")],
 )
@@ -198,7 +198,7 @@ def test_which_module_hooks_can_be_prepended(impl: Implementation, registrar: st
     assert ("prepend" in parameters) is (registrar == "register_full_backward_hook")
 
 
-@pytest.mark.parametrize("registrar", GLOBAL_REGISTRARS)
+@for_each("registrar", GLOBAL_REGISTRARS)
 def test_global_hooks_cannot_be_prepended(impl: Implementation, registrar: str) -> None:
     """Global hooks have no prepend option (rule 2)."""
     with pytest.raises(TypeError, match="prepend"):

@@ -3,8 +3,9 @@ import copy
 import pytest
 import torch
 
-from tests.helpers import Implementation, same
-from tests.parity.hooks.tools import clean_global_hooks, noting, returning
+from tests.cases import for_each
+from tests.helpers import Implementation, clean_global_hooks, same
+from tests.parity.hooks.tools import noting, returning
 
 
 KINDS = pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_module_hook_is_called_for_none_too(impl: Implementation) -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("registrar", "method", "name", "value"),
     [
         ("parameter", "register_parameter", "a.b", torch.nn.Parameter(torch.ones(1))),
@@ -229,7 +230,7 @@ def filled(impl: Implementation) -> torch.nn.Module:
     return module
 
 
-@pytest.mark.parametrize(
+@for_each(
     "action",
     [
         lambda module: module.double(),

@@ -3,6 +3,7 @@ import collections
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.hooks.tools import (
     PARENTS_BEFORE_CHILDREN_AFTER,
@@ -171,7 +172,7 @@ def test_children_are_asked_by_keyword(impl: Implementation) -> None:
     assert received == [((), ["destination", "keep_vars", "prefix"], "child.", True)]
 
 
-@pytest.mark.parametrize("value", [0, {}, "text", collections.OrderedDict()], ids=repr)
+@for_each("value", [0, {}, "text", collections.OrderedDict()], ids=repr)
 def test_public_post_hook_must_return_none(value: object) -> None:
     """Any value from a public post-hook is an error, on the root and below (rule 32)."""
 

@@ -4,6 +4,7 @@ import dataclasses
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.hooks.tools import (
     WRAPPED,
@@ -17,7 +18,7 @@ from tests.parity.hooks.tools import (
 )
 
 
-FULL_KINDS = pytest.mark.parametrize(
+FULL_KINDS = for_each(
     "registrar", ["register_full_backward_hook", "register_full_backward_pre_hook"]
 )
 

@@ -1,12 +1,10 @@
 """Small hooks and modules that the hook tests share."""
 
 import collections
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.modules.module as torch_module
 
 from tests.helpers import Implementation
 
@@ -35,18 +33,6 @@ GLOBAL_REGISTRARS = (
     "register_module_parameter_registration_hook",
 )
 
-GLOBAL_TABLES = (
-    "_global_backward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_forward_hooks",
-    "_global_forward_hooks_always_called",
-    "_global_forward_hooks_with_kwargs",
-    "_global_buffer_registration_hooks",
-    "_global_module_registration_hooks",
-    "_global_parameter_registration_hooks",
-)
-
 # The order of state-dict hooks, and of load hooks, around a parent and its child.
 PARENTS_BEFORE_CHILDREN_AFTER = [
     "parent pre 1",
@@ -58,22 +44,6 @@ PARENTS_BEFORE_CHILDREN_AFTER = [
     "parent post 1",
     "parent post 2",
 ]
-
-
-@contextlib.contextmanager
-def clean_global_hooks() -> Iterator[None]:
-    """Empty torch's global tables on exit, and forget which kind of backward hook was in use.
-
-    Torch's own `remove()` leaves the kind mark set, so removing the handles alone would leak it.
-    """
-    for name in GLOBAL_TABLES:
-        assert not getattr(torch_module, name), f"{name} was not empty on entry"
-    try:
-        yield
-    finally:
-        for name in GLOBAL_TABLES:
-            getattr(torch_module, name).clear()
-        torch_module._global_is_full_backward_hook = None
 
 
 Pair = collections.namedtuple("Pair", ["first", "second"])

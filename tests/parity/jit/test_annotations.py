@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import for_each
 from tests.helpers import same
 
 
@@ -162,7 +163,7 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@for_each("name", SCENARIOS)
 def test_names_in_annotations_resolve_in_the_users_module(name):
     """Strings, comments and types of this file give what they give in torch."""
     scenario, expected = SCENARIOS[name]

@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, same
 from tests.parity.jit.networks import build, inputs, make_net, reloaded
 
@@ -33,7 +34,7 @@ MADE_BY_MODKIT = {
 FURTHER = {"load": ("sha256", "strict_extra_files")}
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@for_each("name", PUBLIC)
 def test_every_public_name_of_torch_jit_is_there(name):
     """What compiled code may name is torch's own object, what makes modules is modkit's."""
     ours, theirs = getattr(MODKIT.jit, name), getattr(TORCH.jit, name)
@@ -41,7 +42,7 @@ def test_every_public_name_of_torch_jit_is_there(name):
     assert (ours is theirs) == (name not in MADE_BY_MODKIT)
 
 
-@pytest.mark.parametrize("name", sorted(MADE_BY_MODKIT - {"ScriptModule"}))
+@for_each("name", sorted(MADE_BY_MODKIT - {"ScriptModule"}))
 def test_signatures_are_those_of_torch(name):
     """Arguments have torch's names, order, kinds and defaults; further ones have to be named."""
     ours, theirs = (
@@ -107,10 +108,10 @@ def test_methods_of_every_annotation_run(impl):
     assert module.helper(x) == 2
 
 
-@pytest.mark.parametrize("outer", [TORCH, MODKIT], ids=str)
-@pytest.mark.parametrize("inner", [TORCH, MODKIT], ids=str)
-@pytest.mark.parametrize("kind", ["eager", "scripted", "traced", "loaded", "class-based"])
-@pytest.mark.parametrize("compiler", [TORCH, MODKIT], ids=str)
+@for_each("outer", [TORCH, MODKIT], ids=str)
+@for_each("inner", [TORCH, MODKIT], ids=str)
+@for_each("kind", ["eager", "scripted", "traced", "loaded", "class-based"])
+@for_each("compiler", [TORCH, MODKIT], ids=str)
 def test_networks_of_both_mix_in_one_tree(outer, inner, kind, compiler):
     """A network of either compiles with children of either, compiled before or not."""
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH
 from tests.parity.jit.networks import build, inputs, make_net, reloaded
 
@@ -365,8 +366,8 @@ def test_members_can_be_replaced(impl, kind):
     assert torch.equal(module(inputs()), eager(inputs()))
 
 
-@pytest.mark.parametrize("kind", ["scripted", "loaded", "traced", "class-based", "frozen"])
-@pytest.mark.parametrize(
+@for_each("kind", ["scripted", "loaded", "traced", "class-based", "frozen"])
+@for_each(
     ("add", "message"),
     [
         (lambda m: m.register_buffer("more", torch.ones(1)), "new buffer .* add 'more'$"),

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, same
 from tests.parity.jit.networks import build, inputs
 
@@ -17,7 +18,7 @@ def archive():
     return io.BytesIO(build(MODKIT, "scripted").save_to_buffer())
 
 
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "meta", None], ids=repr)
+@for_each("device", ["cpu", torch.device("cpu"), "meta", None], ids=repr)
 def test_tensors_go_where_map_location_says(device):
     """Parameters and buffers of all parts are on that device, and stay Parameters."""
     module = MODKIT.jit.load(archive(), map_location=device)

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, outcome
 from tests.parity.jit.networks import KINDS, build, inputs, make_net, reloaded
 
@@ -203,7 +204,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("member", "kind"),
     [(member, kind) for member in CASES for kind in KINDS if (member, kind) not in DIFFERENT],
 )
@@ -219,7 +220,7 @@ def test_a_member_gives_what_it_gives_in_torch(member, kind):
     assert actual == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_a_file_holds_code_tensors_and_extra_files(kind, tmp_path):
     """What is saved to a path and loaded computes the same, and its extra files are there."""
     results = [
@@ -234,7 +235,7 @@ def test_a_file_holds_code_tensors_and_extra_files(kind, tmp_path):
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_saving_in_one_and_loading_in_the_other_changes_nothing(kind):
     """Outputs, flags and values are the same after modkit, torch, modkit and torch, modkit, torch."""
     there = build(MODKIT, kind)
@@ -251,7 +252,7 @@ def test_saving_in_one_and_loading_in_the_other_changes_nothing(kind):
     ]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "frozen"])
+@for_each("kind", [kind for kind in KINDS if kind != "frozen"])
 def test_a_compiled_network_is_the_network(kind):
     """Parameters, buffers and outputs are those of the eager network that was compiled."""
     net = make_net(TORCH)

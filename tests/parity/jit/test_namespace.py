@@ -11,6 +11,7 @@ import torch
 
 import modkit.nn
 from modkit import jit
+from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH
 from tests.parity.jit.networks import build, inputs, make_net
 from tests.parity.jit.test_compiling import MADE_BY_MODKIT
@@ -70,7 +71,7 @@ def test_assigning_reaches_torch_but_for_names_of_modkit(monkeypatch):
         jit.compile
 
 
-@pytest.mark.parametrize("name", SUBMODULES)
+@for_each("name", SUBMODULES)
 def test_every_submodule_is_torchs_own(name):
     """A submodule imported by modkit's name is torch's module."""
     mine = importlib.import_module(name.replace("torch", "modkit", 1))
@@ -78,7 +79,7 @@ def test_every_submodule_is_torchs_own(name):
     assert mine is importlib.import_module(name)
 
 
-@pytest.mark.parametrize("name", sorted(MADE_BY_MODKIT - {"ScriptModule"}))
+@for_each("name", sorted(MADE_BY_MODKIT - {"ScriptModule"}))
 def test_functions_keep_torchs_parameters(name):
     """Each parameter of torch's function is there, with its kind and default."""
     ours, theirs = (inspect.signature(getattr(impl.jit, name)) for impl in (MODKIT, TORCH))
@@ -93,7 +94,7 @@ def test_functions_keep_torchs_parameters(name):
     assert missing == []
 
 
-@pytest.mark.parametrize("name", [n for n in dir(torch.jit.ScriptModule) if n[:2] != "__"])
+@for_each("name", [n for n in dir(torch.jit.ScriptModule) if n[:2] != "__"])
 def test_every_member_of_torchs_class_is_there(name):
     """Each method and property of torch's ScriptModule is one of modkit's."""
     assert hasattr(jit.ScriptModule, name) or name == "forward"
@@ -188,7 +189,7 @@ CLASSES = {
 CLASSES["nn.Module"] = (torch.nn.Module, modkit.nn.Module)
 
 
-@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+@for_each("constructor", CONSTRUCTORS)
 def test_isinstance_agrees_both_ways(constructor):
     """What modkit returns is an instance of what torch returns, under the names of either."""
     theirs, ours = (CONSTRUCTORS[constructor](impl) for impl in (TORCH, MODKIT))
@@ -218,7 +219,7 @@ def test_a_users_class_is_told_from_its_base():
     assert isinstance(jit, types.ModuleType)
 
 
-@pytest.mark.parametrize("kind", ["scripted", "traced", "loaded", "frozen", "class-based"])
+@for_each("kind", ["scripted", "traced", "loaded", "frozen", "class-based"])
 def test_dir_lists_what_it_lists_in_torch(kind):
     """Names of torch's that modkit's lacks are bookkeeping of torch's second object."""
     theirs, ours = (set(dir(build(impl, kind))) for impl in (TORCH, MODKIT))
@@ -243,8 +244,8 @@ def refused(value, call):
         return type(error), text.replace("'RecursiveScriptModule' object", "object")
 
 
-@pytest.mark.parametrize("kind", ["scripted", "traced", "loaded", "frozen", "class-based"])
-@pytest.mark.parametrize(
+@for_each("kind", ["scripted", "traced", "loaded", "frozen", "class-based"])
+@for_each(
     "call",
     [
         len,

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, outcome
 from tests.parity.jit.networks import build, inputs, make_net
 
@@ -145,8 +146,8 @@ def eager(kind):
     return Net().eval()
 
 
-@pytest.mark.parametrize("kind", ["traced", "frozen", "class-based"])
-@pytest.mark.parametrize("member", CASES)
+@for_each("kind", ["traced", "frozen", "class-based"])
+@for_each("member", CASES)
 def test_the_same_members_work_on_the_other_kinds(kind, member):
     """Traced, frozen and class-based modules do with them what the eager network does."""
     module = build(MODKIT, kind)

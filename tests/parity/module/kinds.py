@@ -2,6 +2,7 @@
 
 import torch
 
+from tests.capabilities import TENSOR_LIKE_BUFFERS
 from tests.helpers import Implementation
 from tests.parity.module.nets import TensorLike, child_leaf
 
@@ -89,7 +90,7 @@ VALUES = {
     "list": lambda impl: [1],
     "function": lambda impl: len,
     "module class": lambda impl: torch.nn.Identity,
-    "tensor-like": lambda impl: TensorLike(),
+    **({"tensor-like": lambda impl: TensorLike()} if TENSOR_LIKE_BUFFERS else {}),
 }
 
 REGISTER = {
@@ -101,7 +102,11 @@ REGISTER = {
     "register_buffer loose": lambda m, impl: m.register_buffer("x", torch.ones(3), False),
     "register_buffer None": lambda m, impl: m.register_buffer("x", None),
     "register_buffer falsy": lambda m, impl: m.register_buffer("x", torch.ones(3), persistent=0),
-    "register_buffer object": lambda m, impl: m.register_buffer("x", TensorLike()),
+    **(
+        {"register_buffer object": lambda m, impl: m.register_buffer("x", TensorLike())}
+        if TENSOR_LIKE_BUFFERS
+        else {}
+    ),
     "register_buffer parameter": lambda m, impl: m.register_buffer(
         "x", torch.nn.Parameter(torch.ones(3))
     ),

@@ -1,10 +1,12 @@
 """Torch's table of module cases, each layer as a user's class on one of the implementations."""
 
 import copy
+import importlib
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,12 +16,16 @@ from torch.nn.parameter import is_lazy
 from tests.helpers import Implementation, freeze
 
 
-with warnings.catch_warnings():
-    # What torch's test utilities import warns of its own deprecations.
-    warnings.simplefilter("ignore")
-    from torch.testing._internal.common_modules import ModuleInfo, module_db
+def module_db() -> list[Any]:
+    """Return torch's table. Its import takes seconds, so it waits until a test runs."""
+    return list(common_modules().module_db)
 
-MODULE_DB: list[ModuleInfo] = module_db
+
+def common_modules() -> ModuleType:
+    """Import the module that has the table; what it imports warns of its own deprecations."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module("torch.testing._internal.common_modules")
 
 
 def seed(number: int = 0) -> None:
@@ -45,7 +51,7 @@ class Sample:
         return layer(*args, **kwargs)
 
 
-def cases(info: ModuleInfo) -> Iterator[tuple[str, Sample, torch.dtype, bool]]:
+def cases(info: Any) -> Iterator[tuple[str, Sample, torch.dtype, bool]]:
     """Yield every case of one table entry: a label, the sample, the dtype and the mode."""
     modes = (True, False) if info.train_and_eval_differ else (True,)
     for dtype in info.dtypes:

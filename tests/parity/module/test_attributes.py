@@ -4,6 +4,7 @@ import weakref
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module.nets import child_leaf, empty, leaf, run, tree
 
@@ -16,7 +17,7 @@ def result(action):
         return (type(error).__name__, str(error))
 
 
-@pytest.mark.parametrize("name", ["missing", "_missing", "__missing__", "0", "a.b", ""])
+@for_each("name", ["missing", "_missing", "__missing__", "0", "a.b", ""])
 def test_a_missing_attribute_names_the_class(name):
     """Reading an unknown name raises AttributeError with the class and the name."""
     assert same(lambda impl: getattr(leaf(impl), name))[0] == "raised"
@@ -362,7 +363,7 @@ def test_registries_may_be_shared_or_emptied(impl: Implementation) -> None:
     assert next(iter(dict(shell.named_parameters()))) == "gain"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "call",
     [
         "m.training",

@@ -1,6 +1,6 @@
-import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module.nets import empty, leaf, raises_like_torch, run, tree
 
@@ -10,7 +10,7 @@ def unfinished(impl):
     return type(leaf(impl)).__new__(type(leaf(impl)))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "call",
     [
         "setattr(m, 'w', Parameter(ones(1)))",
@@ -59,7 +59,7 @@ def test_use_before_init(impl: Implementation, call: str) -> None:
     assert after.entries == []
 
 
-@pytest.mark.parametrize("value", [1, "text", None, [3]])
+@for_each("value", [1, "text", None, [3]])
 def test_plain_attributes_may_be_set_before_init(impl: Implementation, value: object) -> None:
     """What is neither parameter, buffer nor module can be assigned before ``__init__``."""
     module = unfinished(impl)
@@ -68,7 +68,7 @@ def test_plain_attributes_may_be_set_before_init(impl: Implementation, value: ob
     assert vars(module) == {"early": value}
 
 
-@pytest.mark.parametrize(
+@for_each(
     "call",
     [
         "delattr(m, 'missing')",
@@ -141,7 +141,7 @@ def test_calls_with_bad_arguments(impl: Implementation, call: str) -> None:
     assert before == after
 
 
-@pytest.mark.parametrize(
+@for_each(
     "call",
     [
         "m.to(torch.int8)",
@@ -182,9 +182,7 @@ def test_conversions_to_bad_targets(impl: Implementation, call: str) -> None:
     assert before == after
 
 
-@pytest.mark.parametrize(
-    "call", ["type(m)(1)", "type(m)(1, 2)", "type(m)(width=1)", "type(m)(1, width=1)"]
-)
+@for_each("call", ["type(m)(1)", "type(m)(1, 2)", "type(m)(width=1)", "type(m)(1, width=1)"])
 def test_the_base_constructor_takes_no_arguments(impl: Implementation, call: str) -> None:
     """Arguments that reach ``Module.__init__`` are refused with the subclass's name."""
     before, after = raises_like_torch(impl, empty, call)
@@ -212,8 +210,8 @@ WALKS = (
 )
 
 
-@pytest.mark.parametrize("misfit", MISFITS)
-@pytest.mark.parametrize("call", WALKS)
+@for_each("misfit", MISFITS)
+@for_each("call", WALKS)
 def test_what_is_not_a_module_among_the_children(misfit: str, call: str) -> None:
     """Something else that was written into the registry is refused with torch's text."""
 

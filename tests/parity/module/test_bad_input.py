@@ -1,5 +1,4 @@
-import pytest
-
+from tests.cases import for_each
 from tests.helpers import Implementation
 from tests.parity.module.nets import child_leaf, leaf, raises_like_torch
 
@@ -83,7 +82,7 @@ BAD_ASSIGNMENTS = {
 }
 
 
-@pytest.mark.parametrize(
+@for_each(
     "call",
     [
         f"m.{method}({name!r}, {value})"
@@ -100,7 +99,7 @@ def test_registration_refuses_a_bad_name(impl: Implementation, call: str) -> Non
     assert before == after
 
 
-@pytest.mark.parametrize(
+@for_each(
     "call",
     [
         f"m.{method}({name!r}, {value})"
@@ -116,7 +115,7 @@ def test_registration_refuses_a_bad_value(impl: Implementation, call: str) -> No
     assert before == after
 
 
-@pytest.mark.parametrize(
+@for_each(
     "call",
     [
         f"setattr(m, {name!r}, {value})"
@@ -131,8 +130,8 @@ def test_assignment_refuses_a_bad_value(impl: Implementation, call: str) -> None
     assert before == after
 
 
-@pytest.mark.parametrize("name", ["constant", "placeholder", "computed", "method"])
-@pytest.mark.parametrize(
+@for_each("name", ["constant", "placeholder", "computed", "method"])
+@for_each(
     "call",
     [
         "setattr(m, {name}, Parameter(ones(1)))",

@@ -6,6 +6,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module.nets import child_leaf, leaf
 
@@ -83,8 +84,8 @@ def test_the_chain_of_three_cooperates(impl: Implementation) -> None:
     assert log == ["front", ("back", "t", True)]
 
 
-@pytest.mark.parametrize("arguments", [((), {}), ((1,), {}), ((), {"a": 1}), ((1,), {"a": 1})])
-@pytest.mark.parametrize("flag", [False, True])
+@for_each("arguments", [((), {}), ((1,), {}), ((), {"a": 1}), ((1,), {"a": 1})])
+@for_each("flag", [False, True])
 def test_constructor_errors(arguments, flag):
     """Arguments without a receiver raise the same error as in torch, flag or not."""
     args, keywords = arguments
@@ -164,7 +165,7 @@ def test_forward_is_looked_up_at_the_call(impl: Implementation) -> None:
     assert results == [("class", 1), ("instance", 2), ("new", 3)]
 
 
-@pytest.mark.parametrize("name", ["module", "args", "kwargs", "input", "result", "state", "hook"])
+@for_each("name", ["module", "args", "kwargs", "input", "result", "state", "hook"])
 def test_a_keyword_of_any_name_reaches_forward(impl: Implementation, name: str) -> None:
     """No keyword is taken by the call itself, with and without hooks."""
 
@@ -192,9 +193,7 @@ def test_the_keyword_self_is_taken():
     assert same(scenario)[0] == "raised"
 
 
-@pytest.mark.parametrize(
-    "method", ["_call_impl", "_wrapped_call_impl", "__call__", "_slow_forward"]
-)
+@for_each("method", ["_call_impl", "_wrapped_call_impl", "__call__", "_slow_forward"])
 def test_the_ways_to_call(impl: Implementation, method: str) -> None:
     """Each of the methods behind a call runs ``forward`` with the arguments."""
 

@@ -3,6 +3,7 @@ import weakref
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import TORCH, Implementation, outcome, same
 from tests.parity.module.nets import child_leaf, leaf, run, tree
 
@@ -60,14 +61,14 @@ CALLS = (
 
 
 @pytest.mark.usefixtures("overwrite")
-@pytest.mark.parametrize("call", CALLS)
+@for_each("call", CALLS)
 def test_conversions_that_overwrite(call):
     """With the overwrite flag parameters become new objects, as in torch."""
     assert same(outcome_of(call))[0] == "returned"
 
 
 @pytest.mark.usefixtures("swap")
-@pytest.mark.parametrize("call", CALLS)
+@for_each("call", CALLS)
 def test_conversions_that_swap(call):
     """With the swap flag the objects stay and their contents are exchanged, as in torch."""
     assert same(outcome_of(call))[0] == "returned"
@@ -127,7 +128,7 @@ def test_loading_with_the_swap_flag(assign):
 
 
 @pytest.mark.usefixtures("swap")
-@pytest.mark.parametrize("returned", ["self", "other", "fresh", "parameter", "error"])
+@for_each("returned", ["self", "other", "fresh", "parameter", "error"])
 def test_module_load_of_a_tensor_subclass(returned):
     """``module_load`` of the parameter decides what is swapped in; an alias is refused."""
 
@@ -163,7 +164,7 @@ class Logged(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@pytest.mark.parametrize(
+@for_each(
     "call",
     [
         "m.float()",
@@ -198,7 +199,7 @@ def test_tensor_subclasses_are_treated_by_the_same_functions(call):
     assert same(scenario)[0] == "returned"
 
 
-@pytest.mark.parametrize("method", ["float", "double", "half", "bfloat16", "cpu", "to", "type"])
+@for_each("method", ["float", "double", "half", "bfloat16", "cpu", "to", "type"])
 def test_python_overrides_of_tensor_methods_are_called(method):
     """A tensor subclass that overrides one method is asked by exactly that method."""
 

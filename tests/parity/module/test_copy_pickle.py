@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
 from tests.parity.module.nets import child_leaf, contents, leaf, tree
 from tests.parity.module.picklable import NETS, hook
@@ -35,7 +36,7 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("way", COPIES)
+@for_each("way", COPIES)
 def test_a_copy_is_complete(impl: Implementation, way: str) -> None:
     """A copy has all members, modes and plain values, ties and sharing included."""
     module = net(impl, 2)
@@ -53,7 +54,7 @@ def test_a_copy_is_complete(impl: Implementation, way: str) -> None:
     assert [type(v) for v in vars(copied).values()] == [type(v) for v in vars(module).values()]
 
 
-@pytest.mark.parametrize("way", COPIES)
+@for_each("way", COPIES)
 def test_a_copy_is_independent(impl: Implementation, way: str) -> None:
     """No tensor, table or plain value is shared with the original."""
     module = net(impl)
@@ -72,7 +73,7 @@ def test_a_copy_is_independent(impl: Implementation, way: str) -> None:
     assert not hasattr(module, "extra")
 
 
-@pytest.mark.parametrize("way", COPIES)
+@for_each("way", COPIES)
 def test_hooks_are_copied(impl: Implementation, way: str) -> None:
     """Hooks keep their ids, options and order; a bound method follows the copied module."""
     module = net(impl)
@@ -161,7 +162,7 @@ def filled_in_by_torch() -> tuple[str, ...]:
 ADDED_LATER = filled_in_by_torch()
 
 
-@pytest.mark.parametrize("missing", [*((name,) for name in ADDED_LATER), ADDED_LATER, ()])
+@for_each("missing", [*((name,) for name in ADDED_LATER), ADDED_LATER, ()])
 def test_states_of_older_releases(missing):
     """Tables that did not exist when a state was written are filled in, as in torch."""
 
@@ -178,9 +179,7 @@ def test_states_of_older_releases(missing):
     assert same(scenario)[0] == "returned"
 
 
-@pytest.mark.parametrize(
-    "missing", ["_parameters", "_buffers", "_modules", "training", "_forward_hooks"]
-)
+@for_each("missing", ["_parameters", "_buffers", "_modules", "training", "_forward_hooks"])
 def test_states_that_lack_more(missing):
     """What torch does not fill in is missing in the revived module as well."""
 

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation
 from tests.parity.module.nets import chain
 
@@ -116,7 +117,7 @@ def test_modkit_goes_as_deep_as_torch(operation: str) -> None:
     assert survives(MODKIT, operation, depth)
 
 
-@pytest.mark.parametrize("operation", ["named_parameters", "state_dict", "repr", "float", "train"])
+@for_each("operation", ["named_parameters", "state_dict", "repr", "float", "train"])
 def test_three_hundred_levels(impl: Implementation, operation: str) -> None:
     """Three hundred levels are no problem for the operations that a training loop uses."""
     assert survives(impl, operation, 300)

@@ -3,6 +3,7 @@ import collections
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module.nets import child_leaf, leaf, tree
 
@@ -38,9 +39,9 @@ def logged_tree(impl: Implementation, log: list[object]) -> torch.nn.Module:
     return root
 
 
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("shuffled", [False, True])
-@pytest.mark.parametrize("extra", [[], ["bogus"], ["a.bogus", "abc.weight", "a.x.y.z"]])
+@for_each("assign", [False, True])
+@for_each("shuffled", [False, True])
+@for_each("extra", [[], ["bogus"], ["a.bogus", "abc.weight", "a.x.y.z"]])
 def test_what_each_module_is_given(extra, shuffled, assign):
     """Each module gets its own keys, in the given order, its metadata and the shared lists."""
 
@@ -60,7 +61,7 @@ def test_what_each_module_is_given(extra, shuffled, assign):
     assert same(scenario)[0] == "returned"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "metadata",
     [
         None,
@@ -331,7 +332,7 @@ def test_wide_and_numbered_children(impl: Implementation) -> None:
     assert [child.weight.item() for child in root.children()] == [float(i) for i in range(120)]
 
 
-@pytest.mark.parametrize("names", [("a.b", "a"), ("a", "a.b"), ("", "a"), ("a b", "a")])
+@for_each("names", [("a.b", "a"), ("a", "a.b"), ("", "a"), ("a b", "a")])
 def test_children_with_odd_names(names):
     """Children under dotted or empty names, set by assignment, load what torch gives them."""
 

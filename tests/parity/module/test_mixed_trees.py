@@ -1,6 +1,6 @@
-import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation, same
 from tests.parity.module.nets import child_leaf, empty, leaf, run, tree
 
@@ -46,7 +46,7 @@ CALLS = (
 )
 
 
-@pytest.mark.parametrize("call", CALLS)
+@for_each("call", CALLS)
 def test_operations_on_a_mixed_tree(call):
     """Modules of both libraries in one tree behave as a tree of torch modules."""
     result = same(lambda impl: run(call, mixed(impl)))
@@ -130,7 +130,7 @@ def test_overrides_of_torch_subclasses_are_called(impl: Implementation) -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "method",
     ["train", "_apply", "named_modules", "apply", "state_dict", "children", "named_children"],
 )

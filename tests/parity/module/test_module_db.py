@@ -1,24 +1,22 @@
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH
 from tests.parity.module.module_cases import (
-    MODULE_DB,
-    ModuleInfo,
     cases,
     copies,
+    module_db,
     observe,
     ready,
     state_of,
 )
 
 
-@pytest.fixture(params=MODULE_DB, ids=lambda info: info.name)
-def info(request: pytest.FixtureRequest) -> ModuleInfo:
-    """One entry of torch's table of module cases."""
-    return request.param
+every_info = for_each("info", module_db, ids=lambda info: info.name)
 
 
+@every_info
 def test_runs_as_torch(info):
     """Every case gives torch's state, repr, outputs, gradients, statistics and warnings."""
     differing = []
@@ -57,6 +55,7 @@ def _one_of_a_kind(info):
 
 
 @pytest.mark.filterwarnings("ignore")
+@every_info
 def test_copies_as_torch(info):
     """Pickle and deepcopy give the same classes, repr, state and metadata as torch's."""
     differing = [
@@ -70,7 +69,8 @@ def test_copies_as_torch(info):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("source", "target"), [(TORCH, MODKIT), (MODKIT, TORCH)], ids=str)
+@for_each(("source", "target"), [(TORCH, MODKIT), (MODKIT, TORCH)], ids=str)
+@every_info
 def test_checkpoints_load_across(info, source, target):
     """A checkpoint of either library loads strictly into the other, to the last bit."""
     differing = []

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation
 
 
@@ -186,7 +187,7 @@ def calls_seen(
     return log
 
 
-@pytest.mark.parametrize("name", METHODS)
+@for_each("name", METHODS)
 def test_a_replaced_function_sees_the_calls_that_it_sees_in_torch(name: str) -> None:
     """Whatever function of ``torch.nn.Module`` is wrapped, the wrapper gets the same calls."""
     expected = {each.__name__: calls_seen(TORCH, name, each) for each in OPERATIONS}
@@ -279,6 +280,15 @@ def test_call_impl_set_on_module(impl: Implementation, monkeypatch: pytest.Monke
     monkeypatch.setattr(impl.nn.Module, "_call_impl", plus_ten, raising=impl is TORCH)
 
     assert plain(impl)()(0) == 10
+
+
+def test_a_method_set_on_module_holds_for_layers(
+    impl: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A method that is set on the library's ``Module`` is that of its layers."""
+    monkeypatch.setattr(impl.nn.Module, "extra_repr", lambda self: "patched")
+
+    assert repr(impl.nn.Tanh()) == "Tanh(patched)"
 
 
 def test_call_impl_set_on_torchs_module(
@@ -383,7 +393,7 @@ def test_classes_whose_metaclass_refuses_assignment(impl: Implementation) -> Non
 # --- tables of global hooks -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@for_each("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 def test_tables_of_global_hooks_may_be_rebound(
     impl: Implementation, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,6 +473,63 @@ def test_a_mixin_keeps_its_init_and_its_overrides(impl: Implementation) -> None:
         "Module",
         "object",
     ]
+
+
+def test_a_class_behind_module_sees_the_mode_being_set(impl: Implementation) -> None:
+    """`train` sets the attribute by assignment, which a class behind `Module` may see."""
+
+    class Watch:
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            seen.append((name, value))
+
+    class Watched(plain(impl), Watch):
+        pass
+
+    seen: list[Any] = []
+    net = plain(impl)()
+    net.child = Watched()
+    seen.clear()
+    net.eval()
+
+    assert seen == [("training", False)]
+
+
+def test_a_getattr_of_a_class_hears_of_assigned_parameters(impl: Implementation) -> None:
+    """A load that assigns looks each name up, which a `__getattr__` of the class may see."""
+
+    class Watched(plain(impl)):
+        def __getattr__(self, name):
+            seen.append(name)
+            return super().__getattr__(name)
+
+    seen: list[str] = []
+    net = Watched()
+    net.weight = torch.nn.Parameter(torch.ones(1))
+    seen.clear()
+    net.load_state_dict({"weight": torch.zeros(1)}, assign=True)
+
+    assert seen == ["weight"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_getattr_of_a_class_hears_of_a_replaced_submodule(
+    impl: Implementation, strict: bool
+) -> None:
+    """`set_submodule` looks the name up, which a `__getattr__` of the class may see."""
+
+    class Watched(plain(impl)):
+        def __getattr__(self, name):
+            seen.append(name)
+            return super().__getattr__(name)
+
+    seen: list[str] = []
+    net = Watched()
+    net.child = impl.nn.ReLU()
+    seen.clear()
+    net.set_submodule("child", impl.nn.Tanh(), strict)
+
+    assert seen == ["child"] * (3 if strict else 2)
 
 
 def test_mixins_on_several_levels(impl: Implementation) -> None:

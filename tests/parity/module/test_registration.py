@@ -1,9 +1,10 @@
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module.kinds import VALUES, host
-from tests.parity.module.nets import child_leaf, empty, where
+from tests.parity.module.nets import TensorLike, child_leaf, empty, where
 
 
 def test_deletion_forgets_that_a_buffer_was_not_persistent(impl: Implementation) -> None:
@@ -46,7 +47,7 @@ def test_assignment_keeps_the_place_in_the_order(impl: Implementation) -> None:
     assert list(module._parameters) == ["a", "c", "b"]
 
 
-@pytest.mark.parametrize("kind", ["parameter", "buffer", "loose buffer", "module"])
+@for_each("kind", ["parameter", "buffer", "loose buffer", "module"])
 def test_an_emptied_slot_can_be_filled_again(kind):
     """``None`` keeps a name registered, and a later value of its kind fills it."""
 
@@ -60,8 +61,8 @@ def test_an_emptied_slot_can_be_filled_again(kind):
     assert same(scenario)[0] == "returned"
 
 
-@pytest.mark.parametrize("again", ["tensor", "buffer", "loose buffer"])
-@pytest.mark.parametrize("persistent", [True, False])
+@for_each("again", ["tensor", "buffer", "loose buffer"])
+@for_each("persistent", [True, False])
 def test_persistence_after_assignment(persistent, again):
     """A plain tensor keeps the persistence of the buffer it replaces; ``nn.Buffer`` sets its own."""
 
@@ -130,7 +131,7 @@ def test_a_stand_in_for_a_module_is_registered():
     assert same(scenario) == ("returned", ("list", [("str", "'child'")]))
 
 
-@pytest.mark.parametrize("value", ["parameter", "tensor", "module", "None"])
+@for_each("value", ["parameter", "tensor", "module", "None"])
 def test_names_with_dots_or_without_letters_by_assignment(value):
     """Assignment takes or refuses names that no attribute syntax can spell, as in torch."""
 
@@ -230,11 +231,12 @@ def override_with_keywords(log):
     return register_buffer
 
 
-@pytest.mark.parametrize(
-    "value", ["tensor", "buffer", "loose buffer", "None", "tensor-like", "int"]
-)
-@pytest.mark.parametrize("loose", [False, True])
-@pytest.mark.parametrize(
+BUFFERS = ("tensor", "buffer", "loose buffer", "None", "tensor-like", "int")
+
+
+@for_each("value", [value for value in BUFFERS if value in VALUES])
+@for_each("loose", [False, True])
+@for_each(
     "override", [override_with_persistent, override_without_persistent, override_with_keywords]
 )
 def test_assignment_calls_an_override_of_register_buffer(override, loose, value):
@@ -252,6 +254,17 @@ def test_assignment_calls_an_override_of_register_buffer(override, loose, value)
         return [log, where(module, "x")]
 
     assert same(scenario)[0] == "returned"
+
+
+def test_an_object_like_a_tensor_may_be_a_buffer(impl: Implementation) -> None:
+    """An object that takes part in torch's function protocol is registered and assigned."""
+    module, first, second = impl.Module(), TensorLike(), TensorLike()
+    module.register_buffer("x", first)
+    registered = module.x
+    module.x = second
+
+    assert registered is first
+    assert module._buffers == {"x": second}
 
 
 def test_an_instance_level_register_buffer_sees_assignments():

@@ -1,6 +1,6 @@
-import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import same
 from tests.parity.module.kinds import OLD, REGISTER, VALUES, host
 from tests.parity.module.nets import where
@@ -15,8 +15,8 @@ def attempt(module: torch.nn.Module, action: object) -> list[object]:
     return [returned, where(module, "x"), list(module.state_dict()), vars(module).get("got")]
 
 
-@pytest.mark.parametrize("new", VALUES)
-@pytest.mark.parametrize("old", OLD)
+@for_each("new", VALUES)
+@for_each("old", OLD)
 def test_assignment_of_every_kind_onto_every_kind(old, new):
     """Assigning a value over an existing name lands, or is refused, as in torch."""
 
@@ -28,8 +28,8 @@ def test_assignment_of_every_kind_onto_every_kind(old, new):
     assert same(scenario)[0] == "returned"
 
 
-@pytest.mark.parametrize("call", REGISTER)
-@pytest.mark.parametrize("old", OLD)
+@for_each("call", REGISTER)
+@for_each("old", OLD)
 def test_registration_of_every_kind_onto_every_kind(old, call):
     """Registering over an existing name lands, or is refused, as in torch."""
 
@@ -40,7 +40,7 @@ def test_registration_of_every_kind_onto_every_kind(old, call):
     assert same(scenario)[0] == "returned"
 
 
-@pytest.mark.parametrize("old", OLD)
+@for_each("old", OLD)
 def test_deletion_of_every_kind(old):
     """Deleting a name removes it from its registry, or fails, as in torch."""
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module.nets import child_leaf, empty, tree
 
@@ -14,8 +15,8 @@ def node(impl: Implementation, extra: object, name: str = "Node") -> torch.nn.Mo
     return kind()
 
 
-@pytest.mark.parametrize("extra", EXTRA, ids=repr)
-@pytest.mark.parametrize("children", [0, 1, 3])
+@for_each("extra", EXTRA, ids=repr)
+@for_each("children", [0, 1, 3])
 def test_extra_repr(extra, children):
     """The extra text stands inline if it is one line and there are no children, else by lines."""
 
@@ -50,7 +51,7 @@ def test_a_tree():
     assert "(nothing): None" in str(same(scenario))
 
 
-@pytest.mark.parametrize("extra", [None, 3, ["a"], b"bytes"], ids=repr)
+@for_each("extra", [None, 3, ["a"], b"bytes"], ids=repr)
 def test_an_extra_repr_of_another_type(extra):
     """An ``extra_repr`` that returns no string ends as in torch."""
     assert same(lambda impl: repr(node(impl, extra)))

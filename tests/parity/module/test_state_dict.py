@@ -3,6 +3,7 @@ import collections
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module.nets import child_leaf, empty, leaf, run, tree
 
@@ -14,7 +15,7 @@ def described(state: object) -> list[object]:
     return [type(state).__name__, items, type(metadata).__name__, dict(metadata or {})]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "call",
     [
         "m.state_dict()",
@@ -127,7 +128,7 @@ def test_any_mapping_may_be_the_destination():
     assert same(scenario)[0] == "returned"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "call",
     [
         "m.state_dict(None)",
@@ -203,9 +204,7 @@ def with_extra(impl: Implementation, value: object, methods: str = "both") -> to
     return root
 
 
-@pytest.mark.parametrize(
-    "value", [torch.ones(2), {"a": [1]}, None, 3, "text", [torch.zeros(1)], (1, 2)], ids=repr
-)
+@for_each("value", [torch.ones(2), {"a": [1]}, None, 3, "text", [torch.zeros(1)], (1, 2)], ids=repr)
 def test_extra_state_is_saved_as_it_is(value):
     """Whatever ``get_extra_state`` returns is stored behind the members of its module."""
 

@@ -4,6 +4,7 @@ import itertools
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module.nets import child_leaf, empty, leaf, run, tree
 
@@ -13,8 +14,8 @@ def names(module: torch.nn.Module, root: torch.nn.Module) -> str:
     return next((path for path, each in root.named_modules() if each is module), "?")
 
 
-@pytest.mark.parametrize("recurse", [True, False])
-@pytest.mark.parametrize("method", ["parameters", "buffers"])
+@for_each("recurse", [True, False])
+@for_each("method", ["parameters", "buffers"])
 def test_members(method, recurse):
     """Members come in the order of registration, each once, without ``None`` slots."""
 
@@ -28,11 +29,9 @@ def test_members(method, recurse):
     assert same(scenario)[0] == "returned"
 
 
-@pytest.mark.parametrize("prefix", ["", "net", "a.b", "net."])
-@pytest.mark.parametrize(
-    ("recurse", "unique"), list(itertools.product([True, False], [True, False]))
-)
-@pytest.mark.parametrize("method", ["named_parameters", "named_buffers"])
+@for_each("prefix", ["", "net", "a.b", "net."])
+@for_each(("recurse", "unique"), list(itertools.product([True, False], [True, False])))
+@for_each("method", ["named_parameters", "named_buffers"])
 def test_named_members(method, recurse, unique, prefix):
     """Every combination of flags and prefixes gives torch's names and order."""
 
@@ -46,8 +45,8 @@ def test_named_members(method, recurse, unique, prefix):
     assert same(scenario)[0] == "returned"
 
 
-@pytest.mark.parametrize("prefix", ["", "net", "a.b"])
-@pytest.mark.parametrize("unique", [True, False])
+@for_each("prefix", ["", "net", "a.b"])
+@for_each("unique", [True, False])
 def test_named_modules(unique, prefix):
     """Modules come parents first, depth first; shared ones once, or under every path."""
 
@@ -164,7 +163,7 @@ def test_a_tensor_shared_as_parameter_and_buffer(impl: Implementation) -> None:
     assert [name for name, _ in module.named_buffers()] == ["b"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "call",
     [
         "m.parameters()",
@@ -192,7 +191,7 @@ def test_walks_are_lazy_generators(impl: Implementation, call: str) -> None:
     assert list(walk) == []
 
 
-@pytest.mark.parametrize("method", ["parameters", "named_parameters", "buffers", "named_buffers"])
+@for_each("method", ["parameters", "named_parameters", "buffers", "named_buffers"])
 def test_members_do_not_look_ahead(impl: Implementation, method: str) -> None:
     """Only what has been asked for is walked: a later child may still be exchanged."""
     module = empty(impl)
@@ -207,7 +206,7 @@ def test_members_do_not_look_ahead(impl: Implementation, method: str) -> None:
     assert (last[1] if isinstance(last, tuple) else last).shape == (7,)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "call",
     [
         "[m.add_module(n + 'x', Identity()) for n, _ in m.named_children()]",
@@ -249,7 +248,7 @@ def test_walks_of_a_cycle_end(impl: Implementation, call: str) -> None:
     assert len(list(run(call, module))) == count
 
 
-@pytest.mark.parametrize(
+@for_each(
     "call",
     ["m.train()", "m.float()", "m.state_dict()", "repr(m)", "m.apply(id)", "m.load_state_dict({})"],
 )
@@ -327,7 +326,7 @@ def test_apply_sees_children_that_the_function_adds(impl: Implementation) -> Non
     assert log == ["left.inner", "left", "right", ""]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "call",
     [
         "m.get_submodule('') is m",

@@ -3,12 +3,13 @@ import itertools
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module_page.nets import applying, network, requiring, scaling
 
 
 FULL = ["register_full_backward_pre_hook", "register_full_backward_hook"]
-BOTH = pytest.mark.parametrize("registrar", FULL)
+BOTH = for_each("registrar", FULL)
 
 
 def capturing(calls: list[tuple[object, ...]]):

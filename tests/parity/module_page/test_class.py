@@ -3,6 +3,7 @@ import inspect
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module_page.nets import (
     MODULES,
@@ -72,7 +73,7 @@ DOCUMENTED = {
 }
 
 
-@pytest.mark.parametrize("method", DOCUMENTED)
+@for_each("method", DOCUMENTED)
 def test_method_has_the_documented_parameters(impl: Implementation, method: str) -> None:
     """Each method takes the documented parameters, in order, with the documented defaults."""
     parameters = inspect.signature(getattr(impl.nn.Module, method)).parameters.values()

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import MODKIT, Implementation, same
 from tests.parity.module_page.nets import LINEAR, network, scaling, tensors
 
@@ -13,7 +14,7 @@ CASTS = {
 }
 
 
-@pytest.mark.parametrize("method", CASTS)
+@for_each("method", CASTS)
 def test_cast_changes_all_floating_point_tensors(impl: Implementation, method: str) -> None:
     """A cast converts every floating point parameter and buffer, also non-persistent ones."""
     model = network(impl)
@@ -25,7 +26,7 @@ def test_cast_changes_all_floating_point_tensors(impl: Implementation, method: s
     assert model.scratch.dtype == CASTS[method]
 
 
-@pytest.mark.parametrize("method", CASTS)
+@for_each("method", CASTS)
 def test_cast_leaves_other_tensors_alone(impl: Implementation, method: str) -> None:
     """A cast changes neither integral, boolean nor complex buffers."""
     model = network(impl)
@@ -58,7 +59,7 @@ CONVERSIONS = {
 }
 
 
-@pytest.mark.parametrize("conversion", CONVERSIONS)
+@for_each("conversion", CONVERSIONS)
 def test_conversion_works_in_place_and_returns_self(impl: Implementation, conversion: str) -> None:
     """A conversion modifies the module, keeps its modules and parameters, and returns it."""
     model = network(impl)
@@ -71,7 +72,7 @@ def test_conversion_works_in_place_and_returns_self(impl: Implementation, conver
         assert [id(p) for p in model.parameters()] == parameters
 
 
-@pytest.mark.parametrize("conversion", [name for name in CONVERSIONS if name != "to_empty"])
+@for_each("conversion", [name for name in CONVERSIONS if name != "to_empty"])
 def test_conversion_gives_the_same_state(conversion: str) -> None:
     """Each conversion returns the module with bitwise identical state on both."""
 
@@ -83,7 +84,7 @@ def test_conversion_gives_the_same_state(conversion: str) -> None:
     assert same(scenario)[0] == "returned"
 
 
-@pytest.mark.parametrize("method", ["float", "double", "half", "bfloat16", "cpu", "eval", "train"])
+@for_each("method", ["float", "double", "half", "bfloat16", "cpu", "eval", "train"])
 def test_conversions_of_containers_return_the_container(method: str) -> None:
     """Each conversion of a container of layers returns it, and converts alike on both."""
 
@@ -152,7 +153,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@for_each("form", FORMS)
 def test_all_forms_of_to(form: str) -> None:
     """Each documented form gives the same module on both, integer buffers untouched by dtypes."""
     args, kwargs = FORMS[form]
@@ -184,8 +185,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("form", REFUSED)
-@pytest.mark.parametrize("build", [network, lambda impl: impl.nn.Linear(2, 2)], ids=["user", "nn"])
+@for_each("form", REFUSED)
+@for_each("build", [network, lambda impl: impl.nn.Linear(2, 2)], ids=["user", "nn"])
 def test_forms_of_to_that_raise(form: str, build) -> None:
     """Only floating point and complex types, and the documented forms, are accepted."""
     args, kwargs = REFUSED[form]

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module_page.nets import applying, network, scaling
 
@@ -100,7 +101,7 @@ def test_forward_hook_gets_keyword_arguments_on_request(impl: Implementation) ->
     assert calls == [(module, (1,), {"key": 2}, output)]
 
 
-@pytest.mark.parametrize("value", [5, [6, 7], {"a": 1}, "text"], ids=repr)
+@for_each("value", [5, [6, 7], {"a": 1}, "text"], ids=repr)
 def test_single_value_of_a_pre_hook_is_wrapped(impl: Implementation, value: object) -> None:
     """A single value that a pre-hook returns becomes the only positional argument."""
     module = applying(impl, echo)
@@ -137,7 +138,7 @@ def test_pre_hook_modifies_args_and_kwargs(impl: Implementation) -> None:
     assert module(1, key=2) == ((1, 9), {"key": 2, "extra": True})
 
 
-@pytest.mark.parametrize("value", [5, (1,), (1, 2, 3), [1, 2]], ids=repr)
+@for_each("value", [5, (1,), (1, 2, 3), [1, 2]], ids=repr)
 def test_pre_hook_with_kwargs_must_return_both(value: object) -> None:
     """Anything but None or a pair of args and kwargs is a RuntimeError."""
 
@@ -187,8 +188,8 @@ def test_input_modified_after_forward_has_no_effect_on_it(impl: Implementation) 
     assert output.item() == 2.0
 
 
-@pytest.mark.parametrize("with_kwargs", [False, True])
-@pytest.mark.parametrize("source", ["pre-hook", "forward", "forward hook"])
+@for_each("with_kwargs", [False, True])
+@for_each("source", ["pre-hook", "forward", "forward hook"])
 def test_always_called_hook_runs_in_spite_of_an_exception(
     impl: Implementation, source: str, with_kwargs: bool
 ) -> None:

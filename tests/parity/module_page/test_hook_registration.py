@@ -3,6 +3,7 @@ import torch
 import torch.nn.modules.module as torch_module
 from torch.utils.hooks import RemovableHandle
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module_page.nets import applying, requiring, scaling
 
@@ -14,7 +15,7 @@ GLOBAL_COUNTERPARTS = {
     "register_full_backward_pre_hook": "register_module_full_backward_pre_hook",
     "register_full_backward_hook": "register_module_full_backward_hook",
 }
-ORDERED = pytest.mark.parametrize("registrar", GLOBAL_COUNTERPARTS)
+ORDERED = for_each("registrar", GLOBAL_COUNTERPARTS)
 REMOVABLE = pytest.mark.parametrize(
     "registrar",
     [

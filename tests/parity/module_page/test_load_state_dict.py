@@ -4,6 +4,7 @@ import types
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module_page.nets import network, scaling
 
@@ -111,9 +112,7 @@ def test_result_is_a_named_tuple(impl: Implementation) -> None:
     assert unexpected is result.unexpected_keys
 
 
-@pytest.mark.parametrize(
-    "kind", [dict, collections.OrderedDict, types.MappingProxyType, collections.UserDict]
-)
+@for_each("kind", [dict, collections.OrderedDict, types.MappingProxyType, collections.UserDict])
 def test_state_can_be_any_mapping(impl: Implementation, kind: type) -> None:
     """The state may be any mapping of names to tensors."""
     model = network(impl)
@@ -269,7 +268,7 @@ def test_post_hook_runs_after_loading(impl: Implementation) -> None:
     assert calls == [(model, ("missing_keys", "unexpected_keys"), ["mean"], [3.0] * 3)]
 
 
-@pytest.mark.parametrize("target", ["", "block", "head", "head.0.norm"])
+@for_each("target", ["", "block", "head", "head.0.norm"])
 def test_post_hook_gets_the_module_it_is_registered_on(impl: Implementation, target: str) -> None:
     """The first argument is the module with the hook, also below the module that is loaded."""
     model = network(impl)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module_page.nets import (
     BUFFERS,
@@ -80,7 +81,7 @@ def test_registering_a_parameter(impl: Implementation) -> None:
     assert "extra" in module.state_dict()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "error"),
     [
         (1, "TypeError"),
@@ -90,7 +91,7 @@ def test_registering_a_parameter(impl: Implementation) -> None:
         ("forward", "KeyError"),
     ],
 )
-@pytest.mark.parametrize("method", ["register_parameter", "register_buffer"])
+@for_each("method", ["register_parameter", "register_buffer"])
 def test_name_of_a_tensor_must_be_a_new_string(method: str, name: object, error: str) -> None:
     """The name of a parameter or buffer is a non-empty str without dots, and not taken."""
 
@@ -100,7 +101,7 @@ def test_name_of_a_tensor_must_be_a_new_string(method: str, name: object, error:
     assert same(scenario)[:2] == ("raised", error)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("method", "value", "error"),
     [
         ("register_parameter", 1, "TypeError"),
@@ -295,7 +296,7 @@ def test_get_buffer_returns_a_buffer(impl: Implementation) -> None:
         assert model.get_buffer(name) is buffer
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("method", "target"),
     [
         ("get_submodule", "net_b.missing"),

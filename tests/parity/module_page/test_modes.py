@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module_page.nets import network, scaling
 
@@ -63,7 +64,7 @@ def test_eval_is_equivalent_to_train_false(impl: Implementation) -> None:
     assert [m.training for m in model.modules()] == [False, False]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "affected"),
     [("Dropout", True), ("BatchNorm1d", True), ("Linear", False), ("LayerNorm", False)],
 )

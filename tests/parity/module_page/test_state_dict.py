@@ -4,6 +4,7 @@ import io
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.parity.module_page.nets import BUFFERS, PARAMETERS, network, scaling
 
@@ -209,7 +210,7 @@ def counter(impl: Implementation, value: object = 0):
     return Counter()
 
 
-@pytest.mark.parametrize("value", [5, None, {"count": 5}, torch.ones(2)], ids=repr)
+@for_each("value", [5, None, {"count": 5}, torch.ones(2)], ids=repr)
 def test_extra_state_is_part_of_the_state_dict(impl: Implementation, value: object) -> None:
     """`state_dict` calls `get_extra_state` and stores what it returns, whatever it is."""
     model = impl.nn.Sequential(counter(impl, value), scaling(impl))
@@ -219,7 +220,7 @@ def test_extra_state_is_part_of_the_state_dict(impl: Implementation, value: obje
     assert state["0._extra_state"] is value
 
 
-@pytest.mark.parametrize("value", [5, None, {"count": 5}, torch.ones(2)], ids=repr)
+@for_each("value", [5, None, {"count": 5}, torch.ones(2)], ids=repr)
 def test_extra_state_is_loaded(impl: Implementation, value: object) -> None:
     """`load_state_dict` calls `set_extra_state` once with the object from the state dict."""
     restored = impl.nn.Sequential(counter(impl), scaling(impl))

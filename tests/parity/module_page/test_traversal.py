@@ -3,6 +3,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation
 from tests.parity.module_page.nets import (
     BUFFERS,
@@ -25,7 +26,7 @@ def shared(impl: Implementation):
     return module
 
 
-@pytest.mark.parametrize(
+@for_each(
     "method",
     [
         "buffers",
@@ -49,7 +50,7 @@ def test_listing_is_an_iterator(impl: Implementation, method: str) -> None:
     assert len(list(empty)) == (1 if method in {"modules", "named_modules"} else 0)
 
 
-@pytest.mark.parametrize("kind", ["buffers", "children", "modules", "parameters"])
+@for_each("kind", ["buffers", "children", "modules", "parameters"])
 def test_named_listing_pairs_names_with_members(impl: Implementation, kind: str) -> None:
     """A named listing yields tuples of a str and the member that the plain listing yields."""
     model = network(impl)

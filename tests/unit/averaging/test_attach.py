@@ -8,6 +8,7 @@ from torch import nn
 
 import modkit
 from modkit import schedules
+from tests.cases import for_each
 from tests.helpers import freeze
 from tests.unit.averaging.recipes import averaged, model_of, network, set_to
 
@@ -165,7 +166,7 @@ def test_three_optimizers_make_one_update_per_training_step() -> None:
     assert steps == [0, 0, 1, 1, 1, 2]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("order", "expected"),
     [("aa", 1), ("aaa", 2), ("aab", 2), ("abb", 1), ("abaab", 3), ("bbab", 2)],
 )
@@ -299,7 +300,7 @@ NOT_MODELS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", NOT_MODELS)
+@for_each("kind", NOT_MODELS)
 def test_the_first_argument_is_the_model(kind: str) -> None:
     """The call of other libraries, with the parameters, is a TypeError that says what to pass."""
     with pytest.raises(TypeError, match=r"EMA.*Pass the model"):
@@ -314,8 +315,8 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("decay", [0.999, 0.9, 0.0, 1.0, 1, [0.999], [0.9, 0.99]], ids=str)
-@pytest.mark.parametrize("kind", SCHEDULES)
+@for_each("decay", [0.999, 0.9, 0.0, 1.0, 1, [0.999], [0.9, 0.99]], ids=str)
+@for_each("kind", SCHEDULES)
 def test_decay_and_schedule_exclude_each_other(decay: Any, kind: str) -> None:
     """Giving both is a ValueError, also where the decay is the default or the same."""
     schedule = SCHEDULES[kind]

@@ -9,6 +9,7 @@ import torch
 
 from modkit import nn
 from modkit.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+from tests.cases import for_each
 
 
 def set_all(model: torch.nn.Module, value: float) -> torch.nn.Module:
@@ -57,8 +58,8 @@ def test_unknown_choices_are_refused(argument: str) -> None:
         AveragedModel(nn.Linear(1, 1), **{argument: "wild"})
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("rule", ["multi", "single", "equal"])
+@for_each("bad", [float("nan"), float("inf")])
+@for_each("rule", ["multi", "single", "equal"])
 def test_a_step_that_is_not_finite_can_be_skipped(bad: float, rule: str) -> None:
     """All weights of such a step are left out, those that are finite too, and the average stays."""
     model = set_all(nn.Linear(2, 2), 1.0)
@@ -122,7 +123,7 @@ def cast_the_model(model: torch.nn.Module) -> None:
     set_all(model.double(), 8.0)
 
 
-@pytest.mark.parametrize("change", [change_data, replace_parameter, replace_child, cast_the_model])
+@for_each("change", [change_data, replace_parameter, replace_child, cast_the_model])
 def test_changes_of_the_model_are_seen(change) -> None:
     """After a change of where its tensors are, the next update takes the new ones."""
     model = set_all(nn.Sequential(nn.Linear(2, 2)), 4.0)
@@ -169,7 +170,7 @@ def remove_parameter(model: torch.nn.Module) -> None:
     model.bias = None
 
 
-@pytest.mark.parametrize("change", [shrink_parameter, add_parameter, add_child, remove_parameter])
+@for_each("change", [shrink_parameter, add_parameter, add_child, remove_parameter])
 def test_a_model_that_stops_to_fit_is_refused(change) -> None:
     """After updates that fitted, a model with other tensors is refused and nothing is written."""
     model = set_all(nn.Linear(2, 2), 4.0)

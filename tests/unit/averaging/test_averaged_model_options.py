@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from tests.cases import for_each
 from tests.unit.averaging.recipes import set_to
 
 
@@ -57,8 +58,8 @@ def test_a_lazy_model(precision: Any) -> None:
     assert all(value.eq(2.0).all() for value in weights(average).values())
 
 
-@pytest.mark.parametrize("precision", ["stochastic", "compensated"])
-@pytest.mark.parametrize("size", [1, 3])
+@for_each("precision", ["stochastic", "compensated"])
+@for_each("size", [1, 3])
 def test_a_replaced_layer(precision: Any, size: int) -> None:
     """A layer of another shape, on both sides, is averaged from there on, and so are the others."""
     model = layers(torch.bfloat16)

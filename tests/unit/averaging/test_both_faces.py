@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import modkit
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS, as_accelerator
 
 
@@ -73,11 +74,11 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=named)
-@pytest.mark.parametrize("precision", [one for one in PRECISIONS if one != "stochastic"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("policy", ["ignore", "skip"])
-@pytest.mark.parametrize("accelerator", [False, True])
+@for_each("options", OPTIONS, ids=named)
+@for_each("precision", [one for one in PRECISIONS if one != "stochastic"])
+@for_each("dtype", [torch.float32, torch.bfloat16])
+@for_each("policy", ["ignore", "skip"])
+@for_each("accelerator", [False, True])
 def test_both_faces(
     options: dict[str, Any],
     precision: Any,
@@ -118,8 +119,8 @@ def test_both_faces(
         assert theirs[name].equal(expected)
 
 
-@pytest.mark.parametrize("options", OPTIONS[:3], ids=named)
-@pytest.mark.parametrize("first", [False, True])
+@for_each("options", OPTIONS[:3], ids=named)
+@for_each("first", [False, True])
 def test_both_faces_raise(options: dict[str, Any], first: bool) -> None:
     """The same step is refused by both, which stay as they are."""
     model = network()
@@ -156,10 +157,10 @@ def drift(model: nn.Module, step: int) -> None:
             parameter.copy_(1 + torch.randn(parameter.shape, generator=generator) / 4)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("precision", ["stochastic", "compensated"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("accelerator", [False, True])
+@for_each("rule", RULES)
+@for_each("precision", ["stochastic", "compensated"])
+@for_each("dtype", [torch.bfloat16, torch.float16])
+@for_each("accelerator", [False, True])
 def test_accuracy(
     rule: str, precision: Any, dtype: torch.dtype, accelerator: bool, monkeypatch
 ) -> None:
@@ -202,9 +203,9 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("precision", ["stochastic", "compensated"])
+@for_each("way", WAYS)
+@for_each("rule", RULES)
+@for_each("precision", ["stochastic", "compensated"])
 def test_an_average_goes_on(way: str, rule: str, precision: Any, tmp_path: Path) -> None:
     """A resumed or copied average is bitwise the one that was not interrupted."""
     model = network(torch.bfloat16)

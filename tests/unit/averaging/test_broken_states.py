@@ -12,6 +12,7 @@ from torch import nn
 import modkit
 from modkit import schedules
 from modkit.averaging import state as states
+from tests.cases import for_each
 from tests.helpers import freeze
 from tests.unit.averaging.recipes import diffusers_state, network, set_to
 
@@ -203,7 +204,7 @@ def test_there_are_many() -> None:
     assert len(BROKEN) >= 100
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "change", "text"),
     BROKEN,
     ids=[f"{number} {kind}: {text}" for number, (kind, _, text) in enumerate(BROKEN)],
@@ -283,7 +284,7 @@ FOREIGN: list[tuple[State, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("state", "text"),
     FOREIGN,
     ids=[f"{number} {text}" for number, (_, text) in enumerate(FOREIGN)],
@@ -300,7 +301,7 @@ def test_a_broken_state_of_another_library_changes_nothing(state: State, text: s
     assert freeze(ema.state_dict()) == before
 
 
-@pytest.mark.parametrize("state", [[1, 2], "state", 3, torch.ones(2)])
+@for_each("state", [[1, 2], "state", 3, torch.ones(2)])
 def test_what_is_not_a_mapping_is_refused(state: Any) -> None:
     """The error shows what was given."""
     with pytest.raises(ValueError, match=r"the state must be a mapping, got .*\. Nothing has been"):
@@ -319,8 +320,8 @@ def read(state: Any, ema: "modkit.EMA[Any]", **options: Any) -> states.LoadedSta
     )
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize(
+@for_each("value", [math.nan, math.inf])
+@for_each(
     ("kind", "path"),
     [
         ("plain", WEIGHT),
@@ -372,7 +373,7 @@ def test_generators_of_missing_devices_are_left_out() -> None:
     ema.load_state_dict(state)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "text"),
     [
         (put(None, "averages"), "averages must be a list"),
@@ -451,7 +452,7 @@ def test_a_schedule_of_modkit_replaces_a_function() -> None:
 # --- plain averaged weights ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", [0.5, schedules.BEMA(), schedules.Window(2), Mine()])
+@for_each("schedule", [0.5, schedules.BEMA(), schedules.Window(2), Mine()])
 def test_plain_weights_start_an_average(schedule: Any) -> None:
     """Averaged weights under the names of the model are an average of one model."""
     source = started("plain").averaged_model()

@@ -10,6 +10,7 @@ from torch import nn
 
 import modkit
 from modkit.averaging.callback import EMAOptions
+from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS, averaged, model_of, network, set_to
 
 
@@ -272,8 +273,8 @@ def test_hooks_and_blocks_in_any_order() -> None:
     assert is_at(net, before)
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@for_each("precision", PRECISIONS)
 def test_evaluating_changes_nothing_about_training(mode, precision) -> None:
     """A run with validations ends in the bits of the run without, in whatever mode they start."""
     net, optimizer, ema = loop(2, precision=precision)
@@ -428,9 +429,9 @@ def save(file, states, batches, place) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:EMA. the state was saved inside applied:UserWarning")
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("place", PLACES)
+@for_each("precision", PRECISIONS)
+@for_each("accumulate", [1, 2])
+@for_each("place", PLACES)
 def test_resuming_is_as_not_stopping(place, accumulate, precision) -> None:
     """Wherever it was saved, the resumed run ends in the bits of the one that went through."""
     options = {"precision": precision, "accumulate": accumulate}

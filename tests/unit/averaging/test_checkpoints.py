@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from modkit import average_checkpoints
 from modkit.averaging import checkpoints
 from modkit.errors import NameMismatchError
+from tests.cases import for_each
 
 
 def written(directory: Path, states: list[dict], kind: str = "pt") -> list[Path]:
@@ -32,9 +33,9 @@ def states(count: int, dtype: torch.dtype = torch.float32) -> list[dict[str, tor
     ]
 
 
-@pytest.mark.parametrize("kind", ["pt", "safetensors"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("weights", [None, [1, 2, 3, 4], [0, 0, 1, 0], [0.5, 0, 0, 0.25]])
+@for_each("kind", ["pt", "safetensors"])
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@for_each("weights", [None, [1, 2, 3, 4], [0, 0, 1, 0], [0.5, 0, 0, 0.25]])
 def test_the_average_is_the_weighted_mean(tmp_path, kind: str, dtype, weights) -> None:
     """Floats are averaged in at least 32 bits, integers and booleans are those of the last file."""
     saved = states(4, dtype)
@@ -141,7 +142,7 @@ def test_contents_that_are_no_tensors_are_refused(tmp_path) -> None:
         average_checkpoints(paths[2:])
 
 
-@pytest.mark.parametrize("weights", [[1.0], [0.0, 0.0], [1.0, -1.0], [1.0, float("nan")]], ids=str)
+@for_each("weights", [[1.0], [0.0, 0.0], [1.0, -1.0], [1.0, float("nan")]], ids=str)
 def test_weights_that_make_no_sense_are_refused(tmp_path, weights) -> None:
     """There is one finite weight of 0 or more for each file, and not all are 0."""
     with pytest.raises(ValueError, match="weights"):

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import modkit
 from modkit import schedules
 from modkit.optim.swa_utils import AveragedModel
+from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS
 
 
@@ -29,8 +29,8 @@ def layers() -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(
+@for_each("precision", PRECISIONS)
+@for_each(
     ("policy", "decay"),
     [
         (policy, decay)
@@ -64,8 +64,8 @@ def test_ema(precision: Any, policy: Any, decay: str) -> None:
             assert average.gt(0.0).all()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("policy", ["ignore", "skip", "raise"])
+@for_each("precision", PRECISIONS)
+@for_each("policy", ["ignore", "skip", "raise"])
 def test_averaged_model(precision: Any, policy: Any) -> None:
     """The copy is where the model is, or on the device that was given."""
     model = layers()

@@ -4,6 +4,7 @@ from torch import Tensor
 
 import modkit
 from modkit.schedules import BEMA, Constant
+from tests.cases import for_each
 from tests.unit.averaging.recipes import averaged, model_of, set_to
 
 
@@ -36,8 +37,8 @@ OPTIONS: list[dict[str, float]] = [
 ]
 
 
-@pytest.mark.parametrize("every", [1, 10])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@for_each("every", [1, 10])
+@for_each("options", OPTIONS, ids=str)
 def test_it_is_the_algorithm_of_the_paper(options: dict[str, float], every: int) -> None:
     """With an update before training, the average is that of the paper at each frequency."""
     weights = walk(60)
@@ -123,7 +124,7 @@ def test_the_state_of_a_plain_average_is_taken_as_the_beginning() -> None:
     assert averaged(ema).item() == pytest.approx(1 + 11**-0.5 + 11**-0.2)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("option", "value"), [("ema_power", -1), ("bias_power", "x"), ("lag", 0), ("multiplier", -1)]
 )
 def test_bad_options_are_refused(option: str, value: object) -> None:

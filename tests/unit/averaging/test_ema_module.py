@@ -11,6 +11,7 @@ from torch import nn
 
 import modkit
 from modkit import schedules
+from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS, network, set_to, train
 
 
@@ -42,9 +43,9 @@ def check(ema: "modkit.EMA[Any]") -> None:
     assert ema(batch).equal(outputs)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@for_each("precision", PRECISIONS)
+@for_each("decay", DECAYS)
+@for_each("dtype", [torch.float32, torch.bfloat16])
 def test_module_follows(precision: Any, decay: str, dtype: torch.dtype) -> None:
     """Before the first update it is at the training weights, and then at the average."""
     model = network(dtype)
@@ -59,8 +60,8 @@ def test_module_follows(precision: Any, decay: str, dtype: torch.dtype) -> None:
         train(model, optimizer, step, step + 1)
 
 
-@pytest.mark.parametrize("buffers", ["copy", "average", "ignore"])
-@pytest.mark.parametrize("selection", [{"include": "0.*"}, {"exclude": "0.*"}, {}])
+@for_each("buffers", ["copy", "average", "ignore"])
+@for_each("selection", [{"include": "0.*"}, {"exclude": "0.*"}, {}])
 def test_what_is_not_averaged_is_as_in_the_model(buffers: Any, selection: dict[str, Any]) -> None:
     """Excluded parameters and ignored buffers follow the model."""
     model = network()
@@ -124,8 +125,8 @@ def replace(ema: "modkit.EMA[Any]") -> None:
     ema.model[0] = nn.Linear(4, 6)
 
 
-@pytest.mark.parametrize("change", [change_back, start_anew, grow, cast, cast_model, replace])
-@pytest.mark.parametrize("decay", DECAYS)
+@for_each("change", [change_back, start_anew, grow, cast, cast_model, replace])
+@for_each("decay", DECAYS)
 def test_module_after_a_change(change: Callable[[Any], None], decay: str) -> None:
     """It is up to date at once, and after the next update."""
     model = network()
@@ -170,7 +171,7 @@ def test_copies_have_modules_of_their_own(copied: Callable[[Any], Any]) -> None:
     assert other.module is not ema.module
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("precision", PRECISIONS)
 def test_module_is_first_read_in_inference_mode(precision: Any) -> None:
     """Evaluation usually runs in inference mode; training goes on afterwards."""
     model = network(torch.bfloat16)

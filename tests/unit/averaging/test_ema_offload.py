@@ -17,6 +17,7 @@ import modkit
 from modkit import schedules
 from modkit.averaging.engine import Engine
 from modkit.errors import NameMismatchError
+from tests.cases import for_each
 from tests.unit.averaging.recipes import (
     PRECISIONS,
     CountCalls,
@@ -96,8 +97,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.usefixtures("_sleepy")
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@for_each("options", OPTIONS, ids=str)
+@for_each("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_thread_gets_the_same_bits(options: dict[str, Any], dtype: torch.dtype) -> None:
     """However long a step takes in the thread, the averages are those that are kept at once."""
     expected = run(options, dtype, in_thread=False)
@@ -180,7 +181,7 @@ ASKED = [
 
 
 @pytest.mark.usefixtures("_sleepy")
-@pytest.mark.parametrize("ask", ASKED, ids=lambda ask: ask.__name__)
+@for_each("ask", ASKED, ids=lambda ask: ask.__name__)
 def test_whoever_reads_waits_for_the_thread(ask: Any) -> None:
     """Whatever reads the averages in the middle of an update sees them after it."""
     model = model_of(0.0)
@@ -221,7 +222,7 @@ def broken(ema: "modkit.EMA[Any]", monkeypatch: pytest.MonkeyPatch) -> None:
             ema.flush()
 
 
-@pytest.mark.parametrize("ask", [modkit.EMA.update, modkit.EMA.flush, *ASKED])
+@for_each("ask", [modkit.EMA.update, modkit.EMA.flush, *ASKED])
 def test_an_error_in_the_thread_is_raised_wherever_it_matters(
     ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

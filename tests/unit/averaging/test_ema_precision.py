@@ -6,11 +6,12 @@ import torch
 import modkit
 from modkit.averaging.precision import kept_dtype
 from modkit.optim import swa_utils
+from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS, averaged, model_of, set_to
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("precision", ["fp32", "fp64", "stochastic", "compensated"])
+@for_each("dtype", [torch.bfloat16, torch.float16], ids=str)
+@for_each("precision", ["fp32", "fp64", "stochastic", "compensated"])
 def test_sixteen_bits_arrive(precision, dtype) -> None:
     """From 1 to 2 with decay 0.999, 5,000 steps come within a thousandth of the formula."""
     model = model_of(torch.ones(8192), dtype)
@@ -73,8 +74,8 @@ def test_an_averaged_model_keeps_a_decay_near_one_in_float64(
     assert moved == (0.0 if error is None else pytest.approx(NEAR_ONE, rel=error))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@for_each("precision", PRECISIONS)
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_a_constant_does_not_drift(precision, dtype) -> None:
     """Weights that stay the same are their own average, to the last bit."""
     value = torch.linspace(-3, 3, 101).to(dtype)
@@ -86,8 +87,8 @@ def test_a_constant_does_not_drift(precision, dtype) -> None:
     assert torch.equal(averaged(ema).to(dtype), value)
 
 
-@pytest.mark.parametrize("size", [5, 16_384, 50_001])
-@pytest.mark.parametrize("contiguous", [True, False])
+@for_each("size", [5, 16_384, 50_001])
+@for_each("contiguous", [True, False])
 def test_large_tensors_are_cast_in_parts(size: int, contiguous: bool) -> None:
     """The average of bfloat16 weights is that of the same weights in float32, whatever their size."""
     generator = torch.Generator().manual_seed(0)
@@ -140,7 +141,7 @@ def test_random_rounding_depends_on_the_seed_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("dtype", "kept"),
     [
         (torch.bfloat16, ["bfloat16", "float32", "float64", "bfloat16", "bfloat16"]),

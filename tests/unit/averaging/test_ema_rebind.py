@@ -11,7 +11,12 @@ from torch import Tensor, nn
 import modkit
 from modkit import schedules
 from modkit.errors import NameMismatchError
+<<<<<<< HEAD
 from tests.unit.averaging.recipes import model_of, set_to
+=======
+from tests.cases import for_each
+from tests.unit.averaging.recipes import set_to
+>>>>>>> main
 
 
 DECAYS = {"ema": 0.5, "bema": schedules.BEMA(0.5), "window": schedules.Window(2)}
@@ -52,10 +57,10 @@ def resize(model: nn.Sequential) -> None:
 CHANGES = [add, remove, tie, resize]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("change", CHANGES)
+@for_each("decay", DECAYS)
+@for_each("precision", PRECISIONS)
+@for_each("dtype", DTYPES)
 def test_rebind(
     change: Callable[[nn.Sequential], None], decay: str, precision: Any, dtype: torch.dtype
 ) -> None:
@@ -100,7 +105,7 @@ def test_a_resized_parameter_starts_again(decay: str) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
-@pytest.mark.parametrize("change", CHANGES)
+@for_each("change", CHANGES)
 def test_the_error_of_a_changed_model_names_rebind(change: Callable[[nn.Sequential], None]) -> None:
     """The note says which method adapts the averages."""
     model = layers()

@@ -11,6 +11,7 @@ from torch import nn
 import modkit
 from modkit import schedules
 from modkit.errors import NameMismatchError
+from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS, averaged, model_of, network, set_to, train
 
 
@@ -276,12 +277,12 @@ def test_a_step_that_the_scaler_leaves_out_is_none() -> None:
     assert ema.step == 2
 
 
-@pytest.mark.parametrize(
+@for_each(
     "copied",
     [copy.deepcopy, lambda ema: pickle.loads(pickle.dumps(ema))],
     ids=["deepcopy", "pickle"],
 )
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("precision", PRECISIONS)
 def test_copies_go_on_by_themselves(copied, precision) -> None:
     """A copy has a copy of the model, goes on alike, and is attached to no optimizer."""
     net = network(torch.bfloat16)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import modkit
 from modkit import schedules
 from modkit.errors import NameMismatchError
+from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS, model_of
 
 
@@ -48,9 +49,9 @@ def after(ema: "modkit.EMA[Any]", first: int, last: int) -> None:
         ema.update()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@for_each("precision", PRECISIONS)
+@for_each("decay", DECAYS)
+@for_each("dtype", [torch.bfloat16, torch.float32])
 def test_to_its_own_device_changes_nothing(precision: Any, decay: str, dtype: torch.dtype) -> None:
     """Error terms included: later updates are bitwise those of an EMA that was not moved."""
     emas = [
@@ -69,10 +70,10 @@ def test_to_its_own_device_changes_nothing(precision: Any, decay: str, dtype: to
         assert all(value.equal(moved[name]) for name, value in values(emas[0], index).items())
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("begun", [False, True])
+@for_each("precision", PRECISIONS)
+@for_each("decay", DECAYS)
+@for_each("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@for_each("begun", [False, True])
 def test_to_a_dtype(precision: Any, decay: str, dtype: torch.dtype, begun: bool) -> None:
     """Values change by one rounding, and all later averages have that dtype."""
     ema = modkit.EMA(layers(), schedule=[DECAYS[decay], 0.5], precision=precision)
@@ -90,9 +91,9 @@ def test_to_a_dtype(precision: Any, decay: str, dtype: torch.dtype, begun: bool)
         assert kinds == {torch.float32 if wide else dtype}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@for_each("precision", PRECISIONS)
+@for_each("decay", DECAYS)
+@for_each("dtype", [torch.float64, torch.bfloat16])
 def test_resume_after_to(precision: Any, decay: str, dtype: torch.dtype) -> None:
     """An EMA that was cast in the same way goes on bitwise from a saved state."""
     first = modkit.EMA(layers(), schedule=DECAYS[decay], precision=precision)

@@ -9,6 +9,7 @@ from torch.nn.utils import parametrize
 import modkit
 from modkit import schedules
 from modkit.errors import NameMismatchError
+from tests.cases import for_each
 from tests.unit.averaging.recipes import (
     PRECISIONS,
     CountCalls,
@@ -50,7 +51,7 @@ def test_nothing_is_averaged_before_update_after_step() -> None:
     assert (ema.step, ema.n_averaged) == (4, 1)
 
 
-@pytest.mark.parametrize("every", [1, 2, 5, 10])
+@for_each("every", [1, 2, 5, 10])
 def test_update_every_keeps_the_memory(every: int) -> None:
     """After a jump, what is left of the old value depends on the steps, not on how often it is asked."""
     model = model_of(1.0, torch.float64)
@@ -74,7 +75,7 @@ def test_the_equal_schedule_is_the_mean() -> None:
     assert averaged(ema).item() == pytest.approx(4.5, rel=1e-12)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("precision", PRECISIONS)
 def test_several_averages_have_the_bits_of_single_ones(precision) -> None:
     """Averages that share a pass are those that separate objects would have kept."""
     kinds = [schedules.Constant(0.9), schedules.Constant(0.99), schedules.Equal()]
@@ -92,7 +93,7 @@ def test_several_averages_have_the_bits_of_single_ones(precision) -> None:
             assert torch.equal(value, expected[name])
 
 
-@pytest.mark.parametrize(
+@for_each(
     "options",
     [
         {},
@@ -125,7 +126,7 @@ def shadow_of(ema) -> list[tuple[str, torch.Tensor]]:
     return [(name, value.clone()) for name, value in ema.named_averages()]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "named"),
     [
         (lambda net: net.append(nn.Linear(2, 2)), "unexpected: 4.weight"),
@@ -188,7 +189,7 @@ def test_a_child_called_module_is_no_wrapper() -> None:
     assert [name for name, _ in ema.named_averages()] == ["weight", "module.weight"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "change",
     [
         lambda net: net.double(),
@@ -290,12 +291,12 @@ def test_copied_buffers_are_no_aliases_and_may_change_shape() -> None:
 # --- odd tensors -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     "dtype",
     [torch.complex64, torch.complex128, torch.float16, torch.float64, torch.float8_e4m3fn],
     ids=str,
 )
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("precision", PRECISIONS)
 def test_kinds_of_numbers(dtype, precision) -> None:
     """Complex numbers, numbers of 64, 16 and of 8 bits have averages in each precision."""
     model = model_of([0.0, 1.0], dtype)
@@ -378,9 +379,9 @@ def test_modes_of_gradients(mode) -> None:
 # --- steps that are not finite ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@for_each("bad", [math.nan, math.inf, -math.inf])
+@for_each("precision", PRECISIONS)
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_a_step_that_is_not_finite_is_skipped(bad: float, precision, dtype) -> None:
     """The average is that of the other steps, bit for bit."""
     models = [model_of([1.0, 2.0], dtype), model_of([1.0, 2.0], dtype)]
@@ -430,7 +431,7 @@ def test_averages_do_not_begin_with_what_is_not_finite() -> None:
 # --- what is refused -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "error", "message"),
     [
         ({"decay": 1.5}, ValueError, "decay"),

@@ -3,6 +3,7 @@ import torch
 
 import modkit
 from modkit.schedules import Constant, Window
+from tests.cases import for_each
 from tests.unit.averaging.recipes import CountCalls, averaged, model_of, set_to
 
 
@@ -12,8 +13,8 @@ def values(count: int) -> list[torch.Tensor]:
     return [torch.randn(50, generator=generator) for _ in range(count)]
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 20])
-@pytest.mark.parametrize("every", [1, 3])
+@for_each("window", [1, 2, 3, 20])
+@for_each("every", [1, 3])
 def test_the_mean_of_the_latest_models(window: int, every: int) -> None:
     """The average is the mean of the last models that were taken, however many there have been."""
     model = model_of(torch.zeros(50))

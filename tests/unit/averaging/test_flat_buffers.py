@@ -13,6 +13,7 @@ from torch import nn
 import modkit
 from modkit import schedules
 from modkit.optim.swa_utils import AveragedModel
+from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS, averaged, set_to
 
 
@@ -32,9 +33,9 @@ COPIES = [copy.deepcopy, by_pickle]
 DECAYS = [0.5, schedules.BEMA(0.5), schedules.Window(2)]
 
 
-@pytest.mark.parametrize("copied", COPIES)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("decay", DECAYS, ids=["ema", "bema", "window"])
+@for_each("copied", COPIES)
+@for_each("precision", PRECISIONS)
+@for_each("decay", DECAYS, ids=["ema", "bema", "window"])
 def test_a_copy_of_an_ema_is_updated(
     copied: Callable[..., Any], precision: Any, decay: Any
 ) -> None:
@@ -62,8 +63,8 @@ def test_pickling_for_another_process_leaves_the_ema_intact() -> None:
     assert all(average.eq(2.0).all() for _, average in ema.named_averages())
 
 
-@pytest.mark.parametrize("copied", COPIES)
-@pytest.mark.parametrize("decay", DECAYS, ids=["ema", "bema", "window"])
+@for_each("copied", COPIES)
+@for_each("decay", DECAYS, ids=["ema", "bema", "window"])
 def test_a_copy_rounds_like_the_original(copied: Callable[..., Any], decay: Any) -> None:
     """Stochastic rounding takes the tensors in the same order, so both stay bitwise identical."""
     ema = modkit.EMA(layers(torch.bfloat16), schedule=decay, precision="stochastic")

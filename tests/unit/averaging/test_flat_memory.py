@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import modkit
 from modkit import schedules
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS
 
 
@@ -82,8 +83,8 @@ def test_every_shape_is_averaged(decay: str) -> None:
         assert averages[name].equal(dict(single[name].named_averages())[name]), name
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("decay", DECAYS)
+@for_each("precision", PRECISIONS)
+@for_each("decay", DECAYS)
 def test_the_state_of_an_ema_has_a_storage_for_each_tensor(
     precision: Any, decay: str, tmp_path: Path
 ) -> None:
@@ -96,7 +97,7 @@ def test_the_state_of_an_ema_has_a_storage_for_each_tensor(
     check_files(ema.state_dict(), tmp_path)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("precision", PRECISIONS)
 def test_the_state_of_an_averaged_model_has_a_storage_for_each_tensor(
     precision: Any, tmp_path: Path
 ) -> None:
@@ -204,7 +205,7 @@ MOVES = [
 CASTS = (widen, narrow, convert_by_swapping)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("move", "rule"),
     [
         (one, rule)

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import modkit
 from modkit import schedules
 from modkit.distributed import load_averages
+from tests.cases import for_each
 from tests.helpers import freeze
 from tests.unit.averaging.recipes import network, train
 
@@ -39,8 +40,8 @@ def trained(steps=2, **options):
     return ema, optimizer
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("steps", [0, 2])
+@for_each("kind", KINDS)
+@for_each("steps", [0, 2])
 def test_the_next_update_is_the_one_that_would_have_followed(kind, steps, tmp_path) -> None:
     """Saved and loaded, before the first update or after some, an average goes on with all bits."""
     ema, optimizer = trained(steps, **KINDS[kind])

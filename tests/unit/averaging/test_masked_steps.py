@@ -17,6 +17,7 @@ from modkit.optim.swa_utils import (
     get_swa_avg_fn,
     get_swa_multi_avg_fn,
 )
+from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS, as_accelerator
 
 
@@ -61,9 +62,9 @@ def run_ema(dtype: torch.dtype, **options: Any) -> list[dict[str, Any]]:
     return seen
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("buffers", ["copy", "average"])
-@pytest.mark.parametrize("precision", [one for one in PRECISIONS if one != "stochastic"])
+@for_each("dtype", [torch.float32, torch.bfloat16])
+@for_each("buffers", ["copy", "average"])
+@for_each("precision", [one for one in PRECISIONS if one != "stochastic"])
 def test_ema(precision: Any, buffers: Any, dtype: torch.dtype, monkeypatch) -> None:
     """Several averages and BEMA are bitwise those of the CPU path, after each step."""
     options = {
@@ -122,10 +123,10 @@ def run_averaged_model(dtype: torch.dtype, rule: str, **options: Any) -> list[di
     return seen
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("use_buffers", [False, True])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("rule", RULES)
+@for_each("dtype", [torch.float32, torch.bfloat16])
+@for_each("use_buffers", [False, True])
+@for_each("precision", PRECISIONS)
+@for_each("rule", RULES)
 def test_averaged_model(
     rule: str, precision: Any, use_buffers: bool, dtype: torch.dtype, monkeypatch
 ) -> None:
@@ -168,10 +169,10 @@ def test_memory_is_measured() -> None:
     assert 4_000_000 <= peak_of(lambda: torch.ones(1_000_000).sum()) < 4_100_000
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("policy", ["ignore", "skip"])
-@pytest.mark.parametrize("finite", [False, True])
+@for_each("dtype", [torch.float32, torch.bfloat16])
+@for_each("precision", PRECISIONS)
+@for_each("policy", ["ignore", "skip"])
+@for_each("finite", [False, True])
 def test_memory_on_cpu(precision: Any, policy: Any, finite: bool, dtype: torch.dtype) -> None:
     """An update holds temporaries of at most one chunk of 2**20 elements each, skipped or not."""
     model = large(dtype)
@@ -184,8 +185,8 @@ def test_memory_on_cpu(precision: Any, policy: Any, finite: bool, dtype: torch.d
     assert peak_of(ema.update) <= 5 * 4 * MIB
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("dtype", [torch.float32, torch.bfloat16])
+@for_each("precision", PRECISIONS)
 def test_memory_on_accelerators(precision: Any, dtype: torch.dtype, monkeypatch) -> None:
     """Undoing a step takes copies of a chunk, not of the model."""
     model = large(dtype)

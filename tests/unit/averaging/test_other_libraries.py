@@ -4,6 +4,7 @@ from torch import nn
 
 from modkit.averaging.state import convert, recognise
 from modkit.schedules import Constant, CountWarmup, InverseGamma
+from tests.cases import for_each
 from tests.unit.averaging.recipes import diffusers_state
 
 
@@ -57,7 +58,7 @@ LIGHTNING = {
 }
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("source", "state", "expected", "n_averaged", "schedule"),
     [
         ("torch", TORCH, MEMBERS, 12, None),
@@ -80,7 +81,7 @@ def test_states(source, state, expected, n_averaged, schedule):
     assert converted.schedule == schedule
 
 
-@pytest.mark.parametrize(
+@for_each(
     "state",
     [{}, {"model": MEMBERS, "epoch": 3}, {"step": 3, "initted": True}, {"other": torch.ones(1)}],
     ids=["empty", "checkpoint", "counter", "other"],
@@ -119,9 +120,7 @@ def test_names_of_compiled_models(state):
     assert convert(wrapped, Net()).averages.keys() == MEMBERS.keys()
 
 
-@pytest.mark.parametrize(
-    ("step", "n_averaged"), [(0, 0), (1, 1), (100, 1), (101, 1), (102, 2), (5000, 4900)]
-)
+@for_each(("step", "n_averaged"), [(0, 0), (1, 1), (100, 1), (101, 1), (102, 2), (5000, 4900)])
 def test_count_of_diffusers(step, n_averaged):
     """The next decay of the schedule is the one that diffusers would take, copies being decay 0."""
     state = DIFFUSERS | {"optimization_step": step}
@@ -150,7 +149,7 @@ def test_constant_decay_of_torch_ema():
     assert converted.n_averaged is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("initted", "step", "n_averaged"),
     [(False, 0, 0), (True, 1, 1), (True, 101, 1), (True, 111, 11)],
 )

@@ -8,6 +8,7 @@ import torch
 
 from modkit.averaging.posthoc import find_snapshots, reconstruct, save_snapshot
 from modkit.schedules import Power
+from tests.cases import for_each
 
 
 def walk(steps, size):
@@ -79,7 +80,7 @@ def test_snapshot_that_was_asked_for(tmp_path):
     assert result.fit.error == 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("sigma_rel", "step", "text"),
     [
         (0.04, None, "sigma_rel=0.04 is narrower than all snapshots: 0.05 or more"),
@@ -123,7 +124,7 @@ def test_large_weights_and_counters(tmp_path):
     assert result.averages["usual"].tolist() == [0.5, 0.25]
 
 
-@pytest.mark.parametrize("value", [1e-9, float("inf"), float("nan"), 1e6])
+@for_each("value", [1e-9, float("inf"), float("nan"), 1e6])
 def test_values_that_half_precision_cannot_hold(tmp_path, value):
     """A tensor whose values half precision would lose keeps its own dtype."""
     tensors = {"weight": torch.tensor([value])}

@@ -6,6 +6,7 @@ import torch
 
 from modkit.averaging.posthoc import fit_power
 from modkit.schedules import Power, profile
+from tests.cases import for_each
 
 
 def edm2_coefficients(averages, sigma_rel, step):
@@ -33,10 +34,8 @@ def grid(widths, every, last):
     return [(width, at) for at in range(every, last + 1, every) for width in widths]
 
 
-@pytest.mark.parametrize(
-    ("every", "last"), [(100, 2000), (250, 2000), (3000, 30_000)], ids=["20", "8", "10"]
-)
-@pytest.mark.parametrize("sigma_rel", [0.04, 0.07, 0.15, 0.2, 0.25])
+@for_each(("every", "last"), [(100, 2000), (250, 2000), (3000, 30_000)], ids=["20", "8", "10"])
+@for_each("sigma_rel", [0.04, 0.07, 0.15, 0.2, 0.25])
 def test_coefficients_are_those_of_edm2(every, last, sigma_rel):
     """The coefficients agree with EDM2's to ten digits, and their sum is 1."""
     averages = grid((0.05, 0.1), every, last)
@@ -65,7 +64,7 @@ def test_average_that_is_at_hand():
     assert (fit.error, fit.bound) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("sigma_rel", [0.03, 0.07, 0.15, 0.25])
+@for_each("sigma_rel", [0.03, 0.07, 0.15, 0.25])
 def test_error_is_the_distance_of_the_profiles(sigma_rel):
     """The error is that of the weights of all steps, added up as a fine sum of a long run."""
     averages = grid((0.05, 0.1), 2000, 20_000)
@@ -89,7 +88,7 @@ def test_error_shrinks_with_more_snapshots():
     assert errors[1] < errors[0] / 3
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("averages", "step", "text"),
     [
         ([(0.05, 100)], 0, "steps must be 1 or more"),

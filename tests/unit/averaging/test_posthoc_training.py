@@ -9,6 +9,7 @@ import modkit
 from modkit.averaging.posthoc import PostHocEMA, find_snapshots
 from modkit.errors import NameMismatchError
 from modkit.schedules import Power, profile
+from tests.cases import for_each
 
 
 def train(averages, model, steps, generator):
@@ -32,8 +33,8 @@ def wanted(path, sigma_rel, every=1):
     return [torch.tensordot(weights, values, dims=1) for values in stacked]
 
 
-@pytest.mark.parametrize("update_every", [1, 10])
-@pytest.mark.parametrize("sigma_rel", [0.05, 0.1, 0.15, 0.2])
+@for_each("update_every", [1, 10])
+@for_each("sigma_rel", [0.05, 0.1, 0.15, 0.2])
 def test_walk_of_a_model(tmp_path, sigma_rel, update_every):
     """Averages of a model that walks at random are met within the error that is reported."""
     model = nn.Linear(3, 2)
@@ -238,7 +239,7 @@ def test_no_average_yet(tmp_path):
         averages.reconstruct(0.1)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "text"),
     [
         ({"sigma_rels": ()}, "sigma_rels must name one width or more"),

@@ -6,7 +6,6 @@ import random
 import sys
 from fractions import Fraction
 
-import matplotlib.figure
 import numpy as np
 import pytest
 
@@ -22,6 +21,7 @@ from modkit.schedules import (
     PerUpdate,
     Power,
 )
+from tests.cases import for_each
 
 
 def largest_root(sigma_rel):
@@ -108,12 +108,12 @@ def test_steps_of_counter_read_after_increment():
         assert schedule(max(0, step - 100 - 1)) == pytest.approx(diffusers_decay(step), abs=1e-12)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "schedule",
     [*EXAMPLES, Custom(lambda n: n / (n + 3))],
     ids=[*map(repr, EXAMPLES), "Custom"],
 )
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 3), (10, 10), (1000, 100), (99_999, 7)])
+@for_each(("n", "k"), [(1, 1), (7, 3), (10, 10), (1000, 100), (99_999, 7)])
 def test_decay_of_several_steps(schedule, n, k):
     """The decay of k steps together is the product of their decays, except that Equal counts models."""
     product = math.prod(schedule(step) for step in range(n - k + 1, n + 1))
@@ -125,7 +125,7 @@ def test_decay_of_several_steps(schedule, n, k):
     )
 
 
-@pytest.mark.parametrize("schedule", EXAMPLES, ids=repr)
+@for_each("schedule", EXAMPLES, ids=repr)
 def test_steps_that_contain_the_copy(schedule):
     """Steps that reach back to the copy keep nothing of what was before it."""
     assert schedule.over(3, 4) == 0.0
@@ -140,8 +140,8 @@ def test_equal_average_of_every_kth_model():
         assert weights == pytest.approx([1 / 21] * 21, rel=1e-12)
 
 
-@pytest.mark.parametrize("schedule", EXAMPLES, ids=repr)
-@pytest.mark.parametrize("k", [1, 10])
+@for_each("schedule", EXAMPLES, ids=repr)
+@for_each("k", [1, 10])
 def test_weights_of_average(schedule, k):
     """The weights that `profile` gives are those that an average updated step by step has."""
     names = range(21)
@@ -156,8 +156,8 @@ def test_weights_of_average(schedule, k):
     assert sum(weights) == pytest.approx(1.0, rel=1e-12)
 
 
-@pytest.mark.parametrize("k", [1, 10, 100])
-@pytest.mark.parametrize("sigma_rel", [0.05, 0.1, 0.2])
+@for_each("k", [1, 10, 100])
+@for_each("sigma_rel", [0.05, 0.1, 0.2])
 def test_realised_width(sigma_rel, k):
     """The spread of the weights over a run of 20,000 steps is the sigma_rel that was asked for."""
     steps = 20_000
@@ -180,7 +180,7 @@ def test_memory_does_not_depend_on_interval(k):
     assert 1 - decay == pytest.approx(1 - 0.99**200, rel=1e-12)
 
 
-@pytest.mark.parametrize("sigma_rel", [1e-4, 0.003, 0.05, 0.1, 0.2, 0.28, 0.2886])
+@for_each("sigma_rel", [1e-4, 0.003, 0.05, 0.1, 0.2, 0.28, 0.2886])
 def test_exponent_of_width(sigma_rel):
     """The exponent is the largest real root of EDM2's cubic, and leads back to the width."""
     gamma = schedules.gamma_of(sigma_rel)
@@ -206,7 +206,7 @@ def test_large_steps_are_exact():
     assert 1 - InverseGamma(power=1.0, decay=1.0)(n) == pytest.approx(float(exact), rel=1e-9)
 
 
-@pytest.mark.parametrize("schedule", EXAMPLES, ids=repr)
+@for_each("schedule", EXAMPLES, ids=repr)
 def test_config_round_trip(schedule):
     """The config holds a name and plain numbers, and makes an equal schedule."""
     config = schedule.to_config()
@@ -216,7 +216,7 @@ def test_config_round_trip(schedule):
     assert {type(value) for value in config.values()} <= {int, float}
 
 
-@pytest.mark.parametrize("schedule", EXAMPLES, ids=repr)
+@for_each("schedule", EXAMPLES, ids=repr)
 def test_pickle(schedule):
     """A schedule that was pickled is equal, hashes the same and gives the same decays."""
     copy = pickle.loads(pickle.dumps(schedule))
@@ -240,7 +240,7 @@ def test_numbers_of_other_libraries():
     assert {type(v) for v in dataclasses.astuple(schedule)} == {float}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "text"),
     [
         (lambda: Constant(1.5), "Constant: decay must be at least 0 and at most 1, got 1.5"),
@@ -284,7 +284,7 @@ def test_refused_values(make, text):
     assert str(raised.value) == text
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "text"),
     [
         (lambda: Constant("0.9"), "Constant: decay must be a number, got '0.9'"),
@@ -339,7 +339,7 @@ def test_config_with_unknown_numbers():
         schedules.from_config({"name": "Constant", "momentum": 0.1})
 
 
-@pytest.mark.parametrize("inner", EXAMPLES, ids=repr)
+@for_each("inner", EXAMPLES, ids=repr)
 def test_decay_per_update(inner):
     """PerUpdate uses the decay of the step at every interval, and survives its config."""
     schedule = PerUpdate(inner)
@@ -384,7 +384,7 @@ class Bounded(schedules.Schedule):
         return self.low
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "error", "text"),
     [
         (lambda: CosineRamp("0.9"), TypeError, "CosineRamp: decay must be a number, got '0.9'"),
@@ -494,6 +494,8 @@ def test_plot_of_profiles():
 
 def test_plot_with_labels_into_axes():
     """A dict gives the labels, and the lines go into the axes that are given."""
+    import matplotlib.figure
+
     figure = matplotlib.figure.Figure()
     axes = figure.subplots()
 
@@ -503,8 +505,8 @@ def test_plot_with_labels_into_axes():
     assert axes.lines[0].get_xdata().tolist() == list(range(0, 21, 2))
 
 
-@pytest.mark.parametrize("every", [1, 4])
-@pytest.mark.parametrize("schedule", [Constant(0.999), schedules.Window(50), schedules.BEMA()])
+@for_each("every", [1, 4])
+@for_each("schedule", [Constant(0.999), schedules.Window(50), schedules.BEMA()])
 def test_plot_of_a_long_run(schedule, every):
     """Each of about a thousand points is the mean of the updates up to it, and none is left out."""
     n = 10_002 * every

@@ -18,6 +18,7 @@ from modkit.schedules import (
     Window,
     profile,
 )
+from tests.cases import for_each
 
 
 SCHEDULES = [
@@ -47,8 +48,8 @@ def write(model, *values):
         model.weight.copy_(torch.tensor(values, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("k", [1, 10])
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: type(schedule).__name__)
+@for_each("k", [1, 10])
+@for_each("schedule", SCHEDULES, ids=lambda schedule: type(schedule).__name__)
 def test_average_has_the_weights_of_the_profile(schedule, k):
     """An EMA mixes the models of its updates with just the weights that `profile` tells."""
     model = model_of([0.0])
@@ -64,8 +65,8 @@ def test_average_has_the_weights_of_the_profile(schedule, k):
     assert average == pytest.approx(float(weights @ values[::k]), rel=1e-12)
 
 
-@pytest.mark.parametrize("k", [1, 10, 100])
-@pytest.mark.parametrize("sigma_rel", [0.05, 0.1])
+@for_each("k", [1, 10, 100])
+@for_each("sigma_rel", [0.05, 0.1])
 def test_realised_width(sigma_rel, k):
     """The spread of the times that an EMA has averaged is the width that was asked for."""
     steps = 4000

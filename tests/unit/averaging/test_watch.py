@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from modkit.averaging.named_tensors import NamedTensors, Watch, canonical_name
+from tests.cases import for_each
 
 
 def watch_of(net: nn.Module) -> Watch:
@@ -112,8 +113,8 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("guarded", [True, False], ids=["guards", "no guards"])
+@for_each("change", CHANGES, ids=lambda change: change.__name__)
+@for_each("guarded", [True, False], ids=["guards", "no guards"])
 def test_a_change_is_seen(
     change: Callable[[Net], None], guarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

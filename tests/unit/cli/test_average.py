@@ -21,6 +21,8 @@ from torch import Tensor, nn
 import modkit
 from modkit.cli import average as command
 from modkit.cli._commands import commands
+from tests.cases import for_each
+from tests.processes import python
 from tests.unit.files.test_inspect import rewritten
 
 
@@ -95,8 +97,8 @@ def read(path: Path) -> State:
     return found
 
 
-@pytest.mark.parametrize("kind", ["torch", "safetensors", "torch shards", "safetensors shards"])
-@pytest.mark.parametrize("output", ["out.pt", "out.safetensors"])
+@for_each("kind", ["torch", "safetensors", "torch shards", "safetensors shards"])
+@for_each("output", ["out.pt", "out.safetensors"])
 def test_every_kind_is_averaged_into_either_kind(tmp_path: Path, kind: str, output: str) -> None:
     """Files and shards of both formats are read, and the name of the output chooses its format."""
     paths = saved_as(tmp_path, kind, states())
@@ -239,7 +241,7 @@ def test_another_file_is_replaced_only_on_request(tmp_path: Path) -> None:
     assert read(out).keys() == states()[0].keys()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "name"),
     [
         (lambda state: state.pop("layer.bias"), "layer.bias"),
@@ -331,8 +333,8 @@ def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
     assert "1.pt is corrupt: the content of 'layer.weight' does not match" in done.output
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full"), RuntimeError("broken")])
-@pytest.mark.parametrize("existing", [False, True])
+@for_each("error", [KeyboardInterrupt, OSError("disk full"), RuntimeError("broken")])
+@for_each("existing", [False, True])
 def test_an_error_while_writing_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any, existing: bool
 ) -> None:
@@ -354,13 +356,10 @@ def test_an_error_while_writing_leaves_no_file(
     assert not existing or out.read_bytes() == b"old"
 
 
-def child(
-    code: str, *arguments: object, timeout: float | None = None
-) -> subprocess.CompletedProcess[str]:
+def child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run some code and then the command, in a process of its own."""
     program = f"{code}\nfrom modkit.__main__ import main\nmain()"
-    line = [sys.executable, "-c", program, "average", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, encoding="utf-8", check=False, timeout=timeout)
+    return python(program, "average", *arguments)
 
 
 def test_a_process_that_is_killed_while_writing_leaves_no_output(tmp_path: Path) -> None:
@@ -442,7 +441,7 @@ WRONG: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG)
+@for_each("kind", WRONG)
 def test_files_of_other_kinds_are_named(tmp_path: Path, kind: str) -> None:
     """The error says what the file is, and does not advise to load it unsafely."""
     paths = saved_as(tmp_path, "torch", states(2))
@@ -503,8 +502,8 @@ def special(path: Path, kind: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
-@pytest.mark.parametrize("kind", ["FIFO", "device"])
-@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+@for_each("kind", ["FIFO", "device"])
+@for_each("suffix", ["pt", "safetensors"])
 def test_a_special_file_is_written_to_and_never_replaced(
     tmp_path: Path, kind: str, suffix: str
 ) -> None:
@@ -520,7 +519,7 @@ def test_a_special_file_is_written_to_and_never_replaced(
         [sys.executable, "-c", code if kind == "FIFO" else ""], stdout=subprocess.PIPE
     )
     try:
-        done = child("", *paths, "-o", out, "--overwrite", timeout=60)
+        done = child("", *paths, "-o", out, "--overwrite")
         received = reader.communicate(timeout=10)[0]
     finally:
         reader.kill()
@@ -550,9 +549,7 @@ def no_work(*_: object, **__: object) -> None:
     raise AssertionError("the work has begun")
 
 
-@pytest.mark.parametrize(
-    "why", ["safetensors", "missing folder", "read-only", "exists", "directory"]
-)
+@for_each("why", ["safetensors", "missing folder", "read-only", "exists", "directory"])
 def test_an_impossible_output_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
@@ -584,7 +581,7 @@ def test_an_impossible_output_is_refused_before_any_work(
     assert message in done.stderr
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "message"),
     [
         ([], "Missing argument"),

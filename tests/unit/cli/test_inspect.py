@@ -19,6 +19,7 @@ from torch import nn
 import modkit
 from modkit.cli._commands import NAMES, commands
 from modkit.files import inspect
+from tests.processes import python
 from tests.unit.files.test_inspect import Evil, exported, legacy, rewritten, scripted, sharded
 
 
@@ -271,13 +272,13 @@ def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
 
 def in_process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
-    line = [sys.executable, "-m", "modkit", "inspect", *map(str, arguments)]
-    return subprocess.run(line, stderr=subprocess.PIPE, text=True, check=False, **options)
+    code = "from modkit.__main__ import main; main()"
+    return python(code, "inspect", *arguments, **options)
 
 
 def test_the_command_line(path: Path) -> None:
     """The command is one of those of ``python -m modkit``."""
-    done = in_process("--json", path, stdout=subprocess.PIPE)
+    done = in_process("--json", path)
 
     assert "inspect" in NAMES
     assert done.returncode == 0, done.stderr
@@ -296,8 +297,7 @@ def test_the_version() -> None:
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["tables", "json"])
 def test_a_full_disk_is_one_line(path: Path, options: list[str]) -> None:
     """Where the output cannot be written, the error says so."""
-    with Path("/dev/full").open("wb") as full:
-        done = in_process(*options, path, stdout=full)
+    done = in_process(*options, path, stdout="/dev/full")
 
     assert done.returncode != 0
     assert "No space left" in done.stderr

@@ -13,6 +13,8 @@ import matplotlib.image
 import pytest
 import torch
 
+from tests.cases import for_each
+
 
 SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "train_digits.py"
 EPOCHS = 3
@@ -180,7 +182,7 @@ def without_entries(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "text"),
     [
         (lambda folder: ["--backend", "jax"], "--backend"),

@@ -1,8 +1,6 @@
 import random
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +9,7 @@ import torch
 
 import modkit
 from modkit import models
+from tests.processes import python
 
 
 SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "efficientzero_mcts.py"
@@ -39,12 +38,7 @@ def played(demo, *squares):
 
 def run(*arguments):
     """Run the example as users do, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
+    return python(SCRIPT, *arguments)
 
 
 def test_quick_run():

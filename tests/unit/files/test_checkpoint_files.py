@@ -13,6 +13,7 @@ from modkit import average_checkpoints
 from modkit.averaging import checkpoints, posthoc
 from modkit.errors import FileError
 from modkit.files import torch_files
+from tests.cases import for_each
 
 
 def saved(directory: Path, contents: list) -> list[Path]:
@@ -163,7 +164,7 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused(tmp_path) -> None:
     assert average_checkpoints(infinite, dtype=torch.float16)["mask"].tolist() == [1.0, -torch.inf]
 
 
-@pytest.mark.parametrize("length", [0, 5, 8, 20, -1, -30])
+@for_each("length", [0, 5, 8, 20, -1, -30])
 def test_a_cut_off_file_is_refused(tmp_path, length: int) -> None:
     """A safetensors file whose header or whose tensors are not all there is named."""
     path = tmp_path / "x.safetensors"

@@ -2,7 +2,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 import modkit
 from modkit import nn
+from tests.processes import python
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer, "modkit.EMA[Any]"]:
@@ -140,8 +140,7 @@ def test_a_file_without_checksums_is_refused(tmp_path: Path) -> None:
 def child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run code that saves a checkpoint over another, in a process of its own."""
     program = f"import sys, torch, modkit\n{code}\nmodkit.save_checkpoint({{'new': torch.ones(10**5)}}, sys.argv[1])"
-    line = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, encoding="utf-8", check=False)
+    return python(program, *arguments)
 
 
 def test_a_process_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 import modkit
 from modkit.files.checkpoint_files import Checkpoint
+from tests.cases import for_each
 
 
 NAMES = 4
@@ -21,6 +22,7 @@ CHECKPOINT = NAMES * NUMBERS * 4
 def live_bytes() -> int:
     """Return how many bytes the tensors of this process hold, each storage counted once."""
     storages: dict[int, int] = {}
+    # Frozen are the many objects of earlier tests.
     for each in gc.get_objects():
         if type(each) is torch.Tensor and each.device.type == "cpu" and not each.is_sparse:
             storage = each.untyped_storage()
@@ -28,8 +30,8 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@for_each("suffix", ["pt", "safetensors"])
+@for_each("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_more_is_held_than_the_sum_and_one_checkpoint(
     suffix: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,6 +44,7 @@ def test_no_more_is_held_than_the_sum_and_one_checkpoint(
         else:
             save_file(state, path)
     del state
+    gc.freeze()
     read, found = Checkpoint.tensor, []
 
     def watched(checkpoint: Checkpoint, name: str) -> Any:
@@ -52,6 +55,7 @@ def test_no_more_is_held_than_the_sum_and_one_checkpoint(
     monkeypatch.setattr(Checkpoint, "tensor", watched)
     before = live_bytes()
     averages = modkit.average_checkpoints(paths)
+    gc.unfreeze()
 
     assert all(torch.equal(a, torch.full((NUMBERS,), 2.5, dtype=dtype)) for a in averages.values())
     assert len(found) == FILES * NAMES

@@ -2,8 +2,6 @@ import io
 import pickle
 import pickletools
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,8 @@ import torch
 
 from modkit.errors import FileError
 from modkit.files import inspect
+from tests.cases import for_each
+from tests.processes import python
 from tests.unit.files.checkpoint_zoo import DTYPES, file_written, filled, quiet
 from tests.unit.files.hostile import (
     OF_CHECKPOINTS,
@@ -34,12 +34,9 @@ from tests.unit.files.hostile import (
 )
 from tests.unit.files.raw_zip import replaced, saved, unpacked, with_pickle
 from tests.unit.files.same_objects import assert_same
-from tests.unit.files.test_hostile_zip import needs_mmap
 
 
-readers = pytest.mark.parametrize(
-    "reader", [pytest.param(name, marks=[needs_mmap] * (name == "mmap")) for name in OF_CHECKPOINTS]
-)
+readers = for_each("reader", OF_CHECKPOINTS)
 EMPTY = b"]"
 ONE = tuple_of(numbers(1))
 
@@ -224,7 +221,7 @@ def test_broken_pickles(case, reader, tmp_path):
     refusal(reader, written(tmp_path, with_pickle(checkpoint(), BROKEN[case])))
 
 
-@pytest.mark.parametrize("case", BROKEN)
+@for_each("case", BROKEN)
 def test_broken_pickles_in_scripts(case, tmp_path):
     """The same in TorchScript archives, where torch's C++ reader may be the one that refuses."""
     path = written(tmp_path, replaced(script(), {"data.pkl": BROKEN[case]}))
@@ -249,8 +246,8 @@ def test_wrong_tensors_beside_a_set(case, reader, tmp_path):
     refusal(reader, written(tmp_path, with_pickle(checkpoint(), pickled)))
 
 
-@pytest.mark.parametrize("reader", ["load_checkpoint", pytest.param("mmap", marks=needs_mmap)])
-@pytest.mark.parametrize("case", ODD)
+@for_each("reader", ["load_checkpoint", "mmap"])
+@for_each("case", ODD)
 def test_odd_objects(case, reader, tmp_path):
     """What torch makes of a pickle that it does not write itself, modkit makes of it, or refuses it."""
     path = written(tmp_path, with_object(ODD[case]))
@@ -264,7 +261,7 @@ def test_odd_objects(case, reader, tmp_path):
         assert_same(found, torch.load(path, weights_only=True))
 
 
-@pytest.mark.parametrize("case", ODD)
+@for_each("case", ODD)
 def test_odd_objects_averaged(case, tmp_path):
     """The average of one file is what is in the file, or the file is refused."""
     path = written(tmp_path, with_object(ODD[case]))
@@ -361,8 +358,8 @@ def test_depth(case, reader, tmp_path):
     refusal(reader, written(tmp_path, with_pickle(checkpoint(), DEEP[case])))
 
 
-@pytest.mark.parametrize("case", ["lists", "tuples", "dicts", "marks"])
-@pytest.mark.parametrize("member", ["data.pkl", "constants.pkl"])
+@for_each("case", ["lists", "tuples", "dicts", "marks"])
+@for_each("member", ["data.pkl", "constants.pkl"])
 def test_depth_in_scripts(case, member, tmp_path):
     """Torch's own reader dies of it."""
     path = written(tmp_path, replaced(script(), {member: DEEP[case]}))
@@ -377,7 +374,7 @@ def test_storages_of_scripts(tmp_path):
     assert "'archive/data/0' has 4 bytes, not 24" in str(refusal("jit.load", path))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("dtype", DTYPES, ids=str)
 def test_dtypes_of_scripts(dtype, tmp_path):
     """Storages of each dtype that torch writes are known."""
     module = torch.nn.Module()
@@ -459,7 +456,7 @@ def test_bombs(case, reader, tmp_path):
     refusal(reader, path)
 
 
-@pytest.mark.parametrize("case", [case for case in BOMBS if "memo" not in case])
+@for_each("case", [case for case in BOMBS if "memo" not in case])
 def test_bombs_in_old_files(case, tmp_path):
     """The same in files from before torch 1.6, which are averaged."""
     intact = saved({"w": torch.ones(2)}, _use_new_zipfile_serialization=False)
@@ -568,24 +565,23 @@ def test_text_instructions(reader, tmp_path):
 CRASH = """
 import sys, torch, modkit
 from torch._subclasses.fake_tensor import FakeTensorMode
-path, how = sys.argv[1:]
-try:
-    if how == "fake":
-        with FakeTensorMode():
-            found = modkit.load_checkpoint(path)
+for how in ("meta", "fake"):
+    try:
+        if how == "fake":
+            with FakeTensorMode():
+                found = modkit.load_checkpoint(sys.argv[1])
+        else:
+            found = modkit.load_checkpoint(sys.argv[1], map_location=how)
+    except modkit.errors.FileError:
+        pass
     else:
-        found = modkit.load_checkpoint(path, map_location=how)
-except modkit.errors.FileError:
-    pass
-else:
-    assert found["w"].shape == (4, 4), found
+        assert found["w"].shape == (4, 4), found
 """
 
 
-@pytest.mark.parametrize("how", ["meta", "fake"])
-def test_bytes_of_nothing_are_not_reversed(how, tmp_path):
+def test_bytes_of_nothing_are_not_reversed(tmp_path):
     """torch.load dies when it reverses the bytes of storages that have no memory."""
     path = written(tmp_path, file_written("big endian"))
-    run = subprocess.run([sys.executable, "-c", CRASH, path, how], check=False, capture_output=True)
+    run = python(CRASH, path)
 
-    assert run.returncode == 0, run.stderr.decode()
+    assert run.returncode == 0, run.stderr

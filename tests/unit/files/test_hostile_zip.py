@@ -1,11 +1,10 @@
 import dataclasses
-import inspect
 import struct
 
 import pytest
 
-import modkit
 from modkit.errors import FileError
+from tests.cases import for_each
 from tests.unit.files.checkpoint_zoo import quiet
 from tests.unit.files.hostile import (
     READERS,
@@ -39,6 +38,12 @@ def added(data, name, content=b"content", **fields):
     """Return a file with another member, whose name may have the folder of the others in it."""
     full = name.replace(b"FOLDER/", folder_of(data))
     return build([*unpacked(data), Member(full, content, **fields)])
+
+
+def crowded(data):
+    """Return a file with 20,000 more members."""
+    folder = folder_of(data)
+    return build([*unpacked(data), *(Member(folder + b"x%d" % n, b"") for n in range(20000))])
 
 
 def places(data):
@@ -134,9 +139,7 @@ HARMLESS = {
     "control characters in a name": lambda d: added(d, b"FOLDER/a\x1b[31m\nb"),
     "right-to-left name": lambda d: added(d, "FOLDER/\u202egnp.exe".encode()),
     "long name": lambda d: added(d, b"FOLDER/" + b"x" * 60000),
-    "many members": lambda d: build(
-        [*unpacked(d), *(Member(folder_of(d) + b"x%d" % n, b"") for n in range(20000))]
-    ),
+    "many members": crowded,
     "checksum in local header": lambda d: changed(d, local={"crc": 5, "flags": 0x800}),
     "sizes in local header": lambda d: changed(d, local={"size": 5, "packed": 6}),
     "checksum in descriptor": lambda d: changed(d, descriptor={"crc": 5}),
@@ -154,12 +157,7 @@ def pickle_of(data):
     return [member.name.endswith(b"/data.pkl") for member in unpacked(data)].index(True)
 
 
-needs_mmap = pytest.mark.skipif(
-    "mmap" not in inspect.signature(modkit.load_checkpoint).parameters, reason="needs mmap="
-)
-each_reader = pytest.mark.parametrize(
-    "reader", [pytest.param(name, marks=[needs_mmap] * (name == "mmap")) for name in READERS]
-)
+each_reader = for_each("reader", READERS)
 
 
 @each_reader
@@ -238,7 +236,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("case", BOMBS)
+@for_each("case", BOMBS)
 def test_decompression_bombs(case, tmp_path):
     """1.5 GB of zeros in a file of 1.5 MB are refused before they are unpacked."""
     reader, data = BOMBS[case]
@@ -265,7 +263,7 @@ def test_code_with_many_quotes(tmp_path):
                 READERS["jit.load"](path)
 
 
-@pytest.mark.parametrize("reader", ["load_checkpoint", pytest.param("mmap", marks=needs_mmap)])
+@pytest.mark.parametrize("reader", ["load_checkpoint", "mmap"])
 def test_a_storage_of_2_to_the_62_bytes(reader, tmp_path):
     """Sizes that no file can have are refused without an attempt to allocate them."""
     path = tmp_path / "file.pt"

@@ -22,6 +22,7 @@ from torch import nn
 from modkit.errors import FileError
 from modkit.files import FileInfo, TensorInfo, inspect, verify
 from modkit.files.kinds import kind_of
+from tests.cases import for_each
 
 
 class Evil:
@@ -125,7 +126,7 @@ def test_a_torch_save_file_of_the_old_format(tmp_path: Path) -> None:
     check_content(info)
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@for_each("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_the_old_format_in_each_protocol(tmp_path: Path, protocol: int) -> None:
     """The old format is recognized whatever protocol its pickles have."""
     path = legacy(CONTENT, tmp_path / "old.pt", pickle_protocol=protocol)
@@ -239,7 +240,7 @@ def test_a_sharded_checkpoint(tmp_path: Path, given: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/dev/zero", "", 3, None])
+@for_each("name", ["../x.safetensors", "/dev/zero", "", 3, None])
 def test_an_index_names_files_beside_it(tmp_path: Path, name: object) -> None:
     """An index cannot make the reader open files in other folders."""
     index = tmp_path / "model.safetensors.index.json"
@@ -250,7 +251,7 @@ def test_an_index_names_files_beside_it(tmp_path: Path, name: object) -> None:
     assert caught.value.kind == "sharded checkpoint"
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@for_each("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_a_pickle_with_code_is_not_executed(tmp_path: Path, protocol: int) -> None:
     """A pickle that runs eval is a pickle in each protocol, the text protocol 0 included."""
     path, marker = tmp_path / "e.pkl", tmp_path / "marker"
@@ -263,7 +264,7 @@ def test_a_pickle_with_code_is_not_executed(tmp_path: Path, protocol: int) -> No
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(
+@for_each(
     "content",
     [
         b"cos\nsystem\n(S'true'\ntR\xff\xff",
@@ -282,8 +283,8 @@ def test_a_pickle_that_hides_is_a_pickle(tmp_path: Path, content: bytes) -> None
     assert inspect(path).kind == "pickle"
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-@pytest.mark.parametrize(
+@for_each("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@for_each(
     "value",
     [None, 1, "text", [], {"a": [1, 2]}, list(range(5000))],
     ids=["None", "int", "str", "empty", "dict", "long"],
@@ -296,7 +297,7 @@ def test_a_pickle_of_plain_values(tmp_path: Path, protocol: int, value: object) 
     assert inspect(path).kind == "pickle"
 
 
-@pytest.mark.parametrize("how", ["zip", "zip, protocol 0", "old", "old, protocol 0"])
+@for_each("how", ["zip", "zip, protocol 0", "old", "old, protocol 0"])
 def test_a_torch_save_file_with_code_is_not_executed(tmp_path: Path, how: str) -> None:
     """The note says that loading with pickle would execute code, and what torch names."""
     path, marker = tmp_path / "e.pt", tmp_path / "marker"
@@ -312,7 +313,7 @@ def test_a_torch_save_file_with_code_is_not_executed(tmp_path: Path, how: str) -
     assert (info.tensors, marker.exists()) == ((), False)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("content", "note"),
     [
         (b"<!DOCTYPE html>\n<html></html>", "it begins with '<!DOCTYPE html>'"),
@@ -354,9 +355,7 @@ def test_text_is_not_a_pickle(tmp_path: Path, content: bytes, note: str) -> None
         assert (info.kind, info.note) == ("text file", note)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(Path(__file__).parent.glob("test_*.py")), ids=lambda p: p.name
-)
+@for_each("path", sorted(Path(__file__).parent.glob("test_*.py")), ids=lambda p: p.name)
 def test_source_code_is_text(path: Path) -> None:
     """Source code begins with letters that are opcodes of protocol 0."""
     assert inspect(path).kind == "text file"

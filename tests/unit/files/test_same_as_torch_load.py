@@ -1,5 +1,4 @@
 import contextlib
-import inspect
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import modkit
 from modkit import load_checkpoint
 from modkit.errors import FileError
+from tests.cases import for_each
 from tests.unit.files import checkpoint_zoo
 from tests.unit.files.checkpoint_zoo import (
     CONTENTS,
@@ -63,27 +63,20 @@ def assert_as_torch(path: Path, name: str = "", *, within=contextlib.nullcontext
         assert_same(found, expected, values=within != torch.serialization.skip_data)
 
 
-needs_mmap = pytest.mark.skipif(
-    "mmap" not in inspect.signature(load_checkpoint).parameters,
-    reason="needs load_checkpoint(mmap=)",
-)
-
-
-@pytest.mark.parametrize("name", FILES)
+@for_each("name", FILES)
 def test_objects(name, tmp_path):
     """Each file is read as the same objects as torch makes of it, or refused."""
     assert_as_torch(written(tmp_path, name), name)
 
 
-@needs_mmap
-@pytest.mark.parametrize("name", FILES)
+@for_each("name", FILES)
 def test_objects_in_mapped_memory(name, tmp_path):
     """The same holds for files that are mapped into memory."""
     assert_as_torch(written(tmp_path, name), name, mmap=True)
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize(
+@for_each("name", FILES)
+@for_each(
     "location", ["cpu", torch.device("cpu"), "meta", {"cuda:0": "cpu"}, {"cpu": "meta"}], ids=repr
 )
 def test_map_location(name, location, tmp_path):
@@ -93,8 +86,7 @@ def test_map_location(name, location, tmp_path):
     assert_as_torch(written(tmp_path, name), name, map_location=location)
 
 
-@needs_mmap
-@pytest.mark.parametrize("name", FILES)
+@for_each("name", FILES)
 def test_mapped_to_meta(name, tmp_path):
     """Storages that are on no device remember where they are in the file."""
     if name in CRASHES:
@@ -121,8 +113,8 @@ def failing(storage, location):
     raise ZeroDivisionError(location)
 
 
-@pytest.mark.parametrize("name", ["plain", "ties", "views", "cuda", "storages", "modules"])
-@pytest.mark.parametrize("function", [keep, copied, undecided], ids=lambda f: f.__name__)
+@for_each("name", ["plain", "ties", "views", "cuda", "storages", "modules"])
+@for_each("function", [keep, copied, undecided], ids=lambda f: f.__name__)
 def test_functions_as_map_location(name, function, tmp_path):
     """A function is called for each storage, and may return another one."""
     assert_as_torch(written(tmp_path, name), name, map_location=function)
@@ -178,15 +170,15 @@ def endianness(order):
         torch.serialization.set_default_load_endianness(before)
 
 
-@pytest.mark.parametrize("surroundings", SURROUNDINGS)
-@pytest.mark.parametrize(
+@for_each("surroundings", SURROUNDINGS)
+@for_each(
     "name",
     [
         *("plain", "ties", "views", "modules", "parameters", "shapes", "sparse", "quantized"),
         *("storages", "attributes", "meta", "big endian", "no byte order", "alignment 1", "nested"),
     ],
 )
-@pytest.mark.parametrize("mmap", [False, pytest.param(True, marks=needs_mmap)])
+@for_each("mmap", [False, True])
 def test_surroundings(surroundings, name, mmap, tmp_path):
     """Modes of torch around the call have the same effect."""
     if name in CRASHES and surroundings == "fake tensors":
@@ -198,8 +190,8 @@ def test_surroundings(surroundings, name, mmap, tmp_path):
     assert_as_torch(path, name, within=SURROUNDINGS[surroundings], **options)
 
 
-@pytest.mark.parametrize("name", PERMISSIONS)
-@pytest.mark.parametrize("mmap", [False, pytest.param(True, marks=needs_mmap)])
+@for_each("name", PERMISSIONS)
+@for_each("mmap", [False, True])
 def test_permissions(name, mmap, tmp_path):
     """What the user has allowed torch to load, modkit loads."""
     path = written(tmp_path, name)
@@ -220,7 +212,7 @@ def test_permissions_for_replacements(tmp_path):
         assert_same(load_checkpoint(path), torch.load(path, weights_only=True))
 
 
-@pytest.mark.parametrize("mmap", [False, pytest.param(True, marks=needs_mmap)])
+@pytest.mark.parametrize("mmap", [False, True])
 def test_writing_to_tensors(mmap, tmp_path):
     """Tensors can be written to, resized as torch's can, and the file stays as it was."""
     path = written(tmp_path, "plain")
@@ -246,7 +238,7 @@ def test_training_on_tensors(tmp_path):
     assert_same(*grads)
 
 
-@pytest.mark.parametrize("name", ["plain", "ties", "modules", "attributes", "circles", "bits"])
+@for_each("name", ["plain", "ties", "modules", "attributes", "circles", "bits"])
 def test_saving_what_was_loaded(name, tmp_path):
     """Saved again, the objects give files that torch reads as the same objects."""
     path, again = written(tmp_path, name), tmp_path / "again.pt"
@@ -255,7 +247,6 @@ def test_saving_what_was_loaded(name, tmp_path):
     assert_same(torch.load(again), torch.load(path))
 
 
-@needs_mmap
 @pytest.mark.parametrize("mmap", [False, True])
 def test_the_file_may_go(mmap, tmp_path):
     """A file that was removed or replaced does not change what was loaded from it."""

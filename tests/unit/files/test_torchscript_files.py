@@ -3,7 +3,6 @@ import io
 import pickle
 import re
 import struct
-import subprocess
 import sys
 import textwrap
 import time
@@ -16,7 +15,9 @@ import torch
 from modkit.errors import FileError
 from modkit.files.pickle_limits import pickle_problem
 from modkit.files.torch_files import verified_archive
+from tests.cases import for_each
 from tests.integration.torchscript import scripted_tests
+from tests.processes import python
 from tests.unit.jit.archives import archive, changed, loaded, members, net, packed, place_of
 
 
@@ -97,7 +98,7 @@ KINDS = {
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
-@pytest.mark.parametrize("case", KINDS)
+@for_each("case", KINDS)
 def test_another_kind_of_file_is_named_with_what_reads_it(case, tmp_path):
     """Each kind of file that is not an archive gets an error that names it and its loader."""
     make, kind, advice = KINDS[case]
@@ -218,7 +219,7 @@ def test_the_digest_of_the_file(tmp_path):
         assert wrong in str(caught.value)
 
 
-@pytest.mark.parametrize("digest", ["", "abc", "zz", "g" * 64, "a" * 63])
+@for_each("digest", ["", "abc", "zz", "g" * 64, "a" * 63])
 def test_what_is_not_a_digest(digest):
     """A digest that cannot be one is refused as such."""
     text = f"{digest!r} is not a SHA-256 digest: 64 hexadecimal digits"
@@ -342,7 +343,7 @@ NESTED = [
 ]
 
 
-@pytest.mark.parametrize("kind", NESTED)
+@for_each("kind", NESTED)
 def test_nesting_that_overflows_the_stack(kind, tmp_path):
     """200,000 nested containers, which crash torch's reader, are refused; the process survives."""
     for name in ("data.pkl", "constants.pkl"):
@@ -358,9 +359,7 @@ def test_nesting_that_overflows_the_stack(kind, tmp_path):
             except errors.FileError as error:
                 print(error)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
-    )
+    done = python(textwrap.dedent(code))
 
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -370,7 +369,7 @@ def test_nesting_that_overflows_the_stack(kind, tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", NESTED)
+@for_each("kind", NESTED)
 def test_nesting_that_is_no_harm(kind):
     """Containers in one another to a moderate depth pass, also where there are many."""
     if kind != "late":
@@ -410,8 +409,8 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("change", [1, -1])
-@pytest.mark.parametrize("field", FIELDS)
+@for_each("change", [1, -1])
+@for_each("field", FIELDS)
 def test_fields_of_the_end_record(field, change, tmp_path):
     """Several disks, or a table of another size or place, are a FileError, whoever finds them."""
     data = archive() if "large" in field else packed(members(archive()))
@@ -450,9 +449,7 @@ def test_a_digest_takes_no_second_copy_in_memory(tmp_path):
         except MemoryError:
             print("limited")
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
-    )
+    done = python(textwrap.dedent(code))
 
     assert done.stdout.split() == [str(1 << 24), "limited"], done.stderr
 

@@ -3,7 +3,6 @@ import io
 import itertools
 import random
 import struct
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from modkit.errors import FileError
 from modkit.files.torch_files import verified_archive
 from tests.integration.torchscript import scripted_tests
+from tests.processes import python
 from tests.unit.jit.archives import archive, members, net, place_of
 
 
@@ -52,12 +52,7 @@ def outcomes(folder, cases, library="modkit"):
             path.unlink()
         for name, data in left.items():
             (folder / name).write_bytes(data)
-        run = subprocess.run(
-            [sys.executable, str(LOADS), library, str(folder)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        run = python(LOADS, library, folder)
         lines = [line.partition(" ") for line in run.stdout.splitlines()]
         found |= {name: result for name, _, result in lines}
         left = {name: data for name, data in left.items() if name not in found}

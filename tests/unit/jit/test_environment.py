@@ -9,23 +9,23 @@ import torch
 import modkit.nn as nn
 from modkit import jit
 from modkit.jit import _upstream
+from tests.processes import python
 
 
 # Torch's warnings are shown by default since 2.14.
 CATEGORY = "FutureWarning" if _upstream.DEPRECATION is FutureWarning else "DeprecationWarning"
 
 
-def run(folder, code, *flags, **environment):
-    """Run code in a Python of its own, from a file as TorchScript reads it, and return the output."""
+def run(folder, code, *, compiler=True):
+    """Run code in a process of its own, from a file as TorchScript reads it, and return the output."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(code), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, *flags, str(script)],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
+    if compiler:
+        done = python(script)
+    else:  # torch looks at PYTORCH_JIT when it is imported
+        environment = {**os.environ, "PYTORCH_JIT": "0"}
+        line = [sys.executable, str(script)]
+        done = subprocess.run(line, check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.split("\n")[:-1]
 
@@ -35,13 +35,13 @@ def test_importing_modkit_leaves_torchscript_alone(tmp_path):
     lines = run(
         tmp_path,
         """
-        import sys
+        import sys, warnings
         import torch
+        warnings.simplefilter("error")
         before = set(sys.modules)
         import modkit, modkit.nn, modkit.optim.swa_utils, modkit.schedules
         print([name for name in sorted(set(sys.modules) - before) if "jit" in name])
         """,
-        "-Werror",
     )
 
     assert lines == ["[]"]
@@ -52,7 +52,8 @@ def test_subpackages_are_attributes(tmp_path):
     lines = run(
         tmp_path,
         """
-        import sys
+        import sys, warnings
+        warnings.simplefilter("error")
         import modkit
         later = ["modkit.distributed", "modkit.jit", "modkit.models", "modkit.optim.swa_utils"]
         print([name for name in later if name in sys.modules])
@@ -65,7 +66,6 @@ def test_subpackages_are_attributes(tmp_path):
         except AttributeError as error:
             print(error)
         """,
-        "-Werror",
     )
 
     assert lines == [
@@ -198,7 +198,7 @@ for call in (
 def test_with_the_compiler_turned_off_modules_run_as_python(tmp_path):
     """With PYTORCH_JIT=0 functions return, and classes have, what they do in torch."""
     ours, theirs = (
-        run(tmp_path, TURNED_OFF.format(library=library), PYTORCH_JIT="0")
+        run(tmp_path, TURNED_OFF.format(library=library), compiler=False)
         for library in ("modkit", "torch")
     )
 
@@ -227,7 +227,7 @@ def test_an_archive_loads_with_the_compiler_turned_off(impl, tmp_path):
         weight = next(module.parameters())
         print(torch.equal(module(x), x @ weight.T))
         """,
-        PYTORCH_JIT="0",
+        compiler=False,
     )
 
     assert lines == ["True"]

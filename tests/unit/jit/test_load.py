@@ -12,6 +12,7 @@ import modkit.nn as nn
 from modkit import jit
 from modkit.errors import FileError
 from modkit.jit import _archives, _upstream
+from tests.cases import for_each
 from tests.integration.torchscript import SharedLayer, scripted_tests
 from tests.unit.jit.archives import archive, changed
 
@@ -37,8 +38,8 @@ def as_path(folder, data):
     return path
 
 
-@pytest.mark.parametrize("prefix", ["", "sha256:"])
-@pytest.mark.parametrize("kind", ["path", "file"])
+@for_each("prefix", ["", "sha256:"])
+@for_each("kind", ["path", "file"])
 def test_the_right_digest(kind, prefix, tmp_path):
     """A file that has the digest is loaded."""
     data, expected = saved()

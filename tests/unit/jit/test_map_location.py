@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from modkit.jit._save_and_load import checked_map_location
+from tests.cases import for_each
 from tests.integration.torchscript import scripted_tests
 from tests.unit.jit.archives import archive
 
@@ -29,7 +30,7 @@ def test_none():
     assert checked_map_location(None) is None
 
 
-@pytest.mark.parametrize("device", ["mps", "xpu", "hpu", "mtia", "vulkan", "xla", "privateuseone"])
+@for_each("device", ["mps", "xpu", "hpu", "mtia", "vulkan", "xla", "privateuseone"])
 def test_every_kind_of_device_is_looked_for(device, monkeypatch):
     """A device that is not here is an error that names what is, before anything is read."""
     for module in (torch.xpu, torch.cuda, torch.mtia, torch.backends.mps):

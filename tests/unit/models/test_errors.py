@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from modkit import models, nn
+from tests.cases import for_each
 from tests.efficientzero import CASES, small
 
 
@@ -30,10 +31,8 @@ def state(*shape):
     return torch.zeros(shape), torch.zeros(shape)
 
 
-@pytest.mark.parametrize("norm_type", ["GN", "IN", "bn", None, "", 0])
-@pytest.mark.parametrize(
-    "kind", ["DynamicsNetwork", "RepresentationNetwork", "PredictionNetwork", "DownSample"]
-)
+@for_each("norm_type", ["GN", "IN", "bn", None, "", 0])
+@for_each("kind", ["DynamicsNetwork", "RepresentationNetwork", "PredictionNetwork", "DownSample"])
 def test_norm_type(kind, norm_type):
     """A normalization other than the two is LightZero's error, with the value in a note."""
     case = {
@@ -65,7 +64,7 @@ def test_too_few_channels(channels):
         network(num_channels=channels)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "error", "text"),
     [
         ({"fc_reward_layers": []}, IndexError, r"DynamicsNetwork: fc_reward_layers=\[\] needs"),
@@ -99,7 +98,7 @@ def test_missing_shape():
         models.DynamicsNetwork()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("x", "hidden", "error", "text"),
     [
         ((4, 7, 3, 3), state(1, 4, 12), RuntimeError, "to have 8 channels, but got 7 channels"),

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from modkit import models
+from tests.cases import for_each
 from tests.efficientzero import CASES, kernels, layout, runs, summary, versions
 
 
 RECORD = Path(__file__).resolve().parents[2] / "data" / "efficientzero.pt"
 
-every_case = pytest.mark.parametrize("name", CASES)
+every_case = for_each("name", CASES)
 
 
 @pytest.fixture(scope="module")

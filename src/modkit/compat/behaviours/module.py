@@ -1,0 +1,248 @@
+"""What a module is and does without hooks and files: members, walks, modes, casts, classes, copies."""
+
+import abc
+import copy
+import io
+import pickle
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import Buffer, Linear, Parameter, ReLU
+
+from modkit.compat.behaviours import on_net, tried
+from modkit.compat.outcomes import Library
+
+
+X: Final = torch.ones(2, 3)
+
+
+def reloaded(value: Any) -> Any:
+    """Return what ``torch.load`` reads after ``torch.save``."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def sub(lib: Library, *mixins: type, **members: Any) -> Any:
+    """Return a class of modules with mixins in front and these members."""
+    return type(lib.nn.Module)("Sub", (*mixins, lib.nn.Module), members)
+
+
+def backward(net: Any) -> None:
+    """Compute gradients."""
+    net(X).square().sum().backward()
+
+
+def overridden(lib: Library, name: str, use: Any) -> Any:
+    """Use a tree in which a class overrides a method; return how the override was called."""
+    calls: list[Any] = []
+
+    def override(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append((len(args), sorted(kwargs)))
+        return getattr(super(found, self), name)(*args, **kwargs)
+
+    found = sub(lib, **{name: override, "forward": lambda self, x: x})
+    net = lib.net()
+    net.other = found()
+    calls.clear()
+    return use(net), calls
+
+
+class Counted:
+    """A mixin with a constructor that passes its arguments on."""
+
+    def __init__(self, *args: Any, count: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.count = count
+
+
+MEMBERS: Final = {
+    "assigning a parameter": lambda n: setattr(n, "p", Parameter(X)),
+    "assigning None to a parameter": lambda n: setattr(n, "offset", None),
+    "assigning None to a child": lambda n: setattr(n, "last", None),
+    "assigning a tensor to a buffer": lambda n: setattr(n.again, "scale", X),
+    "assigning a module to a parameter": lambda n: setattr(n, "offset", ReLU()),
+    "assigning a tensor to a parameter": lambda n: setattr(n, "offset", X),
+    "assigning a number to a buffer": lambda n: setattr(n.again, "scale", 1),
+    "assigning a string to a child": lambda n: setattr(n, "last", "text"),
+    "deleting a parameter": lambda n: delattr(n, "offset"),
+    "deleting a buffer": lambda n: delattr(n.again, "scratch"),
+    "deleting a child": lambda n: delattr(n, "blocks"),
+    "reading what is not there": lambda n: n.nothing,
+    "reading a name that is None": lambda n: (n.empty, n.unused),
+    "register_parameter()": lambda n: n.register_parameter("p", None),
+    "register_buffer()": lambda n: n.register_buffer("b", X, persistent=False),
+    "add_module() in a place that is taken": lambda n: n.add_module("last", Linear(4, 3)),
+    "get_submodule()": lambda n: n.get_submodule("blocks.1.linear"),
+    "set_submodule()": lambda n: n.set_submodule("blocks.0.linear", ReLU()),
+    "get_buffer()": lambda n: n.get_buffer("norm.running_var"),
+    "writing to a table": lambda n: n._parameters.update(p=Parameter(X)),
+    "the classes of tables": lambda n: [type(n._parameters), type(n._buffers), type(n._modules)],
+}
+ERRORS: Final = {
+    "register_parameter(): a tensor": lambda n: n.register_parameter("p", X),
+    "register_parameter(): a dot": lambda n: n.register_parameter("a.b", None),
+    "register_parameter(): no name": lambda n: n.register_parameter("", None),
+    "register_parameter(): no leaf": lambda n: n.register_parameter("p", n.offset * 2),
+    "register_buffer(): a list": lambda n: n.register_buffer("b", [1]),
+    "register_buffer(): a taken name": lambda n: n.register_buffer("offset", X),
+    "add_module(): no module": lambda n: n.add_module("m", 1),
+    "get_submodule(): no such child": lambda n: n.get_submodule("blocks.7.linear"),
+    "get_parameter(): no such member": lambda n: n.get_parameter("last.nothing"),
+    "get_buffer(): no buffer": lambda n: n.get_buffer("offset"),
+    "set_submodule(): strict": lambda n: n.set_submodule("blocks.7", ReLU(), strict=True),
+    "to(): integers": lambda n: n.to(torch.int64),
+    "train(): no bool": lambda n: n.train("yes"),
+    "forward is not implemented": lambda n: type(n).__base__()(1),
+    "a wrong number of arguments": lambda n: n(X, X),
+    "a wrong shape": lambda n: n(torch.ones(2, 5)),
+}
+TRAVERSAL: Final = {
+    "modules()": lambda n: [type(m) for m in n.modules()],
+    "named_modules()": lambda n: [name for name, _ in n.named_modules(prefix="root")],
+    "every place": lambda n: [name for name, _ in n.named_modules(remove_duplicate=False)],
+    "a memo": lambda n: [name for name, _ in n.named_modules({n.again})],
+    "a memo is filled": lambda n: [len(list(n.named_modules(m))) == len(m) for m in [set()]],
+    "named_children()": lambda n: [name for name, _ in n.named_children()],
+    "parameters()": lambda n: n.parameters(),
+    "named_parameters()": lambda n: n.named_parameters("root"),
+    "tied parameters": lambda n: n.named_parameters(remove_duplicate=False),
+    "named_buffers()": lambda n: n.named_buffers(prefix="root"),
+    "shared buffers": lambda n: n.named_buffers(remove_duplicate=False),
+    "walks are lazy": lambda n: [type(n.modules()), type(n.parameters()), type(n.named_buffers())],
+    "apply()": lambda n: (n.apply(lambda m: setattr(n, "last_seen", type(m))), n.last_seen),
+    "a change during a walk": lambda n: [delattr(n, "last") for _ in n.children()],
+}
+MODES: Final = {
+    "eval()": lambda n: n.eval(),
+    "train()": lambda n: (n.blocks.eval(), n.train()),
+    "requires_grad_()": lambda n: n.requires_grad_(False),
+    "gradients": backward,
+    "gradients add up": lambda n: (backward(n), backward(n)),
+    "zero_grad()": lambda n: (backward(n), n.zero_grad()),
+    "output in training mode": lambda n: n(torch.randn(3, 3)),
+    "output in evaluation mode": lambda n: n.eval()(torch.randn(3, 3)),
+    "output in inference mode": lambda n: torch.inference_mode()(n)(X).is_inference(),
+    "autocast": lambda n: torch.autocast("cpu", torch.bfloat16)(n)(X),
+    "a step": lambda n: (backward(n), torch.optim.AdamW(n.parameters()).step()),
+}
+CONVERSION: Final = {
+    "double()": lambda n: n.double(),
+    "half() and float()": lambda n: n.half().float(),
+    "type()": lambda n: n.type(torch.float64),
+    "to(tensor)": lambda n: n.to(X.double()),
+    "to(device, dtype)": lambda n: n.to("cpu", torch.float64, non_blocking=True),
+    "complex parameters": lambda n: n.to(torch.complex64),
+    "to_empty()": lambda n: n.last.to_empty(device="meta"),
+    "identity of parameters": lambda n: n.offset is n.double().offset,
+    "gradients are converted": lambda n: (backward(n), n.double()),
+    "tied parameters": lambda n: n.double().tied.weight is n.blocks[1].linear.weight,
+    "share_memory()": lambda n: n.share_memory().offset.is_shared(),
+    "_apply(recurse=False)": lambda n: n._apply(lambda tensor: tensor * 2, recurse=False),
+}
+TEXT: Final = {
+    "repr()": repr,
+    "extra_repr() of several lines": lambda n: (setattr(n.again, "gain", "1\n2"), repr(n)),
+    "names of torch's Module": lambda n: {*dir(nn.Module)} - {*dir(n)},
+    "dir() lists members": lambda n: [name for name in dir(n) if name in {"offset", "blocks"}],
+    "hash and equality": lambda n: [n == copy.copy(n), hash(n) == object.__hash__(n)],
+}
+COPIES: Final = {
+    "copy": copy.copy,
+    "copy shares tensors, not tables": lambda n: [
+        (m.offset is n.offset, m._parameters is n._parameters) for m in [copy.copy(n)]
+    ],
+    "deepcopy": copy.deepcopy,
+    "deepcopy keeps ties": lambda n: [m.again is m.blocks[0] for m in [copy.deepcopy(n)]],
+    "deepcopy with a memo": lambda n: copy.deepcopy(n, {id(n.again): None}).again,
+    "deepcopy with gradients": lambda n: (backward(n), copy.deepcopy(n)),
+    **{
+        f"pickle, protocol {protocol}": lambda n, p=protocol: pickle.loads(pickle.dumps(n, p))
+        for protocol in (0, 2, pickle.HIGHEST_PROTOCOL)
+    },
+    "torch.save": reloaded,
+}
+CLASSES: Final[Any] = {
+    "a module is torch's": lambda lib: isinstance(lib.net(), nn.Module),
+    "torch's modules are modules": lambda lib: isinstance(ReLU(), lib.nn.Module),
+    "torch's layers are subclasses": lambda lib: issubclass(ReLU, lib.nn.Module),
+    "layers are torch's own": lambda lib: [lib.nn.Linear is Linear, lib.nn.ReLU is ReLU],
+    "names of the namespace": lambda lib: {*dir(nn)} - {*dir(lib.nn)},
+    "a mixin with a constructor": lambda lib: sub(lib, Counted)(count=2).count,
+    "an abstract class": lambda lib: sub(lib, abc.ABC, f=abc.abstractmethod(lambda self: 0))(),
+    "arguments of super().__init__()": lambda lib: lib.nn.Module(1, two=2),
+    "call_super_init": lambda lib: sub(lib, call_super_init=True)(two=2),
+    "a property": lambda lib: sub(lib, size=property(lambda self: 3))().size,
+    "a property that raises": lambda lib: sub(lib, size=property(lambda self: self.no))().size,
+    "a forward of an instance": lambda lib: [
+        (setattr(n, "forward", torch.neg), n(X)) for n in [lib.net()]
+    ],
+    **{
+        f"before super().__init__(): {type(value).__name__}": lambda lib, value=value: setattr(
+            sub(lib, __init__=lambda self: None)(), "member", value
+        )
+        for value in (Parameter(X), ReLU(), Buffer(X), 1)
+    },
+}
+OVERRIDES: Final = {
+    "train": lambda n: n.eval(),
+    "_apply": lambda n: n.double(),
+    "requires_grad_": lambda n: n.requires_grad_(False),
+    "named_parameters": lambda n: n.other.parameters(),
+    "named_modules": lambda n: list(n.modules()),
+    "state_dict": lambda n: list(n.state_dict()),
+    "_save_to_state_dict": lambda n: list(n.state_dict()),
+    "_load_from_state_dict": lambda n: n.load_state_dict(n.state_dict()),
+    "__setattr__": lambda n: setattr(n.other, "flag", 1),
+    "__call__": lambda n: n.other(X),
+    "_call_impl": lambda n: n.other(X),
+    "extra_repr": repr,
+}
+
+
+def lazy(lib: Library, use: Any) -> Any:
+    """Return a network of lazy modules after a use, and what came of it."""
+    net = lib.nets.Pair(nn.LazyLinear(4), nn.Sequential(nn.LazyBatchNorm1d(), ReLU()))
+    return tried(use, net), net
+
+
+LAZY: Final = {
+    "a call": lambda n: n(X),
+    "a state dict before a call": lambda n: n.state_dict(),
+    "loading before a call": lambda n: n.load_state_dict(copy.copy(n).state_dict()),
+    "a cast before a call": lambda n: n.double()(X.double()),
+    "counting before a call": lambda n: [p.numel() for p in n.parameters()],
+    "share_memory() before a call": lambda n: n.share_memory(),
+}
+CONTAINERS: Final[Any] = {
+    "ModuleList": lambda lib: (
+        lib.nn.ModuleList([lib.nets.Scale()]).append(ReLU()).extend([lib.net()])
+    ),
+    "ModuleList: slices": lambda lib: [lib.net().blocks[:1], lib.net().blocks[-1]],
+    "ModuleList: no such index": lambda lib: lib.net().blocks[7],
+    "ModuleDict": lambda lib: lib.nn.ModuleDict({"a": lib.nets.Scale(), "b": ReLU()}),
+    "ModuleDict: a key that is taken": lambda lib: lib.nn.ModuleDict({"forward": lib.net()}),
+    "Sequential": lambda lib: lib.nn.Sequential(lib.net(), lib.nets.Scale())(X),
+    "ParameterList": lambda lib: lib.nets.Pair(lib.nn.ParameterList([X, X]), lib.nets.Scale()),
+    "ParameterDict": lambda lib: lib.nets.Pair(lib.nn.ParameterDict({"a": X}), lib.nets.Scale()),
+}
+
+
+AREAS: Final = {
+    "members": on_net(MEMBERS),
+    "errors": on_net(ERRORS),
+    "traversal": on_net(TRAVERSAL),
+    "modes and gradients": on_net(MODES),
+    "conversion": on_net(CONVERSION),
+    "text and dir": on_net(TEXT),
+    "copies and pickles": on_net(COPIES),
+    "class protocol": {
+        **CLASSES,
+        **{f"an override of {n}": partial(overridden, name=n, use=f) for n, f in OVERRIDES.items()},
+    },
+    "lazy modules": {name: partial(lazy, use=use) for name, use in LAZY.items()},
+    "containers": CONTAINERS,
+}

@@ -1,0 +1,252 @@
+"""What other parts of torch do with modules: nn.utils, func, graphs, averages, third-party modules."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import func, fx, nn
+from torch.nn import utils
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import modkit
+from modkit.compat.behaviours import each, hooked, on_net
+from modkit.compat.behaviours.hooks import mark
+from modkit.compat.behaviours.module import reloaded
+from modkit.compat.outcomes import Library
+
+
+X: Final = torch.arange(12.0).reshape(4, 3) / 7
+ZERO: Final = {"offset": torch.zeros(3)}
+
+
+def tensors(net: Any) -> dict[str, Any]:
+    """Return parameters by name."""
+    return dict(net.named_parameters())
+
+
+def trained(net: Any) -> Any:
+    """Return what a network computes after a step."""
+    net(X).square().sum().backward()
+    torch.optim.SGD(net.parameters(), lr=0.01).step()
+    return net(X)
+
+
+def tanh(module: Any, name: str = "weight") -> Any:
+    """Parametrize a tensor."""
+    return parametrize.register_parametrization(module, name, nn.Tanh())
+
+
+def changed(net: Any, change: Callable[[Any], Any]) -> Any:
+    """Train a network after a change of one layer."""
+    change(net.again.linear)
+    return trained(net)
+
+
+CHANGES: Final[Any] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "spectral_norm by hooks": utils.spectral_norm,
+    "a parametrization": tanh,
+    "remove_parametrizations": lambda m: parametrize.remove_parametrizations(tanh(m), "weight"),
+    "l1_unstructured": lambda m: prune.l1_unstructured(m, "weight", 0.5),
+    "prune.remove": lambda m: prune.remove(prune.identity(m, "weight"), "weight"),
+}
+NN_UTILS: Final[Any] = {
+    **{name: partial(changed, change=change) for name, change in CHANGES.items()},
+    "a parametrization of a user's class": lambda n: trained(tanh(n, "offset")),
+    "deepcopy of a parametrization": lambda n: copy.deepcopy(tanh(n, "offset"))(X),
+    "parameters_to_vector": lambda n: utils.parameters_to_vector(n.parameters()),
+    "clip_grad_norm_": lambda n: (trained(n), utils.clip_grad_norm_(n.parameters(), 1.0)),
+    "fuse_linear_bn_eval": lambda n: utils.fuse_linear_bn_eval(n.first.eval(), n.norm.eval()),
+}
+FUNCTIONAL: Final[Any] = {
+    "functional_call": lambda n: func.functional_call(n, ZERO, X),
+    "tied weights": lambda n: func.functional_call(n, {"tied.weight": torch.eye(4)}, X),
+    "strict": lambda n: func.functional_call(n, ZERO, X, strict=True),
+    "an unknown name": lambda n: func.functional_call(n, {"nothing": X}, X, strict=True),
+    "two dicts": lambda n: func.functional_call(n, (tensors(n), dict(n.named_buffers())), (X,)),
+    "grad": lambda n: func.grad(lambda p: func.functional_call(n, p, X).sum())(tensors(n.eval())),
+    "vmap": lambda n: func.vmap(n.eval())(X[None]),
+    "jvp": lambda n: func.jvp(n.eval(), (X,), (X,)),
+    "jacrev": lambda n: func.jacrev(n.eval())(X[:1]),
+    "stack_module_state": lambda n: func.stack_module_state([n, copy.deepcopy(n)]),
+}
+
+
+def compiled(net: Any, use: Callable[[Any], Any] = lambda run: run(X)) -> Any:
+    """Use the network compiled without code generation."""
+    torch.compiler.reset()
+    return use(torch.compile(net, backend="eager"))
+
+
+def exported(net: Any) -> Any:
+    """Return what ``torch.export`` makes of a network, and what that computes."""
+    program = torch.export.export(net.eval(), (X,))
+    return str(program.graph), list(program.state_dict), program.module()(X)
+
+
+def traced(net: Any) -> Any:
+    """Return what ``torch.fx`` makes of a network, and what that computes."""
+    found = fx.symbolic_trace(net)
+    return found.code, list(found.state_dict()), reloaded(found)(X)
+
+
+GRAPHS: Final[Any] = {
+    "compile": compiled,
+    "compile, fullgraph": lambda n: torch.compile(n, backend="eager", fullgraph=True)(X),
+    "compile, gradients": partial(compiled, use=trained),
+    "compile, names": partial(compiled, use=lambda run: list(run.state_dict())),
+    "compile, hooks": lambda n: compiled(hooked(n, "forward_hook", lambda m, a, out: out * 2)),
+    "compile, modes": partial(compiled, use=lambda run: [run(X), run.eval()(X)]),
+    "module.compile()": lambda n: (n.compile(backend="eager"), n(X)),
+    "export": exported,
+    "export below a container": lambda n: exported(nn.Sequential(n, nn.ReLU())),
+    "fx": traced,
+    "fx, nodes": lambda n: [node.target for node in fx.symbolic_trace(n).graph.nodes],
+    "fx, Interpreter": lambda n: fx.Interpreter(fx.symbolic_trace(n)).run(X),
+    "fx, Transformer": lambda n: fx.Transformer(fx.symbolic_trace(n)).transform().code,
+}
+
+
+def scripted(lib: Library, make: Callable[[Any, Any], Any]) -> Any:
+    """Return the code of a compiled network, and what it computes."""
+    found = make(lib.jit, lib.net().eval())
+    return found.code, found(X), [name for name, _ in found.named_parameters()]
+
+
+JIT: Final[Any] = {
+    "jit.script": partial(scripted, make=lambda jit, n: jit.script(n)),
+    "jit.trace": partial(scripted, make=lambda jit, n: jit.trace(n, X)),
+    "jit.freeze": lambda lib: lib.jit.freeze(lib.jit.script(lib.net().eval()))(X),
+}
+
+
+def averaged(
+    lib: Library, updates: int = 3, use: Any = lambda average: average, **options: Any
+) -> Any:
+    """Use the average of a network that takes steps."""
+    net = lib.net()
+    average = lib.swa.AveragedModel(net, **options)
+    for _ in range(updates):
+        trained(net)
+        average.update_parameters(net)
+    return use(average)
+
+
+def swalr(lib: Library, **options: Any) -> Any:
+    """Return the learning rates of six epochs."""
+    optimizer = torch.optim.SGD(lib.net().parameters(), lr=1.0)
+    schedule = lib.swa.SWALR(optimizer, swa_lr=0.1, **options)
+    steps = [(optimizer.step(), schedule.step(), schedule.get_last_lr()) for _ in range(6)]
+    return steps, list(schedule.state_dict())
+
+
+def updated(lib: Library, batches: Any) -> Any:
+    """Return a network after ``update_bn``."""
+    net = lib.net()
+    lib.swa.update_bn(batches, net)
+    return net
+
+
+FUNCTIONS: Final = {
+    "get_ema_avg_fn": ("avg_fn", 0.9),
+    "get_ema_multi_avg_fn": ("multi_avg_fn", 0.9),
+    "get_swa_avg_fn": ("avg_fn",),
+    "get_swa_multi_avg_fn": ("multi_avg_fn",),
+}
+
+
+def made(lib: Library, name: str) -> Any:
+    """Average by a function of the library."""
+    key, *arguments = FUNCTIONS[name]
+    return averaged(lib, **{key: getattr(lib.swa, name)(*arguments)})
+
+
+AVERAGED: Final[Any] = {
+    "AveragedModel": {},
+    "before an update": {"updates": 0},
+    "avg_fn": {"avg_fn": lambda average, value, n: (average + value) / 2},
+    "two functions": {"avg_fn": max, "multi_avg_fn": max},
+    "output": {"use": lambda average: average.eval()(X)},
+    "state dict": {"use": lambda average: average.state_dict()},
+    "deepcopy": {"use": copy.deepcopy},
+}
+UPDATED: Final[Any] = {
+    "update_bn": {"batches": [X, X + 1]},
+    "update_bn: tuples": {"batches": [(X, 1), [X * 2, 2]]},
+}
+SCHEDULES: Final[Any] = {
+    "SWALR": {},
+    "SWALR: linear": {"anneal_epochs": 3, "anneal_strategy": "linear"},
+    "SWALR: an unknown strategy": {"anneal_strategy": "cubic"},
+}
+
+
+def fast(lib: Library, *layers: nn.Module, use: Callable[[Any], Any] = lambda net: net(X)) -> Any:
+    """Use a network, with modkit inside of ``fast_inference``."""
+    net = nn.Sequential(lib.net(), *copy.deepcopy(layers)).eval()
+    scope = modkit.fast_inference(net) if lib.name == "modkit" else nullcontext()
+    with torch.inference_mode(), scope:
+        found = [use(net), use(net)]
+    return found, net
+
+
+FAST: Final[Any] = {
+    "a network": fast,
+    "names": partial(fast, use=lambda net: (list(net.state_dict()), repr(net))),
+    "containers": lambda lib: fast(lib, nn.Sequential(nn.Linear(3, 3), nn.GELU()), nn.Softmax(-1)),
+    "normalization": lambda lib: fast(lib, nn.LayerNorm(3), nn.BatchNorm1d(3)),
+    "hooks": lambda lib: fast(lib, hooked(nn.Linear(3, 3), "forward_hook", mark)),
+    "a recurrent layer": lambda lib: fast(lib, nn.GRU(3, 2)),
+}
+
+
+def mixed(lib: Library, name: str, arguments: Any, shapes: Any) -> Any:
+    """Train a layer of torch below a user's module, which is below a container of torch."""
+    part = lib.nets.Pair(getattr(lib.nn, name)(*arguments), lib.nets.Scale())
+    net = nn.Sequential(lib.nets.Scale(), part)
+    hooked(part.left, "full_backward_hook", mark)
+    found = part.left(*(net[0](torch.randn(shape)) for shape in shapes))
+    (found[0] if isinstance(found, tuple) else found).square().sum().backward()
+    reloaded(net).load_state_dict(net.state_dict())
+    return found, copy.deepcopy(net.double())
+
+
+LAYERS: Final = (
+    ("Linear", [4, 2], (2, 4)),
+    ("Bilinear", [4, 4, 2], (2, 4), (2, 4)),
+    ("Conv1d", [4, 2, 3], (2, 4, 8)),
+    ("Conv2d", [4, 2, 3], (2, 4, 8, 8)),
+    ("ConvTranspose2d", [4, 2, 3], (2, 4, 8, 8)),
+    ("BatchNorm2d", [4], (2, 4, 8, 8)),
+    ("GroupNorm", [2, 4], (2, 4, 8, 8)),
+    ("LayerNorm", [4], (2, 4)),
+    ("RMSNorm", [4], (2, 4)),
+    ("PReLU", [], (2, 4)),
+    ("Dropout", [], (2, 4)),
+    ("LSTM", [4, 3], (5, 2, 4)),
+    ("GRUCell", [4, 3], (2, 4)),
+    ("MultiheadAttention", [4, 2], (5, 2, 4), (5, 2, 4), (5, 2, 4)),
+    ("TransformerEncoderLayer", [4, 2, 8], (5, 2, 4)),
+    ("Transformer", [4, 2, 1, 1, 8], (5, 2, 4), (3, 2, 4)),
+)
+AREAS: Final = {
+    "nn.utils": on_net(NN_UTILS),
+    "functional_call and func": on_net(FUNCTIONAL),
+    "compile, export, fx, jit": {**on_net(GRAPHS), **JIT},
+    "averages": {
+        **each(averaged, AVERAGED),
+        **each(made, {name: {"name": name} for name in FUNCTIONS}),
+        **each(updated, UPDATED),
+        **each(swalr, SCHEDULES),
+    },
+    "fast_inference": FAST,
+    "mixed trees": {
+        name: partial(mixed, name=name, arguments=arguments, shapes=shapes)
+        for name, arguments, *shapes in LAYERS
+    },
+}

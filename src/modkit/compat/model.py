@@ -1,0 +1,274 @@
+"""Build a user's model on torch and on modkit, each in a process of its own, and compare the two.
+
+Two processes, because a package that is imported twice in one registers its operators twice.
+"""
+
+import copy
+import importlib
+import importlib.util
+import io
+import multiprocessing
+import os
+import pickle
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from multiprocessing.connection import Connection
+from operator import attrgetter
+from pathlib import Path
+from types import CodeType
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from modkit.compat.outcomes import Library, Outcome, leaves, outcome
+from modkit.compat.run import Result
+from modkit.compat.swap import swap_source
+
+
+_SHAPE: Final = re.compile(r"\d+(,\d+)*")
+_SIZES: Final = ("in_features", "in_channels", "num_features", "input_size")
+_LOADING: Final = "loading the state dict of the other"
+Inputs = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+class TargetError(Exception):
+    """The target, or an option beside it, does not name what it should."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to build.
+
+    Args:
+        path: ``package.module:Class``, or ``path/to/script.py:factory``.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        inputs: Shapes such as ``1,3,224,224``, or one path to a function that returns inputs.
+        swap: Packages to rewrite besides that of ``path``.
+    """
+
+    path: str
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    inputs: Sequence[str] = ()
+    swap: Sequence[str] = ()
+
+    def packages(self) -> list[str]:
+        """Return the packages that are rewritten."""
+        home = self.path.rpartition(":")[0]
+        return [Path(home).stem if home.endswith(".py") else home.partition(".")[0], *self.swap]
+
+
+class _Loader(SourceFileLoader):
+    """Compiles the rewritten source. Cached bytecode is that of the source as it was."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        source = importlib.util.decode_source(self.get_data(path))
+        code: CodeType = compile(swap_source(source), path, "exec", dont_inherit=True)
+        return code
+
+
+class Swap(MetaPathFinder):
+    """Imports packages with modkit in the place of ``torch.nn``."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self._packages = packages
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Return the spec of a source file in one of the packages."""
+        if not any(f"{fullname}.".startswith(f"{package}.") for package in self._packages):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _Loader(fullname, spec.loader.path)
+        return spec
+
+
+def found_at(path: str) -> Any:
+    """Import what ``module:name`` or ``script.py:name`` names."""
+    home, _, name = path.rpartition(":")
+    if not home or not name:
+        raise TargetError(f"{path!r} is neither package.module:Class nor path/to/script.py:factory")
+    folder = Path.cwd()
+    if home.endswith(".py"):
+        if not Path(home).is_file():
+            raise TargetError(f"there is no file {home}")
+        folder, home = Path(home).resolve().parent, Path(home).stem
+    sys.path.insert(0, str(folder))
+    try:
+        module = importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        if f"{home}.".startswith(f"{error.name}."):
+            raise TargetError(f"there is no module {error.name}") from error
+        raise
+    try:
+        found: Any = attrgetter(name)(module)
+    except AttributeError as error:
+        raise TargetError(f"{home} has no {name}") from error
+    if not callable(found):
+        raise TargetError(f"{path} is not callable")
+    return found
+
+
+def build(target: Target) -> torch.nn.Module:
+    """Build the model, from a fixed random state."""
+    make = found_at(target.path)
+    torch.manual_seed(0)
+    model = make(*target.args, **target.kwargs)
+    if not isinstance(model, torch.nn.Module):
+        raise TargetError(f"{target.path} returns a {type(model).__name__}, which is not a module")
+    return model
+
+
+def inputs_of(target: Target, model: torch.nn.Module) -> Inputs | None:
+    """Return positional and keyword inputs, or None if there are none and none can be guessed."""
+    torch.manual_seed(1)
+    if target.inputs and all(map(_SHAPE.fullmatch, target.inputs)):
+        return [torch.randn([int(n) for n in text.split(",")]) for text in target.inputs], {}
+    if target.inputs:
+        made = found_at(target.inputs[0])()
+        if isinstance(made, Mapping):
+            return (), made
+        return made if isinstance(made, (list, tuple)) else (made,), {}
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Embedding):
+            return (torch.randint(layer.num_embeddings, (2, 8)),), {}
+        for size in (getattr(layer, name, None) for name in _SIZES):
+            if isinstance(size, int):
+                rank = re.search(r"([123])d$", type(layer).__name__)
+                return (torch.randn(2, size, *[32] * int(rank[1] if rank else 0)),), {}
+    return None
+
+
+def checks(model: torch.nn.Module, inputs: Inputs | None) -> dict[str, Callable[[], Any] | None]:
+    """Return what is compared; None is skipped."""
+    args, kwargs = inputs or ((), {})
+
+    def call(module: Any) -> Any:
+        return module(*args, **kwargs)
+
+    def trained() -> Any:
+        net = copy.deepcopy(model).train()
+        found = leaves(call(net))
+        losses = [t.abs().sum() for t in found if isinstance(t, Tensor) and t.requires_grad]
+        torch.stack(losses).sum().backward()
+        return found, net
+
+    def traced() -> Any:
+        found = torch.fx.symbolic_trace(model)
+        return found.code, call(found)
+
+    def exported() -> Any:
+        program = torch.export.export(model, tuple(args), dict(kwargs))
+        return str(program.graph), list(program.state_dict), call(program.module())
+
+    forward = {
+        "output in evaluation mode": lambda: call(model.eval()),
+        "output, gradients and buffers in training mode": trained,
+        'torch.compile(backend="eager")': lambda: call(torch.compile(model, backend="eager")),
+        "torch.fx.symbolic_trace": traced,
+        "torch.export": exported,
+    }
+    return {
+        "structure": lambda: [
+            (name, type(each)) for name, each in model.named_modules(remove_duplicate=False)
+        ],
+        "text": lambda: repr(model),
+        "initial bits": lambda: [*model.named_parameters(), *model.named_buffers()],
+        "state dict": lambda: [model.state_dict(), vars(model.state_dict())],
+        "deepcopy": lambda: copy.deepcopy(model),
+        "pickle": lambda: pickle.loads(pickle.dumps(model)),  # noqa: S301 - written in this line
+        **{name: function if inputs else None for name, function in forward.items()},
+    }
+
+
+def checked(function: Callable[[], Any] | None) -> Outcome:
+    """Run one check. Of an error counts the first line: others show frames of Python."""
+    if function is None:
+        return "skipped", "no --input, and the first layers do not say which shape they take", []
+    kind, *rest, _ = outcome(function)
+    return kind, *(each.partition("\n")[0] if kind == "raises" else each for each in rest), []
+
+
+def side(connection: Connection, name: Literal["torch", "modkit"], target: Target) -> None:
+    """Build and check the model for one library, then load the state dict that is received."""
+    os.dup2(2, 1)  # What the user's code prints is not part of the report.
+    if name == "modkit":
+        sys.meta_path.insert(0, Swap(target.packages()))
+    try:
+        model = build(target)
+        inputs = inputs_of(target, model)
+    except TargetError as error:
+        connection.send(("target", str(error)))
+        return
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        connection.send(("failed", f"{type(error).__name__}: {error}"))
+        return
+    base = Library(name).nn.Module
+    classes = [type(each).__mro__ for each in model.modules()]
+    found = {each: checked(function) for each, function in checks(model, inputs).items()}
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    count = f"{len(classes)} modules, {sum(base in each for each in classes)} of modkit's Module"
+    connection.send(("built", count, found, file.getvalue()))
+    state = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
+    connection.send(checked(lambda: [str(model.load_state_dict(state)), model.state_dict()]))
+
+
+def compare(target: Target) -> tuple[str, list[Result]]:
+    """Build the model on torch and on modkit, and compare.
+
+    Returns:
+        A title, and the results.
+
+    Raises:
+        TargetError: If the target or the inputs do not exist.
+        RuntimeError: If the model cannot be built on torch, or a process ended.
+    """
+    context = multiprocessing.get_context("spawn")
+    connections: list[Connection] = []
+    processes: list[Any] = []
+    for name in ("torch", "modkit"):
+        ours, theirs = context.Pipe()
+        connections.append(ours)
+        processes.append(context.Process(target=side, args=(theirs, name, target)))
+        processes[-1].start()
+        theirs.close()
+    try:
+        return _compared(target, *connections)
+    except EOFError:
+        raise RuntimeError("the process that ran the model ended early") from None
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+def _compared(target: Target, one: Connection, other: Connection) -> tuple[str, list[Result]]:
+    kind, *first = one.recv()
+    if kind == "target":
+        raise TargetError(first[0])
+    if kind == "failed":
+        raise RuntimeError(f"the model cannot be built on torch: {first[0]}")
+    kind, *second = other.recv()
+    if kind != "built":
+        failed: Outcome = ("raises", second[0], [])
+        built: Outcome = ("returns", "a model", [])
+        return target.path, [Result("model", "construction", "unlisted", built, failed)]
+    (_, left, left_state), (count, right, right_state) = first, second
+    one.send_bytes(right_state)
+    other.send_bytes(left_state)
+    left[_LOADING], right[_LOADING] = one.recv(), other.recv()
+    results = [
+        Result(
+            "model", check, "equal" if found == right[check] else "unlisted", found, right[check]
+        )
+        for check, found in left.items()
+    ]
+    return f"{target.path}: {count}", results

@@ -1,0 +1,188 @@
+"""What a function does with torch or with modkit, as plain data that compares bit by bit."""
+
+import collections.abc
+import ctypes
+import hashlib
+import importlib
+import re
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+
+# Up to this many elements are shown beside the digest of a tensor.
+SHOWN: Final = 8
+Outcome = tuple[Any, ...]
+# Torch and modkit deprecate TorchScript in different words; dynamo warns once for each guard.
+_UNCOMPARED: Final = ("TorchScript", "torch.jit", "Guards may run slower")
+_ADDRESS: Final = re.compile(r"0x[0-9a-f]{6,}|(?<=object_at_)\d+")
+
+
+@dataclass(frozen=True)
+class Library:
+    """Torch or modkit, as users import them: ``lib.nn`` is ``torch.nn`` or ``modkit.nn``."""
+
+    name: Literal["torch", "modkit"]
+
+    def __getattr__(self, dotted: str) -> Any:
+        if dotted.startswith("__"):
+            raise AttributeError(dotted)
+        return importlib.import_module(f"{self.name}.{dotted}")
+
+    @property
+    def swa(self) -> Any:
+        """The ``optim.swa_utils`` namespace."""
+        return importlib.import_module(f"{self.name}.optim.swa_utils")
+
+    @property
+    def hooks(self) -> Any:
+        """The namespace with the functions that register global hooks."""
+        return importlib.import_module(f"{self.name}.nn.modules.module")
+
+    @property
+    def nets(self) -> Any:
+        """The networks of the behaviours, as a module of their own, so that they can be pickled."""
+        name = f"nets_on_{self.name}"
+        if name not in sys.modules:
+            from modkit.compat.behaviours.nets import define
+
+            sys.modules[name] = types.ModuleType(name)
+            vars(sys.modules[name]).update(define(self.nn, name))
+        return sys.modules[name]
+
+    def net(self) -> Any:
+        """Return a new network of the standard kind, the same bits each time."""
+        with torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(1)
+            return self.nets.Net()
+
+
+TORCH: Final = Library("torch")
+MODKIT: Final = Library("modkit")
+
+
+def plain(text: str) -> str:
+    """Return a text without addresses, and with the networks of the behaviours under one name."""
+    return _ADDRESS.sub("0x", re.sub(r"nets_on_(torch|modkit)", "nets", text))
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Return a digest of the elements in row-major order."""
+    if tensor.is_meta or tensor.is_nested:
+        return "meta" if tensor.is_meta else "nested"
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    dense = dense.dequantize() if dense.is_quantized else dense
+    # A clone, since a tensor of one element counts as contiguous whatever its stride is.
+    flat = dense.cpu().resolve_conj().clone(memory_format=torch.contiguous_format)
+    if not flat.numel():
+        return "empty"
+    nbytes = flat.numel() * flat.element_size()
+    content = (ctypes.c_char * nbytes).from_address(flat.data_ptr())
+    return hashlib.sha256(memoryview(content)).hexdigest()[:16]
+
+
+def freeze_tensor(tensor: torch.Tensor) -> str:
+    """Describe a tensor: kind, dtype, device, shape, bits, and whether it requires grad."""
+    kind = "Parameter" if isinstance(tensor, torch.nn.Parameter) else "Tensor"
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+        return f"uninitialized {kind} {tensor.dtype}"
+    small = tensor.numel() <= SHOWN and not (tensor.is_meta or tensor.is_sparse)
+    return (
+        f"{kind} {tensor.dtype} {tensor.device} {tuple(tensor.shape)} {digest(tensor)}"
+        f"{' requires grad' * tensor.requires_grad}{f' {tensor.tolist()}' if small else ''}"
+    )
+
+
+def freeze_module(module: torch.nn.Module) -> dict[str, Any]:
+    """Describe a tree: text, classes, modes, members with their gradients, and hooks."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    tensors = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers()),
+    }
+    hooks = {
+        name: [len(value) for key, value in vars(one).items() if "_hooks" in key and value]
+        for name, one in modules.items()
+    }
+    return {
+        "text": plain(repr(module)),
+        "modules": {name: (type(one).__name__, one.training) for name, one in modules.items()},
+        "tensors": {name: freeze_tensor(each) for name, each in tensors.items()},
+        "gradients": {
+            name: freeze_tensor(each.grad)
+            for name, each in tensors.items()
+            if each.is_leaf and each.grad is not None
+        },
+        "state": list(module.state_dict()),
+        "hooks": {name: sizes for name, sizes in hooks.items() if sizes},
+    }
+
+
+def freeze(value: Any) -> Any:
+    """Turn a value into plain data that compares bit by bit."""
+    if isinstance(value, torch.Tensor):
+        return freeze_tensor(value)
+    if isinstance(value, torch.nn.Module):
+        return freeze_module(value)
+    if isinstance(value, collections.abc.Mapping):
+        return {f"{freeze(key)}": freeze(each) for key, each in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, map(freeze, value)))
+    if isinstance(value, collections.abc.Iterator):
+        return [freeze(each) for each in value]
+    if isinstance(value, (list, tuple)):
+        frozen = [freeze(each) for each in value]
+        return frozen if type(value) in {list, tuple} else (type(value).__name__, frozen)
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return value.__qualname__
+    shows: object = type(value).__repr__
+    if shows is object.__repr__:
+        return f"a {type(value).__qualname__}"
+    return value if isinstance(value, (bool, int, str, type(None))) else plain(repr(value))
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return what is in nested mappings, lists and tuples."""
+    if isinstance(value, collections.abc.Mapping):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        return [value]
+    return [leaf for each in value for leaf in leaves(each)]
+
+
+def outcome(function: Callable[..., Any], *arguments: Any) -> Outcome:
+    """Call a function and return its frozen value, or the type and text of what it raised.
+
+    The warnings come last. Notes that modkit adds to exceptions are not compared.
+    """
+    torch.default_generator.manual_seed(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found: Outcome = ("returns", freeze(function(*arguments)))
+        except Exception as error:  # noqa: BLE001 - the exception is the outcome
+            found = ("raises", type(error).__name__, plain(str(error)))
+    texts = [plain(str(one.message)) for one in caught]
+    texts = [text for text in texts if not any(part in text for part in _UNCOMPARED)]
+    return (*found, texts)
+
+
+def difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any] | None:
+    """Return the first place at which two frozen values differ, with what stands there."""
+    if type(one) is type(other) and isinstance(one, (dict, list, tuple)):
+        if isinstance(one, dict):
+            pairs = {key: (one.get(key), other.get(key)) for key in {**one, **other}}
+            if list(one) != list(other):
+                return difference(list(one), list(other), f"{path} keys")
+        else:
+            pairs = dict(enumerate(zip(one, other, strict=False)))
+        for key, (left, right) in pairs.items():
+            if (found := difference(left, right, f"{path}/{key}")) is not None:
+                return found
+    return None if one == other else (path, one, other)

@@ -1,0 +1,42 @@
+"""What the installed torch has and older ones lack: tests that need it are skipped without it."""
+
+import inspect
+from typing import Final
+
+import torch
+
+
+# Since torch 2.11.
+MODULES_CAN_REPEAT: Final = (
+    "remove_duplicate" in inspect.signature(torch.nn.Module.modules).parameters
+)
+
+
+class _TensorLike:
+    __torch_function__ = None
+
+
+def _accepts_tensor_likes() -> bool:
+    try:
+        torch.nn.Module().register_buffer("buffer", _TensorLike())  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
+
+
+# Since torch 2.9: an object with `__torch_function__` may be a buffer.
+TENSOR_LIKE_BUFFERS: Final = _accepts_tensor_likes()
+
+
+def _averages_mixed_dtypes() -> bool:
+    averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1).bfloat16()).float()
+    try:
+        for _ in range(2):
+            averaged.update_parameters(torch.nn.Linear(1, 1).bfloat16())
+    except RuntimeError:
+        return False
+    return True
+
+
+# Since torch 2.10: an average may have another dtype than the model.
+MIXED_DTYPES: Final = _averages_mixed_dtypes()

@@ -1,0 +1,81 @@
+"""Processes that are forked from one that has torch: importing it takes longer than most tests."""
+
+import io
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from multiprocessing import get_all_start_methods, get_context
+from pathlib import Path
+from typing import Any
+
+
+# modkit is not among them: tests look at what importing it does.
+PRELOADED = [
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.debug",
+    "torch.distributed.tensor.parallel",
+]
+METHOD = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
+
+
+def context() -> Any:
+    """Return a context of multiprocessing whose processes start quickly."""
+    found = get_context(METHOD)
+    if METHOD == "forkserver":
+        found.set_forkserver_preload(PRELOADED)
+    return found
+
+
+def python(
+    code: str | Path,
+    *arguments: object,
+    stdin: bytes = b"",
+    env: dict[str, str] | None = None,
+    stdout: str | Path | None = None,
+    timeout: float = 120.0,
+) -> "subprocess.CompletedProcess[str]":
+    """Run code, or a script, as the main module of another process, and return what it printed.
+
+    Args:
+        code: The code, or the path of a script.
+        *arguments: `sys.argv` from the second entry on.
+        stdin: What it reads.
+        env: Environment variables, in addition to those of this process.
+        stdout: A file for its output, which is captured by default.
+        timeout: Seconds after which it is killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "0").write_bytes(stdin)
+        files = [f"{folder}/0", str(stdout or f"{folder}/1"), f"{folder}/2"]
+        line = [str(code) if isinstance(code, Path) else "-c", *map(str, arguments)]
+        environment = {**os.environ, **(env or {})}
+        process = context().Process(target=_main, args=(code, line, files, environment, Path.cwd()))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        printed = [Path(file).read_text() if file.startswith(folder) else "" for file in files[1:]]
+        return subprocess.CompletedProcess(line, process.exitcode, *printed)
+
+
+def _main(
+    code: str | Path, line: list[str], files: list[str], environment: dict[str, str], folder: Path
+) -> None:
+    """Run in the other process."""
+    for number, file in enumerate(files):
+        flags = os.O_WRONLY | os.O_CREAT if number else os.O_RDONLY
+        os.dup2(os.open(file, flags, 0o600), number)
+    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
+    sys.argv = line
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    if isinstance(code, Path):
+        runpy.run_path(str(code), run_name="__main__")
+    else:
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})

@@ -1,0 +1,108 @@
+"""What operations and trees are drawn from: choices, which any `random.Random` decides.
+
+The long run draws with a generator of its own, Hypothesis with one whose decisions it records and
+shrinks. The functions have the names of Hypothesis' strategies.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from hypothesis import strategies as st
+
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True)
+class Choice(Generic[T]):
+    """A value that is yet to be drawn."""
+
+    draw: Callable[[random.Random], T]
+
+    def __or__(self, other: "Choice[U]") -> "Choice[T | U]":
+        """Draw one or the other."""
+        return one_of(self, other)
+
+    def strategy(self) -> st.SearchStrategy[T]:
+        """Return the strategy of Hypothesis that draws the same values."""
+        return st.randoms(use_true_random=False).map(self.draw)
+
+
+def just(value: T) -> Choice[T]:
+    """Always the same value."""
+    return Choice(lambda _: value)
+
+
+def none() -> Choice[None]:
+    """Nothing."""
+    return just(None)
+
+
+def sampled_from(values: Sequence[T]) -> Choice[T]:
+    """One of the values."""
+    count = len(values)
+    return Choice(lambda source: values[source.randrange(count)])
+
+
+def booleans() -> Choice[bool]:
+    """A bool."""
+    return Choice(lambda source: source.randrange(2) == 1)
+
+
+def integers(least: int, most: int) -> Choice[int]:
+    """A number of the range, with both ends."""
+    count = most - least + 1
+    return Choice(lambda source: least + source.randrange(count))
+
+
+def one_of(*choices: Choice[Any]) -> Choice[Any]:
+    """What one of the choices draws."""
+    return Choice(lambda source: choices[source.randrange(len(choices))].draw(source))
+
+
+def tuples(*choices: Choice[Any]) -> Choice[tuple[Any, ...]]:
+    """One of each."""
+    return Choice(lambda source: tuple(choice.draw(source) for choice in choices))
+
+
+def builds(function: Callable[..., T], *choices: Choice[Any]) -> Choice[T]:
+    """What the function makes of one of each."""
+    return Choice(lambda source: function(*(choice.draw(source) for choice in choices)))
+
+
+def lists(
+    choice: Choice[T], *, min_size: int = 0, max_size: int, unique: bool = False
+) -> Choice[list[T]]:
+    """A list; with `unique` perhaps a shorter one."""
+
+    def draw(source: random.Random) -> list[T]:
+        size = min_size + source.randrange(max_size - min_size + 1)
+        drawn = [choice.draw(source) for _ in range(size)]
+        return list(dict.fromkeys(drawn)) if unique else drawn
+
+    return Choice(draw)
+
+
+def optional(choices: Mapping[str, Choice[Any]]) -> Choice[dict[str, Any]]:
+    """A dict with some of the keys."""
+
+    def draw(source: random.Random) -> dict[str, Any]:
+        return {name: c.draw(source) for name, c in choices.items() if source.randrange(2) == 1}
+
+    return Choice(draw)
+
+
+# How a function that composes choices draws from one of them.
+Draw = Callable[[Choice[Any]], Any]
+
+
+def composite(function: Callable[..., T]) -> Callable[..., Choice[T]]:
+    """Make a choice of a function whose first argument draws."""
+
+    def made(*args: Any) -> Choice[T]:
+        return Choice(lambda source: function(lambda choice: choice.draw(source), *args))
+
+    return made

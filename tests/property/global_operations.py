@@ -1,0 +1,155 @@
+"""Operations on what all modules share: global hooks and their tables, patches, classes."""
+
+import types
+from typing import Any, Final
+
+import torch.nn.modules.module as torch_module
+
+from tests.property import choices
+from tests.property.hook_objects import GLOBAL_REGISTRARS, OPTIONS, Hook
+from tests.property.node_tools import LOG, override, summary
+from tests.property.nodes import OVERRIDDEN
+from tests.property.operations import operation
+from tests.property.scoped_calls import PATCHED
+from tests.property.tree_operations import EFFECTS
+from tests.property.worlds import METHODS, TABLES, home_of
+
+
+REGISTRATION: Final = ("parameter", "buffer", "module")
+# In torch a global hook that is always called does not get the keyword arguments after an error.
+LISTED: Final = {"with_kwargs", "always_call"}
+GLOBAL_HOOKS: Final = choices.one_of(
+    *(
+        choices.tuples(
+            choices.just(kind),
+            choices.optional({o: choices.booleans() for o in OPTIONS[kind] if o != "prepend"}),
+            EFFECTS,
+        )
+        for kind in GLOBAL_REGISTRARS
+    )
+)
+
+
+@operation(GLOBAL_HOOKS)
+def add_global_hook(side: Any, module: Any, form: Any) -> None:
+    """Register a hook for all modules, which stays for the operations that follow."""
+    kind, options, effect = form
+    if LISTED <= {name for name, is_set in options.items() if is_set} or "forward" not in kind:
+        options = {}
+    hook = Hook(100 + len(side.handles), kind, effect)
+    side.handles.append(getattr(side.impl, GLOBAL_REGISTRARS[kind])(hook, **options))
+
+
+@operation(choices.sampled_from(REGISTRATION))
+def add_registration_hook(side: Any, module: Any, kind: str) -> None:
+    """Register a hook that sees new members of one kind."""
+
+    def see(owner: Any, name: str, value: Any) -> None:
+        LOG.append((f"new {kind}", type(owner).__name__, name, summary(value)))
+
+    register = getattr(side.impl, f"register_module_{kind}_registration_hook")
+    side.handles.append(register(see))
+
+
+@operation()
+def remove_global_hooks(side: Any, module: Any) -> list[int]:
+    """Empty all the global tables, as test suites do."""
+    found = [len(getattr(torch_module, name)) for name in TABLES]
+    for name in TABLES:
+        getattr(torch_module, name).clear()
+    torch_module._global_is_full_backward_hook = None
+    return found
+
+
+@operation(choices.sampled_from(["copies", "copies", "empty", "back"]))
+def rebind_tables(side: Any, module: Any, how: str) -> None:
+    """Put other tables in the place of the global ones, or torch's own back."""
+    for name, original in TABLES.items():
+        table = original if how == "back" else type(original)()
+        if how == "copies":
+            table.update(getattr(torch_module, name))
+        setattr(torch_module, name, table)
+
+
+PATCHES: Final = choices.sampled_from([f"TorchModule.{name}" for name in METHODS]) | (
+    choices.sampled_from(
+        [*PATCHED, *(f"Node.{name}" for name in OVERRIDDEN), "Node.forward", "Lora.train"]
+    )
+)
+
+
+@operation(PATCHES)
+def patch_class(side: Any, module: Any, dotted: str) -> list[str]:
+    """Patch a method of a class for the operations that follow; at the third take all back."""
+    patches: list[str] = side.world.patches
+    if dotted in patches or len(patches) >= 2:
+        patches.clear()
+    else:
+        patches.append(dotted)
+    return patches
+
+
+@operation()
+def undo_patches(side: Any, module: Any) -> None:
+    """Take all patches back."""
+    side.world.patches.clear()
+
+
+BASES: Final = choices.sampled_from(
+    [
+        ("Node",),
+        ("Plain", "Node"),
+        ("Node", "Lora"),
+        ("Lora", "Node"),
+        ("Module",),
+        ("Plain", "Module"),
+        ("Module", "Lora"),
+        ("Counting", "Lora", "Plain"),
+        ("OwnLinear", "Lora"),
+        ("Linear", "Node"),
+        ("PlainBefore", "Module"),
+        ("Concrete", "Data"),
+        ("Abstract",),
+        ("Module", "Node"),
+    ]
+)
+
+
+@operation(BASES, choices.none() | choices.sampled_from(OVERRIDDEN), choices.booleans())
+def define_class(side: Any, module: Any, names: Any, method: Any, twice: bool) -> list[str]:
+    """Define a class, perhaps while something is patched, and add an instance of it."""
+    bases = tuple(side.impl.Module if n == "Module" else home_of(side, n) for n in names)
+    defined: Any = types.new_class("Late", bases)
+    defined.__module__ = "late"
+    if method:
+        defined = override(defined, method)
+        defined.__module__ = "late"
+    made = defined(3, 3) if "Linear" in names else defined()
+    module.add_module("late", made)
+    if twice:
+        module.later = defined(3, 3) if "Linear" in names else defined()
+    order = [each.__name__ for each in defined.__mro__]
+    return [name for name in order if name != "Module"]
+
+
+LATE: Final = choices.sampled_from([*OVERRIDDEN, "_call_impl", "_call_impl", "forward", "__call__"])
+
+
+@operation(LATE, choices.booleans())
+def override_late(side: Any, module: Any, method: str, parent: bool) -> None:
+    """Override a method of a class after the module was made, on the class or on a parent."""
+    kind = type(module)
+    if kind.__name__ != "Late":
+        below = types.new_class("Late", (kind,))
+        below.__module__ = "late"
+        module.__class__ = types.new_class("Late", (below,))
+        type(module).__module__ = "late"
+    target = type(module).__mro__[1] if parent and type(module).__mro__[1:] else type(module)
+    if target.__name__ != "Late":
+        target = type(module)
+
+    def logging(self: Any, *args: Any, **kwargs: Any) -> Any:
+        LOG.append(("late", method, len(args)))
+        return getattr(super(target, self), method)(*args, **kwargs)
+
+    setattr(target, method, logging)

@@ -1,0 +1,324 @@
+"""Operations on modules as objects: cycles, comparison, copies of pieces, sharing, odd names."""
+
+import copy
+import dataclasses
+import gc
+import io
+import pickle
+import re
+import weakref
+from typing import Any, Final
+
+import torch
+
+from tests.helpers import freeze
+from tests.property import choices, scoped_operations
+from tests.property.node_tools import LOG
+from tests.property.observation import observe, positions
+from tests.property.operations import Skipped, is_shared, is_tied, operation, refuse_tied_buffers
+from tests.property.scoped_calls import SCOPED
+from tests.property.state_operations import refuse_keys_below_none
+from tests.property.tree_operations import forward_and_backward
+
+
+CALL_IN_MODE: Final = SCOPED["call_in_mode"]
+WALKS: Final = (
+    *("modules", "children", "named_modules", "parameters", "named_parameters", "buffers"),
+    *("named_buffers", "state_dict", "train", "apply", "double", "zero_grad", "requires_grad_"),
+    *("repr", "deepcopy", "pickle", "_apply", "get_submodule", "eval"),
+)
+
+
+def do(module: Any, method: str) -> Any:
+    """Do something with the whole tree below the module; return what can be compared."""
+    if method == "repr":
+        return repr(module)
+    if method == "deepcopy":
+        return type(copy.deepcopy(module)).__name__
+    if method == "pickle":
+        return type(pickle.loads(pickle.dumps(module))).__name__
+    if method == "get_submodule":
+        return type(module.get_submodule("around")).__name__
+    arguments = {
+        "apply": (lambda visit: LOG.append(type(visit).__name__),),
+        "_apply": (torch.Tensor.contiguous,),
+        "get_submodule": ("around",),
+        "train": (False,),
+    }.get(method, ())
+    found = getattr(module, method)(*arguments)
+    if found is module:
+        return True
+    if found is None or isinstance(found, dict):
+        return found and list(found)
+    items = [item[0] if isinstance(item, tuple) else item for item in found]
+    return [type(item).__name__ if isinstance(item, torch.nn.Module) else item for item in items]
+
+
+@operation(choices.sampled_from(WALKS), choices.integers(0, 9))
+def in_cycle(side: Any, module: Any, method: str, number: int) -> Any:
+    """Make the module its own descendant for a while, and do something with it."""
+    inner = positions(module)
+    parent = inner[number % len(inner)][1]
+    if hasattr(parent, "around"):
+        raise Skipped
+    refuse_tied_buffers(side)
+    parent._modules["around"] = module
+    try:
+        return do(module, method)
+    except RecursionError as error:
+        # Where Python notices, and how often an override was called until then, is chance.
+        LOG.clear()
+        text = re.sub("(exceeded) (while|in) .*", r"\1", str(error))
+        raise RecursionError(text) from None
+    finally:
+        parent._modules.pop("around", None)
+
+
+@operation(choices.booleans())
+def keep_owner(side: Any, module: Any, wrapped: bool) -> None:
+    """Let a module refer to the root without being its parent, which makes a cycle of references."""
+    module.__dict__["owner"] = [side.model] if wrapped else weakref.ref(module)
+    if not wrapped:
+        del module.__dict__["owner"]
+
+
+@operation(choices.booleans())
+def is_freed(side: Any, module: Any, called: bool) -> Any:
+    """Tell whether a copy of the tree is freed without the cyclic collector."""
+    copied = copy.deepcopy(side.model)
+    if called:
+        with torch.no_grad():
+            copied(torch.ones(2, 3))
+    LOG.clear()
+    last = weakref.ref(copied)
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        del copied
+        return last() is None
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@operation(
+    choices.sampled_from(["eq", "hash", "frozen", "plain"]),
+    choices.integers(1, 2),
+    choices.sampled_from(WALKS),
+    choices.just(False),
+)
+def among_data_classes(
+    side: Any, module: Any, kind: str, width: int, method: str, by_identity: bool
+) -> Any:
+    """Put two dataclasses, which may compare equal, below a module, and do something with it."""
+    options: dict[str, Any] = {
+        "eq": {},
+        "hash": {"unsafe_hash": True},
+        "frozen": {"frozen": True},
+        "plain": {"eq": False},
+    }[kind]
+
+    @dataclasses.dataclass(**options)
+    class Data(side.impl.Module):
+        width: int = 1
+
+        def __post_init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(self.width))
+
+        def forward(self, x: Any) -> Any:
+            return x
+
+    refuse_tied_buffers(side)
+    if by_identity:
+        Data.__eq__, Data.__hash__ = object.__eq__, object.__hash__
+    if hasattr(module, "first") or hasattr(module, "second"):
+        raise Skipped
+    try:
+        module._modules["first"] = Data(1)
+        module._modules["second"] = Data(width)
+        return do(module, method)
+    finally:
+        module._modules.pop("first", None)
+        module._modules.pop("second", None)
+
+
+@operation(choices.integers(0, 9), choices.sampled_from(["deepcopy", "pickle", "copy", "reduce"]))
+def copy_piece(side: Any, module: Any, number: int, route: str) -> Any:
+    """Put a copy of a child in its place."""
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
+    if not children:
+        raise Skipped
+    name, child = children[number % len(children)]
+    if route == "pickle":
+        copied = pickle.loads(pickle.dumps(child, protocol=2 + number % 4))
+    elif route == "reduce":
+        make, arguments, state, *_ = child.__reduce_ex__(2)
+        copied = make(*arguments)
+        if hasattr(copied, "__setstate__"):
+            copied.__setstate__(state)
+    else:
+        copied = getattr(copy, route)(child)
+    setattr(module, name, copied)
+    return list(copied.__dict__)
+
+
+@operation()
+def share_memory(side: Any, module: Any) -> Any:
+    """Move all tensors to shared memory."""
+    refuse_tied_buffers(side)
+    small = sum(tensor.numel() for tensor in module.parameters()) < 50
+    if not small:
+        raise Skipped
+    return module.share_memory() is module, [p.is_shared() for p in module.parameters()]
+
+
+ODD: Final = choices.sampled_from(
+    [
+        *("training", "_version", "dump_patches", "call_super_init", "T_destination", "__doc__"),
+        *("_compiled_call_impl", "__annotations__", "_forward_module", "a-b", "0x", "None", "self"),
+        *("__len__", "_is_full_backward_hook", "qconfig", "_non_persistent", "__name__", "shape"),
+        *("_backward_hook", "named_parameter", "__custom__", "_", "__", "zero_grad ", "\n"),
+    ]
+)
+
+
+@operation(ODD, choices.sampled_from([None, 3, "text", 1.5, (1, 2), [1], {"a": 1}, True]))
+def set_odd_name(side: Any, module: Any, name: str, value: Any) -> None:
+    """Set a plain attribute of an unusual name."""
+    if name in {"_compiled_call_impl", "_is_full_backward_hook"}:
+        value = None
+    setattr(module, name, value)
+
+
+@operation(ODD)
+def delete_odd_name(side: Any, module: Any, name: str) -> None:
+    """Delete an attribute of an unusual name, unless no module works without it."""
+    if name in {"_is_full_backward_hook", "training"}:
+        raise Skipped
+    delattr(module, name)
+
+
+@operation(ODD)
+def read_odd_name(side: Any, module: Any, name: str) -> Any:
+    """Read an attribute of an unusual name."""
+    value = getattr(module, name, "missing")
+    return type(value).__name__ if callable(value) or name == "__doc__" else value
+
+
+@operation(choices.integers(0, 9), choices.booleans(), choices.booleans())
+def tie_buffer(side: Any, module: Any, number: int, persistent: bool, everywhere: bool) -> Any:
+    """Register a parameter's values, or a new tensor, as a buffer."""
+    parameters = [p for p in module._parameters.values() if p is not None]
+    if not parameters:
+        raise Skipped
+    source = parameters[number % len(parameters)].detach()
+    module.register_buffer("view", source if everywhere else source.clone(), persistent=persistent)
+    return list(module._buffers)
+
+
+@operation(choices.integers(0, 9), choices.sampled_from(["a", "view", "mean"]))
+def share_buffer(side: Any, module: Any, number: int, name: str) -> Any:
+    """Register a buffer of the tree in another place, too."""
+    buffers = [b for _, place in positions(side.model) for b in place._buffers.values()]
+    if not buffers:
+        raise Skipped
+    module.register_buffer(name, buffers[number % len(buffers)])
+    return list(module._buffers)
+
+
+@operation(choices.booleans(), choices.booleans())
+def save_file(side: Any, module: Any, weights_only: bool, load: bool) -> Any:
+    """Save the tree's state with `torch.save` and load it again."""
+    file = io.BytesIO()
+    torch.save(side.model.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=weights_only)
+    if load:
+        return list(copy.deepcopy(side.model).load_state_dict(state)[0])
+    return list(state), dict(state._metadata)
+
+
+@operation(choices.sampled_from(["meta", "cpu"]), choices.booleans())
+def to_empty(side: Any, module: Any, device: str, recurse: bool) -> Any:
+    """Give a copy of the tree other storage; ties, which torch does not keep, are left out."""
+    refuse_tied_buffers(side)
+    if is_tied(side) or is_shared(side):
+        raise Skipped
+    copied = copy.deepcopy(side.model)
+    return copied.to_empty(device=device, recurse=recurse) is copied, observe(copied)
+
+
+@operation(choices.booleans(), choices.sampled_from(["strict", "tie", "plain"]))
+def functional_call(side: Any, module: Any, buffers: bool, how: str) -> Any:
+    """Call the root with other values in the place of its own, and see that they are put back."""
+    values = {name: p.detach() * 2 for name, p in side.model.named_parameters()}
+    if buffers:
+        values.update({name: b.detach() for name, b in side.model.named_buffers()})
+    x = torch.ones(2, 3)
+    found = torch.func.functional_call(
+        side.model, values, (x,), strict=how == "strict", tie_weights=how != "tie"
+    )
+    return found, len(observe(side.model))
+
+
+@operation(choices.integers(0, 9), choices.sampled_from(["__init__", "__setstate__", "update"]))
+def again(side: Any, module: Any, number: int, how: str) -> Any:
+    """Initialize a module again, or give it its own state again."""
+    if how == "__init__":
+        other = type(module)
+        if other.__name__ not in {"Node", "Counting", "LoraBehind", "PlainBefore"}:
+            raise Skipped
+        module.__init__()
+    elif how == "__setstate__":
+        module.__setstate__(dict(module.__dict__))
+    else:
+        copied = type(module).__new__(type(module))
+        copied.__dict__.update(module.__dict__)
+        return freeze(sorted(copied.__dict__)), list(copied._parameters)
+    return list(module.__dict__)
+
+
+@operation(choices.sampled_from(["error", "type", "attribute", "key"]), choices.booleans())
+def forward_that_fails(side: Any, module: Any, kind: str, late: bool) -> Any:
+    """Call the tree with a forward that raises."""
+    errors = {"error": ValueError, "type": TypeError, "attribute": AttributeError, "key": KeyError}
+    inner = module.forward
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if late:
+            inner(*args, **kwargs)
+        raise errors[kind]("in forward")
+
+    own = module.__dict__.get("forward")
+    module.forward = failing
+    try:
+        return forward_and_backward(side, torch.float32, {})
+    finally:
+        if own is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.forward = own
+
+
+@operation(*CALL_IN_MODE.arguments)
+def call_in_mode(side: Any, module: Any, *arguments: Any) -> Any:
+    """Call the root or a module in one of torch's modes; how often attributes are read is left out."""
+    try:
+        return CALL_IN_MODE.function(side, module, *arguments)
+    finally:
+        LOG[:] = [entry for entry in LOG if entry[:2] != ("function", "__get__")]
+
+
+@operation(*scoped_operations.LOADING)
+def load_in_place(side: Any, module: Any, *arguments: Any) -> Any:
+    """Load a state into the tree itself, if it can be: torch leaves the tree half loaded if not."""
+    refuse_keys_below_none(side)
+    copied = copy.deepcopy(module)
+    try:
+        scoped_operations.load_in_place(side, copied, *arguments)
+    except Exception:
+        raise Skipped from None
+    finally:
+        LOG.clear()
+    return scoped_operations.load_in_place(side, module, *arguments)

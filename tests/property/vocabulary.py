@@ -1,0 +1,79 @@
+"""All operations on trees, and how often a sequence of the long run draws each."""
+
+from collections.abc import Iterable
+from typing import Final
+
+from tests.property import (
+    average_operations,
+    changing_operations,
+    choices,
+    global_operations,
+    object_operations,
+    operations,
+    scoped_operations,
+    state_operations,
+    tree_operations,
+)
+from tests.property.operations import FAVOURED, OPERATIONS, Kind, Operation, of_kind
+from tests.property.scoped_calls import SCOPED
+
+
+FILES: Final = (
+    average_operations,
+    changing_operations,
+    global_operations,
+    object_operations,
+    operations,
+    scoped_operations,
+    state_operations,
+    tree_operations,
+)
+# Operations of the sequences inside `fast_inference` that make sense on any tree.
+SHARED: Final = (
+    "call_functionally",
+    "change_class",
+    "change_container",
+    "change_during_call",
+    "change_weight",
+    "copy_and_call",
+    "enter_average",
+    "hook_during_call",
+    "hook_tables",
+    "leave_average",
+    "make_average",
+    "shallow_copy",
+    "step_optimizer",
+    "trace_with_fx",
+    "use_average",
+    "write_tensor",
+)
+OPERATIONS.update({kind: SCOPED[kind] for kind in SHARED})
+# Those that take long.
+RARE: Final = {
+    *("copy_and_call", "in_cycle", "is_freed", "list_attributes", "make_averaged_model"),
+    *("save_file", "share_memory", "trace_with_fx", "trace_with_jit", "differentiate_functionally"),
+}
+# Some kernels leave memory uninitialized where an argument is on the meta device.
+NOT_IN_SCOPES: Final = {"to_meta", "list_attributes"}
+CALLS: Final = (
+    *("call", "call_in_mode", "call_in_mode", "call_in_mode", "call_patched"),
+    *("call_with_global_hooks", "failing_call"),
+)
+SCOPES: Final = ("enter_scope", "enter_scope", "enter_scope", "leave_scope")
+
+
+def weighted(kinds: Iterable[str]) -> list[str]:
+    """Enter rare kinds once, and others three times."""
+    return [kind for kind in sorted(kinds) for _ in range(1 if kind in RARE else 3)]
+
+
+def drawn() -> choices.Choice[Operation]:
+    """Draw an operation of any kind."""
+    kinds = [*weighted(OPERATIONS), *FAVOURED * 3, *["leave_average"] * 3]
+    return choices.one_of(*map(of_kind, kinds))
+
+
+def drawn_in_scopes(table: dict[str, Kind]) -> choices.Choice[Operation]:
+    """Draw an operation for a sequence inside `fast_inference`."""
+    kinds = [*weighted({*table} - NOT_IN_SCOPES), *CALLS * 4, *SCOPES * 2]
+    return choices.one_of(*(of_kind(kind, table) for kind in kinds))

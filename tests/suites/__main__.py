@@ -1,0 +1,73 @@
+"""Run the suites and the probes, and write docs/suites.json and docs/suites.md.
+
+python -m tests.suites                  # all of them
+python -m tests.suites --only opacus    # some, or `probes`; the others keep their rows
+"""
+
+import argparse
+import json
+import runpy
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests.suites import probes
+from tests.suites.libraries import LIBRARIES
+from tests.suites.runs import ROOT, compare
+
+
+FOUND = ROOT / "docs" / "suites.json"
+EMPTY: dict[str, Any] = {"suites": {}, "probes": {}}
+
+
+def main() -> int:
+    """Run what was asked for; return 1 if something differs without a cause."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=[], help="names of libraries, or probes")
+    parser.add_argument("--jobs", type=int, default=2, help="how many suites at a time")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "suites")
+    options = parser.parse_args()
+    before = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else EMPTY
+    found = before if options.only else EMPTY
+    if not options.only or "probes" in options.only:
+        found["probes"] = {name: probes.compare(name) for name in probes.PROBED}
+        write(found)
+    chosen = [one for one in LIBRARIES if not options.only or one.name in options.only]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        runs = {pool.submit(compare, one, options.folder): one.name for one in chosen}
+        for done in as_completed(runs):
+            found["suites"][runs[done]] = done.result()
+            write(found)
+            say(runs[done], found["suites"][runs[done]])
+    wrong = {name: [*row["raised"], *row["differing"]] for name, row in found["probes"].items()}
+    sys.stderr.write("".join(f"probes of {name}: {each}\n" for name, each in wrong.items() if each))
+    rows = found["suites"].values()
+    return any(wrong.values()) or any(not one["cause"] for row in rows for one in row["differing"])
+
+
+def write(found: dict[str, Any]) -> None:
+    """Write the report, with the rows in the order of the tables."""
+    order = [library.name for library in LIBRARIES]
+    content = {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "torch": version("torch").partition("+")[0],
+        "suites": {name: found["suites"][name] for name in order if name in found["suites"]},
+        "probes": found["probes"],
+    }
+    FOUND.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    page = runpy.run_path(str(ROOT / "docs" / "render_suites.py"))["render"]()
+    FOUND.with_suffix(".md").write_text(page, encoding="utf-8")
+
+
+def say(name: str, row: dict[str, Any]) -> None:
+    """Print the counts of a library, and what differs without a cause."""
+    sys.stderr.write(f"{name}: {row['sides']}, {row['seconds']} s\n")
+    for each in [*row["differing"], *row["unsteady"]]:
+        sys.stderr.write(f"  {each['test']}: {each['runs']} {each['cause']}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""The libraries whose suites run: what of each is run, and what is left out and why."""
+
+from typing import NamedTuple
+
+
+class Library(NamedTuple):
+    """One library, at one version.
+
+    ``root`` is where its package lies in the archive, ``tests`` are the files and folders that
+    pytest is given, ``user`` the paths that are rewritten where the library is not. ``package`` is a
+    folder whose ``__init__.py`` the archive lacks. ``left_out`` has test ids, which may be the start
+    of others, with reasons; ``sample`` has the start of ids of which one test in so many runs;
+    ``causes`` has the differences that modkit documents.
+    """
+
+    name: str
+    version: str
+    tests: tuple[str, ...]
+    user: tuple[str, ...]
+    root: str = "."
+    package: str = ""
+    left_out: dict[str, str] = {}
+    sample: dict[str, int] = {}
+    causes: dict[str, str] = {}
+    environment: dict[str, str] = {}
+    seconds: int = 1800
+
+
+_OUTSIDE = "needs weights or data from a hub"
+_PATCHED = (
+    "a method that is assigned to `modkit.nn.Module` does not hold for torch's layers, a listed "
+    "difference; with the library untouched the tests agree"
+)
+_MINUTES = "takes minutes"
+_PEFT = (
+    *("adamss_asa", "boft", "bufferdict", "custom_models", "frod", "helpers", "lora_ga", "lorafa"),
+    *("lora_variants", "loraplus", "low_level_api", "mixed", "osf", "other", "pvera", "randlora"),
+    *(
+        "riemannian_lora",
+        "shira",
+        "supertuning",
+        "tuners_utils",
+        "unilora",
+        "vblora",
+        "velora",
+        "vera",
+    ),
+)
+_TIMM = (
+    *("checkpoint_loading", "checkpoint_saver", "factory", "input_conv", "layers", "layers_drop"),
+    *(
+        "layers_pool",
+        "layers_pos_embed",
+        "models",
+        "multilabel",
+        "optim",
+        "prune",
+        "scheduler",
+        "task",
+    ),
+    "utils",
+)
+_ACCELERATE = ("accelerator", "big_modeling", "hooks", "modeling_utils", "offload", "utils")
+
+LIBRARIES = (
+    Library(
+        "opacus",
+        "1.6.0",
+        ("opacus/tests",),
+        ("opacus/tests",),
+        left_out={"opacus/tests/accountants_test.py": "computes with numbers, without modules"},
+        sample={
+            "opacus/tests/privacy_engine_test.py": 8,
+            "opacus/tests/batch_memory_manager_test.py": 3,
+        },
+    ),
+    Library(
+        "linear_operator",
+        "0.6.1",
+        ("test",),
+        ("test", "linear_operator/test"),
+        sample={"test/operators": 4},
+    ),
+    Library(
+        "gpytorch",
+        "1.15.2",
+        ("test",),
+        ("test", "gpytorch/test"),
+        left_out={"test/examples": "trains for minutes", "test/kernels/keops": "needs KeOps"},
+        sample={"test/variational": 2},
+    ),
+    Library(
+        "skorch",
+        "1.4.0",
+        ("skorch/tests",),
+        ("skorch/tests",),
+        left_out={
+            "skorch/tests/llm": _OUTSIDE,
+            "skorch/tests/test_hf.py": _OUTSIDE,
+            "skorch/tests/callbacks/test_logging.py::TestWandb": "needs an account",
+            "skorch/tests/test_history.py::TestDistributedHistoryMultiprocessing": "no modules, minutes",
+        },
+        sample={"skorch/tests/test_net.py": 2},
+    ),
+    Library(
+        "e3nn",
+        "0.6.0",
+        ("tests",),
+        ("tests", "e3nn/util/test.py"),
+        left_out={"tests/math/soft_one_hot_test.py::test_with_compile": "no modules, a minute"},
+        sample={"tests/nn": 8, "tests/o3": 10, "tests/math": 16},
+    ),
+    Library(
+        "torch-pruning",
+        "1.6.1",
+        ("tests",),
+        ("tests",),
+        left_out={
+            "tests/test_isomorphic.py::test_pruner_TransposeConv": _MINUTES,
+            "tests/test_pruner.py::test_pruner_TransposeConv": _MINUTES,
+        },
+    ),
+    Library(
+        "timm",
+        "1.0.31",
+        tuple(f"tests/test_{name}.py" for name in _TIMM),
+        ("tests",),
+        sample={"tests/test_optim.py": 20, "tests/test_layers_pos_embed.py": 10},
+    ),
+    Library(
+        "curvlinops-for-pytorch",
+        "3.0.1",
+        ("test",),
+        ("test",),
+        sample={
+            "test/test_inverse.py": 300,
+            "test/test_kfac.py": 60,
+            "test/test_ekfac.py": 60,
+            "test/test_submatrix.py": 20,
+            "test/test_": 4,
+        },
+    ),
+    Library(
+        "peft",
+        "0.21.2",
+        tuple(f"tests/test_{name}.py" for name in _PEFT),
+        ("tests",),
+        root="src",
+        package="tests",
+        sample={"tests/test_custom_models.py": 80},
+    ),
+    Library(
+        "accelerate",
+        "1.15.0",
+        tuple(f"tests/test_{name}.py" for name in _ACCELERATE),
+        ("tests", "src/accelerate/test_utils"),
+        root="src",
+        # `init_empty_weights` of the rewritten library patches modkit's Module, not torch's layers.
+        causes={"tests/test_big_modeling.py::BigModelingTester::test_init_empty_weights": _PATCHED},
+    ),
+    Library("zuko", "1.6.0", ("tests",), ("tests",)),
+    Library("segmentation-models-pytorch", "0.6.0", ("tests",), ("tests",)),
+    Library(
+        "einops",
+        "0.8.2",
+        ("einops/tests",),
+        ("einops/tests",),
+        environment={"EINOPS_TEST_BACKENDS": "numpy,torch"},
+    ),
+    Library(
+        "neuraloperator",
+        "2.0.0",
+        ("neuralop",),
+        ("neuralop/tests", "neuralop/**/tests"),
+        sample={"neuralop": 4},
+    ),
+)

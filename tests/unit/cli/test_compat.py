@@ -1,0 +1,220 @@
+"""The command ``compat``: the shared behaviours, and a user's model."""
+
+import json
+import sys
+from pathlib import Path
+
+import click.testing
+import pytest
+from torch import nn
+
+from modkit.cli._commands import commands
+from modkit.compat import run as runner
+from modkit.compat.behaviours import areas
+from modkit.compat.behaviours.differences import DIFFERENCES, Difference
+from modkit.compat.model import Swap, Target, TargetError, build, inputs_of
+from modkit.compat.outcomes import difference, outcome
+from modkit.nn import Module
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+print("a line of the user's code")
+
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.body = nn.Linear(3, width)
+
+    def forward(self, x):
+        return self.body(x).relu()
+
+
+class Different(Net):
+    def forward(self, x):
+        return super().forward(x) * len(type(self).__mro__)
+
+
+def raises():
+    raise ValueError("of the user\\nin two lines")
+
+
+def inputs():
+    return {"x": torch.ones(5, 3)}
+
+
+def number():
+    return 1
+
+
+constant = 1
+"""
+
+
+def invoke(*arguments: object) -> click.testing.Result:
+    """Run the command, and return what it printed and with which status it ended."""
+    return click.testing.CliRunner().invoke(commands, ["compat", *map(str, arguments)])
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a script with models, and forget after the test that it was imported."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.delitem(sys.modules, "user_script", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    path = tmp_path / "user_script.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+    yield path
+    sys.modules.pop("user_script", None)
+
+
+def test_behaviours_of_an_area(tmp_path: Path) -> None:
+    """The table, the JSON and the page have the counts of the area."""
+    found = invoke(
+        "--area", "members", "--json", tmp_path / "a.json", "--html", tmp_path / "a.html"
+    )
+    report = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+
+    cases = len(areas()["members"])
+    assert (found.exit_code, report["areas"]["members"]["cases"]) == (0, cases)
+    assert report["areas"]["all"]["unlisted"] == 0
+    assert f"<td>{cases}" in page
+    assert DIFFERENCES["members: set_submodule() on None"].reason in page
+    assert [text for text in ("src=", "href=", "<script", "@import", "url(") if text in page] == []
+
+
+def test_an_unlisted_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit status is 1, and the report shows what each library does."""
+    monkeypatch.setattr(runner, "areas", lambda: {"members": {"a name": lambda lib: [1, lib.name]}})
+    found = invoke("--area", "members", "--json", "-")
+
+    assert found.exit_code == 1
+    (result,) = json.loads(found.stdout)["results"]
+    assert (result["kind"], result["torch"]) == ("unlisted", "returns [1, 'torch']")
+    assert "/1/1 " in invoke("--area", "members").output
+
+
+@pytest.mark.parametrize("given", [("torch", "torch"), (1, "modkit"), ("torch", 1)], ids=str)
+def test_a_listed_difference_is_exact(monkeypatch: pytest.MonkeyPatch, given: tuple) -> None:
+    """A listed difference that is gone, or that is another one, is not as listed."""
+    listed = Difference("why", lambda lib: lib.name, *given)
+    exact = Difference("why", lambda lib: lib.name, "torch", "modkit")
+    monkeypatch.setattr(runner, "DIFFERENCES", {"members: a": listed, "members: b": exact})
+
+    assert runner.run_case("members", "a", listed.case).kind == "unlisted"
+    assert runner.run_case("members", "b", exact.case).kind == "listed"
+
+
+def test_where_two_outcomes_differ() -> None:
+    """The first place is named, also of a key or a warning that only one has."""
+    one, other = outcome(lambda: {"a": [1, 2], "b": 3}), outcome(lambda: {"a": [1, 5], "b": 3})
+
+    assert difference(one, other) == ("/1/a/1", 2, 5)
+    assert difference({"a": 1}, {"b": 1}) == (" keys/0", "a", "b")
+    assert difference(one, one) is None
+
+
+def test_a_model_that_is_equal(script: Path, tmp_path: Path) -> None:
+    """Every check of a model is in the table, with the number of classes that were swapped."""
+    found = invoke(f"{script}:Net", "--kwargs", '{"width": 2}', "--html", tmp_path / "a.html")
+
+    assert found.exit_code == 0
+    for text in ("2 modules, 1 of modkit's Module", "torch.export", "loading the state dict"):
+        assert text in " ".join(found.output.split())
+    assert "differs" not in found.output
+    assert "<td>torch.fx.symbolic_trace<td>equal" in (tmp_path / "a.html").read_text("utf-8")
+
+
+def test_a_model_that_differs(script: Path) -> None:
+    """What differs is named, and the exit status is 1."""
+    found = invoke(f"{script}:Different", "--input", f"{script}:inputs", "--json", "-")
+
+    kinds = {each["case"]: each["kind"] for each in json.loads(found.stdout)["results"]}
+    assert found.exit_code == 1
+    assert (kinds["output in evaluation mode"], kinds["state dict"]) == ("unlisted", "equal")
+
+
+def test_a_model_that_raises(script: Path) -> None:
+    """The error of the user's code is one line, and no traceback."""
+    found = invoke(f"{script}:raises")
+
+    expected = "the model cannot be built on torch: ValueError: of the user\\nin two lines"
+    assert (found.exit_code, found.stderr) == (1, f"Error: {expected}\n")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("nothing", "'nothing' is neither package.module:Class nor path/to/script.py:factory"),
+        ("no_such_package.module:Net", "there is no module no_such_package"),
+        ("json.no_such_module:Net", "there is no module json.no_such_module"),
+        ("json:Net", "json has no Net"),
+        ("missing.py:make", "there is no file missing.py"),
+        ("{script}:factory", "user_script has no factory"),
+        ("{script}:constant", "{script}:constant is not callable"),
+        ("{script}:number", "{script}:number returns a int, which is not a module"),
+    ],
+)
+def test_targets_that_cannot_be_used(script: Path, target: str, message: str) -> None:
+    """The error says which part of the target is wrong."""
+    with pytest.raises(TargetError) as caught:
+        build(Target(target.format(script=script)))
+
+    assert str(caught.value) == message.format(script=script)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--area", "hats"], 2, "'hats' is none of the areas: members, "),
+        (["a:b", "--area", "members"], 2, "--area goes without TARGET"),
+        (["--kwargs", '{"a": 1}'], 2, "go with TARGET"),
+        (["a:b", "--args", "[1"], 2, "'[1' is not JSON"),
+        (["a:b", "--kwargs", "[1]"], 2, "'[1]' is not a dict"),
+        (["missing.py:make"], 2, "there is no file missing.py"),
+        (["--json", "/no/such/folder/a.json"], 1, "there is no directory /no/such/folder"),
+        (["--area", "text and dir", "--html", "/dev/full"], 1, "No space left on device"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_command_lines(arguments: list[str], status: int, message: str) -> None:
+    """Errors are one line that says what is wrong, without a traceback."""
+    found = invoke(*arguments)
+
+    assert (found.exit_code, message in found.stderr) == (status, True)
+    assert found.stderr.count("Error: ") == 1
+    assert "Traceback" not in found.output
+
+
+def test_only_the_swapped_package_is_rewritten(script: Path) -> None:
+    """Classes of the package derive from modkit's Module; its lines keep their numbers."""
+    target = Target(f"{script}:Net", inputs=["2,3"])
+    sys.meta_path.insert(0, Swap(target.packages()))
+    model = build(target)
+
+    line = SCRIPT[: SCRIPT.index("def forward")].count("\n") + 1
+    assert Module in type(model).__mro__
+    assert type(model).forward.__code__.co_firstlineno == line
+    assert inputs_of(target, model)[0][0].shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        ("Linear(3, 1)", (2, 3)),
+        ("Conv2d(3, 1, 1)", (2, 3, 32, 32)),
+        ("Embedding(5, 1)", (2, 8)),
+        ("LSTM(3, 1)", (2, 3)),
+        ("Flatten()", None),
+    ],
+)
+def test_guessed_inputs(layer: str, shape: tuple[int, ...] | None) -> None:
+    """The first layer that has a size gives the shape of the input; else there is none."""
+    found = inputs_of(Target("a:b"), nn.Sequential(eval(f"nn.{layer}")))
+
+    assert (found and found[0][0].shape) == shape
