@@ -11,12 +11,8 @@ from torch import Tensor, nn
 import modkit
 from modkit import schedules
 from modkit.errors import NameMismatchError
-<<<<<<< HEAD
-from tests.unit.averaging.recipes import model_of, set_to
-=======
 from tests.cases import for_each
-from tests.unit.averaging.recipes import set_to
->>>>>>> main
+from tests.unit.averaging.recipes import model_of, set_to
 
 
 DECAYS = {"ema": 0.5, "bema": schedules.BEMA(0.5), "window": schedules.Window(2)}
