@@ -10,9 +10,8 @@ The reasons of the behaviours that ``modkit compat`` runs stand there, in ``beha
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from packaging.specifiers import SpecifierSet
-
 from modkit.compat.behaviours import differences
+from packaging.specifiers import SpecifierSet
 
 
 @dataclass(frozen=True)

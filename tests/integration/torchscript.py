@@ -11,7 +11,7 @@ from modkit import nn
 
 
 # Every public entry of torch.jit says so since torch 2.13; it works all the same.
-scripted_tests = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated")
+scripted_tests = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 
 def neutral(text: object) -> str:

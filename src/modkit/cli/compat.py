@@ -8,10 +8,9 @@ import click
 from rich.table import Table
 
 from modkit.cli._tables import cell, console, one_line_errors
-from modkit.compat.behaviours import areas
 from modkit.compat.model import Target, TargetError, compare
 from modkit.compat.report import Report
-from modkit.compat.run import run
+from modkit.compat.run import areas, run
 from modkit.files.atomic_write import atomic_write
 
 

@@ -50,8 +50,7 @@ class Library:
         """The networks of the behaviours, as a module of their own, so that they can be pickled."""
         name = f"nets_on_{self.name}"
         if name not in sys.modules:
-            from modkit.compat.behaviours.nets import define
-
+            define = importlib.import_module("modkit.compat.behaviours.nets").define
             sys.modules[name] = types.ModuleType(name)
             vars(sys.modules[name]).update(define(self.nn, name))
         return sys.modules[name]

@@ -1,11 +1,18 @@
 """Run the shared behaviours with torch and with modkit."""
 
-from collections.abc import Collection
+import importlib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any, Final
 
-from modkit.compat.behaviours import Case, areas
-from modkit.compat.behaviours.differences import DIFFERENCES
 from modkit.compat.outcomes import MODKIT, TORCH, Outcome, freeze, outcome
+
+
+Case = Callable[..., Any]
+areas: Final[Callable[[], Mapping[str, Mapping[str, Case]]]] = importlib.import_module(
+    "modkit.compat.behaviours"
+).areas
+DIFFERENCES: Final = importlib.import_module("modkit.compat.behaviours.differences").DIFFERENCES
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tests.helpers import MODKIT, TORCH, Implementation, seed_everything
 STEPS = 20
 
 # By a module of torch's, when the first graph is compiled by inductor.
-SAID_ON_IMPORT = "`torch.jit.script_method` is deprecated"
+SAID_ON_IMPORT = "`torch.jit.script_method` is"
 
 # A variable of the environment.
 MARK = "MODKIT_TEST_STARTED_BY"

@@ -15,7 +15,7 @@ from tests.integration.torch_compile.dynamo import compiled_tests
 pytestmark = [
     *compiled_tests,
     # Inductor imports torch.utils.mkldnn, which still writes its methods in TorchScript.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is"),
     pytest.mark.skipif(
         not any(map(shutil.which, ("g++", "clang++", "c++"))),
         reason="inductor generates C++ and finds no compiler",

@@ -204,7 +204,7 @@ def test_per_sample_gradients() -> None:
 
 
 # torch registers its forward-mode formulas through TorchScript on first use.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
 def test_jacobians() -> None:
     """Reverse and forward Jacobians, Hessian and directional derivative equal torch's."""
 

@@ -225,7 +225,7 @@ def fused(impl: Implementation) -> tuple[set[str], Tensor]:
     """Run torch's experimental fusion; tell which modules are called, and an output."""
     with warnings.catch_warnings():
         # The pass imports torch.utils.mkldnn, which still writes its methods in TorchScript.
-        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
+        warnings.filterwarnings("ignore", "`torch.jit.script_method` is")
         from torch.fx.experimental import optimization
     net = make_net(impl.nn, "conv")
     net(make_batch("conv"))

@@ -2,6 +2,7 @@ import runpy
 from pathlib import Path
 
 from modkit.compat.behaviours.differences import DIFFERENCES
+
 from tests.divergences import ROWS
 
 

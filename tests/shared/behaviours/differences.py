@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.nn import Conv3d, ReLU
-
 from modkit.compat.behaviours import Case, hooked, tried
 from modkit.compat.behaviours.hooks import KINDS, PARAMETER, X, for_all, mark, run_backward, trained
 from modkit.compat.behaviours.module import sub
 from modkit.compat.behaviours.tools import averaged, updated
+from torch.nn import Conv3d, ReLU
 
 
 NO_ISSUE: Final = "no upstream issue"
@@ -53,7 +52,7 @@ def error_of(function: Callable[..., Any], *arguments: Any) -> str | None:
     """Return the class of what a function raises."""
     try:
         function(*arguments)
-    except Exception as error:  # noqa: BLE001 - the exception is what is compared
+    except Exception as error:
         return type(error).__name__
     return None
 

@@ -18,7 +18,7 @@ def tried(function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> Any:
     """Return what a function returns, or its exception as text."""
     try:
         return function(*arguments, **kwargs)
-    except Exception as error:  # noqa: BLE001 - the exception is what is compared
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 

@@ -7,16 +7,16 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
+from modkit.compat.behaviours import each, hooked, tried
+from modkit.compat.behaviours.module import reloaded
 from torch import Tensor
 from torch.nn import Module, Parameter, ReLU
 
-from modkit.compat.behaviours import each, hooked, tried
-from modkit.compat.behaviours.module import reloaded
 from modkit.compat.outcomes import Library, freeze, leaves
 
 
 X: Final = torch.arange(6.0).reshape(2, 3)
-Point: Final = namedtuple("Point", "left right")  # noqa: PYI024 - hooks rebuild such tuples
+Point: Final = namedtuple("Point", "left right")
 
 
 class Log(list[Any]):

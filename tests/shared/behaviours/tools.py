@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from modkit.compat.behaviours import each, hooked, on_net
+from modkit.compat.behaviours.hooks import mark
+from modkit.compat.behaviours.module import reloaded
 from torch import func, fx, nn
 from torch.nn import utils
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import modkit
-from modkit.compat.behaviours import each, hooked, on_net
-from modkit.compat.behaviours.hooks import mark
-from modkit.compat.behaviours.module import reloaded
 from modkit.compat.outcomes import Library
 
 

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from modkit.compat.behaviours import on_net, tried
 from torch import nn
 from torch.nn import Buffer, Linear, Parameter, ReLU
 
-from modkit.compat.behaviours import on_net, tried
 from modkit.compat.outcomes import Library
 
 

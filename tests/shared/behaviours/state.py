@@ -5,11 +5,11 @@ from collections import OrderedDict
 from typing import Any, Final
 
 import torch
-from torch.nn import Parameter
-
 from modkit.compat.behaviours import each, on_net, tried
 from modkit.compat.behaviours.hooks import Log, fails
 from modkit.compat.behaviours.module import reloaded
+from torch.nn import Parameter
+
 from modkit.compat.outcomes import Library
 
 
