@@ -182,8 +182,8 @@ _NN: Final = [
     Bug(
         "modes: a class with a property called training",
         "nn/_conversion.py",
-        'super().__missing__(cls) and getattr(cls, "training", None) is None',
-        "super().__missing__(cls)",
+        '            and getattr(cls, "training", None) is None\n',
+        "",
         "tests/parity/module_page/test_modes.py",
     ),
     Bug(
