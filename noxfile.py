@@ -161,6 +161,18 @@ def stress(session: nox.Session) -> None:
     session.run("pytest", "-m", "slow", "tests", *session.posargs, env=TEST_ENVIRONMENT)
 
 
+@nox.session(default=False, venv_backend="virtualenv")
+def mutation(session: nox.Session) -> None:
+    """Plant bugs, then run a sample of mutmut's mutants; `-- --planted` for the first part only.
+
+    Both change a copy of the project. The sample takes an hour or more: `-- --count 20` is shorter.
+    """
+    install(session, "test", "mutation", extras="[cli,demo]")
+    session.run("python", "-m", "tests.mutation.run", env=TEST_ENVIRONMENT)
+    if "--planted" not in session.posargs:
+        session.run("python", "-m", "tests.mutation.sample", *session.posargs, env=TEST_ENVIRONMENT)
+
+
 @nox.session(default=False)
 def distributed(session: nox.Session) -> None:
     """Run the tests that start several processes, those of `nox -s tests` included."""

@@ -182,9 +182,9 @@ _NN: Final = [
     Bug(
         "modes: a class with a property called training",
         "nn/_conversion.py",
-        'super().__missing__(cls) and getattr(cls, "training", None) is None',
-        "super().__missing__(cls)",
-        _MODULE + "/test_conversion.py",
+        '            and getattr(cls, "training", None) is None\n',
+        "",
+        "tests/parity/module_page/test_modes.py",
     ),
     Bug(
         "traversal: a tied parameter is yielded twice",
@@ -226,7 +226,7 @@ _NN: Final = [
         "nn/module.py",
         "            return isinstance(instance, TorchModule)",
         "            return type.__instancecheck__(cls, instance)",
-        _MODULE + "/test_classes.py",
+        _MODULE + "/test_override_contract.py",
     ),
     Bug(
         "fast_inference: a table that was changed is not followed",
@@ -299,7 +299,7 @@ _AVERAGING: Final = [
         "averaging/named_tensors.py",
         "        return {*self.parameters, *self.buffers, *self.aliases}",
         "        return {*self.parameters, *self.buffers}",
-        _EMA + "/test_load_averages.py",
+        _EMA + "/test_ema_rebind.py",
     ),
     Bug(
         "asynchronous averages after a fork",
@@ -400,14 +400,14 @@ _IN_FILES: Final = [
         "files/atomic_write.py",
         "            mode = found.st_mode\n",
         "            pass\n",
-        _FILES + "/test_atomic_write.py",
+        _FILES + "/test_write_faults.py",
     ),
     Bug(
         "safetensors: the padding of the header",
         "files/checkpoint_files.py",
         '    encoded += b" " * (-len(encoded) % _ALIGNMENT)\n',
         "",
-        _EMA + "/test_export_average.py",
+        _FILES + "/test_safetensors_files.py",
     ),
     Bug(
         "checkpoints: a transposed view counts as tied",
@@ -487,14 +487,14 @@ _IN_JIT: Final = [
         "jit/_copy_and_pickle.py",
         "value.copy() if name in TABLES else value",
         "value",
-        _JIT + "/test_pickles.py",
+        _JIT + "/test_members.py",
     ),
     Bug(
         "wrappers: gradients of loaded parameters",
         "jit/_from_torch.py",
         "                parameter.grad = tensor.grad\n",
         "",
-        _JIT + "/test_members.py",
+        _JIT + "/test_files.py",
     ),
     Bug(
         "load: the digest is not compared",
@@ -508,7 +508,7 @@ _IN_JIT: Final = [
         "jit/_script_module.py",
         "share_types=not defined",
         "share_types=True",
-        _JIT + "/test_compiling.py",
+        _JIT + "/test_defects.py",
     ),
     Bug(
         "script: names of the scope of the caller",

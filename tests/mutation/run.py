@@ -1,7 +1,8 @@
 """Plant the bugs one after the other in a copy of the project, and tell which tests catch them.
 
 python -m tests.mutation.run                  # all, into docs/mutation.json and docs/mutation.md
-python -m tests.mutation.run --only schedules # those whose mechanism has the word
+python -m tests.mutation.run --only schedules # those whose mechanism or file has the word
+python -m tests.mutation.run --missed         # those that the last run has missed
 """
 
 from __future__ import annotations
@@ -120,6 +121,12 @@ def run(bugs: list[Bug], *, quick: bool) -> list[dict[str, str]]:
     return rows
 
 
+def known() -> list[dict[str, str]]:
+    """Return what there is to tell of the bugs that were planted last."""
+    content = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
+    return list(content.get("planted", {}).get("bugs", []))
+
+
 def keep(**news: Any) -> None:
     """Add to the committed report, and render its page."""
     content = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
@@ -139,11 +146,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="word in the mechanism or the file; keeps the other rows")
     parser.add_argument("--quick", action="store_true", help="run the named tests only")
+    parser.add_argument("--missed", action="store_true", help="those that no test has caught yet")
     given = parser.parse_args()
+    caught = {row["mechanism"] for row in known() if row["caught by"]} if given.missed else set()
     chosen = [bug for bug in BUGS if (given.only or "") in f"{bug.file}: {bug.mechanism}"]
+    chosen = [bug for bug in chosen if bug.mechanism not in caught]
     rows = run(chosen, quick=given.quick)
-    known = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
-    found = {row["mechanism"]: row for row in known.get("planted", {}).get("bugs", []) + rows}
+    found = {row["mechanism"]: row for row in known() + rows}
     keep(planted={**today(), "bugs": [found[b.mechanism] for b in BUGS if b.mechanism in found]})
     return int(not all(row["caught by"] for row in rows))
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import tempfile
+import time
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -107,7 +109,8 @@ def mutants_of(file: Path) -> list[Callable[[], str]]:
 
 
 def _replaced(module: cst.Module, old: cst.CSTNode, new: cst.CSTNode) -> str:
-    return str(cast("cst.Module", module.deep_replace(old, new)).code)
+    code: str = cast("Any", module.deep_replace(old, new)).code
+    return code
 
 
 def difference(before: str, after: str) -> str:
@@ -117,16 +120,22 @@ def difference(before: str, after: str) -> str:
     return f"{number}: {old.strip()} -> {new.strip()}"
 
 
-def run_part(name: str, count: int, seed: int, folder: Path) -> dict[str, Any]:
+def run_part(
+    name: str, count: int, seed: int, folder: Path, minutes: float = math.inf
+) -> dict[str, Any]:
     """Run a sample of the mutants of one part; return the figures and the mutants that survived."""
+    ends = time.monotonic() + 60 * minutes
     sources = {
         file: mutants_of(ROOT / "src" / "modkit" / name / f"{file}.py") for file in PARTS[name]
     }
     every = [(file, number) for file, mutants in sources.items() for number in range(len(mutants))]
     chosen = random.Random(seed).sample(every, min(count, len(every)))
-    found: dict[str, Any] = {"name": name, "mutants": len(every), "sample": len(chosen)}
+    found: dict[str, Any] = {"name": name, "mutants": len(every), "sample": 0}
     found |= {"killed": 0, "timeout": 0, "survived": []}
     for file, number in chosen:
+        if time.monotonic() > ends:
+            break
+        found["sample"] += 1
         path = folder / "src" / "modkit" / name / f"{file}.py"
         intact, mutant = path.read_text(encoding="utf-8"), sources[file][number]()
         path.write_text(mutant, encoding="utf-8")
@@ -151,6 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=150, help="mutants of each part")
     parser.add_argument("--seed", type=int, default=17)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop each part after that")
     parser.add_argument("--part", choices=[*PARTS])
     given = parser.parse_args()
     known = (
@@ -160,7 +170,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = copied(Path(name))
         for part in [given.part] if given.part else PARTS:
-            parts[part] = run_part(part, given.count, given.seed, folder)
+            parts[part] = run_part(part, given.count, given.seed, folder, given.minutes)
     figures = {**today(), "seed": given.seed, "mutmut": version("mutmut")}
     keep(sample={**known, **figures, "parts": [parts[part] for part in PARTS if part in parts]})
 

@@ -647,9 +647,15 @@ class _DirectWrites:
     def possible(self, module: torch.nn.Module) -> bool:
         """Look at the class, the instance and the global hooks."""
         own = module.__dict__
+        parameters = own["_parameters"]
         return (
             not self._announced
             and self._classes[type(module)]
             and "register_parameter" not in own
             and "register_buffer" not in own
+            # What has a parameter's name elsewhere goes when that is assigned.
+            and own.keys().isdisjoint(parameters)
+            and module._non_persistent_buffers_set.isdisjoint(parameters)
+            and module._buffers.keys().isdisjoint(parameters)
+            and module._modules.keys().isdisjoint(parameters)
         )

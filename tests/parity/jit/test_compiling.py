@@ -411,3 +411,24 @@ def test_several_methods_can_be_traced(impl):
     assert module(inputs()).shape == (4, 3)
     with pytest.raises(RuntimeError, match="Trace submodules cannot be called"):
         module.lin(inputs())
+
+
+def test_a_class_uses_names_of_the_scope_that_compiles_it(impl):
+    """Methods of a class find functions that are local to the caller of `script`."""
+
+    def doubled(x: int) -> int:
+        return 2 * x
+
+    class Number:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+        def twice(self) -> int:
+            return doubled(self.x)
+
+    def use(x: int) -> int:
+        return Number(x).twice()
+
+    impl.jit.script(Number)
+
+    assert impl.jit.script(use)(3) == 6

@@ -138,3 +138,25 @@ def test_ties_with_an_eager_module_survive_a_copy():
 
         assert copied[0].weight is copied[1].weight
         assert copied[0].weight is not layer.weight
+
+
+def test_the_record_of_another_archive_is_left_out():
+    """Extra files that were read from an archive say nothing of the module they are saved with."""
+    buffer = io.BytesIO()
+    net = torch.nn.BatchNorm1d(2)
+    record = '{"version": 1, "non_persistent_buffers": {"": ["running_mean"]}}'
+    MODKIT.jit.save(MODKIT.jit.script(net), buffer, _extra_files={"modkit.json": record})
+    module = MODKIT.jit.load(io.BytesIO(buffer.getvalue()))
+
+    assert list(module.state_dict()) == list(net.state_dict())
+
+
+def test_gradients_of_a_loaded_module_stay():
+    """What torch has loaded and differentiated has its gradients in modkit's module too."""
+    loaded = TORCH.jit.load(archive())
+    loaded(inputs()).sum().backward()
+    gradients = {name: tensor.grad for name, tensor in loaded.named_parameters()}
+    module = MODKIT.jit.ScriptModule.from_torch(loaded)
+
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in module.named_parameters())
+    assert len(gradients) > 2

@@ -263,3 +263,26 @@ def test_a_compiled_network_is_the_network(kind):
     assert isinstance(module, torch.jit.ScriptModule)
     assert state(module)[0][0][0] == state(net)[0][0][0]
     assert torch.equal(module(inputs()), net(inputs()))
+
+
+def test_a_replaced_child_is_the_one_that_is_called(impl):
+    """A child of the same compiled type that is put in by assignment computes, in C++ too."""
+    module = impl.jit.script(impl.nn.Sequential(impl.nn.Linear(2, 2)))
+    other = impl.jit.script(impl.nn.Linear(2, 2))
+    setattr(module, "0", other)
+    x = torch.ones(1, 2)
+
+    assert torch.equal(module(x), other(x))
+    assert getattr(module, "0") is other
+
+
+def test_a_copy_has_hook_tables_of_its_own():
+    """A hook on a shallow copy of a scripted module is not one of the original."""
+    module = MODKIT.jit.script(torch.nn.Linear(2, 2))
+    copied = copy.copy(module)
+    calls = []
+    copied.register_forward_hook(lambda *_: calls.append("copy"))
+    module(torch.ones(1, 2))
+    copied(torch.ones(1, 2))
+
+    assert calls == ["copy"]

@@ -512,6 +512,16 @@ def test_a_getattr_of_a_class_hears_of_assigned_parameters(impl: Implementation)
     assert seen == ["weight"]
 
 
+def test_an_assigned_parameter_replaces_a_plain_attribute(impl: Implementation) -> None:
+    """A load that assigns removes what has the parameter's name in `__dict__`."""
+    net = plain(impl)()
+    net.weight = "text"
+    net._parameters["weight"] = torch.nn.Parameter(torch.ones(1))
+    net.load_state_dict({"weight": torch.zeros(1)}, assign=True)
+
+    assert net.weight.tolist() == [0.0]
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_getattr_of_a_class_hears_of_a_replaced_submodule(
     impl: Implementation, strict: bool

@@ -427,3 +427,22 @@ def test_a_given_memo_goes_by_its_own_equality():
         return [name for name, _ in module.named_modules(memo)], len(memo)
 
     assert same(scenario)[0] == "returned"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_modules_tells_an_override_below_where_it_is(impl, depth):
+    """`modules()` calls a child's own `named_modules` with its path as the prefix."""
+    prefixes = []
+
+    class Own(impl.Module):
+        def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+            prefixes.append(prefix)
+            return super().named_modules(memo, prefix, remove_duplicate)
+
+    model = Own()
+    for _ in range(depth):
+        model = impl.own.Sequential(impl.own.Identity(), model, impl.own.Identity())
+    count = len(list(model.modules()))
+
+    assert prefixes == [".".join("1" * depth)]
+    assert count == 1 + 3 * depth

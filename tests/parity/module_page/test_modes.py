@@ -27,6 +27,20 @@ def test_train_with_false_is_evaluation_mode(impl: Implementation) -> None:
     assert all(m.training is False for m in model.modules())
 
 
+def test_a_class_may_have_a_property_of_that_name(impl: Implementation) -> None:
+    """`train` and `eval` set `training` through a property of the class, below the root too."""
+    modes: list[bool] = []
+
+    class Noting(impl.Module):
+        training = property(lambda self: modes[-1], lambda self, mode: modes.append(mode))
+
+    model = impl.own.Sequential(Noting(), impl.own.Identity())
+    modes.clear()
+    model.eval().train()
+
+    assert modes == [False, True]
+
+
 @pytest.mark.parametrize("mode", [None, 1, "train"], ids=repr)
 def test_mode_must_be_a_bool(mode: object) -> None:
     """A mode that is not a bool is a ValueError."""

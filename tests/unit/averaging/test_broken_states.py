@@ -92,6 +92,7 @@ BROKEN: list[tuple[str, Callable[[State], None], str]] = [
     ("plain", put(-1, "n_averaged"), "n_averaged must be an int of at least 0, got -1"),
     ("plain", put(1.5, "n_averaged"), "n_averaged must be an int of at least 0, got 1.5"),
     ("plain", put(4, "n_averaged"), "n_averaged must be an int from 0 to 3, got 4"),
+    ("plain", put(2, "start"), "n_averaged must be an int from 0 to 2, got 3"),
     ("plain", put(0, "n_averaged"), "start must be None, as n_averaged is 0, got 1"),
     ("plain", put(0, "update_every"), "update_every must be an int of at least 1, got 0"),
     ("plain", put(-3, "update_every"), "update_every must be an int of at least 1, got -3"),

@@ -168,6 +168,27 @@ def test_kinds_that_differ_are_refused(tmp_path, swapped: bool) -> None:
         average_checkpoints(paths)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_averages_of_eight_bits(tmp_path, dtype) -> None:
+    """A dtype of 8 bits, for which torch has no `isfinite`, may be that of the averages."""
+    paths = written(tmp_path, [{"a": torch.tensor([value])} for value in (1.0, 3.0)])
+    average = average_checkpoints(paths, dtype=dtype)["a"]
+
+    assert average.dtype == dtype
+    assert average.float().item() == 2.0
+
+
+def test_views_of_one_memory_are_tied_only_if_they_are_the_same(tmp_path) -> None:
+    """A matrix and its transpose share memory, and each is averaged as it is."""
+    matrix = torch.arange(4.0).reshape(2, 2)
+    paths = written(tmp_path, [{"a": matrix, "b": matrix.t(), "c": matrix}] * 2)
+    average = average_checkpoints(paths)
+
+    assert torch.equal(average["a"], matrix)
+    assert torch.equal(average["b"], matrix.t())
+    assert average["c"] is average["a"]
+
+
 def test_complex_tensors_stay_complex(tmp_path) -> None:
     """A real dtype is chosen for real tensors only."""
     saved = [{"z": torch.tensor([1 + 2j]), "x": torch.ones(1)}] * 2

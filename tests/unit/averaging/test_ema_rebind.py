@@ -12,7 +12,7 @@ import modkit
 from modkit import schedules
 from modkit.errors import NameMismatchError
 from tests.cases import for_each
-from tests.unit.averaging.recipes import set_to
+from tests.unit.averaging.recipes import model_of, set_to
 
 
 DECAYS = {"ema": 0.5, "bema": schedules.BEMA(0.5), "window": schedules.Window(2)}
@@ -209,3 +209,16 @@ def test_copied_buffers_may_come_and_go() -> None:
     model.register_buffer("shift", torch.ones(2))
     ema.update()
     assert values(ema)["shift"].eq(1.0).all()
+
+
+def test_the_copy_of_a_buffer_that_was_tied_stays_until_the_next_update() -> None:
+    """After `rebind()` a copied buffer is there under a name that it shares by now."""
+    model = model_of([1.0])
+    model.register_buffer("first", torch.ones(1))
+    model.register_buffer("second", torch.zeros(1))
+    ema = modkit.EMA(model)
+    ema.update()
+    model.second = model.first
+    ema.rebind()
+
+    assert sorted(ema.state_dict()["buffers"]) == ["first", "second"]

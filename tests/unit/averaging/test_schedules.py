@@ -459,6 +459,15 @@ def test_decays_out_of_range_are_refused(k):
         schedules.as_schedule(lambda n: math.nan)(1)
 
 
+@pytest.mark.parametrize("decay", [0.0, 1.0])
+def test_the_ends_of_the_range_are_decays(decay):
+    """A decay of 0 copies the model, and one of 1 keeps the average."""
+    for schedule in (Constant(decay), schedules.as_schedule(lambda n: decay)):
+        found = [schedule(3), schedule.over(3, 2)]
+
+        assert found == [decay, decay]
+
+
 def test_public_name():
     """The schedules are a module of modkit, under one public name."""
     module = importlib.import_module("modkit.schedules")

@@ -1,5 +1,6 @@
 import argparse
 import random
+import zlib
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import modkit
 from modkit import average_checkpoints
 from modkit.averaging import checkpoints, posthoc
 from modkit.errors import FileError
+from modkit.files import torch_files
 from tests.cases import for_each
 
 
@@ -199,3 +201,31 @@ def test_a_file_that_is_replaced_meanwhile_is_compared_again(tmp_path, monkeypat
 
     with pytest.raises(ValueError, match=r"1\.pt does not fit .*1 missing: w"):
         average_checkpoints(paths)
+
+
+def test_writers_that_overlap_leave_the_option_as_it_was() -> None:
+    """Checksums are written inside of all blocks, and torch's option is the caller's after the last."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        with torch_files._CHECKSUMS:
+            with torch_files._CHECKSUMS:
+                inner = torch.serialization.get_crc32_options()
+            outer = torch.serialization.get_crc32_options()
+        after = torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+    assert (inner, outer, after) == (True, True, False)
+
+
+def test_a_shared_storage_is_verified_once(tmp_path, monkeypatch) -> None:
+    """Each storage is compared with the checksums when its first tensor is used, and not again."""
+    (path,) = saved(tmp_path, [tied(1.0)])
+    content, checksums = torch_files.read_mapped(path)
+    calls = []
+    crc32 = zlib.crc32
+    monkeypatch.setattr(torch_files.zlib, "crc32", lambda data: calls.append(1) or crc32(data))
+    for name, tensor in content.items():
+        checksums.check(name, tensor)
+
+    assert len(calls) == 1

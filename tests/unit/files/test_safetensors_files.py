@@ -1,8 +1,9 @@
 import sys
 
 import pytest
+import torch
 
-from modkit.files.checkpoint_files import library
+from modkit.files.checkpoint_files import Described, library, write_safetensors
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):
@@ -11,3 +12,16 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
 
     with pytest.raises(ImportError, match="need the package safetensors"):
         library("safetensors")
+
+
+@pytest.mark.parametrize("name", ["a", "abcde"])
+def test_tensors_begin_at_a_multiple_of_eight_bytes(tmp_path, name):
+    """The header is padded, so that a reader can map the tensors into memory as they are."""
+    path = tmp_path / "file.safetensors"
+    tensor = torch.arange(3.0)
+    write_safetensors(path, {name: Described(tensor.dtype, tensor.shape)}, [(name, tensor)])
+    content = path.read_bytes()
+    header = int.from_bytes(content[:8], "little")
+
+    assert header % 8 == 0
+    assert content[8 + header :] == tensor.numpy().tobytes()
