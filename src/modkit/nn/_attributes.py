@@ -20,8 +20,9 @@ from modkit.nn._overrides import STANDARD, TorchModule, patchable, standard
 
 # A value of exactly one of these types can be neither Parameter, Buffer nor Module, so setting
 # it needs no more than a look whether the name is registered.
-_PLAIN_TYPES: Final = frozenset(
-    {bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, type(None)}
+# A dict, because dynamo of torch 2.8 does not know what is in a set.
+_PLAIN_TYPES: Final[dict[type, None]] = dict.fromkeys(
+    (bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, type(None))
 )
 
 # What the hot functions compare with: a global is read in half the time of an entry of a dict.
