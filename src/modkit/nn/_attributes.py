@@ -15,7 +15,7 @@ from modkit._messages import (
 )
 from modkit._upstream import module_globals, original_methods, trace_instead
 from modkit.nn._hooks import reserve_ids
-from modkit.nn._overrides import STANDARD, TorchModule, patchable, standard
+from modkit.nn._overrides import TorchModule, patchable, standard
 
 
 # A value of exactly one of these types can be neither Parameter, Buffer nor Module, so setting
@@ -380,9 +380,9 @@ def _set_buffer(module: torch.nn.Module, name: str, value: Any) -> None:
     else:
         persistent = name not in module._non_persistent_buffers_set
     register = module.register_buffer
-    if (
-        getattr(register, "__func__", None) in STANDARD
-        or "persistent" in inspect.signature(register).parameters
+    ours = type(module).register_buffer is register_buffer  # type: ignore[comparison-overlap]
+    if (ours and "register_buffer" not in module.__dict__) or (
+        "persistent" in inspect.signature(register).parameters
     ):
         register(name, value, persistent)
     elif persistent:
