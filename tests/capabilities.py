@@ -28,6 +28,18 @@ def _accepts_tensor_likes() -> bool:
 TENSOR_LIKE_BUFFERS: Final = _accepts_tensor_likes()
 
 
+def _refuses_empty_inputs() -> bool:
+    try:
+        torch.nn.LSTM(0, 1)
+    except ValueError:
+        return True
+    return False
+
+
+# In torch 2.13, and not in 2.8: a recurrent layer needs inputs.
+EMPTY_INPUTS_ARE_REFUSED: Final = _refuses_empty_inputs()
+
+
 def _averages_mixed_dtypes() -> bool:
     averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1).bfloat16()).float()
     try:
