@@ -151,6 +151,8 @@ def _run(
                 world_size=ranks,
                 timeout=dt.timedelta(seconds=timeout),
             )
+            # A rank that ends at once must not leave the others while they still connect.
+            dist.barrier()
             torch.save(function(*args), place / f"{rank}.pt")
             dist.destroy_process_group()
         except BaseException:

@@ -40,6 +40,15 @@ def _write(**line: object) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Give each test the same random numbers, whatever ran before it."""
+    _seed()
+
+
+def pytest_collectstart(collector):
+    """Give each file the same random parameters of tests."""
+    _seed()
+
+
+def _seed() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
