@@ -380,7 +380,7 @@ def _set_buffer(module: torch.nn.Module, name: str, value: Any) -> None:
     else:
         persistent = name not in module._non_persistent_buffers_set
     register = module.register_buffer
-    ours = type(module).register_buffer is register_buffer  # type: ignore[comparison-overlap]
+    ours = type(module).register_buffer is register_buffer
     if (ours and "register_buffer" not in module.__dict__) or (
         "persistent" in inspect.signature(register).parameters
     ):
