@@ -614,6 +614,14 @@ ROWS: Final = (
         torch=">=2.14",
     ),
     _row(
+        "modkit",
+        "Dynamo of torch 2.8 cannot trace what walks over a modkit module, such as `modules()`, "
+        "`parameters()` or `train()`: the graph breaks there.",
+        NO_ISSUE,
+        "tests/integration/torch_compile/test_compile.py::test_modules_are_walked_in_a_graph",
+        torch="<2.9",
+    ),
+    _row(
         "torch",
         "`modules()` takes no `remove_duplicate`.",
         NO_ISSUE,

@@ -15,13 +15,14 @@ from modkit._messages import (
 )
 from modkit._upstream import module_globals, original_methods, trace_instead
 from modkit.nn._hooks import reserve_ids
-from modkit.nn._overrides import STANDARD, TorchModule, patchable, standard
+from modkit.nn._overrides import TorchModule, patchable, standard
 
 
 # A value of exactly one of these types can be neither Parameter, Buffer nor Module, so setting
 # it needs no more than a look whether the name is registered.
-_PLAIN_TYPES: Final = frozenset(
-    {bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, type(None)}
+# A dict, because dynamo of torch 2.8 does not know what is in a set.
+_PLAIN_TYPES: Final[dict[type, None]] = dict.fromkeys(
+    (bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, type(None))
 )
 
 # What the hot functions compare with: a global is read in half the time of an entry of a dict.
@@ -379,9 +380,9 @@ def _set_buffer(module: torch.nn.Module, name: str, value: Any) -> None:
     else:
         persistent = name not in module._non_persistent_buffers_set
     register = module.register_buffer
-    if (
-        getattr(register, "__func__", None) in STANDARD
-        or "persistent" in inspect.signature(register).parameters
+    ours = type(module).register_buffer is register_buffer
+    if (ours and "register_buffer" not in module.__dict__) or (
+        "persistent" in inspect.signature(register).parameters
     ):
         register(name, value, persistent)
     elif persistent:
