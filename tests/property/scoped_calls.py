@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
+import torch.nn.modules.module as torch_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -189,12 +190,21 @@ def differentiate_functionally(side: Any, module: Any) -> Any:
     return gradients, each
 
 
+def has_old_backward_hooks(model: Any) -> bool:
+    """Return True if a call looks for the first tensor of its output: in a proxy of fx, without an end."""
+    hooked = [(torch_module._global_backward_hooks, torch_module._global_is_full_backward_hook)]
+    hooked += [(one._backward_hooks, one._is_full_backward_hook) for one in model.modules()]
+    return any(hooks and full is False for hooks, full in hooked)
+
+
 @scoped()
 def trace_with_fx(side: Any, module: Any) -> Any:
     """Trace the root symbolically; return the code, and what it computes.
 
     Inside scopes a graph may read a parameter at another place, as the page of `fast_inference` says.
     """
+    if has_old_backward_hooks(side.model):
+        raise Skipped
     with torch.no_grad():
         traced = torch.fx.symbolic_trace(side.model)
         return None if getattr(side, "scopes", None) else traced.code, traced(
