@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.distributed.launcher import run
 from tests.distributed.modules.modes import MODES
 from tests.distributed.modules.tasks import TASKS
@@ -64,15 +66,23 @@ def assert_is_the_whole(found: Found, case: Case) -> None:
     """Assert that the mean loss of all processes is that of one with the whole batch."""
     task, mode = case
     assert TASKS[task].rows_are_independent
-    alone = found[0][task, "alone"]["modkit"]["losses"]
     losses = [by_case[case]["modkit"]["losses"] for by_case in found]
     if MODES[mode].same_data:
         assert all(one == losses[0] for one in losses)
     else:
         assert losses[0] != losses[1]
+    if not _is_the_whole(found, case, "torch"):
+        pytest.skip("this torch does not give the losses of one process")
+    assert _is_the_whole(found, case, "modkit")
+
+
+def _is_the_whole(found: Found, case: Case, side: str) -> bool:
+    task, mode = case
+    alone = found[0][task, "alone"][side]["losses"]
+    losses = [by_case[case][side]["losses"] for by_case in found]
     # Sums are rounded elsewhere, and after that the weights are others.
     rough = 0.05 if "bf16" in mode else 2e-3
     means = [sum(column) / len(column) for column in zip(*losses, strict=True)]
-    assert all(
+    return all(
         math.isclose(mean, one, rel_tol=rough) for mean, one in zip(means, alone, strict=True)
     )
