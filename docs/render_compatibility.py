@@ -59,7 +59,8 @@ def table(runs: list[dict[str, Any]]) -> str:
 def render() -> str:
     """Return the page."""
     found = json.loads(FOUND.read_text(encoding="utf-8"))
-    return f"{INTRODUCTION}\n\n{table(found['tests'])}\n"
+    runs = table(found["tests"]) if found["tests"] else "No complete run is recorded yet."
+    return f"{INTRODUCTION}\n\n{runs}\n"
 
 
 def kind(case: ET.Element) -> str:
