@@ -495,8 +495,8 @@ def test_a_class_behind_module_sees_the_mode_being_set(impl: Implementation) -> 
     assert seen == [("training", False)]
 
 
-def test_a_getattr_of_a_class_hears_of_assigned_parameters(impl: Implementation) -> None:
-    """A load that assigns looks each name up, which a `__getattr__` of the class may see."""
+def watched(impl: Implementation):
+    """Return a module whose class has a `__getattr__`, and the names that it is asked for."""
 
     class Watched(plain(impl)):
         def __getattr__(self, name):
@@ -504,7 +504,12 @@ def test_a_getattr_of_a_class_hears_of_assigned_parameters(impl: Implementation)
             return super().__getattr__(name)
 
     seen: list[str] = []
-    net = Watched()
+    return Watched(), seen
+
+
+def test_a_getattr_of_a_class_hears_of_assigned_parameters(impl: Implementation) -> None:
+    """A load that assigns looks each name up, which a `__getattr__` of the class may see."""
+    net, seen = watched(impl)
     net.weight = torch.nn.Parameter(torch.ones(1))
     seen.clear()
     net.load_state_dict({"weight": torch.zeros(1)}, assign=True)
@@ -527,14 +532,7 @@ def test_a_getattr_of_a_class_hears_of_a_replaced_submodule(
     impl: Implementation, strict: bool
 ) -> None:
     """`set_submodule` looks the name up, which a `__getattr__` of the class may see."""
-
-    class Watched(plain(impl)):
-        def __getattr__(self, name):
-            seen.append(name)
-            return super().__getattr__(name)
-
-    seen: list[str] = []
-    net = Watched()
+    net, seen = watched(impl)
     net.child = impl.nn.ReLU()
     seen.clear()
     net.set_submodule("child", impl.nn.Tanh(), strict)
