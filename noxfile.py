@@ -235,10 +235,11 @@ def lightzero(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check format, style, the import contract and pyproject.toml."""
+    """Check format, style, language, the import contract and pyproject.toml."""
     install(session, "lint", project=False)
     session.run("ruff", "format", "--check")
     session.run("ruff", "check")
+    session.run("codespell")
     session.run("lint-imports", env={"PYTHONPATH": "src"})
     session.run("validate-pyproject", "pyproject.toml")
 
