@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["nox>=2025.2"]
 # ///
-"""What there is to run: `nox -l` lists it, `nox -s NAME` runs one, arguments after `--` are passed on.
+"""Sessions: `nox -l` lists them, `nox -s NAME` runs one and passes on arguments after `--`.
 
 All sessions that need torch share one environment, because torch is large. It is filled on demand
 with the pins of constraints.txt and reused. `nox --no-venv -s NAME` uses the current environment.
@@ -149,7 +149,7 @@ def lockstep(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def fuzz(session: nox.Session) -> None:
-    """Read 100,000 damaged and hostile files; `-- --seed 7 --files 1000` picks others."""
+    """Read 100,000 corrupt and hostile files; `-- --seed 7 --files 1000` picks others."""
     install(session, "test", extras="[cli,demo]")
     session.run("python", "-m", "tests.fuzz.fuzz_files", *session.posargs, env=TEST_ENVIRONMENT)
 
@@ -175,9 +175,9 @@ def mutation(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def distributed(session: nox.Session) -> None:
-    """Run the tests that start several processes, those of `nox -s tests` included."""
+    """Run the distributed tests, including those of `nox -s tests`."""
     install(session, "test", extras="[cli,demo]")
-    # The marks that stand in pyproject.toml leave some of them out.
+    # The default marks in pyproject.toml exclude some of them.
     every = ("-m", "not gpu", "tests/distributed")
     session.run("pytest", *every, *session.posargs, env=TEST_ENVIRONMENT)
 

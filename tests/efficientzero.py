@@ -1,4 +1,4 @@
-"""Configurations of EfficientZero's networks, and what one run of a network comes to.
+"""Configurations of EfficientZero's networks, and the results of one run of a network.
 
 ``tests/data/record_efficientzero.py`` records these runs of LightZero's networks, the tests compare
 those of modkit's with the record, and where LightZero is installed with LightZero itself.
@@ -46,7 +46,7 @@ class Case:
             return getattr(networks, self.kind)(**copy.deepcopy(dict(self.options)))
 
     def inputs(self, method: str, dtype: torch.dtype) -> tuple[Any, ...]:
-        """Return what to call a method with."""
+        """Return the arguments of a method."""
         source = torch.Generator().manual_seed(1)
 
         def random(*shape: int) -> Tensor:
@@ -357,7 +357,7 @@ def digest(tensors: Iterable[Tensor | None]) -> str:
 
 
 def sample(tensors: Sequence[Tensor | None]) -> Tensor:
-    """Return some elements of each tensor, at places that only its size tells; NaN for None."""
+    """Return some elements of each tensor, at indices that depend only on its size; NaN for None."""
     parts = []
     for tensor in tensors:
         if tensor is None:
@@ -372,8 +372,8 @@ def sample(tensors: Sequence[Tensor | None]) -> Tensor:
 def kernels() -> str:
     """Return a fingerprint of what torch's kernels compute on this machine.
 
-    Where it is the one on record, results have to be those on record to the last bit. Other machines
-    sum up in another order.
+    If it equals the recorded one, results must be bitwise identical to the recorded results. Other
+    machines sum in another order.
     """
     source = torch.Generator().manual_seed(4)
     results: list[Tensor | None] = []

@@ -1,4 +1,4 @@
-"""Read damaged and hostile files: each is refused with FileError, or read as torch reads it.
+"""Read corrupt and hostile files: each is refused with FileError, or read as torch reads it.
 
     python -m tests.fuzz.fuzz_files                               # 100,000 files
     python -m tests.fuzz.fuzz_files --seed 7 --seconds 60         # others, for a minute
@@ -51,7 +51,7 @@ CLOCK = struct.Struct("<qd")
 
 
 class Fault(NamedTuple):
-    """What is wrong with a reader."""
+    """An error of a reader."""
 
     number: int
     reader: str
@@ -255,7 +255,7 @@ def work(options: argparse.Namespace) -> int:
         clock[:] = CLOCK.pack(number, time.monotonic())
 
     counts = run(options.seed, range(options.start, options.files, options.step), say, begun)
-    # Ending takes time too, and is no file.
+    # Shutting down takes time too, and does not count as a file.
     clock[:] = CLOCK.pack(options.files, time.monotonic() + 60)
     say(counts)
     return 0

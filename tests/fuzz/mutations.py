@@ -72,7 +72,7 @@ def case(seed: int, number: int) -> Case:
     dice = Dice(f"{seed} {number}")
     names = [*seeds(), *["script"] * 8]
     name = dice.choice(names)
-    how = dice.choice([*UNCHECKED, *CHECKED, "damaged", "pickles", "pickles"])
+    how = dice.choice([*UNCHECKED, *CHECKED, "corrupted", "pickles", "pickles"])
     data = {**UNCHECKED, **CHECKED}[how](dice, seeds()[name])
     return Case(name, how, data, how in CHECKED)
 
@@ -145,7 +145,7 @@ SAME_LENGTH = [flip, overwrite, number, swap]
 DAMAGE = [*SAME_LENGTH, truncate, insert, remove]
 
 
-def damaged(dice: Dice, data: bytes) -> bytes:
+def corrupted(dice: Dice, data: bytes) -> bytes:
     """Damage a file, without any regard to its format."""
     for _ in range(dice.choice([1, 1, 1, 2, 3])):
         data = hurt(dice, data)
@@ -326,7 +326,7 @@ def spliced(dice: Dice, data: bytes) -> bytes:
 
 
 UNCHECKED: dict[str, Callable[[Dice, bytes], bytes]] = {
-    "damaged": damaged,
+    "corrupted": corrupted,
     "field": field,
 }
 CHECKED: dict[str, Callable[[Dice, bytes], bytes]] = {

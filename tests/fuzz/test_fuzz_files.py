@@ -30,12 +30,12 @@ def test_faults_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     data = bytearray(seeds()["plain"])
     at = data.index(torch.arange(16.0).numpy().tobytes())
     data[at + 5] ^= 4
-    damaged = Case("plain", "by hand", bytes(data), checked=False)
-    assert list(faults_of(damaged, 1, tmp_path, Counter())) == []
+    corrupted = Case("plain", "by hand", bytes(data), checked=False)
+    assert list(faults_of(corrupted, 1, tmp_path, Counter())) == []
     monkeypatch.setitem(
         fuzz_files.READERS, "load_checkpoint", (fuzz_files.torch_load, fuzz_files.torch_load)
     )
-    (fault,) = faults_of(damaged, 1, tmp_path, Counter())
+    (fault,) = faults_of(corrupted, 1, tmp_path, Counter())
     assert fault[:3] == (1, "load_checkpoint", "read otherwise")
     cut_off = Case("plain", "by hand", bytes(data[:-30]), checked=False)
     (fault,) = faults_of(cut_off, 1, tmp_path, Counter())

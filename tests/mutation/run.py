@@ -31,7 +31,7 @@ from tests.mutation.planted import BUGS, Bug
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUND = ROOT / "docs" / "mutation.json"
-# What pytest returns if a test has failed, or could not be collected.
+# Exit codes of pytest if a test has failed, or could not be collected.
 CAUGHT = (1, 2)
 MOST_MEMORY = 8 << 30
 
@@ -102,7 +102,7 @@ def caught_by(bug: Bug, folder: Path, *, quick: bool) -> str:
 
 
 def run(bugs: list[Bug], *, quick: bool) -> list[dict[str, str]]:
-    """Plant each bug in turn; return what there is to tell of it."""
+    """Plant each bug in turn; return the rows of the report."""
     rows: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = copied(Path(name))
@@ -111,7 +111,7 @@ def run(bugs: list[Bug], *, quick: bool) -> list[dict[str, str]]:
             rows.append({"file": bug.file, "mechanism": bug.mechanism, "caught by": test})
             sys.stdout.write(f"{bug.file}: {bug.mechanism}: {test or 'MISSED'}\n")
             sys.stdout.flush()
-        # What fails without a bug has caught nothing.
+        # A test that also fails without a bug has not caught it.
         tests = {row["caught by"] for row in rows} - {""}
         _, failed = run_tests(folder, *sorted(tests)) if tests else (0, [])
         for row in rows:
@@ -122,7 +122,7 @@ def run(bugs: list[Bug], *, quick: bool) -> list[dict[str, str]]:
 
 
 def known() -> list[dict[str, str]]:
-    """Return what there is to tell of the bugs that were planted last."""
+    """Return the rows of the last report."""
     content = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
     return list(content.get("planted", {}).get("bugs", []))
 

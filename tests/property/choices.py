@@ -1,4 +1,4 @@
-"""What operations and trees are drawn from: choices, which any `random.Random` decides.
+"""Choices that operations and trees are drawn from, with any `random.Random`.
 
 The long run draws with a generator of its own, Hypothesis with one whose decisions it records and
 shrinks. The functions have the names of Hypothesis' strategies.
@@ -59,7 +59,7 @@ def integers(least: int, most: int) -> Choice[int]:
 
 
 def one_of(*choices: Choice[Any]) -> Choice[Any]:
-    """What one of the choices draws."""
+    """Draw from one of the choices."""
     return Choice(lambda source: choices[source.randrange(len(choices))].draw(source))
 
 
@@ -69,7 +69,7 @@ def tuples(*choices: Choice[Any]) -> Choice[tuple[Any, ...]]:
 
 
 def builds(function: Callable[..., T], *choices: Choice[Any]) -> Choice[T]:
-    """What the function makes of one of each."""
+    """Call the function with one draw of each choice."""
     return Choice(lambda source: function(*(choice.draw(source) for choice in choices)))
 
 

@@ -13,7 +13,7 @@ from tests.property.node_tools import LOG, override
 
 T = TypeVar("T")
 
-# What the overriding mixins override that are modules of torch, before or behind a user's class.
+# Methods that mixins which are modules of torch override, before or behind a user's class.
 MIXED_IN: Final = (
     "forward",
     "train",
@@ -75,7 +75,7 @@ class Silent:
 
 
 class Encodes(Protocol):
-    """What a protocol asks for."""
+    """A protocol with one method."""
 
     plain: int
 

@@ -1,4 +1,4 @@
-"""What the user classes of the random trees and the hooks share: the log that they write."""
+"""The log that the hooks and the user classes of the random trees write."""
 
 from typing import Any, Final
 

@@ -84,7 +84,7 @@ def keep_owner(side: Any, module: Any, wrapped: bool) -> None:
 
 @operation(choices.booleans())
 def is_freed(side: Any, module: Any, called: bool) -> Any:
-    """Tell whether a copy of the tree is freed without the cyclic collector."""
+    """Return True if a copy of the tree is freed without the cyclic collector."""
     copied = copy.deepcopy(side.model)
     if called:
         with torch.no_grad():

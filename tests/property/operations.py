@@ -83,7 +83,7 @@ def sequences(kinds: choices.Choice[Operation], least: int, most: int) -> Any:
 
 
 def members_of(module: Any) -> set[str]:
-    """Return the names of all that the module holds itself, plain attributes included."""
+    """Return the names of the module's own members, plain attributes included."""
     return {*module.__dict__, *module._parameters, *module._buffers, *module._modules}
 
 
@@ -94,7 +94,7 @@ def refuse_destructive_assignment(module: Any, name: str) -> None:
 
 
 def is_tied(side: Any) -> bool:
-    """Tell whether a parameter stands in more than one place of the tree."""
+    """Return True if a parameter is in more than one place of the tree."""
     found = [
         id(parameter)
         for _, module in positions(side.model)
@@ -105,7 +105,7 @@ def is_tied(side: Any) -> bool:
 
 
 def refuse_tied_buffers(side: Any) -> None:
-    """Skip a conversion that torch unties buffers by."""
+    """Skip a conversion for which torch unties buffers."""
     found = [
         id(buffer)
         for module in distinct_modules(side.model)
@@ -117,7 +117,7 @@ def refuse_tied_buffers(side: Any) -> None:
 
 
 def is_shared(side: Any) -> bool:
-    """Tell whether a module stands in more than one place of the tree."""
+    """Return True if a module is in more than one place of the tree."""
     found = [id(module) for _, module in positions(side.model)]
     return len(found) != len(set(found))
 

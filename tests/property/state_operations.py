@@ -76,7 +76,7 @@ def edited_tensor(side: Any, edit: str, value: torch.Tensor) -> torch.Tensor:
     return side.impl.nn.Parameter(value, requires_grad=value.is_floating_point())
 
 
-# What assigning tensors calls: of a load that fails, how far it came is not compared.
+# Calls made by assigning tensors. How far a failing load came is not compared.
 ASSIGNMENTS = {
     *("__setattr__", "__getattr__", "register_parameter", "register_buffer"),
     *("own register_parameter", "own register_buffer", "new parameter", "new buffer"),
@@ -137,7 +137,7 @@ def load_state_dict(
     choices.booleans(),
 )
 def load_something_else(side: Any, module: Any, value: Any, strict: bool) -> Any:
-    """Load what is no state of this module."""
+    """Load an object that is not a state of this module."""
     places = positions(side.model)
     if any(child is None for _, place in places for child in place._modules.values()):
         raise Skipped

@@ -95,10 +95,10 @@ SAMPLE = CASES[::17]
 
 
 def tolerance(dtype: torch.dtype, precision: str, updates: int) -> float:
-    """Return the largest error of an average of numbers up to 1, by the documented precision.
+    """Return the largest error of an average of values up to 1, by the documented precision.
 
     Each update rounds to the dtype of the average, by up to half its eps, or by a whole eps where it
-    rounds at random. A low-order error term in 16 bits squares the eps; the arithmetic is in float32.
+    rounds at random. A low-order error term in bf16 or fp16 squares the eps; the arithmetic is in float32.
     """
     eps = torch.finfo(dtype).eps
     narrow = dtype in (torch.bfloat16, torch.float16)

@@ -83,14 +83,14 @@ def run(impl, tree, operations):
 )
 @given(implementations, trees().strategy(), sequences(ALL))
 def test_a_few_random_sequences(impl, tree, operations) -> None:
-    """The same 60 sequences of operations each time give the same plainly and inside scopes."""
+    """60 fixed sequences of operations give equal results outside and inside scopes."""
     run(impl, tree, operations)
 
 
 @pytest.mark.property
 @given(implementations, trees().strategy(), sequences(ALL))
 def test_random_sequences(impl, tree, operations) -> None:
-    """Any sequence of operations gives the same bits, errors and calls of hooks inside scopes."""
+    """Any sequence of operations is bitwise identical inside scopes, with equal errors and hook calls."""
     run(impl, tree, operations)
 
 

@@ -17,7 +17,7 @@ from tests.property.trees import Member, ModuleSpec, trees
 )
 @given(trees().strategy(), sequences(vocabulary.drawn(), 8, 14))
 def test_a_few_random_sequences_in_lockstep(spec, operations) -> None:
-    """The same 40 sequences of operations each time leave both trees alike at every step."""
+    """40 fixed sequences of operations leave both trees equal after every step."""
     lockstep(spec, operations)
 
 
@@ -35,7 +35,7 @@ def test_a_few_random_sequences_in_lockstep(spec, operations) -> None:
     ids=["parameter assigned to the buffer of a shared module"],
 )
 def test_sequences_that_once_differed(spec, operations) -> None:
-    """What a longer search has found to differ is run each time."""
+    """Sequences that differed in a longer search leave both trees equal."""
     lockstep(spec, [Operation(*operation) for operation in operations])
 
 

@@ -27,7 +27,7 @@ def test_a_portion_counts_what_ran() -> None:
 
 
 def test_a_difference_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a sequence that shows a difference, the operation that it takes is left."""
+    """A sequence that shows a difference is reduced to the operation that causes it."""
 
     def broken(side, module) -> str:
         return side.impl.name

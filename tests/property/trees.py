@@ -13,7 +13,7 @@ from tests.property.nodes import OVERRIDDEN
 
 
 # Few names, so that operations often meet members that exist. Some are odd on purpose: digits,
-# spaces, a keyword, a name that is no identifier, names of methods and of layers' parameters.
+# spaces, a keyword, a name that is not an identifier, names of methods and of layers' parameters.
 VALID_NAMES = ["a", "b", "c", "0", "1", "weight", "bias", "x y", "class", "né"]
 # Names that some ways of registering refuse.
 ODD_NAMES = ["", "a.b", "type", "forward"]

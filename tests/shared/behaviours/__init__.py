@@ -1,6 +1,6 @@
 """The shared behaviours: functions of torch or modkit, by area and name.
 
-A case gives the same with both libraries, or stands in ``differences.py`` with what each gives.
+A case gives equal results with both libraries, or is listed in ``differences.py`` with both results.
 """
 
 from collections.abc import Callable, Mapping

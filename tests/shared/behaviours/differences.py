@@ -187,7 +187,7 @@ DIFFERENCES: Final = {
         modkit=True,
     ),
     "loading: keys below a child that is None": Difference(
-        "Torch says that all keys match although nobody loads those below a child that is None.",
+        "Torch reports that all keys match, although those below a child that is None are not loaded.",
         on(lambda n: n.load_state_dict({"empty.weight": X}, strict=False).unexpected_keys),
         torch=[],
         modkit=["empty.weight"],

@@ -135,7 +135,7 @@ def for_all(lib: Library, kinds: str, use: Any, result: Any = None, **options: A
     """Use a network while hooks for all modules are registered."""
     log = Log()
     with ExitStack() as handles:
-        # What torch does not undo when a handle is removed.
+        # Torch does not undo this when a handle is removed.
         handles.callback(lib.hooks._global_forward_hooks_with_kwargs.clear)
         handles.callback(setattr, lib.hooks, "_global_is_full_backward_hook", None)
         for kind in kinds.split():

@@ -1,4 +1,4 @@
-"""What a module is and does without hooks and files: members, walks, modes, casts, classes, copies."""
+"""Behaviors of a module without hooks and files: members, walks, modes, casts, classes, copies."""
 
 import abc
 import copy

@@ -117,7 +117,7 @@ LOADING_A_PART: Final[Any] = {
     "an override": {"use": load_own, "_version": 3, "_load_from_state_dict": stores},
     "extra state": {"use": load_own, "get_extra_state": lambda m: 1, "set_extra_state": stores},
     "extra state that is missing": {"use": load_nothing, "set_extra_state": stores},
-    "extra state that nobody sets": {"use": load_own, "get_extra_state": lambda self: 1},
+    "extra state without a setter": {"use": load_own, "get_extra_state": lambda self: 1},
 }
 LOADING_WITH_HOOKS: Final[Any] = {
     f"{kind}{name}": {"kind": kind, "use": use, "result": result}

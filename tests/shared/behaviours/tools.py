@@ -1,4 +1,4 @@
-"""What other parts of torch do with modules: nn.utils, func, graphs, averages, third-party modules."""
+"""Other parts of torch applied to modules: nn.utils, func, graphs, averages, third-party modules."""
 
 import copy
 from collections.abc import Callable
