@@ -55,6 +55,11 @@ SMOKE = (
 IN_PARALLEL = ("-n", "auto", "--dist", "loadfile")
 TESTS_FAILED = 1
 NO_TESTS_COLLECTED = 5
+WRITE_CHECKPOINTS = """
+import torch, modkit
+for name in "first", "second":
+    modkit.save_checkpoint(modkit.nn.Linear(3, 2).state_dict(), f"{name}.pt")
+"""
 
 
 def install(session: nox.Session, *groups: str, extras: str = "", project: bool = True) -> None:
@@ -295,8 +300,37 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="virtualenv")
 def build(session: nox.Session) -> None:
-    """Build sdist and wheel into dist/ and check what is in the wheel."""
+    """Build sdist and wheel into dist/, check both, and resolve every extra on every Python."""
     install(session, "build", project=False)
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     session.run("python", "-m", "build")
+    files = sorted(str(file) for file in (ROOT / "dist").iterdir())
     session.run("check-wheel-contents", "dist")
+    session.run("twine", "check", "--strict", *files)
+    resolve = ("uv", "pip", "compile", "--quiet", "--no-header", "pyproject.toml")
+    for extra in PYPROJECT["project"]["optional-dependencies"]:
+        for python in nox.project.python_versions(PYPROJECT):
+            arguments = ("--extra", extra, "--python-version", python)
+            session.run(*resolve, *arguments, silent=True)
+    session.notify("wheel")
+
+
+@nox.session(default=False, venv_backend="uv|virtualenv", reuse_venv=False)
+def wheel(session: nox.Session) -> None:
+    """Install the wheel of `nox -s build` into a new environment, and run each command."""
+    file = next((ROOT / "dist").glob("modkit-*.whl"), None)
+    if file is None:
+        session.error("dist/ has no wheel: run `nox -s build` first")
+    pins = ("--constraint", f"{CONSTRAINTS}")
+    session.chdir(session.create_tmp())
+    session.install(*pins, f"{file}")
+    refused = session.run("modkit", "--version", silent=True, success_codes=[1])
+    if "modkit[cli]" not in str(refused):
+        session.error(f"the missing extra is not named: {refused}")
+    session.install(*pins, f"{file}[cli]")
+    session.run("python", "-c", WRITE_CHECKPOINTS)
+    session.run("modkit", "--version")
+    session.run("modkit", "compat", "--help")
+    session.run("modkit", "average", "first.pt", "second.pt", "-o", "mean.pt", "--overwrite")
+    session.run("modkit", "inspect", "mean.pt", "--check")
+    session.run("python", "-m", "modkit", "inspect", "mean.pt", "--json")

@@ -50,7 +50,7 @@ def test_a_run_goes_on_where_another_one_has_ended(tmp_path: Path) -> None:
     assert "3 ranks, from step 40" in more
     assert len(shares) == 1
     assert all(float(share) > 50 for share in shares[0])
-    assert shares[0] == re.findall(r"step 40: ([\d.]+)% right, ([\d.]+)%", resumed)[0]
+    assert shares[0] == re.findall(r"step 40: accuracy ([\d.]+)%, ([\d.]+)%", resumed)[0]
     first, second = read(tmp_path / "through"), read(tmp_path / "parts")
     assert first.keys() == second.keys()
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
