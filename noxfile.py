@@ -23,7 +23,7 @@ INTEGRATION = ROOT / "tests" / "integration"
 
 
 def shared_environment(location: str, **options: object) -> VirtualEnv:
-    """Put the environment of a session at one place, whatever the session's name is."""
+    """Use one environment for all sessions, independent of the session's name."""
     shared = Path(location).with_name("shared")
     return VirtualEnv(str(shared), venv_backend="virtualenv", **options)  # type: ignore[arg-type]
 
@@ -35,13 +35,13 @@ nox.options.default_venv_backend = "shared"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests", "lint", "typing"]
 
-# The oldest torch that modkit admits, the one of constraints.txt, and the newest.
+# The oldest supported torch, the pinned one, and the newest.
 TORCH_RELEASES = ("2.8.0", "2.13.0", "2.15.0")
 
 # Most tensors of the tests are tiny: starting a second thread costs more than it saves.
 # Modules are compiled, and their asserts rewritten, in the first run alone.
 TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
-# One folder or file for each mechanism, of those that take seconds.
+# One folder or file per mechanism, of those that take seconds.
 SMOKE = (
     *("tests/parity/test_smoke.py", "tests/parity/module_page", "tests/parity/hooks"),
     *("tests/parity/fixes/test_load.py", "tests/parity/fast_inference/test_fold.py"),
@@ -51,7 +51,7 @@ SMOKE = (
     *("tests/parity/jit/test_defects.py", "tests/unit/cli/test_cli.py"),
     "tests/unit/cli/test_inspect.py",
 )
-# One process a core. A file stays in one process: the blocks of a page build on one another.
+# One process per core. A file stays in one process: the blocks of a page depend on each other.
 IN_PARALLEL = ("-n", "auto", "--dist", "loadfile")
 TESTS_FAILED = 1
 NO_TESTS_COLLECTED = 5
@@ -79,7 +79,7 @@ def install(session: nox.Session, *groups: str, extras: str = "", project: bool 
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Train a small network on handwritten digits; `-- --backend torch` for the same on torch."""
+    """Train a small network on handwritten digits; `-- --backend torch` runs it on torch."""
     install(session, extras="[demo]")
     session.run("python", "examples/train_digits.py", *session.posargs)
 
@@ -118,7 +118,7 @@ for release in TORCH_RELEASES:
 
 @nox.session(default=False)
 def smoke(session: nox.Session) -> None:
-    """Run the tests that find most in half a minute: modules, hooks, averages, files, jit, cli."""
+    """Run half a minute of tests that cover most: modules, hooks, averages, files, jit, cli."""
     install(session, "test", extras="[cli,demo]")
     session.run("pytest", *IN_PARALLEL, *SMOKE, *session.posargs, env=TEST_ENVIRONMENT)
 
@@ -199,7 +199,7 @@ def ecosystem(session: nox.Session) -> None:
     folders = [
         name for name in folders if Path(name).name.split("_")[0] not in ("torch", "lightzero")
     ]
-    # The pages that show what these libraries and modkit have for the same purpose.
+    # Pages whose code blocks use these libraries.
     pages = [str(page) for page in ROOT.glob("docs/*.md") if "if(missing(" in page.read_text()]
     session.run("pytest", *folders, *pages, *session.posargs, env=TEST_ENVIRONMENT)
     session.run("pytest", "-m", "distributed", *folders, *session.posargs, env=TEST_ENVIRONMENT)
@@ -227,7 +227,7 @@ def lightzero(session: nox.Session) -> None:
     """Compare modkit's EfficientZero networks with LightZero's; `-- --record` renews their record."""
     install(session, "test", "lightzero")
     if session.venv_backend != "none":
-        # Without what they ask for: NumPy and gym of years ago, and a simulator for every game.
+        # Without their requirements: outdated NumPy and gym, and a simulator for every game.
         session.install("--no-deps", "LightZero==0.1.0", "DI-engine==0.5.3")
     if "--record" in session.posargs:
         session.run("python", "tests/data/record_efficientzero.py", env=TEST_ENVIRONMENT)
@@ -275,7 +275,7 @@ def bench(session: nox.Session) -> None:
 def peers(session: nox.Session) -> None:
     """Time the weight averages of modkit and of other libraries; `-- --json FILE` keeps the rows.
 
-    Then the readers of checkpoints, beside torch's and that of safetensors.
+    Then time the readers of checkpoints of modkit, torch and safetensors.
     """
     install(session, "peers")
     session.run("python", "-m", "benchmarks.averaging_peers", *session.posargs)

@@ -55,7 +55,7 @@ def build(nn: ModuleType, blocks: int) -> torch.nn.Module:
 
 
 def first_call(net: torch.nn.Module) -> Callable[[], None]:
-    """Return what compiles a network by calling it for the first time."""
+    """Return a function that compiles a network by calling it once."""
 
     def run() -> None:
         torch.compiler.reset()

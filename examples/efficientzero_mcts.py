@@ -45,7 +45,7 @@ GAME: dict[str, Any] = {
     "value_support_size": len(RESULTS),
 }
 SMALL: dict[str, Any] = {
-    # Statistics of batches do not fit what a search sees, unless they are gathered for long.
+    # Batch statistics do not fit the inputs of a search, unless they are gathered for long.
     "norm_type": "LN",
     "num_channels": 16,
     "reward_head_channels": 4,
@@ -330,7 +330,7 @@ def train(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.rounds)
     games: deque[Game] = deque(maxlen=1000)
     with playing(model, ema):
-        # Hardly searched: games that end in all ways teach best what winning is.
+        # Few simulations: varied games teach the value of winning best.
         games.extend(self_play(model, 8 * options.parallel, 2))
     for _ in track(range(options.rounds), "training", console=console, transient=True):
         with playing(model, ema):
@@ -475,7 +475,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Train, play against random moves, and time the search."""
     options = parse()
-    # The tensors are so small that a second thread would cost more than it saves.
+    # The tensors are small: a second thread costs more than it saves.
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     random.seed(options.seed)
@@ -494,7 +494,7 @@ def main() -> None:
         players["trained"] = against_random(model, options.games, options.simulations)
     console.print(strength_table(players))
 
-    # The second one has the widths that LightZero's model has by default.
+    # The second one has the default widths of LightZero's model.
     sizes = {"16 channels": model, "64 channels": EfficientZeroModel(**GAME)}
     nodes = 50
     console.print(speed_table({n: speeds(m, nodes, options.timed) for n, m in sizes.items()}))

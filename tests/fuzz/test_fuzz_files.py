@@ -12,7 +12,7 @@ from tests.fuzz.mutations import CHECKED, UNCHECKED, Case, case, seeds
 
 @for_each("start", range(0, 300, 60))
 def test_damaged_files(start: int) -> None:
-    """Each is refused with FileError, or read as torch reads it; `nox -s fuzz` reads many more."""
+    """Each file is refused with FileError, or read as torch reads it."""
     faults: list[Fault] = []
     fuzz_files.run(1, range(start, start + 60), faults.append)
 
@@ -26,7 +26,7 @@ def test_the_same_files_each_time() -> None:
 
 
 def test_faults_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that lets damage pass, or raises another exception, is found."""
+    """A reader that misses corruption, or raises another exception, is reported."""
     data = bytearray(seeds()["plain"])
     at = data.index(torch.arange(16.0).numpy().tobytes())
     data[at + 5] ^= 4

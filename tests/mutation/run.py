@@ -1,4 +1,4 @@
-"""Plant the bugs one after the other in a copy of the project, and tell which tests catch them.
+"""Plant the bugs one by one in a copy of the project, and report which tests catch them.
 
 python -m tests.mutation.run                  # all, into docs/mutation.json and docs/mutation.md
 python -m tests.mutation.run --only schedules # those whose mechanism or file has the word
@@ -37,7 +37,7 @@ MOST_MEMORY = 8 << 30
 
 
 def copied(folder: Path) -> Path:
-    """Copy the project, since a bug must never get into the working tree."""
+    """Copy the project, so that bugs never get into the working tree."""
     names = ("src", "tests", "docs", "examples", "benchmarks")
     ignored = shutil.ignore_patterns("__pycache__", "_build")
     for name in names:
@@ -58,7 +58,7 @@ def run_tests(folder: Path, *arguments: str, limit: float = math.inf) -> tuple[i
         descriptor = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-        # A bug may ask for more and more memory.
+        # A bug may allocate without bound.
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
         os.chdir(folder)
         places = [str(folder / "src"), str(folder)]
@@ -142,7 +142,7 @@ def today() -> dict[str, str]:
 
 
 def main() -> int:
-    """Run all bugs, or some; a bug that is missed makes it 1."""
+    """Run all bugs, or some; return 1 if one is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="word in the mechanism or the file; keeps the other rows")
     parser.add_argument("--quick", action="store_true", help="run the named tests only")

@@ -18,7 +18,7 @@ class Hook:
     effect: str
 
     def __call__(self, *arguments: Any) -> Any:
-        """Do what a hook of the kind does."""
+        """Run the hook."""
         return getattr(self, f"_{self.kind}")(*arguments)
 
     def _note(self, *details: Any) -> None:

@@ -40,7 +40,7 @@ def test_sequences_that_once_differed(spec, operations) -> None:
 
 
 def test_lockstep_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison is not blind: an operation that differs on modkit is reported by name."""
+    """An operation that differs on modkit is reported by name."""
 
     def broken(side, module) -> str:
         return side.impl.name
@@ -52,7 +52,7 @@ def test_lockstep_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lockstep_sees_a_change_of_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change that shows in no result, only in the tree, is reported too."""
+    """A change that is visible only in the tree is reported too."""
 
     def broken(side, module) -> None:
         module.training = side.impl.name == "torch"
@@ -64,7 +64,7 @@ def test_lockstep_sees_a_change_of_state(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("module", vocabulary.FILES, ids=lambda file: file.__name__.split(".")[-1])
 def test_all_operations_are_drawn(module) -> None:
-    """Every file of operations enters some into the tables that sequences are drawn from."""
+    """Every file of operations adds some to the tables that sequences are drawn from."""
     kinds = [*OPERATIONS.values(), *SCOPED.values()]
     entered = [kind for kind in kinds if kind.function.__module__ == module.__name__]
 

@@ -15,7 +15,7 @@ Cases = dict[str, Case]
 
 
 def tried(function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> Any:
-    """Return what a function returns, or its exception as text."""
+    """Return the result of a function, or its exception as text."""
     try:
         return function(*arguments, **kwargs)
     except Exception as error:

@@ -23,7 +23,7 @@ class Log(list[Any]):
     """Records the calls of its hooks."""
 
     def hook(self, label: object, result: Any = None) -> Callable[..., Any]:
-        """Return a hook that enters what it was called with, and returns ``result``."""
+        """Return a hook that records its arguments, and returns ``result``."""
 
         def hook(*arguments: Any, **kwargs: Any) -> Any:
             shown = [type(one) if isinstance(one, Module) else one for one in arguments]

@@ -35,14 +35,14 @@ def with_hook(lib: Library, kind: str, use: Any, result: Any = None) -> Any:
 
 
 def with_part(lib: Library, use: Any, **members: Any) -> Any:
-    """Use a network with a part that has other members than usual."""
+    """Use a network with a part that has unusual members."""
     net = lib.net()
     net.part = type(lib.nn.Module)("Part", (lib.nn.Module,), members)()
     return tried(use, net), getattr(net.part, "seen", None)
 
 
 def stores(module: Any, *arguments: Any) -> None:
-    """Keep what a method of a part is called with."""
+    """Record the arguments of a method of a part."""
     module.seen = [type(one) if isinstance(one, OrderedDict) else one for one in arguments]
 
 
