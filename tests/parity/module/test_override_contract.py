@@ -419,7 +419,7 @@ def test_tables_of_global_hooks_may_be_rebound(
 def test_tables_of_registration_hooks_may_be_rebound(
     impl: Implementation, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same holds for the hooks that see members being registered."""
+    """Registration looks the tables of registration hooks up, which may be rebound."""
     name = f"_global_{kind}_registration_hooks"
     table = getattr(torch.nn.modules.module, name)
     monkeypatch.setattr(torch.nn.modules.module, name, type(table)())

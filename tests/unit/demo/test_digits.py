@@ -79,7 +79,7 @@ def metrics(folder: Path, name: str = "metrics.json") -> dict:
 
 
 def test_losses_and_accuracies_are_equal_to_the_last_bit(runs) -> None:
-    """The same file trains to the same numbers on torch and on modkit."""
+    """Training has equal results on torch and on modkit."""
     expected, actual = metrics(runs["torch"][0]), metrics(runs["modkit"][0])
 
     assert actual == expected
@@ -132,7 +132,7 @@ def test_the_average_without_a_network_of_its_own_learns(runs) -> None:
 
 @pytest.mark.parametrize(("writer", "reader"), [("torch", "modkit"), ("modkit", "torch")])
 def test_checkpoint_of_either_loads_into_the_other(runs, tmp_path, writer, reader) -> None:
-    """Evaluating the other backend's checkpoint gives the writer's results to the last bit."""
+    """Evaluating the other backend's checkpoint is bitwise identical to the writer's results."""
     checkpoint = runs[writer][0] / "checkpoint.pt"
     status, _, errors = run_here("--backend", reader, "--load", checkpoint, "--out", tmp_path)
     expected = {"test": metrics(runs[writer][0])["test"]}

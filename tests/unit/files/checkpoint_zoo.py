@@ -414,7 +414,9 @@ WAYS: dict[str, Callable[[], bytes]] = {
     "no descriptors": lambda: _without_descriptors(saved(state())),
     "no format version": lambda: replaced(saved(state()), {".format_version": None}),
     "no alignment record": lambda: replaced(saved(state()), {".storage_alignment": None}),
-    "alignment that is no number": lambda: replaced(saved(state()), {".storage_alignment": b"x"}),
+    "alignment that is not a number": lambda: replaced(
+        saved(state()), {".storage_alignment": b"x"}
+    ),
     "no version": lambda: replaced(saved(state()), {"version": None}),
     "no id": lambda: replaced(saved(state()), {".data/serialization_id": None}),
     "more members": lambda: replaced(saved(state()), {"extra/a.txt": b"text", "data/99": b"xyz"}),

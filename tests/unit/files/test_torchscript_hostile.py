@@ -134,7 +134,7 @@ def test_blocks_of_zeros():
 
 
 def test_members_that_change_places_without_new_checksums():
-    """Contents of one size that change places on the disk do not match their checksums."""
+    """Members of equal size that are swapped on disk do not match their checksums."""
     content = members(archive())
     names = [name for name in content if "/data/" in name]
 

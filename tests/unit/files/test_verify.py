@@ -85,9 +85,9 @@ def test_each_flipped_bit_is_found(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     place = data.find(WEIGHT.numpy().tobytes())
     for bit in (0, 1000, 8 * WEIGHT.nbytes - 1):
-        damaged = bytearray(data)
-        damaged[place + bit // 8] ^= 1 << bit % 8
-        path.write_bytes(damaged)
+        corrupted = bytearray(data)
+        corrupted[place + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(corrupted)
         with pytest.raises(FileError, match="checksum"):
             verify(path)
 
