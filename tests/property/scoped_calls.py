@@ -205,11 +205,14 @@ def trace_with_fx(side: Any, module: Any) -> Any:
     """
     if has_old_backward_hooks(side.model):
         raise Skipped
+    # Tracers of one process share their count of constants.
+    torch.fx.Tracer._qualname_counter.clear()
+    in_scope = bool(getattr(side, "scopes", None))
     with torch.no_grad():
         traced = torch.fx.symbolic_trace(side.model)
-        return None if getattr(side, "scopes", None) else traced.code, traced(
-            make_input(side, "own")
-        )
+        if in_scope:
+            LOG.clear()
+        return None if in_scope else traced.code, traced(make_input(side, "own"))
 
 
 @scoped()
