@@ -54,10 +54,6 @@ def pre_hook_alone(
         and theirs[2] == ours[2]
         and warned == rest
         and len(theirs[1]) > len(ours[1])
-        and (
-            "_global_backward_pre_hooks" in torch_side.world.hooks
-            or any(module._backward_pre_hooks for module in torch_side.model.modules())
-        )
     )
 
 

@@ -208,11 +208,17 @@ def trace_with_fx(side: Any, module: Any) -> Any:
     # Tracers of one process share their count of constants.
     torch.fx.Tracer._qualname_counter.clear()
     in_scope = bool(getattr(side, "scopes", None))
-    with torch.no_grad():
-        traced = torch.fx.symbolic_trace(side.model)
+    try:
+        with torch.no_grad():
+            traced = torch.fx.symbolic_trace(side.model)
+            if in_scope:
+                LOG.clear()
+            return None if in_scope else traced.code, traced(make_input(side, "own"))
+    except Exception as error:
         if in_scope:
             LOG.clear()
-        return None if in_scope else traced.code, traced(make_input(side, "own"))
+            raise RuntimeError("cannot be traced, or run") from error
+        raise
 
 
 @scoped()

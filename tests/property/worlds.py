@@ -37,7 +37,7 @@ class World:
 
     def __init__(self) -> None:
         self.patches: list[str] = []
-        self.hooks: dict[str, list[tuple[int, Any]]] = {}
+        self._hooks: dict[str, list[tuple[int, Any]]] = {}
         # Tables that an operation has put in the place of torch's.
         self._tables: dict[str, Any] = {}
         self._full: bool | None = None
@@ -46,7 +46,7 @@ class World:
     def entered(self, side: Any) -> Iterator[None]:
         """Put the tables and patches in, and take them out again."""
         torch_module._global_is_full_backward_hook = self._full
-        for name, hooks in self.hooks.items():
+        for name, hooks in self._hooks.items():
             TABLES[name].update(hooks)
         for name, table in self._tables.items():
             setattr(torch_module, name, table)
@@ -58,14 +58,14 @@ class World:
         finally:
             self._full = torch_module._global_is_full_backward_hook
             torch_module._global_is_full_backward_hook = None
-            self.hooks, self._tables = {}, {}
+            self._hooks, self._tables = {}, {}
             for name, original in TABLES.items():
                 table = getattr(torch_module, name)
                 if table is not original:
                     self._tables[name] = table
                     setattr(torch_module, name, original)
                 if original:
-                    self.hooks[name] = list(original.items())
+                    self._hooks[name] = list(original.items())
                     original.clear()
 
 
