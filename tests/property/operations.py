@@ -93,7 +93,7 @@ def refuse_destructive_assignment(module: Any, name: str) -> None:
         return
     # A `__getattr__` of the class may find the name in a child, too.
     children = [child for child in module._modules.values() if child is not None]
-    found = type(module).__name__ == "Attentive" and any(name in vars(c) for c in children)
+    found = type(module).__name__.endswith("Attentive") and any(name in vars(c) for c in children)
     if found or (name in ODD_NAMES and name in members_of(module)):
         raise Skipped
 
