@@ -35,7 +35,7 @@ class Table(dict[str, Any]):
             self.binding.close()
         return super().__contains__(name)
 
-    def __ior__(self, other: Any) -> Any:
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc] # a Table is not returned
         # ``module._modules |= ...`` assigns the result, which must outlast the block.
         self.update(other)
         return self.original
