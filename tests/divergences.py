@@ -166,7 +166,7 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "A deep copy by torch is no instance of the users' class, and has neither hooks nor plain "
+        "A deep copy by torch is not an instance of the users' class, and has neither hooks nor plain "
         "attributes.",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_a_deep_copy_keeps_the_class_and_what_is_in_python",
@@ -191,8 +191,8 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Torch compiles a module that stands in several places as several, which have their "
-        "parameters in common; in modkit it stays one, also after loading.",
+        "Torch compiles a module in several places as several modules, which share their "
+        "parameters; in modkit it stays one, also after loading.",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_a_child_in_several_places_is_one",
     ),
@@ -253,7 +253,7 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Torch says of most files that are no archives that a part of a zip file is missing. In "
+        "Torch reports for most files that are not archives that a part of a zip file is missing. In "
         "modkit the error, of the same type, names what the file is and what reads it.",
         ISSUES + "31620",
         "tests/parity/jit/test_archive_defects.py::test_the_error_names_what_a_file_is",
@@ -469,7 +469,7 @@ ROWS: Final = (
     _row(
         "lightzero",
         "LightZero adds the shortcut of `DynamicsNetwork` into the output of `norm_common`: hooks see "
-        "it overwritten, and backward hooks raise. Modkit adds out of place, with the same bits.",
+        "it overwritten, and backward hooks raise. Modkit adds out of place, bitwise identically.",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_output_of_the_first_normalization",
         "tests/unit/models/test_differences.py::test_backward_hook_on_the_first_normalization",

@@ -201,7 +201,7 @@ def copied(side: Any, module: Any, route: str) -> None:
     elif getattr(side, "scopes", None):
         raise Skipped  # see shallow_copy
     else:
-        # What is bound to the original, hooks and methods, goes on with the original.
+        # Hooks and methods bound to the original continue to use the original.
         if any(isinstance(value, types.MethodType) for value in vars(side.model).values()):
             raise Skipped
         side.originals.append(side.model)

@@ -40,7 +40,7 @@ class TorchLinear(torch.nn.Linear, torch.nn.Module):
 
 
 class ModkitLinear(torch.nn.Linear, MODKIT.Module):
-    """The same on modkit."""
+    """A layer of the user's on modkit."""
 
 
 OwnLinear = {"torch": TorchLinear, "modkit": ModkitLinear}
