@@ -33,7 +33,7 @@ class Holder(MODKIT.jit.ScriptModule):
 
 
 def test_a_pickled_class_based_module_keeps_its_class():
-    """An unpickled module has the users' classes and Python attributes, and computes equal results."""
+    """What comes back is of the users' classes, with what was in Python, and computes the same."""
     module = Holder()
     module.part.note = "text"
     holder = pickle.loads(pickle.dumps(module))
@@ -48,7 +48,7 @@ def test_a_pickled_class_based_module_keeps_its_class():
 
 
 def test_hooks_and_shared_layers_are_pickled():
-    """Shared modules stay shared, Python hooks are kept, and buffers stay non-persistent."""
+    """What is one stays one, Python hooks come along, and buffers beside the state stay there."""
     layer = MODKIT.nn.Linear(2, 2)
     layer.register_buffer("cache", torch.ones(2), persistent=False)
     module = MODKIT.jit.script(MODKIT.nn.Sequential(layer, MODKIT.nn.ReLU(), layer))

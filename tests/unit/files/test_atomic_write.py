@@ -72,7 +72,7 @@ def test_a_block_that_writes_nothing(tmp_path):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
 def test_an_interrupt_leaves_everything_as_it_was(tmp_path, error):
-    """A BaseException propagates as well, and the old file stays."""
+    """What is not an ordinary error passes through as well, and the old file stays."""
     path = tmp_path / "file.txt"
     path.write_text("old")
 

@@ -72,7 +72,7 @@ REFUSED = {
     "same name twice": lambda d: added(d, b"FOLDER/data.pkl"),
     "same name in capitals": lambda d: added(d, b"FOLDER/DATA.PKL"),
     "same folder in capitals": lambda d: added(d, folder_of(d).upper() + b"data.pkl"),
-    "name that is not UTF-8": lambda d: added(d, b"FOLDER/\xff\xfe"),
+    "name that is no text": lambda d: added(d, b"FOLDER/\xff\xfe"),
     "zero in a name": lambda d: added(d, b"FOLDER/data.pkl\0.txt"),
     "marked as folder": lambda d: changed(d, central={"external": 0x10}),
     "encrypted": lambda d: changed(d, central={"flags": 0x809}),
@@ -163,7 +163,7 @@ each_reader = for_each("reader", READERS)
 @each_reader
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case, reader, tmp_path):
-    """Zip structures that torch does not write, or that are ambiguous, are refused."""
+    """What torch would not write, or readers may understand in different ways, is refused."""
     path = tmp_path / "file.pt"
     path.write_bytes(REFUSED[case](seed_of(reader)))
 

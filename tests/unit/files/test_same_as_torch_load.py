@@ -24,11 +24,11 @@ from tests.unit.files.same_objects import Different, assert_same, outcome
 
 
 FILES = [*CONTENTS, *WAYS]
-# Files that torch reads and modkit refuses, because they have no checksums.
+# What torch reads and modkit does not, because nothing in these files tells whether they are intact.
 REFUSED = {"legacy", "no checksums"}
 # Torch reverses bytes of storages without memory, and the process dies.
 CRASHES = {"big endian"}
-# Classes that the user must allow-list before torch reads these.
+# What a user has to allow before torch reads these.
 PERMISSIONS = {
     "subclasses": [Marked],
     "numpy values": [
@@ -71,7 +71,7 @@ def test_objects(name, tmp_path):
 
 @for_each("name", FILES)
 def test_objects_in_mapped_memory(name, tmp_path):
-    """Memory-mapped files are read as torch reads them."""
+    """The same holds for files that are mapped into memory."""
     assert_as_torch(written(tmp_path, name), name, mmap=True)
 
 
@@ -193,7 +193,7 @@ def test_surroundings(surroundings, name, mmap, tmp_path):
 @for_each("name", PERMISSIONS)
 @for_each("mmap", [False, True])
 def test_permissions(name, mmap, tmp_path):
-    """Classes that the user allow-lists in torch are loaded by modkit."""
+    """What the user has allowed torch to load, modkit loads."""
     path = written(tmp_path, name)
     options = {"mmap": True} if mmap else {}
     with pytest.raises(FileError, match="cannot be read as a checkpoint"):
