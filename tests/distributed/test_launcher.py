@@ -38,7 +38,7 @@ def die_on_one() -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return True if the process exists."""
+    """Tell whether there is a process."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

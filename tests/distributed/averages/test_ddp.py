@@ -72,7 +72,7 @@ def average() -> dict[str, Any]:
 
 
 def test_the_wrapper_makes_no_difference(tmp_path: Path) -> None:
-    """Averages on all ranks equal those of the plain model, one update per step, without communication."""
+    """Averages are those of the plain model in all processes, once a step, and ask nobody."""
     results = run(2, average, folder=tmp_path)
 
     assert differing(results[0]["averages"], results[1]["averages"]) == []

@@ -40,7 +40,7 @@ class Mode:
         wrap: Does it, and returns what is trained.
         same_data: Whether each process has the whole batch.
         parts: Into how many parts, with one step after the last, a batch is divided.
-        ranks: Required world size, if not any.
+        ranks: The number of processes that it needs, where it is not any.
         only: The names of the tasks that it is for, where it is not for all.
         compiled: Whether something is compiled.
     """
@@ -120,18 +120,18 @@ def recompute_wrapped(model: torch.nn.Module, task: Task, *, reentrant: bool) ->
     return model
 
 
-# Sharded parameters.
+# Parameters that are split up.
 
 
 def shard(model: torch.nn.Module, task: Task, **options: Any) -> torch.nn.Module:
-    """Shard the parameters of each block, and then the rest."""
+    """Split up the parameters of each block, and then the rest."""
     for path in task.blocks:
         fully_shard(model.get_submodule(path), **options)
     return fully_shard(model, **options)
 
 
 def shard_in_bf16(model: torch.nn.Module, task: Task) -> torch.nn.Module:
-    """Compute in bfloat16, and reduce gradients in float32."""
+    """Calculate in 16 bits, and add up gradients in 32."""
     narrow = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     for path in task.blocks:
         fully_shard(model.get_submodule(path), mp_policy=MixedPrecisionPolicy(**narrow))
@@ -140,29 +140,29 @@ def shard_in_bf16(model: torch.nn.Module, task: Task) -> torch.nn.Module:
 
 
 def shard_in_host_memory(model: torch.nn.Module, task: Task) -> torch.nn.Module:
-    """Keep the shards in host memory."""
+    """Keep the shards where they are calculated with anyway."""
     return shard(model, task, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 def shard_and_copy(model: torch.nn.Module, task: Task) -> torch.nn.Module:
-    """Shard along one dimension of the mesh, and replicate along the other."""
+    """Split up in one direction of the mesh, and copy in the other one."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("copies", "shards"))
     return shard(model, task, mesh=mesh)
 
 
 def compiled_shards(model: torch.nn.Module, task: Task, backend: str) -> torch.nn.Module:
-    """Compile each block and shard it, as torchtitan does."""
+    """Compile each block and split it up, as torchtitan does."""
     for path in task.blocks:
         model.get_submodule(path).compile(backend=backend)
     return shard(model, task)
 
 
 def flat_shards(model: torch.nn.Module, task: Task) -> torch.nn.Module:
-    """Shard all parameters as one by FSDP1, which is for accelerators."""
+    """Split up all parameters as one, in the older way, which is for accelerators."""
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 
 
-# Tensor parallelism.
+# Layers that are split up.
 
 
 def _all() -> DeviceMesh:
@@ -170,12 +170,12 @@ def _all() -> DeviceMesh:
 
 
 def tensor_parallel(model: torch.nn.Module, task: Task) -> torch.nn.Module:
-    """Shard layers by rows and by columns."""
+    """Split up layers by rows and by columns."""
     return parallelize_module(model, _all(), task.plan())
 
 
 def tensor_parallel_and_shard(model: torch.nn.Module, task: Task) -> torch.nn.Module:
-    """Shard layers along one dimension of the mesh, and their shards along the other."""
+    """Split up layers in one direction of the mesh, and what is left of them in the other one."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "layers"))
     parallelize_module(model, mesh["layers"], task.plan())
     return shard(model, task, mesh=mesh["data"])

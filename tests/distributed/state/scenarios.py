@@ -1,4 +1,4 @@
-"""Scenarios that save and load the state of a sharded network."""
+"""What is done with the state of a network that several processes have in parts."""
 
 import traceback
 import warnings
@@ -51,7 +51,7 @@ def trained(impl: Implementation, spread: str = "fsdp", **options: Any) -> Any:
     return model, optimizer
 
 
-# The contents of a state.
+# What a state holds.
 
 
 @scenario
@@ -181,7 +181,7 @@ def parts_are_put_in_place(impl: Implementation, folder: Path) -> Any:
 
 @scenario
 def memory_comes_late(impl: Implementation, folder: Path) -> Any:
-    """Build on the meta device, shard, allocate, initialize and load, as torchtitan does."""
+    """Build without memory, split up, get memory, initialize, load: as torchtitan does."""
     saved, _ = trained(impl)
     dcp.save({"model": get_model_state_dict(saved)}, checkpoint_id=folder / f"late-{impl}")
     with torch.device("meta"):
@@ -243,7 +243,7 @@ def refusal(action: Callable[[], Any]) -> tuple[str, str] | None:
 
 @scenario
 def what_does_not_fit(impl: Implementation, folder: Path) -> Any:
-    """Errors of loading shards, and of loading a state that is sharded while it is loaded."""
+    """The errors of loading parts, and of loading what is split up on the way."""
     texts = []
     options = StateDictOptions(full_state_dict=True)
     for change in ({"body.0.weight": None}, {"other": (2,)}, {"body.0.weight": (3, 3)}):
@@ -282,7 +282,7 @@ def compare(names: list[str], folder: Path) -> dict[str, dict[str, dict[str, Any
     }
 
 
-# Checkpoints, which may be loaded with another world size.
+# Checkpoints, which another number of processes may load.
 
 
 def save(impl: Implementation, folder: Path, *, later: bool) -> Any:
@@ -295,7 +295,7 @@ def save(impl: Implementation, folder: Path, *, later: bool) -> Any:
         # In a group of its own, or its messages would be taken for those of training.
         group = dist.new_group()
         saving = dcp.async_save(state, checkpoint_id=folder, process_group=group)
-        # The state being saved is a copy that training does not modify.
+        # What is being saved is a copy, which training does not reach.
         losses = steps(model, optimizer, range(3, 5))
         saving.result()
     else:
@@ -305,7 +305,7 @@ def save(impl: Implementation, folder: Path, *, later: bool) -> Any:
 
 
 def load(impl: Implementation, folder: Path) -> Any:
-    """Load the checkpoint into a network with this world size; return the loaded state."""
+    """Load that into a network of this number of processes; return the same."""
     model = shard(network(impl, 1))
     optimizer = optimizer_of(model)
     modules, moments = get_state_dict(model, optimizer)

@@ -43,7 +43,7 @@ def loaded(request, saved, folder):
 
 
 def assert_equal(one, two) -> None:
-    """Assert that two states are bitwise identical."""
+    """Assert that two states have the same keys and the same bits."""
     (ones, spec), (twos, other) = tree_flatten(one), tree_flatten(two)
 
     assert spec == other

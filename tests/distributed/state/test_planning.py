@@ -61,5 +61,5 @@ def test_steps_exchange_what_was_planned(measured) -> None:
 
 
 def test_updates_of_averages_exchange_nothing(measured) -> None:
-    """An update exchanges nothing, at any world size and with any number of averages."""
+    """However many processes and averages there are."""
     assert [found["update"] for found in measured] == [{}] * len(measured)

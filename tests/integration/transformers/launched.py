@@ -1,4 +1,4 @@
-"""Script that each rank of a launched training runs; it writes its final state.
+"""What each process of a launched training runs; it writes what it ends with.
 
 Arguments: the folder of checkpoints, the checkpoint to go on from or "-", and the file to write.
 """

@@ -191,7 +191,7 @@ CLASSES["nn.Module"] = (torch.nn.Module, modkit.nn.Module)
 
 @for_each("constructor", CONSTRUCTORS)
 def test_isinstance_agrees_both_ways(constructor):
-    """A result of modkit is an instance of the class that torch returns, by either library's name."""
+    """What modkit returns is an instance of what torch returns, under the names of either."""
     theirs, ours = (CONSTRUCTORS[constructor](impl) for impl in (TORCH, MODKIT))
     expected = {name: isinstance(theirs, torchs) for name, (torchs, _) in CLASSES.items()}
 
