@@ -140,8 +140,8 @@ _NN: Final = [
     Bug(
         "load: keys below a child that is None",
         "nn/_load_state_dict.py",
-        "(module._modules.get(name) is None) if dot",
-        "(name not in module._modules) if dot",
+        "elif module._modules.get(name) is None and not (",
+        "elif name not in module._modules and not (",
         _FIXES + "/test_load.py",
     ),
     Bug(
