@@ -207,7 +207,7 @@ def ecosystem(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="virtualenv")
 def compat(session: nox.Session) -> None:
-    """Run `modkit compat` with this torch and on models of other libraries; write docs/compat.md."""
+    """Run `modkit compat` with this torch and on models of other libraries; write docs/compatibility.md."""
     install(session, "test", "ecosystem", extras="[cli]")
     session.run("python", "docs/render_compat.py", "--run", env=TEST_ENVIRONMENT)
 
@@ -216,7 +216,7 @@ def compat(session: nox.Session) -> None:
 def suites(session: nox.Session) -> None:
     """Run the suites of third-party libraries on torch and on modkit; `-- --only opacus` for one.
 
-    The report is in docs/suites.json and docs/suites.md.
+    The report is in docs/suites.json and docs/compatibility.md.
     """
     install(session, "suites")
     session.run("python", "-m", "tests.suites", *session.posargs, env=TEST_ENVIRONMENT)
