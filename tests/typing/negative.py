@@ -1,4 +1,4 @@
-"""Code that type checkers must reject. Never run: an ignore that is not needed is an error."""
+"""What type checkers must refuse. Never run: an ignore that is not needed is an error."""
 
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
