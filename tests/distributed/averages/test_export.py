@@ -162,7 +162,7 @@ def test_all_processes_know_that_a_file_is_not_there(tmp_path: Path) -> None:
 
     for name in FILES:
         assert "No such file" in first[name] or "does not exist" in first[name]
-        assert second[name].startswith("RuntimeError: export_average: the first process could not")
+        assert second[name].startswith("RuntimeError: export_average: rank 0 could not")
     assert first["dtype"] == second["dtype"]
     assert "0.weight is torch.complex128" in first["dtype"]
     assert [path.name for path in folder.iterdir()] == [FILES[0]]
