@@ -205,19 +205,6 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Every special method of an object of a scripted class runs `__exit__` in torch.",
-        NO_ISSUE,
-        "tests/parity/jit/test_defects.py::test_special_methods_of_scripted_objects_run",
-    ),
-    _row(
-        "torch",
-        "Objects of a scripted class without special methods cannot be printed, compared or asked for "
-        "their truth in torch.",
-        NO_ISSUE,
-        "tests/parity/jit/test_defects.py::test_scripted_objects_without_special_methods_are_objects",
-    ),
-    _row(
-        "torch",
         "In torch a full backward hook of a traced module never runs, and a class-based module "
         "refuses it.",
         NO_ISSUE,
@@ -257,13 +244,6 @@ ROWS: Final = (
         "modkit the error, of the same type, names what the file is and what reads it.",
         ISSUES + "31620",
         "tests/parity/jit/test_archive_defects.py::test_the_error_names_what_a_file_is",
-    ),
-    _row(
-        "torch",
-        "Torch validates `map_location` for CUDA alone, and for other devices fails in the middle of "
-        "loading; modkit looks for all of them first, and the error names those that there are.",
-        ISSUES + "197803",
-        "tests/parity/jit/test_archive_defects.py::test_devices_are_looked_for_before_a_file_is_read",
     ),
     _row(
         "torch",

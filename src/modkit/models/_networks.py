@@ -38,7 +38,7 @@ def check_norm_type(owner: nn.Module, norm_type: str | None) -> None:
         raise error
 
 
-def renamed(owner: str, default: object, **names: Any) -> Any:
+def renamed(owner: str, default: object, /, **names: Any) -> Any:
     """Return the value of an argument, given under its older or its newer name.
 
     Raises:

@@ -17,10 +17,10 @@ transformers = pytest.importorskip(
 pytest.importorskip("accelerate", reason="needs accelerate: nox -s ecosystem installs it")
 
 # What it derives classes from has to be there.
-from modkit.integrations.transformers import EMACallback, EMATrainer  # noqa: E402
+from modkit.integrations.transformers import EMACallback  # noqa: E402
 
 
-__all__ = ["EMACallback", "EMATrainer"]
+__all__ = ["EMACallback"]
 
 
 class Texts(Dataset[dict[str, torch.Tensor]]):

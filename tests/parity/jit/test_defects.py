@@ -217,65 +217,6 @@ def test_a_compiled_property_is_read_and_set(impl, load):
     assert torch.equal(module(torch.ones(1)), torch.tensor([5.0]))
 
 
-class Bag:  # noqa: PLW1641 - TorchScript has no hashes
-    """A class that TorchScript compiles."""
-
-    def __init__(self, size: int):
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        return self.size * index
-
-    def __contains__(self, item: int) -> bool:
-        return item < self.size
-
-    def __add__(self, other: int) -> int:
-        return self.size + other
-
-    def __lt__(self, other: int) -> bool:
-        return self.size < other
-
-    def __eq__(self, other: int) -> bool:
-        return self.size == other
-
-    def __bool__(self) -> bool:
-        return self.size > 1
-
-
-def test_special_methods_of_scripted_objects_run(impl):
-    """Each special method of an object of a scripted class runs the method of its own name."""
-    bag = impl.jit.script(Bag(3))
-
-    assert len(bag) == 3
-    assert bag[2] == 6
-    assert [2 in bag, 3 in bag] == [True, False]
-    assert bag + 4 == 7
-    assert [bag < 4, bag < 3] == [True, False]
-    assert [bag == 3, bag == 4] == [True, False]
-    assert bool(bag)
-
-
-class Plain:
-    """A class without special methods."""
-
-    def __init__(self, size: int):
-        self.size = size
-
-
-def test_scripted_objects_without_special_methods_are_objects(impl):
-    """What no method defines is what it is for any object of Python."""
-    first, second = impl.jit.script(Plain(1)), impl.jit.script(Plain(1))
-
-    assert bool(first)
-    assert first == first
-    assert first != second
-    assert "object" in str(first)
-    assert len({first, second}) == 2
-
-
 @pytest.mark.parametrize("kind", ["traced", "class-based"])
 def test_backward_hooks_run(impl, kind):
     """A full backward hook runs on a traced and on a class-based module."""
