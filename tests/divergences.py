@@ -254,12 +254,6 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "A ScriptModule of torch cannot be pickled; a pickle of modkit holds the archive.",
-        ISSUES + "8077",
-        "tests/parity/jit/test_defects.py::test_a_module_can_be_pickled",
-    ),
-    _row(
-        "torch",
         "In torch `define` looks names up in its own frames, not in the caller's, where the module is "
         "class-based.",
         NO_ISSUE,

@@ -170,9 +170,12 @@ class EMACallback(Callback):
                 # Lightning counts the step only after this hook.
                 self._latest_step = trainer.global_step
 
-        # After an error that the user caught in an evaluation, the average is still swapped in.
-        before = optimizer.register_step_pre_hook(lambda *_: self._evaluation.end())
-        self._handles += [before, optimizer.register_step_post_hook(after)]
+        def before(*_: object) -> None:
+            # After an error that the user caught in an evaluation, the average is still swapped in.
+            self._evaluation.end()
+
+        self._handles += [optimizer.register_step_pre_hook(before)]
+        self._handles += [optimizer.register_step_post_hook(after)]
 
     def _update(self) -> None:
         """Update the average for the latest step, once."""

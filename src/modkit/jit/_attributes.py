@@ -103,11 +103,6 @@ def bind(module: Any, cpp: Any, children: dict[str, Any], concrete_type: Any = N
     state["_modules"] = Children(ModuleDict(cpp), children)
 
 
-def is_compiled(module: Any) -> bool:
-    """Return True if ``module`` is a compiled module of modkit."""
-    return type(module.__dict__.get("_modules")) is Children
-
-
 def find(module: Any, name: str) -> Any:
     """Return a child, attribute, compiled method (which is cached) or value of a property."""
     state = module.__dict__
@@ -160,12 +155,13 @@ def kind(module: Any) -> str | None:
     ``__contains__``, and no other special method.
     """
     cpp = module.__dict__.get("_c")
-    has = cpp._has_method if cpp is not None else lambda _: False
-    if not has("__len__") or has("__getitem__") or has("__iter__"):
+    if cpp is None or not cpp._has_method("__len__"):
+        return None
+    if cpp._has_method("__getitem__") or cpp._has_method("__iter__"):
         return None
     if cpp._get_method("__len__")() != len(module.__dict__["_modules"]):
         return None
-    return "mapping" if has("__contains__") else "sequence"
+    return "mapping" if cpp._has_method("__contains__") else "sequence"
 
 
 def item(module: Any, index: Any) -> Any:

@@ -14,11 +14,10 @@ import torch
 from typing_extensions import Self
 
 from modkit._types import FunctionT
-from modkit.jit import _archives, _copy_and_pickle
+from modkit.jit import _archives, _copies
 from modkit.jit._attributes import BOOKKEEPING, DEFINED, assign, bind, find, item, kind
 from modkit.jit._from_torch import (
     WRAPPERS,
-    Memo,
     blank,
     make_parameters,
     rewrap,
@@ -96,7 +95,7 @@ def _compile(module: Any) -> None:
     with without_warnings_of_torch():
         # An instance with methods of its own cannot share its compiled type with another.
         inner = create_script_module(module, stubs_for, share_types=not defined)
-    children = wrap_children(inner, module, Memo())
+    children = wrap_children(inner, module, {})
     concrete_type = inner._concrete_type
     compiled = {*concrete_type.get_attributes(), *(name for name, _ in concrete_type.get_modules())}
     for name in compiled - BOOKKEEPING:
@@ -255,13 +254,10 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
         return _archives.to_bytes(self, _extra_files)
 
     def __copy__(self) -> Self:
-        return cast("Self", _copy_and_pickle.shallow(self))
+        return cast("Self", _copies.shallow(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return cast("Self", _copy_and_pickle.deep(self, memo))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _copy_and_pickle.reduce(self)
+        return cast("Self", _copies.deep(self, memo))
 
     def _reconstruct(self, cpp_module: Any) -> None:
         # In-place quantization calls this.

@@ -180,14 +180,14 @@ class EfficientZeroModel(nn.Module):
         # they divide by 16; that is wrong for observations that are 64 pixels high.
         latent = [num_channels, -(-shape[1] // factor), -(-shape[2] // factor)]
         cells = latent[1] * latent[2]
-        reward_layers, *other_layers = (
+        reward_layers, value_layers, policy_layers = (
             renamed(
                 *("EfficientZeroModel", ONE_HIDDEN_LAYER),
                 **{f"fc_{kind}_layers": layers, f"{kind}_head_hidden_channels": alias},
             )
             for kind, layers, alias in heads
         )
-        reward_size, *other_sizes = (channels * cells for channels in head_channels)
+        reward_size, value_size, policy_size = (channels * cells for channels in head_channels)
         common: dict[str, Any] = {"activation": self.activation, "norm_type": self.norm_type}
         self.representation_network = RepresentationNetwork(
             shape, num_res_blocks, num_channels, self.downsample, **common
@@ -202,7 +202,7 @@ class EfficientZeroModel(nn.Module):
         )
         self.prediction_network = PredictionNetwork(
             *(latent, self.action_space_size, num_res_blocks, num_channels, *head_channels[1:]),
-            *(*other_layers, self.value_support_size, *other_sizes),
+            *(value_layers, policy_layers, self.value_support_size, value_size, policy_size),
             **common,
         )
         self.projection_input_dim = num_channels * cells
@@ -215,8 +215,8 @@ class EfficientZeroModel(nn.Module):
             self.prediction_head = nn.Sequential(*layer, nn.Linear(self.pred_hid, self.pred_out))
 
     def _layer(self, in_features: int, out_features: int) -> list[nn.Module]:
-        layers = [nn.Linear(in_features, out_features), nn.BatchNorm1d(out_features)]
-        return layers if self.activation is None else [*layers, self.activation]
+        activation = [] if self.activation is None else [self.activation]
+        return [nn.Linear(in_features, out_features), nn.BatchNorm1d(out_features), *activation]
 
     def initial_inference(self, obs: Tensor) -> EZNetworkOutput:
         """Represent observations (batch, channels, height, width), and predict policy and value.

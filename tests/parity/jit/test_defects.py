@@ -279,19 +279,6 @@ def test_each_instance_compiles_what_its_constructor_defines(impl):
     assert results == [1, 2, 3]
 
 
-@pytest.mark.parametrize("kind", ["scripted", "loaded", "traced"])
-def test_a_module_can_be_pickled(impl, kind):
-    """A pickle holds the archive, so what comes back computes the same and can be trained."""
-    module = build(impl, kind).eval()
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
-
-    assert torch.equal(loaded(inputs()), module(inputs()))
-    assert {type(p) for p in loaded.parameters()} == {torch.nn.Parameter}
-
-
 @pytest.mark.parametrize("kind", ["traced", "class-based"])
 def test_members_can_be_replaced(impl, kind):
     """A parameter or a buffer that is there can be registered anew."""
