@@ -173,7 +173,8 @@ class EMACallback(TrainerCallback):
         if self.ema is not None:
             self.ema.detach()
         self.ema = None
-        optimizer = _innermost(kwargs["optimizer"])
+        # Inside accelerate's optimizer: its hooks run only for steps that are taken.
+        optimizer = check_optimizer(getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]))
         ema = EMA(kwargs["model"], self._decay, **self._options)
         folder, step = self._resumed, state.global_step
         content = None if folder is None else _read(folder, step)
@@ -282,14 +283,6 @@ class EMACallback(TrainerCallback):
             return ema
         averaged = set(map(id, ema.model.parameters()))
         return ema if any(id(one) in averaged for one in model.parameters()) else None
-
-
-def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that accelerate has wrapped; its hooks run only for steps taken."""
-    accelerated = importlib.import_module("accelerate.optimizer").AcceleratedOptimizer
-    while isinstance(optimizer, accelerated):
-        optimizer = optimizer.optimizer
-    return check_optimizer(optimizer)
 
 
 def _mark(step: int) -> dict[str, Any]:

@@ -7,7 +7,13 @@ import torch
 from torch.nn import Parameter
 
 from modkit.jit._attributes import BOOKKEEPING, bind
-from modkit.jit._upstream import ModuleDict, ScriptMethod, TorchRecursiveScriptModule
+from modkit.jit._upstream import (
+    ModuleDict,
+    ScriptMethod,
+    TorchRecursiveScriptModule,
+    TorchTopLevelTracedModule,
+    TorchTracedModule,
+)
 from modkit.nn._attributes import fill
 from modkit.nn._hooks import add
 
@@ -21,7 +27,9 @@ _NOT_COPIED: Final = BOOKKEEPING.union(
 
 
 # Modkit's class for each of torch's classes of wrappers; filled where the classes are defined.
-WRAPPERS: Final[dict[type, Any]] = {}
+WRAPPERS: Final[dict[type, Any]] = dict.fromkeys(
+    (TorchRecursiveScriptModule, TorchTracedModule, TorchTopLevelTracedModule)
+)
 
 
 def blank(cls: Any) -> Any:

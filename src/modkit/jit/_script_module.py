@@ -8,7 +8,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from typing_extensions import Self
@@ -44,25 +44,20 @@ from modkit.nn.module import Module, ModuleType
 
 
 InstanceT = TypeVar("InstanceT")
-# Modkit's classes count as instances of torch's, and inherit nothing from them.
-_TORCH_WRAPPERS: Final = (
-    TorchRecursiveScriptModule,
-    TorchTopLevelTracedModule,
-    TorchTracedModule,
-)
 
 
 class ScriptMeta(TorchScriptMeta, ModuleType):
     """Collects the script methods of a class as torch's metaclass does, and compiles its instances.
 
     The instance itself becomes the wrapper of the C++ module. In torch every access and call goes
-    through a second object. Every ScriptModule of torch is an instance of ``ScriptModule``.
+    through a second object.
     """
 
     def mro(cls) -> list[type]:  # noqa: N805 - a metaclass
-        # Torch's RecursiveScriptModule overrides many methods with functions that only raise.
+        # Torch's RecursiveScriptModule overrides many methods with functions that only raise, so
+        # torch's wrappers come last.
         order = type.mro(cls)
-        last = [base for base in order if base in _TORCH_WRAPPERS]
+        last = [base for base in order if base in WRAPPERS]
         return [*(base for base in order[:-1] if base not in last), *last, order[-1]]
 
     def __call__(cls: type[InstanceT], *args: Any, **kwargs: Any) -> InstanceT:  # noqa: N805 - a metaclass
@@ -72,9 +67,9 @@ class ScriptMeta(TorchScriptMeta, ModuleType):
         return cast("InstanceT", module)
 
     def __instancecheck__(cls, instance: object) -> bool:  # noqa: N805 - a metaclass
-        torch_class = torch.jit.ScriptModule
-        check = super().__instancecheck__
-        return isinstance(instance, torch_class) if cls is ScriptModule else check(instance)
+        if cls is ScriptModule:
+            return isinstance(instance, torch.jit.ScriptModule)
+        return super().__instancecheck__(instance)
 
     def __subclasscheck__(cls, subclass: type) -> bool:  # noqa: N805 - a metaclass
         if cls is ScriptModule:
@@ -275,9 +270,7 @@ class RecursiveScriptModule(ScriptModule, TorchRecursiveScriptModule):  # type: 
 
     _disable_script_meta = True
 
-    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise, as in torch."""
-        raise RuntimeError("compile is not supported on ScriptModules")
+    compile = TorchRecursiveScriptModule.compile
 
     def _special(self, name: str, *args: Any) -> Any:
         if not self._c._has_method(name):
@@ -313,9 +306,7 @@ class TracedModule(ScriptModule, TorchTracedModule):  # type: ignore[misc]
 
     _disable_script_meta = True
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise, as in torch: the code is part of the traced parent's."""
-        raise RuntimeError("Trace submodules cannot be called.")
+    forward = TorchTracedModule.forward
 
 
 class TopLevelTracedModule(ScriptModule, TorchTopLevelTracedModule):  # type: ignore[misc]
@@ -324,13 +315,9 @@ class TopLevelTracedModule(ScriptModule, TorchTopLevelTracedModule):  # type: ig
     _disable_script_meta = True
 
 
-WRAPPERS.update(
-    {
-        TorchRecursiveScriptModule: RecursiveScriptModule,
-        TorchTracedModule: TracedModule,
-        TorchTopLevelTracedModule: TopLevelTracedModule,
-    }
-)
+WRAPPERS[TorchRecursiveScriptModule] = RecursiveScriptModule
+WRAPPERS[TorchTracedModule] = TracedModule
+WRAPPERS[TorchTopLevelTracedModule] = TopLevelTracedModule
 
 if not TYPE_CHECKING and not ENABLED:
     # With PYTORCH_JIT=0 a user's class is a plain module, as in torch. Archives still load.

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from modkit import nn
-from modkit._messages import add_note
 from modkit._upstream import get_tracing_state, is_scripting
 from modkit.nn._load_state_dict import only_migrates
 
@@ -25,25 +24,15 @@ ONE_HIDDEN_LAYER: Final[Sequence[int]] = [32]
 DEFAULT_ACTIVATION: Final[nn.Module] = nn.ReLU(inplace=True)
 
 
-def own_activation(activation: nn.Module | None) -> Any:
-    """Return the activation, or a new ReLU in place of the default."""
+def checked(norm_type: str | None, activation: nn.Module | None) -> Any:
+    """Check the normalization, and return the activation, or a new ReLU in place of the default."""
+    if norm_type not in NORM_TYPES:
+        raise AssertionError(f"norm_type must in {NORM_TYPES}")
     return nn.ReLU(inplace=True) if activation is DEFAULT_ACTIVATION else activation
 
 
-def check_norm_type(owner: nn.Module, norm_type: str | None) -> None:
-    """Raise LightZero's error unless ``norm_type`` is "BN" or "LN"."""
-    if norm_type not in NORM_TYPES:
-        error = AssertionError(f"norm_type must in {NORM_TYPES}")
-        add_note(error, f"{type(owner).__name__} was given norm_type={norm_type!r}")
-        raise error
-
-
 def renamed(owner: str, default: object, /, **names: Any) -> Any:
-    """Return the value of an argument, given under its older or its newer name.
-
-    Raises:
-        TypeError: Both were given.
-    """
+    """Return the value of an argument, given under its older or its newer name, but not both."""
     (old, value), (new, alias) = names.items()
     if alias is None:
         return value
@@ -53,11 +42,7 @@ def renamed(owner: str, default: object, /, **names: Any) -> Any:
 
 
 def reduction(owner: nn.Module, observation_shape: Sequence[int]) -> int:
-    """Return how many times smaller downsampling makes an observation.
-
-    Raises:
-        NotImplementedError: The height is not one of ``REDUCTIONS``.
-    """
+    """Return how many times smaller downsampling makes an observation, if it is supported."""
     height = observation_shape[1]
     if height not in REDUCTIONS:
         raise NotImplementedError(
@@ -124,8 +109,6 @@ def _blocks(number: int, channels: int, activation: Any, norm_type: str | None) 
 
 
 def _head(
-    owner: nn.Module,
-    name: str,
     widths: Sequence[int],
     sizes: tuple[int, int],
     activation: nn.Module | None,
@@ -135,12 +118,7 @@ def _head(
     """Make the layers that map the features of a sample to logits; ``sizes`` are their numbers.
 
     As in LightZero, there is a hidden layer for each of ``widths``, and all have the first width.
-
-    Raises:
-        IndexError: ``widths``, the argument called ``name``, is empty.
     """
-    if len(widths) == 0:
-        raise IndexError(f"{type(owner).__name__}: {name}={widths!r} needs at least one width")
     width = widths[0]
     layers: list[nn.Module] = []
     for features in [sizes[0], *[width] * (len(widths) - 1)]:
@@ -195,9 +173,8 @@ class DownSample(nn.Module):
         norm_type: str | None = "BN",
     ) -> None:
         super().__init__()
-        check_norm_type(self, norm_type)
+        act = checked(norm_type, activation)
         self._pools_twice = reduction(self, observation_shape) == 16
-        act = own_activation(activation)
         self.observation_shape = observation_shape
         half = out_channels // 2
         self.conv1 = nn.Conv2d(observation_shape[0], half, 3, stride=2, padding=1, bias=False)
@@ -274,8 +251,7 @@ class RepresentationNetwork(nn.Module):
         use_sim_norm: bool = False,
     ) -> None:
         super().__init__()
-        check_norm_type(self, norm_type)
-        act = own_activation(activation)
+        act = checked(norm_type, activation)
         self.downsample = downsample
         if downsample:
             self.downsample_net = DownSample(observation_shape, num_channels, act, norm_type)
@@ -342,8 +318,7 @@ class PredictionNetwork(nn.Module):
         norm_type: str | None = "BN",
     ) -> None:
         super().__init__()
-        check_norm_type(self, norm_type)
-        act, shape = own_activation(activation), observation_shape
+        act, shape = checked(norm_type, activation), observation_shape
         self.resblocks = _blocks(num_res_blocks, num_channels, act, norm_type)
         self.conv1x1_value = nn.Conv2d(num_channels, value_head_channels, 1)
         self.conv1x1_policy = nn.Conv2d(num_channels, policy_head_channels, 1)
@@ -354,9 +329,9 @@ class PredictionNetwork(nn.Module):
         self.activation = act
         options = act, norm_type, last_linear_layer_init_zero
         sizes = flatten_output_size_for_value_head, output_support_size
-        self.fc_value = _head(self, "fc_value_layers", fc_value_layers, sizes, *options)
+        self.fc_value = _head(fc_value_layers, sizes, *options)
         sizes = flatten_output_size_for_policy_head, action_space_size
-        self.fc_policy = _head(self, "fc_policy_layers", fc_policy_layers, sizes, *options)
+        self.fc_policy = _head(fc_policy_layers, sizes, *options)
 
     def forward(self, latent_state: Tensor) -> tuple[Tensor, Tensor]:
         """Map latent states to the logits of the policy and of the value, in this order."""
@@ -435,8 +410,7 @@ class DynamicsNetwork(nn.Module):
         flatten_input_size_for_reward_head: int | None = None,
     ) -> None:
         super().__init__()
-        check_norm_type(self, norm_type)
-        name = type(self).__name__
+        act, name = checked(norm_type, activation), type(self).__name__
         hidden: Sequence[int] = renamed(
             *(name, ONE_HIDDEN_LAYER),
             fc_reward_layers=fc_reward_layers,
@@ -453,8 +427,7 @@ class DynamicsNetwork(nn.Module):
             )
         if action_encoding_dim < 1:
             raise ValueError(f"{name}: action_encoding_dim={action_encoding_dim} is less than 1")
-        act, shape = own_activation(activation), observation_shape
-        channels = num_channels - action_encoding_dim
+        shape, channels = observation_shape, num_channels - action_encoding_dim
 
         self.action_encoding_dim = action_encoding_dim
         self.num_channels = num_channels
@@ -471,7 +444,7 @@ class DynamicsNetwork(nn.Module):
         self.norm_value_prefix = nn.BatchNorm1d(lstm_hidden_size)
         options = act, norm_type, last_linear_layer_init_zero
         sizes = lstm_hidden_size, output_support_size
-        self.fc_reward_head = _head(self, "fc_reward_layers", hidden, sizes, *options)
+        self.fc_reward_head = _head(hidden, sizes, *options)
 
     def forward(
         self,

@@ -16,7 +16,7 @@ from modkit.models._networks import (
     DynamicsNetwork,
     PredictionNetwork,
     RepresentationNetwork,
-    own_activation,
+    checked,
     reduction,
     renamed,
 )
@@ -155,7 +155,7 @@ class EfficientZeroModel(nn.Module):
         self.downsample = downsample
         self.self_supervised_learning_loss = self_supervised_learning_loss
         self.norm_type = norm_type
-        self.activation = own_activation(activation)
+        self.activation = checked(norm_type, activation)
         heads = (
             ("reward", fc_reward_layers, reward_head_hidden_channels),
             ("value", fc_value_layers, value_head_hidden_channels),
