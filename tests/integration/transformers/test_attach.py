@@ -29,7 +29,7 @@ from tests.integration.transformers.trainers import (
     ],
 )
 def test_bad_options(options: dict[str, Any], error: type[Exception], match: str) -> None:
-    """An option that makes no sense is an error when the callback is made."""
+    """An invalid option is an error when the callback is made."""
     with pytest.raises(error, match=match):
         EMACallback(**options)
 
@@ -142,7 +142,7 @@ def test_a_trainer_that_is_not_known(tmp_path: Path) -> None:
 
 
 def test_refused_trainers(tmp_path: Path) -> None:
-    """What is no Trainer, has a callback already, or is sharded, is refused."""
+    """An object that is not a Trainer, a second callback and a sharded model are refused."""
     run = trainer(tmp_path, EMACallback(0.9))
 
     with pytest.raises(TypeError, match="Linear is not a transformers"):
@@ -158,7 +158,7 @@ def test_refused_trainers(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_model_that_is_wrapped_afterwards(tmp_path: Path) -> None:
-    """What wraps the model still evaluates its average; another model is evaluated as it is."""
+    """A wrapped model still evaluates its average; another model is evaluated as it is."""
     callback = EMACallback(0.9)
     run = trainer(tmp_path, callback)
     run.train()
@@ -257,7 +257,7 @@ def test_evaluation_in_a_narrower_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_lora(tmp_path: Path) -> None:
-    """Of a model with adapters the adapters can be averaged, saved and gone on from."""
+    """The adapters of a model can be averaged, saved and resumed from."""
     peft = pytest.importorskip("peft", reason="needs peft: nox -s ecosystem installs it")
 
     def adapted() -> Any:

@@ -126,7 +126,7 @@ def test_a_deep_copy_keeps_the_class_and_what_is_in_python(impl):
 
 
 def test_loaded_parameters_are_parameters(impl):
-    """What was a Parameter is one after loading, and stays tied and unlike buffers."""
+    """A Parameter is one after loading too, and stays tied and unlike buffers."""
     net = make_net(impl)
     net.lin.bias.requires_grad_(False)
     loaded = reloaded(impl, impl.jit.script(net))
@@ -175,7 +175,7 @@ def test_containers_hold_the_compiled_children(impl, load):
 
 @pytest.mark.parametrize("load", [False, True], ids=["scripted", "loaded"])
 def test_a_child_in_several_places_is_one(impl, load):
-    """A module that stands in three places is one compiled module, also after loading."""
+    """A module in three places is one compiled module, also after loading."""
     net = with_a_shared_child(impl)
     module = impl.jit.script(net)
     if load:

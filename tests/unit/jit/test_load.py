@@ -67,7 +67,7 @@ def test_the_wrong_digest(kind, tmp_path, monkeypatch):
 
 
 def test_nothing_runs_of_a_damaged_archive(tmp_path):
-    """Code that runs while an archive is loaded does not run where the archive is damaged."""
+    """Code that runs during loading does not run if the archive is corrupt."""
 
     class Writes(nn.Module):
         def __init__(self, path: str):
@@ -117,7 +117,7 @@ def test_a_torch_without_torchscript_says_so(monkeypatch):
 
 
 def test_an_error_that_is_no_text_is_one_all_the_same(monkeypatch):
-    """Where the message of torch has bytes of a damaged file in it, it is shown without them."""
+    """An error of torch with bytes of a corrupt file in its message is shown without them."""
 
     def refuse(*args):
         return b"bad name \xc0".decode()
