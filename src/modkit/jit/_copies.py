@@ -25,10 +25,10 @@ def shallow(module: Any) -> Any:
         new.__dict__.update(module.__dict__)
         return new
     for name, value in plain_state(module).items():
+        kept = value.copy() if name in TABLES else value
         if isinstance(value, types.MethodType) and value.__self__ is module:
-            new.__dict__[name] = types.MethodType(value.__func__, new)
-        else:
-            new.__dict__[name] = value.copy() if name in TABLES else value
+            kept = types.MethodType(value.__func__, new)
+        new.__dict__[name] = kept
     new.__dict__["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
     bind(new, copy.copy(module._c), dict(module._modules), module._concrete_type)
     return new
