@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -51,7 +51,6 @@ def load(
     _restore_shapes: bool = False,
     *,
     sha256: str | None = None,
-    strict_extra_files: bool = False,
 ) -> ScriptModule:
     """Read an archive that modkit, torch or C++ has written, and verify its checksums.
 
@@ -65,11 +64,9 @@ def load(
             that of a missing file as ``b""``.
         _restore_shapes: Run the module with the inputs that it was traced with.
         sha256: Expected digest of the file, as ``sha256sum`` prints it.
-        strict_extra_files: Raise an error if an extra file is missing.
 
     Raises:
         ValueError: The file does not exist or has another digest, or ``map_location`` is not a device.
-        KeyError: An extra file is missing and ``strict_extra_files`` is set.
         FileError: The file is corrupt or not a TorchScript archive. The text names its format.
         RuntimeError: The device is not available, or torch cannot load the archive.
 
@@ -88,16 +85,7 @@ def load(
     device = validate_map_location(map_location)
     wanted = tuple(_extra_files or ())
     with verified_archive(f, sha256) as archive:
-        missing = [name for name in wanted if name not in archive.extra_files]
-        if missing and strict_extra_files:
-            names = ", ".join(map(repr, archive.extra_files))
-            raise KeyError(
-                f"the archive has no extra file {', '.join(map(repr, missing))}; "
-                f"it has {names or 'none'}"
-            )
         cpp, files = _archives.read(archive.source, device, wanted, _restore_shapes)
     if _extra_files is not None:
         _extra_files.update((name, files[name]) for name in wanted)
-    module = wrap_cpp(cpp)
-    loaded: ScriptModule = _archives.finish(module, files[_archives.RECORD])
-    return loaded
+    return cast("ScriptModule", _archives.finish(wrap_cpp(cpp), files[_archives.RECORD]))

@@ -221,16 +221,9 @@ class SimNorm(nn.Module):
 class RepresentationNetwork(nn.Module):
     """Turn observations into latent states.
 
-    Args:
-        observation_shape: Channels, height and width of an observation.
-        num_res_blocks: Number of residual blocks at the end.
-        num_channels: Channels of the latent state.
-        downsample: If True, begin with :class:`DownSample`; otherwise keep height and width.
-        activation: Activation of all layers; by default a new ReLU.
-        norm_type: "BN" or "LN".
-        embedding_dim: No effect, as in LightZero.
-        group_size: Group size of the softmax; it must divide the width of the latent state.
-        use_sim_norm: If True, end with a softmax within groups.
+    Arguments as in :class:`EfficientZeroModel`. With ``use_sim_norm=True`` the network ends with a
+    softmax within groups of ``group_size`` neighbors, which must divide the width of the latent state.
+    ``embedding_dim`` has no effect, as in LightZero.
 
     Same as ``lzero.model.common.RepresentationNetwork``.
     """
@@ -280,21 +273,9 @@ class RepresentationNetwork(nn.Module):
 class PredictionNetwork(nn.Module):
     """Predict the policy and the value of a latent state.
 
-    Args:
-        observation_shape: Channels, height and width of an observation; used for LayerNorm only.
-        action_space_size: Number of actions.
-        num_res_blocks: Number of residual blocks before the heads.
-        num_channels: Channels of the latent state.
-        value_head_channels, policy_head_channels: Channels that the heads reduce it to.
-        fc_value_layers, fc_policy_layers: Hidden layers of the heads: one for each element, all as wide
-            as the first.
-        output_support_size: Number of logits of the value.
-        flatten_output_size_for_value_head, flatten_output_size_for_policy_head: These channels times
-            height times width of the latent state.
-        downsample: If True, LayerNorm expects planes 16 times smaller than the observation.
-        last_linear_layer_init_zero: If True, both outputs are zero at first.
-        activation: Activation of all layers; by default a new ReLU.
-        norm_type: "BN" or "LN".
+    Arguments as in :class:`EfficientZeroModel`. ``flatten_output_size_for_value_head`` is
+    ``value_head_channels`` times height times width of the latent state; likewise for the policy. Only
+    LayerNorm reads ``observation_shape``, 16 times larger than the latent state if ``downsample``.
 
     Same as ``lzero.model.common.PredictionNetwork``, which does not support LayerNorm with downsampling.
     """
