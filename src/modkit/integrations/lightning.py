@@ -49,14 +49,11 @@ CheckpointIO: Any = _pl.plugins.CheckpointIO
 class EMACallback(Callback):
     """Averages a model that Lightning trains; evaluates and saves the average.
 
-    The average is updated after each batch in which an optimizer stepped on an averaged parameter,
-    however many steps there were; a step that a gradient scaler skips does not count. Validation, test
-    and prediction see the average, and before the first update the training weights.
-
-    The ``state_dict`` of a checkpoint is the average, so it loads without this callback. The checkpoint
-    also holds the training weights and the state of the averages: ``fit(ckpt_path=...)`` resumes
-    bitwise identically, from checkpoints of Lightning's ``WeightAveraging`` too. Weights loaded for an
-    evaluation are evaluated as they are.
+    The average is updated after each batch in which an optimizer stepped on an averaged parameter.
+    Validation, test and prediction see the average, and before the first update the training weights;
+    weights loaded for an evaluation are evaluated as they are. The ``state_dict`` of a checkpoint is
+    the average, so it loads without this callback. The checkpoint also holds the training weights and
+    the state of the averages, so ``fit(ckpt_path=...)`` resumes bitwise identically.
 
     Args:
         decay: Decay factor, or a list of them for several averages.
@@ -72,9 +69,6 @@ class EMACallback(Callback):
 
     Attributes:
         ema: The :class:`~modkit.averaging.ema.EMA` of the latest fit, or None.
-
-    Raises:
-        TypeError, ValueError: If an argument is invalid.
 
     Example::
 
@@ -110,13 +104,10 @@ class EMACallback(Callback):
         self._latest_epoch = -1
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return True to update the average after this step or epoch. Override it for other rules.
+        """Return True to update the average now. Override it to update on other steps or epochs.
 
-        One argument is set, as in Lightning's ``WeightAveraging.should_update``.
-
-        Args:
-            step_idx: Zero-based index of the latest optimizer step, or None.
-            epoch_idx: Zero-based index of the training epoch that ends, or None.
+        As in Lightning's ``WeightAveraging``, one argument is set: the zero-based index of the latest
+        optimizer step, or of the training epoch that ends.
         """
         if step_idx is not None:
             is_due = step_idx % self.update_every_n_steps == 0
@@ -248,7 +239,7 @@ class EMACallback(Callback):
             return
         # Lightning may have made an optimizer take a step of length zero, to have a state to save.
         self._latest_step = None
-        # Another callback may save at the end of an epoch, before this one is called for it.
+        # Another callback may save at the end of an epoch before this one is called.
         self._update_for_epoch(trainer)
         state = self.ema.state_dict()
         state.pop("raw", None)
@@ -288,7 +279,7 @@ class EMACallback(Callback):
         if saved is not None:
             raw, self._loaded = saved["raw"], saved["ema"]
             self._latest_epoch = saved.get("latest_epoch", -1)
-        elif {"current_model_state", "averaging_state"} <= checkpoint.keys():
+        elif {"current_model_state", "averaging_state"} <= checkpoint.keys():  # WeightAveraging's
             raw = checkpoint["current_model_state"]
             self._loaded = {key: checkpoint[key] for key in ("averaging_state", "state_dict")}
         else:

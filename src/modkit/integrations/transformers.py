@@ -62,16 +62,14 @@ TrainerCallback: Any = _hf.TrainerCallback
 class EMACallback(TrainerCallback):
     """Averages a model that the Trainer of transformers trains; evaluates and saves the average.
 
-    Each optimizer step updates the average: once per step with gradient accumulation, and not for
-    steps that a gradient scaler skips. (Fused optimizers skip them on the device; the Trainer and the
-    average count them.) ``evaluate()`` and ``predict()`` see the average, and before the first update
-    the training weights, which are restored afterwards and after any error.
+    Each optimizer step updates the average. (Steps that a gradient scaler skips do not count, except in
+    fused optimizers, which skip them on the device.) ``evaluate()`` and ``predict()`` see the average,
+    and before the first update the training weights, which are restored even after an error.
 
-    ``save`` chooses the content of ``model.safetensors`` in a checkpoint, which loads without this
-    callback. ``ema.pt`` beside it holds the averages, and the training weights if the model file does
-    not. ``train(resume_from_checkpoint=...)`` resumes bitwise identically; a ``train()`` that does not
-    resume starts averaging anew. After ``load_best_model_at_end`` the averages are those of the best
-    checkpoint.
+    A checkpoint loads without this callback. ``ema.pt`` beside the model holds the averages, and the
+    training weights if the model file does not. ``train(resume_from_checkpoint=...)`` resumes bitwise
+    identically; without it averaging starts anew. After ``load_best_model_at_end`` the averages are
+    those of the best checkpoint.
 
     Callbacks are not notified when an evaluation begins. :meth:`attach` therefore wraps the methods
     ``train``, ``evaluate``, ``predict``, ``evaluation_loop`` and ``save_model`` of one Trainer. Training
@@ -87,9 +85,6 @@ class EMACallback(TrainerCallback):
 
     Attributes:
         ema: The :class:`~modkit.averaging.ema.EMA` of the latest training, or None.
-
-    Raises:
-        TypeError, ValueError: If an argument is invalid.
 
     Example::
 
@@ -121,9 +116,6 @@ class EMACallback(TrainerCallback):
 
         The callback is added to the Trainer's callbacks, and removed from those of an earlier Trainer.
         ``trainer.remove_callback(callback)`` ends averaging; the averages stay in ``ema``.
-
-        Args:
-            trainer: A ``transformers.Trainer``.
 
         Raises:
             TypeError: If ``trainer`` is not a ``transformers.Trainer``.
@@ -305,9 +297,9 @@ def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
         ) from error
     if version > VERSION:
         raise ValueError(f"EMACallback: {path} has version {version}, newer than {VERSION}")
-    if step is not None and found != step:
+    if step not in (None, found):
         raise ValueError(
-            f"EMACallback: {path} was written at step {found}, and the checkpoint at step {step}"
+            f"EMACallback: {path} is of step {found}, and the checkpoint of step {step}"
         )
     return content
 

@@ -115,7 +115,7 @@ def test_a_damaged_file(tmp_path: Path, damage: Callable[[bytes], bytes]) -> Non
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("global_step", 5, "was written at step 5, and the checkpoint at step 4"),
+        ("global_step", 5, "is of step 5, and the checkpoint of step 4"),
         ("version", 9, "newer"),
     ],
 )
