@@ -205,19 +205,6 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Every special method of an object of a scripted class runs `__exit__` in torch.",
-        NO_ISSUE,
-        "tests/parity/jit/test_defects.py::test_special_methods_of_scripted_objects_run",
-    ),
-    _row(
-        "torch",
-        "Objects of a scripted class without special methods cannot be printed, compared or asked for "
-        "their truth in torch.",
-        NO_ISSUE,
-        "tests/parity/jit/test_defects.py::test_scripted_objects_without_special_methods_are_objects",
-    ),
-    _row(
-        "torch",
         "In torch a full backward hook of a traced module never runs, and a class-based module "
         "refuses it.",
         NO_ISSUE,
@@ -260,23 +247,10 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Torch validates `map_location` for CUDA alone, and for other devices fails in the middle of "
-        "loading; modkit looks for all of them first, and the error names those that there are.",
-        ISSUES + "197803",
-        "tests/parity/jit/test_archive_defects.py::test_devices_are_looked_for_before_a_file_is_read",
-    ),
-    _row(
-        "torch",
         "From the third instance on, a class whose constructor calls `define` runs in torch what the "
         "second one defined; in modkit each runs its own.",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_each_instance_compiles_what_its_constructor_defines",
-    ),
-    _row(
-        "torch",
-        "A ScriptModule of torch cannot be pickled; a pickle of modkit holds the archive.",
-        ISSUES + "8077",
-        "tests/parity/jit/test_defects.py::test_a_module_can_be_pickled",
     ),
     _row(
         "torch",

@@ -484,7 +484,7 @@ _IN_JIT: Final = [
     ),
     Bug(
         "copies: hook tables shared with the original",
-        "jit/_copy_and_pickle.py",
+        "jit/_copies.py",
         "value.copy() if name in TABLES else value",
         "value",
         _JIT + "/test_members.py",

@@ -1,4 +1,4 @@
-"""Networks that others have published, built on :mod:`modkit.nn`."""
+"""Networks of published papers, built on :mod:`modkit.nn`."""
 
 from modkit.models.efficientzero import (
     DownSample as DownSample,

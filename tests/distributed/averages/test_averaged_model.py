@@ -14,7 +14,7 @@ from tests.distributed.averages import networks
 from tests.distributed.launcher import run
 
 
-# What there is in torch, and what modkit adds.
+# The averaging functions of torch, and those that modkit adds.
 KINDS: dict[str, dict[str, Any]] = {
     "swa": {},
     "ema": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},
@@ -26,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def average_both() -> dict[str, Any]:
-    """Average a model that is split up, and beside it one with torch that is given whole weights."""
+    """Average a sharded model, and beside it with torch a model with the full weights."""
     found: dict[str, Any] = {}
     for kind, options in KINDS.items():
         net, plain = networks.split(networks.network()), networks.network()
@@ -69,7 +69,7 @@ def test_the_copy_is_torchs_average_of_the_whole_model(ranks: int, tmp_path: Pat
 
 
 def look_at_copies() -> dict[str, Any]:
-    """Copy models that were split up in several ways."""
+    """Copy models that are sharded in several ways."""
     found: dict[str, Any] = {}
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for kind, options in {
@@ -129,7 +129,7 @@ def test_copies_are_split_up_in_the_same_way(tmp_path: Path) -> None:
 
 
 def refuse_two_ways() -> str:
-    """Copy a model that tensor parallelism has split up before."""
+    """Copy a model that tensor parallelism has sharded before."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     net = networks.network()
     parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})

@@ -38,7 +38,7 @@ def read(folder: Path) -> dict[str, Tensor]:
 
 
 def test_a_run_goes_on_where_another_one_has_ended(tmp_path: Path) -> None:
-    """On the same number of processes with the same bits, and on another number with the weights."""
+    """At an equal world size a run resumes bitwise identically, at another with equal weights."""
     through = launched(2, "--steps", "40", "--every", "20", "--out", str(tmp_path / "through"))
     launched(2, "--steps", "20", "--out", str(tmp_path / "parts"))
     resumed = launched(2, "--steps", "40", "--out", str(tmp_path / "parts"))
