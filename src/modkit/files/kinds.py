@@ -34,8 +34,8 @@ ADVICE: Final = {
     TORCHSCRIPT: "read it with modkit.jit.load",
     EXPORT: "read it with torch.export.load",
     SAFETENSORS: "read it with safetensors.torch.load_file",
-    PICKLE: "loading it with pickle, as torch.load(weights_only=False) does, would execute code that it "
-    "names; fickling and picklescan analyse such files",
+    PICKLE: "torch.load(..., weights_only=True) may read it; pickle would execute code that it names. "
+    "fickling and picklescan analyse such files",
     EMPTY: "nothing was written to it",
 }
 _HEAD: Final = 1 << 16

@@ -511,7 +511,7 @@ def missing_folder(writer: Writer, folder: Path, count: int) -> None:
 
 
 # An interrupt in these, which make and remove the private folder, may leave it.
-_HOUSEKEEPING: Final = {"_private_folder", "_remove", "_remove_leftovers", "_replaced"}
+_HOUSEKEEPING: Final = {"_private_folder", "_remove", "_remove_stale", "_replaced"}
 
 
 @fault("`KeyboardInterrupt` at a random moment", large=True, random=True)
@@ -538,7 +538,10 @@ def interrupted(writer: Writer, folder: Path, count: int) -> str:
             writer.save(target, 2)
             signal.setitimer(signal.ITIMER_REAL, 0)
         except BaseException as error:
-            if type(error).__name__ not in {"KeyboardInterrupt", "Abort"}:  # click's name for it
+            if type(error).__name__ not in {
+                "KeyboardInterrupt",
+                "Interrupted",
+            }:  # that of the command line
                 raise
         if not _HOUSEKEEPING & {*places}:
             assert names_in(folder) == {target.name}, places

@@ -180,7 +180,7 @@ def test_a_missing_shard_is_told_with_a_tensor_that_it_has(tmp_path) -> None:
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text('{"weight_map": {"layer.weight": "1.bin"}}')
 
-    with pytest.raises(FileNotFoundError, match=r"1\.bin is not there, which has layer\.weight"):
+    with pytest.raises(FileNotFoundError, match=r"1\.bin is missing; .* lists layer\.weight in it"):
         average_checkpoints([index])
 
 
@@ -207,8 +207,8 @@ def test_writers_that_overlap_leave_the_option_as_it_was() -> None:
     """Checksums are written inside of all blocks, and torch's option is the caller's after the last."""
     torch.serialization.set_crc32_options(False)
     try:
-        with torch_files._CHECKSUMS:
-            with torch_files._CHECKSUMS:
+        with torch_files.checksums_on():
+            with torch_files.checksums_on():
                 inner = torch.serialization.get_crc32_options()
             outer = torch.serialization.get_crc32_options()
         after = torch.serialization.get_crc32_options()

@@ -293,7 +293,7 @@ def test_a_small_file_that_unpacks_to_a_large_one(tmp_path):
                 target.writestr(member, data)
         _append_zeros(path, name, 1_500_000_000)
         start = time.perf_counter()
-        with pytest.raises(FileError, match=r"is compressed|bytes unpacked"):
+        with pytest.raises(FileError, match="is compressed"):
             verified(path)
         assert time.perf_counter() - start < 1
 
