@@ -94,9 +94,9 @@ def average(
         raise click.UsageError("--step needs --ema-sigma")
     if output is None and not dry_run:
         raise click.UsageError("missing option '-o' / '--output'")
+    if any(is_safetensors(path) for path in (*checkpoints, output or Path())):
+        library("safetensors")
     for path in checkpoints:
-        if is_safetensors(path):
-            library("safetensors")
         # Opening a FIFO could block. A directory may hold snapshots.
         if ema_sigma is None or not path.is_dir():
             with open_regular(file_in(path)):
@@ -163,8 +163,6 @@ def text_of(shape: torch.Size | None) -> str:
 
 def check_output(output: Path, checkpoints: Sequence[Path], *, overwrite: bool) -> None:
     """Refuse an output that is an input or cannot be written, before any work is done."""
-    if is_safetensors(output):
-        library("safetensors")
     if not output.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {output.parent}")
     special = output.exists() and not output.is_file()
@@ -173,17 +171,11 @@ def check_output(output: Path, checkpoints: Sequence[Path], *, overwrite: bool) 
     if not output.exists():
         return
     for path in checkpoints:
-        if any(output.samefile(used) for used in files_of(path)):
+        folder = path.parent if path.name.endswith(".index.json") else path
+        if any(map(output.samefile, [path, *(folder.iterdir() if folder.is_dir() else [])])):
             raise FileExistsError(f"{output} is an input: {path}")
     if not overwrite:
         raise FileExistsError(f"{output} exists; --overwrite replaces it")
-
-
-def files_of(path: Path) -> list[Path]:
-    """Return the files that are read for an input, the shards beside an index among them."""
-    if path.is_dir():
-        return [path, *path.iterdir()]
-    return [path, *path.parent.iterdir()] if path.name.endswith(".index.json") else [path]
 
 
 def reconstructed(

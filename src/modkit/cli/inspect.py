@@ -1,5 +1,6 @@
 """``modkit inspect``: the content of a model file, without executing code from it."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def show(info: files.FileInfo, limit: int) -> None:
             table.add_row(name, cell(value))
     out.print(table)
     tensors = [(t.name, t.shape, t.dtype, size(t.nbytes)) for t in info.tensors]
-    tables = {
+    tables: dict[tuple[str, ...], Sequence[tuple[object, ...]]] = {
         ("--key", "tensors", "averages of"): keys_of(info),
         ("tensor", "shape", "dtype", "size"): tensors,
         ("other entry", "value"): list(info.entries.items()),
@@ -90,7 +91,7 @@ def show(info: files.FileInfo, limit: int) -> None:
             table.add_row(*map(cell, row))
         if table.row_count:
             out.print(table)
-    longest = max(map(len, tables.values()))
+    longest = max(len(rows) for rows in tables.values())
     if longest > limit:
         out.print(f"--limit {longest} shows all rows")
 

@@ -28,6 +28,7 @@ _IN_DIRECTORIES: Final = (
 )
 _MOST_INDEX: Final = 1 << 28
 _MOST_EXPANDED: Final = 1 << 30
+_FLOAT4: Final = getattr(torch, "float4_e2m1fn_x2", None)  # since torch 2.8
 
 
 class Checkpoint:
@@ -179,8 +180,9 @@ def _problem_of(name: object, value: object) -> str | None:
         return f"not a tensor but {type(value).__name__}"
     if not isinstance(name, str):
         return "not the name of a tensor"
-    if value.layout != torch.strided or value.is_quantized or value.is_nested:
-        return "a tensor without plain memory (sparse, quantized or nested)"
+    plain = value.layout == torch.strided and value.dtype is not _FLOAT4
+    if not plain or value.is_quantized or value.is_nested:
+        return "a tensor without plain memory (sparse, quantized, nested or float4)"
     if min(value.shape, default=0) < 0:
         return "a tensor with a negative dimension"
     if value.is_meta:

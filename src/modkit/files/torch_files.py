@@ -294,8 +294,8 @@ class _Unpickler(pickle.Unpickler):
         name, stated = f"data/{key}", numel * kind.dtype.itemsize
         member = self._archive.members.get(name)
         if member is None or member.size != stated:
-            found = member.size if member else "no"
-            raise self._archive.corrupt(f"{name!r} has {found} bytes, {stated} in the pickle")
+            size = member.size if member else "no"
+            raise self._archive.corrupt(f"{name!r} has {size} bytes, {stated} in the pickle")
         found = _Storage(self._allocate(name), kind.dtype, numel)
         self.used.add(name)
         # torch makes a new storage each time for those without memory.

@@ -57,7 +57,6 @@ FILES: dict[str, Callable[[Path], object]] = {
     "fifo": lambda path: (path.unlink(), os.mkfifo(path)),
     "folder": lambda path: (path.unlink(), path.mkdir()),
     "m\x1b[31m\n": lambda path: path.write_bytes(b""),
-    "user.py": lambda path: path.write_text("import torch\nimport sys\nx = 1\ndef f(): return 1\n"),
     "broken.py": lambda path: path.write_text("def f(:\n"),
     "leaves.py": lambda path: path.write_text("import sys\nsys.exit(0)\n"),
 }
