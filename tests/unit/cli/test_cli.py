@@ -92,7 +92,7 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
 
 @for_each("line", ["average {0} -o {0}.out", "average {0} --dry-run", "inspect {0}"])
 def test_a_missing_safetensors_is_named_before_any_work(tmp_path, monkeypatch, line: str) -> None:
-    """Nothing is read where a safetensors file cannot be."""
+    """Without safetensors, the error comes before anything is read."""
     path = tmp_path / "a.safetensors"
     path.write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
     monkeypatch.setitem(sys.modules, "safetensors", None)
@@ -151,7 +151,7 @@ def test_the_json_of_each_command(net: Path) -> None:
 def test_errors_are_one_line(
     net: Path, monkeypatch, line: str, where: Any, error: BaseException, status: int, message: str
 ) -> None:
-    """Ctrl-C, a full disk and other errors end each command in one line and its exit status."""
+    """Ctrl-C, a full disk and other errors end each command in one line with its exit status."""
 
     def failing(*_: object, **__: object) -> None:
         raise error

@@ -126,7 +126,7 @@ def test_a_model_that_is_equal(script: Path) -> None:
 
 
 def test_a_model_that_differs(script: Path) -> None:
-    """What differs is named, and the exit status is 1."""
+    """The differing checks are named, and the exit status is 1."""
     found = invoke(f"{script}:Different", "--input", f"{script}:inputs", "--json")
 
     kinds = {each["case"]: each["kind"] for each in json.loads(found.stdout)["results"]}
@@ -156,7 +156,7 @@ def test_a_model_that_raises(script: Path) -> None:
     ],
 )
 def test_targets_that_cannot_be_used(script: Path, target: str, message: str) -> None:
-    """The error says which part of the target is wrong."""
+    """The error names the part of the target that is wrong."""
     with pytest.raises(TargetError) as caught:
         build(Target(target.format(script=script)))
 

@@ -234,7 +234,7 @@ def test_a_corrupt_pickle_is_one_line(path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("how", ["zip", "pickle"])
 def test_code_in_a_file_is_not_executed(tmp_path: Path, how: str) -> None:
-    """The note says that the file would execute code."""
+    """The note warns that the file would execute code."""
     path, marker = tmp_path / "e.pt", tmp_path / "marker"
     if how == "pickle":
         path.write_bytes(pickle.dumps(Evil(marker), 0))

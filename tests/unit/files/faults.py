@@ -77,7 +77,7 @@ def check(writer: Writer, target: Path, *versions: int, beside: tuple[str, ...] 
 
 
 def failed(writer: Writer, target: Path, named: Path | None = None) -> BaseException:
-    """Save, which must fail and name a path, by default the target; return the error that says why."""
+    """Save, which must fail and name a path, by default the target; return the error."""
     error: BaseException | None = None
     try:
         writer.save(target, 2)
@@ -476,7 +476,7 @@ def full_device(writer: Writer, folder: Path, count: int) -> None:
 
 @fault("folder as target")
 def folder_as_target(writer: Writer, folder: Path, count: int) -> None:
-    """It is an error that names the path, and the folder keeps what it has."""
+    """The error names the path, and the folder is unchanged."""
     target = folder / writer.file
     target.mkdir()
     (target / "content").write_text("of the user")
@@ -500,7 +500,7 @@ _NO_FOLDER: Final = {
 
 @fault("missing folder")
 def missing_folder(writer: Writer, folder: Path, count: int) -> None:
-    """It is an error that names the path, and nothing is made."""
+    """The error names the path, and nothing is created."""
     target = folder / "missing" / writer.file
     if writer.name not in _NO_FOLDER:
         raise NotPossible("the writer makes the folder")
@@ -558,7 +558,7 @@ def interrupted(writer: Writer, folder: Path, count: int) -> str:
 
 @fault("leftovers of a killed save")
 def leftovers(writer: Writer, folder: Path, count: int) -> None:
-    """Those of the target are removed; those of other targets and of living writers are not."""
+    """Stale files of the target are removed; those of other targets and of running writers are not."""
     target, other = folder / writer.file, folder / "other.pt"
     writer.save(target, 1)
     whole = target.read_bytes()

@@ -1,4 +1,4 @@
-"""What `modkit.files.inspect` says of each kind of file. Nothing in a file is executed."""
+"""`modkit.files.inspect` on each kind of file. No code in a file is executed."""
 
 import argparse
 import hashlib
@@ -118,7 +118,7 @@ def test_a_torch_save_file(tmp_path: Path) -> None:
 
 
 def test_a_torch_save_file_of_the_old_format(tmp_path: Path) -> None:
-    """The content of files from before torch 1.6 is not read; the note says what reads it."""
+    """The content of files from before torch 1.6 is not read; the note names what reads it."""
     info = inspect(legacy(CONTENT, tmp_path / "old.pt"))
 
     assert (info.kind, info.tensors) == ("torch.save file (before torch 1.6)", ())
@@ -300,7 +300,7 @@ def test_a_pickle_of_plain_values(tmp_path: Path, protocol: int, value: object) 
 
 @for_each("how", ["zip", "zip, protocol 0"])
 def test_a_torch_save_file_with_code_is_not_executed(tmp_path: Path, how: str) -> None:
-    """The note says that loading with pickle would execute code, and what torch names."""
+    """The note warns that loading with pickle would execute code, and names the function."""
     path, marker = tmp_path / "e.pt", tmp_path / "marker"
     content = {"model": Evil(marker)}
     protocol = 0 if "0" in how else 2
@@ -362,7 +362,7 @@ def test_source_code_is_text(path: Path) -> None:
 
 
 def test_other_files(tmp_path: Path) -> None:
-    """A zip file without members of torch, and bytes of no known kind, are told apart."""
+    """A zip file without members of torch and an unknown file have kinds of their own."""
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("a/readme.txt", "text")
     (tmp_path / "x.bin").write_bytes(bytes(range(256)) * 20)
