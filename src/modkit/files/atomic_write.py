@@ -44,28 +44,18 @@ def atomic_write(path: str | os.PathLike[str]) -> Generator[Path]:
     given = os.fspath(path)
     target = Path(os.path.realpath(given))
     with _naming(given, target):
-        found = _existing(given)
-        if found is not None and not stat.S_ISREG(found.st_mode):
+        found = None
+        with contextlib.suppress(FileNotFoundError):
+            found = Path(given).stat()
+        writing = _replaced(target, found)
+        if found is not None and not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
             # By the given name: the real path of an open pipe (/dev/fd/1) does not exist.
             writing = _streamed(Path(given), target.name)
-        else:
-            writing = _replaced(target, found)
+        elif found is not None:
+            # Refuse a folder, and, as torch.save does, a write-protected file.
+            os.close(os.open(given, os.O_WRONLY))
         with writing as unfinished:
             yield unfinished
-
-
-def _existing(given: str) -> os.stat_result | None:
-    """Return the status of the target; raise if it is a folder or is write-protected."""
-    try:
-        found = Path(given).stat()
-    except FileNotFoundError:
-        return None
-    if stat.S_ISDIR(found.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), given)
-    if stat.S_ISREG(found.st_mode):
-        # A rename would replace a write-protected file too; torch.save refuses.
-        os.close(os.open(given, os.O_WRONLY))
-    return found
 
 
 @contextmanager

@@ -57,13 +57,13 @@ class Checkpoint:
         shards: Mapping[Path, list[str] | None] = (
             _shards_of(file) if file.name.endswith(INDEX) else {file: None}
         )
-        self._homes: dict[str, _TorchFile | _SafetensorsFile] = {}
+        self._homes: dict[str, _TorchFile | SafetensorsFile] = {}
         self.files = list(shards)
         self.versions: Mapping[str, Any] = {}
         for shard, names in shards.items():
             if names and not shard.exists():
                 raise FileNotFoundError(f"{shard} is missing; {file} lists {names[0]} in it")
-            opened = _SafetensorsFile(shard) if is_safetensors(shard) else _TorchFile(shard, key)
+            opened = SafetensorsFile(shard) if is_safetensors(shard) else _TorchFile(shard, key)
             if absent := [name for name in names or () if name not in opened.shapes]:
                 raise FileError(f"{shard} has no {absent[0]}, which {file} lists in it", SHARDED)
             self._homes |= dict.fromkeys(names or opened.shapes, opened)
@@ -120,20 +120,25 @@ class _TorchFile:
         return id(self), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-class _SafetensorsFile:
+class SafetensorsFile:
+    """The tensors of a safetensors file, and its metadata."""
+
     versions: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, path: Path) -> None:
         self._file = safetensors_file(path)
+        self.metadata: Mapping[str, str] = self._file.metadata() or {}
         slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 - not a mapping
         self.shapes = {name: torch.Size(found.get_shape()) for name, found in slices.items()}
         dtypes = {name: str(found.get_dtype()) for name, found in slices.items()}
         self.dtypes = {name: DTYPES.get(dtype, dtype) for name, dtype in dtypes.items()}
 
     def tensor(self, name: str) -> Tensor:
+        """Return one tensor."""
         return cast("Tensor", self._file.get_tensor(name))
 
     def memory(self, name: str) -> Hashable:
+        """Return None: safetensors does not save ties."""
         return None
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from modkit.errors import FileError, printable
 from modkit.files import kinds
 from modkit.files.checkpoint_files import (
-    DTYPES,
     INDEX,
     Checkpoint,
+    SafetensorsFile,
     dtype_name,
     file_in,
     library,
@@ -95,9 +95,8 @@ def inspect(path: str | os.PathLike[str]) -> FileInfo:
     file = file_in(Path(path))
     if file.name.endswith(INDEX):
         checkpoint = Checkpoint(file, None)
-        listed = ((n, checkpoint.shapes[n], checkpoint.dtypes[n]) for n in checkpoint.shapes)
         size = sum(each.stat().st_size for each in (file, *checkpoint.files))
-        return _of_table(listed, FileInfo(os.fspath(path), kinds.SHARDED, size, ""))
+        return _of_table(checkpoint, FileInfo(os.fspath(path), kinds.SHARDED, size, ""))
     with open_regular(file) as descriptor:
         kind = kinds.kind_of(descriptor)
         if kind == kinds.SAFETENSORS:
@@ -112,7 +111,10 @@ def inspect(path: str | os.PathLike[str]) -> FileInfo:
             members = Archive(descriptor, str(file)).members.items()
             return replace(info, entries={name: f"{each.size} bytes" for name, each in members})
         if kind == kinds.SAFETENSORS:
-            return _of_safetensors(file, info)
+            opened = SafetensorsFile(file)
+            metadata = islice(opened.metadata.items(), 1000)
+            entries = {name[:_MAX_NAME]: _short(text) for name, text in metadata}
+            return replace(_of_table(opened, info), entries=entries)
         note = kinds.first_line(descriptor) if kind == kinds.TEXT else kinds.ADVICE.get(kind, "")
         return replace(info, note=note)
 
@@ -179,20 +181,11 @@ def _of_torch_save(file: Path, archive: Archive, info: FileInfo) -> FileInfo:
         raise FileError(f"{info.path} is corrupt: invalid tensor: {error}", info.kind) from error
 
 
-def _of_safetensors(file: Path, info: FileInfo) -> FileInfo:
-    opened = safetensors_file(file)
-    slices = ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118 - no mapping
-    listed = ((name, each.get_shape(), str(each.get_dtype())) for name, each in slices)
-    found = _of_table(((n, shape, DTYPES.get(dtype, dtype)) for n, shape, dtype in listed), info)
-    metadata = islice(cast("Mapping[str, str]", opened.metadata() or {}).items(), 1000)
-    return replace(found, entries={name[:_MAX_NAME]: _short(text) for name, text in metadata})
-
-
-def _of_table(listed: Iterable[tuple[str, Iterable[int], str]], info: FileInfo) -> FileInfo:
+def _of_table(opened: Checkpoint | SafetensorsFile, info: FileInfo) -> FileInfo:
     """Describe a file of tensors from names, shapes and dtypes."""
     tensors: list[TensorInfo] = []
-    for name, lengths, dtype in listed:
-        shape = torch.Size(lengths)
+    for name, shape in opened.shapes.items():
+        dtype = opened.dtypes[name]
         # float8_e4m3fn and F8_E4M3 have 8 bits, and so has bool.
         bits = int("".join(filter(str.isdigit, dtype.partition("_")[0])) or 8)
         tensors.append(TensorInfo(name, tuple(shape), dtype, shape.numel() * bits // 8))

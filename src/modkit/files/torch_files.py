@@ -36,7 +36,7 @@ from modkit.files.kinds import (
     parse_digest,
     wrong_kind,
 )
-from modkit.files.pickle_limits import DEEPEST, collector_paused, pickle_problem, storage_dtype
+from modkit.files.pickle_limits import collector_paused, pickle_problem, storage_dtype
 from modkit.files.zip_archive import Archive, open_regular, path_of, read_some
 
 
@@ -270,7 +270,7 @@ class _Unpickler(pickle.Unpickler):
         finally:
             # It references the unpickler, and so all tensors.
             self.memo.clear()
-        if not _is_plain(found):
+        if not _is_plain(found, set()):
             raise _NotPlainError
         return found
 
@@ -427,36 +427,26 @@ def _has_known_instructions(content: bytes) -> bool:
     return at == end and content[end] == 0x2E
 
 
-def _is_plain(found: Any) -> bool:
+def _is_plain(found: Any, seen: set[int], depth: int = 0) -> bool:
     """Return True if there are only tensors, numbers and strings in dicts, lists and tuples."""
-    level: list[Any] = [found]
-    seen: set[int] = set()
+    kind, inner = type(found), found
+    if kind in _LEAVES or id(found) in seen:
+        return True
+    seen.add(id(found))
+    if kind is dict or kind is OrderedDict:
+        attributes = vars(found).values() if kind is OrderedDict else ()
+        inner = [*dict.keys(found), *dict.values(found), *attributes]
+    elif kind is not list and kind is not tuple:
+        return False
     # Deeper nesting is left to pickle_problem.
-    for _ in range(DEEPEST):
-        inner: list[Any] = []
-        for value in level:
-            kind = type(value)
-            if kind in _LEAVES or id(value) in seen:
-                continue
-            seen.add(id(value))
-            if kind is dict or kind is OrderedDict:
-                inner += [*dict.keys(value), *dict.values(value)]
-                if kind is OrderedDict:
-                    inner += vars(value).values()
-            elif kind is list or kind is tuple:
-                inner += value
-            else:
-                return False
-        if not inner:
-            return True
-        level = inner
-    return False
+    return depth < 100 and all(
+        type(each) in _LEAVES or _is_plain(each, seen, depth + 1) for each in inner
+    )
 
 
 # TorchScript archives.
 
-_EXTRA: Final = "extra/"
-_PICKLES: Final = ("data.pkl", "constants.pkl")
+_PICKLES: Final = {"data.pkl": "data/", "constants.pkl": "constants/"}
 _READER: Final = re.compile("PytorchStreamReader|inline_container")
 
 
@@ -489,9 +479,16 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
         if sha256 is not None:
             check_digest(content, what, sha256)
         archive = _archive_of(content, what, TORCHSCRIPT)
-        _check_pickles(archive)
+        absent = [name for name in _PICKLES if name not in archive.members]
+        if not {"version", ".data/version"} & archive.members.keys():
+            absent.append("version")
+        if absent:
+            raise archive.corrupt(f"it has no {', '.join(absent)}")
+        for name, folder in _PICKLES.items():
+            if problem := pickle_problem(archive.read(name), archive.members, folder, script=True):
+                raise archive.corrupt(f"{name}: {problem}")
         archive.verify()
-        extra = {n[6:]: m.size for n, m in archive.members.items() if n.startswith(_EXTRA)}
+        extra = {n[6:]: m.size for n, m in archive.members.items() if n.startswith("extra/")}
         try:
             yield VerifiedArchive(source, extra)
         except (RuntimeError, IndexError) as error:
@@ -511,16 +508,3 @@ def _content_of(f: Any) -> bytes:
     if not isinstance(content, bytes):
         raise TypeError("the file is open as text; open it in the mode 'rb'")
     return content
-
-
-def _check_pickles(archive: Archive) -> None:
-    missing = [name for name in _PICKLES if name not in archive.members]
-    if not {"version", ".data/version"} & archive.members.keys():
-        missing.append("version")
-    if missing:
-        raise archive.corrupt(f"it has no {', '.join(missing)}")
-    for name in _PICKLES:
-        folder = name.removesuffix(".pkl") + "/"
-        content, members = archive.read(name), archive.members
-        if problem := pickle_problem(content, members, folder, script=True):
-            raise archive.corrupt(f"{name}: {problem}")

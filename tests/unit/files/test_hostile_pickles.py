@@ -322,7 +322,7 @@ def test_negative_dimensions_of_nothing(size, tmp_path):
 
 
 def test_inspecting_odd_tensors(tmp_path):
-    """torch cannot compute the size of the tensor in this pickle."""
+    """Torch cannot compute the size of the tensor in this pickle."""
     rebuild = named("torch._utils", "_rebuild_meta_tensor_no_storage")
     sizes = tuple_of(numbers(2), numbers(-3))
     odd = called(rebuild, named("torch", "float32"), sizes, sizes, b"\x89")
@@ -368,7 +368,7 @@ def test_depth_in_scripts(case, member, tmp_path):
 
 
 def test_storages_of_scripts(tmp_path):
-    """torch reads as many bytes as the pickle states, beyond the end of a smaller storage."""
+    """Torch reads as many bytes as the pickle states, beyond the end of a smaller storage."""
     path = written(tmp_path, replaced(script(), {"data/0": b"1234"}))
 
     assert "'archive/data/0' has 4 bytes, not 24" in str(refusal("jit.load", path))
@@ -387,7 +387,7 @@ def test_dtypes_of_scripts(dtype, tmp_path):
 
 @pytest.mark.parametrize("name", ["training", "weight"])
 def test_attributes_that_scripts_do_not_have(name, tmp_path):
-    """torch raises IndexError; modkit raises FileError."""
+    """Torch raises IndexError; modkit raises FileError."""
     (pickled,) = (m.data for m in unpacked(script()) if m.name.endswith(b"/data.pkl"))
     changed = pickled.replace(name.encode(), b"x" * len(name))
     path = written(tmp_path, replaced(script(), {"data.pkl": changed}))

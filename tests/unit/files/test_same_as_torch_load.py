@@ -193,7 +193,7 @@ def test_surroundings(surroundings, name, mmap, tmp_path):
 @for_each("name", PERMISSIONS)
 @for_each("mmap", [False, True])
 def test_permissions(name, mmap, tmp_path):
-    """modkit loads the classes that the user has allowed torch to load."""
+    """Classes that the user has allowed torch to load are loaded."""
     path = written(tmp_path, name)
     options = {"mmap": True} if mmap else {}
     with pytest.raises(FileError, match="cannot be read as a checkpoint"):

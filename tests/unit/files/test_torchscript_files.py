@@ -143,7 +143,7 @@ def test_archives_of_old_names_for_the_version():
 
 
 def test_a_flipped_bit_in_the_weights():
-    """torch silently loads other weights; modkit names the corrupt member."""
+    """Torch silently loads other weights; modkit names the corrupt member."""
     corrupt = flipped(archive(), place_of(archive(), weight()), 0x40)
 
     theirs = loaded(corrupt).state_dict()
@@ -455,7 +455,7 @@ def test_a_digest_takes_no_second_copy_in_memory(tmp_path):
 
 
 def test_a_file_that_is_exchanged_after_it_was_verified(tmp_path):
-    """torch reads the file that was verified, even if another file has replaced it."""
+    """Torch reads the file that was verified, even if another file has replaced it."""
     path = tmp_path / "net.pt"
     path.write_bytes(archive())
     other = tmp_path / "other.pt"
