@@ -15,6 +15,17 @@ from modkit.errors import printable
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+EPILOG: Final = """\b
+Exit status:
+  0    success
+  1    a file, the disk or a comparison failed; the error is one line
+  2    wrong command line
+  130  interrupted with Ctrl-C
+
+\b
+Shell completion (bash; for others replace bash by zsh or fish):
+  eval "$(_MODKIT_COMPLETE=bash_source modkit)"
+"""
 # The width of tables in a pipe or a file, unless COLUMNS is set.
 PLAIN_WIDTH: Final = 160
 
@@ -30,14 +41,6 @@ def console() -> Console:
 def cell(text: object) -> str:
     """Return text from a file or a path for a table: printable, and not interpreted as markup."""
     return escape(printable(str(text)))
-
-
-def size(count: int) -> str:
-    """Write a number of bytes with a binary prefix."""
-    for prefix, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= scale:
-            return f"{count / scale:.1f} {prefix}"
-    return f"{count} B"
 
 
 def print_json(found: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from modkit.averaging import posthoc
 from modkit.averaging.checkpoints import average_checkpoints
-from modkit.cli._tables import cell, console, json_option, print_json, progress
+from modkit.cli._tables import EPILOG, cell, console, json_option, print_json, progress
 from modkit.files.checkpoint_files import (
     Checkpoint,
     file_in,
@@ -35,7 +35,7 @@ def numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[fl
         raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,1,2") from None
 
 
-@click.command
+@click.command(epilog=EPILOG)
 @click.argument(
     "checkpoints",
     nargs=-1,

@@ -6,7 +6,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from modkit.cli._tables import cell, console, json_option, print_json, progress
+from modkit.cli._tables import EPILOG, cell, console, json_option, print_json, progress
 from modkit.compat.model import Target, TargetError, compare
 from modkit.compat.report import Report
 from modkit.compat.run import areas, run
@@ -24,7 +24,7 @@ def parsed(_: click.Context, parameter: click.Parameter, value: str) -> Any:
     return found
 
 
-@click.command
+@click.command(epilog=EPILOG)
 @click.argument("target", required=False)
 @click.option("--area", "chosen", multiple=True, help="Run only the behaviors of this area.")
 @click.option("--args", default="[]", callback=parsed, help="Arguments of TARGET: a JSON list.")

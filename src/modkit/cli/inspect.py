@@ -5,11 +5,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
+from rich.filesize import decimal
 from rich.table import Table
 
 from modkit import files
 from modkit.averaging.state import recognise
-from modkit.cli._tables import cell, console, json_option, print_json, progress, size
+from modkit.cli._tables import EPILOG, cell, console, json_option, print_json, progress
 from modkit.errors import printable
 from modkit.files.kinds import parse_digest
 
@@ -17,7 +18,7 @@ from modkit.files.kinds import parse_digest
 _EMA_STATE = {"version", "step", "averages", "schedules"}
 
 
-@click.command
+@click.command(epilog=EPILOG)
 @click.argument("file", type=click.Path(exists=True, path_type=Path))
 @json_option
 @click.option(
@@ -65,7 +66,7 @@ def show(info: files.FileInfo, limit: int) -> None:
     facts = {
         "file": info.path,
         "kind": info.kind,
-        "size": f"{size(info.nbytes)} ({info.nbytes:,} bytes)",
+        "size": f"{decimal(info.nbytes)} ({info.nbytes:,} bytes)",
         "tensors": f"{len(info.tensors):,}" if info.tensors else "",
         "SHA-256": info.sha256,
         "note": info.note,
@@ -77,7 +78,7 @@ def show(info: files.FileInfo, limit: int) -> None:
         if value:
             table.add_row(name, cell(value))
     out.print(table)
-    tensors = [(t.name, t.shape, t.dtype, size(t.nbytes)) for t in info.tensors]
+    tensors = [(t.name, t.shape, t.dtype, decimal(t.nbytes)) for t in info.tensors]
     tables: dict[tuple[str, ...], Sequence[tuple[object, ...]]] = {
         ("--key", "tensors", "averages of"): keys_of(info),
         ("tensor", "shape", "dtype", "size"): tensors,
@@ -106,6 +107,6 @@ def keys_of(info: files.FileInfo) -> list[tuple[object, ...]]:
         owner = "modkit.EMA" if ema else recognise(dict.fromkeys(names))
         if found or owner:
             text = (key or "-") if len(found) == len(names) else f"({key or '-'})"
-            nbytes = size(sum(each.nbytes for each in found))
+            nbytes = decimal(sum(each.nbytes for each in found))
             rows.append((text, f"{len(found):,}, {nbytes}", owner or ""))
     return rows

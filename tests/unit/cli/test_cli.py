@@ -16,11 +16,12 @@ import torch
 
 from modkit import __main__ as entry
 from modkit.cli import average, compat, inspect
-from modkit.cli._commands import NAMES, commands
+from modkit.cli._commands import commands
 from tests.cases import for_each
 from tests.processes import python
 
 
+NAMES = ("average", "compat", "inspect")
 MAIN = "from modkit.__main__ import main; main()"
 
 

@@ -42,8 +42,8 @@ def test_a_state_dict(path: Path) -> None:
 
     rows = cells(found.output)
     assert (found.exit_code, found.stderr) == (0, "")
-    assert rows["weight"] == ["(3, 2)", "float32", "24 B"]
-    assert rows["-"] == ["2, 36 B", ""]
+    assert rows["weight"] == ["(3, 2)", "float32", "24 bytes"]
+    assert rows["-"] == ["2, 36 bytes", ""]
     for text in (str(path), "torch.save file", inspect(path).sha256):
         assert text in found.output
 
@@ -62,8 +62,8 @@ def test_sharded_checkpoints(tmp_path: Path, given: str) -> None:
     index = sharded(tmp_path)
     rows = cells(run(index if given == "index" else tmp_path).output)
 
-    assert rows["a"] == ["(2, 3)", "float32", "24 B"]
-    assert rows["b"] == ["(4,)", "bfloat16", "8 B"]
+    assert rows["a"] == ["(2, 3)", "float32", "24 bytes"]
+    assert rows["b"] == ["(4,)", "bfloat16", "8 bytes"]
 
 
 def test_keys_of_averages(tmp_path: Path) -> None:
@@ -83,9 +83,9 @@ def test_keys_of_averages(tmp_path: Path) -> None:
 
     assert rows["swa"][-1] == "torch"
     assert rows["(ema)"][-1] == "modkit.EMA"
-    assert rows["ema.averages.0.tensors"] == ["2, 24 B", ""]
-    assert rows["net"] == ["2, 24 B", ""]
-    assert rows["(mixed)"][0] == "1, 4 B"
+    assert rows["ema.averages.0.tensors"] == ["2, 24 bytes", ""]
+    assert rows["net"] == ["2, 24 bytes", ""]
+    assert rows["(mixed)"][0] == "1, 4 bytes"
     assert rows["lrs"] == ["[0.1, 0.2]"]
 
 
