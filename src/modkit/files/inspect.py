@@ -136,8 +136,9 @@ def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
 
     Example:
         >>> import torch
-        >>> torch.save({"weight": torch.ones(2, 3)}, tmp_path / "last.pt")
-        >>> verify(tmp_path / "last.pt")
+        >>> path = tmp_path / "last.pt"
+        >>> torch.save({"weight": torch.ones(2, 3)}, path)
+        >>> verify(path)
     """
     if sha256 is not None:
         kinds.parse_digest(sha256)
