@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from modkit.errors import printable
 
@@ -41,6 +42,18 @@ def console() -> Console:
 def cell(text: object) -> str:
     """Return text from a file or a path for a table: printable, and not interpreted as markup."""
     return escape(printable(str(text)))
+
+
+def print_table(
+    headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None
+) -> None:
+    """Print a table of text from files, with long cells folded."""
+    table = Table(title=title and cell(title), title_justify="left")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*map(cell, row))
+    console().print(table)
 
 
 def print_json(found: Any) -> None:

@@ -7,12 +7,11 @@ from typing import Any, Final
 
 import click
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from modkit.averaging import posthoc
 from modkit.averaging.checkpoints import average_checkpoints
-from modkit.cli._tables import EPILOG, cell, console, json_option, print_json, progress
+from modkit.cli._tables import EPILOG, cell, console, json_option, print_json, print_table, progress
 from modkit.files.checkpoint_files import (
     Checkpoint,
     file_in,
@@ -132,9 +131,6 @@ def average(
 def show_match(checkpoints: Sequence[Path], key: str | None, *, as_json: bool) -> None:
     """Print how the names and shapes of the checkpoints match; raise if they do not."""
     shapes = [Checkpoint(path, key).shapes for path in checkpoints]
-    table = Table(title=f"{len(shapes)} checkpoints", title_justify="left")
-    for heading in ("name", "shape", "fits"):
-        table.add_column(heading, overflow="fold")
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys(name for each in shapes for name in each):
         first = shapes[0].get(name)
@@ -143,15 +139,13 @@ def show_match(checkpoints: Sequence[Path], key: str | None, *, as_json: bool) -
             for path, each in zip(checkpoints, shapes, strict=True)
             if each.get(name) != first
         }
-        verdict = "; ".join(f"{Path(path).name}: {shape}" for path, shape in others.items())
-        table.add_row(
-            cell(name), text_of(first), f"[red]{cell(verdict)}[/]" if others else "[green]yes[/]"
-        )
         rows.append({"name": name, "shape": text_of(first), "fits": not others, "others": others})
     if as_json:
         print_json({"checkpoints": [str(path) for path in checkpoints], "tensors": rows})
     else:
-        console().print(table)
+        fits = ["; ".join(f"{Path(k).name}: {v}" for k, v in r["others"].items()) for r in rows]
+        cells = [(r["name"], r["shape"], fit or "yes") for r, fit in zip(rows, fits, strict=True)]
+        print_table(("name", "shape", "fits"), cells, f"{len(shapes)} checkpoints")
     if problems := [row["name"] for row in rows if not row["fits"]]:
         raise ValueError(f"{len(problems)} tensors do not fit, the first is {problems[0]}")
 

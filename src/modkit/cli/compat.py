@@ -4,9 +4,8 @@ import json
 from typing import Any
 
 import click
-from rich.table import Table
 
-from modkit.cli._tables import EPILOG, cell, console, json_option, print_json, progress
+from modkit.cli._tables import EPILOG, json_option, print_json, print_table, progress
 from modkit.compat.model import Target, TargetError, compare
 from modkit.compat.report import Report
 from modkit.compat.run import areas, run
@@ -75,18 +74,7 @@ def compat(
     if as_json:
         print_json(report.as_json())
     else:
-        show(report)
+        for title, headings, rows in report.tables():
+            print_table(headings, rows, title)
     if report.failed:
         raise click.exceptions.Exit(1)
-
-
-def show(report: Report) -> None:
-    """Print the tables, except the listed differences."""
-    for title, headings, rows in report.tables():
-        if title != "Listed differences":
-            table = Table(title=cell(title), title_justify="left")
-            for heading in headings:
-                table.add_column(heading, overflow="fold")
-            for row in rows:
-                table.add_row(*map(cell, row))
-            console().print(table)

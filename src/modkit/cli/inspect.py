@@ -10,7 +10,7 @@ from rich.table import Table
 
 from modkit import files
 from modkit.averaging.state import recognise
-from modkit.cli._tables import EPILOG, cell, console, json_option, print_json, progress
+from modkit.cli._tables import EPILOG, cell, console, json_option, print_json, print_table, progress
 from modkit.errors import printable
 from modkit.files.kinds import parse_digest
 
@@ -85,13 +85,8 @@ def show(info: files.FileInfo, limit: int) -> None:
         ("other entry", "value"): list(info.entries.items()),
     }
     for headings, rows in tables.items():
-        table = Table()
-        for heading in headings:
-            table.add_column(heading, overflow="fold")
-        for row in rows[:limit]:
-            table.add_row(*map(cell, row))
-        if table.row_count:
-            out.print(table)
+        if rows[:limit]:
+            print_table(headings, rows[:limit])
     longest = max(len(rows) for rows in tables.values())
     if longest > limit:
         out.print(f"--limit {longest} shows all rows")

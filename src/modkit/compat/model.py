@@ -49,11 +49,6 @@ class Target(NamedTuple):
     inputs: Sequence[str] = ()
     swap: Sequence[str] = ()
 
-    def packages(self) -> list[str]:
-        """Return the packages to rewrite."""
-        home = self.path.rpartition(":")[0]
-        return [Path(home).stem if home.endswith(".py") else home.partition(".")[0], *self.swap]
-
 
 class _Loader(SourceFileLoader):
     """Compiles the rewritten source; cached bytecode is that of the original source."""
@@ -66,10 +61,12 @@ class _Loader(SourceFileLoader):
 
 
 class Swap(MetaPathFinder):
-    """Imports packages with modkit in place of ``torch.nn``."""
+    """Imports the packages of a target with modkit in place of ``torch.nn``."""
 
-    def __init__(self, packages: Sequence[str]) -> None:
-        self._packages = packages
+    def __init__(self, target: Target) -> None:
+        home = target.path.rpartition(":")[0]
+        package = Path(home).stem if home.endswith(".py") else home.partition(".")[0]
+        self._packages = (package, *target.swap)
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Return the spec of a source file in one of the packages."""
@@ -192,15 +189,13 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The command line ends this process.
     os.dup2(2, 1)  # Output of the user's code is not part of the report.
     if name == "modkit":
-        sys.meta_path.insert(0, Swap(target.packages()))
+        sys.meta_path.insert(0, Swap(target))
     try:
         model = build(target)
         inputs = inputs_of(target, model)
-    except TargetError as error:
-        connection.send(("target", str(error)))
-        return
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-        connection.send(("failed", f"{type(error).__name__}: {error}"))
+        text = f"the model cannot be built on {name}: {type(error).__name__}: {error}"
+        connection.send(error if isinstance(error, TargetError) else RuntimeError(text))
         return
     base = Library(name).nn.Module
     classes = [type(each).__mro__ for each in model.modules()]
@@ -208,7 +203,7 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     count = f"{len(classes)} modules, {sum(base in each for each in classes)} of modkit's Module"
-    connection.send(("built", count, found, file.getvalue()))
+    connection.send((count, found, file.getvalue()))
     state = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
     connection.send(checked(lambda: [str(model.load_state_dict(state)), model.state_dict()]))
 
@@ -235,14 +230,10 @@ def compare(target: Target) -> tuple[str, list[Result]]:
 
 
 def _compared(target: Target, one: Connection, other: Connection) -> tuple[str, list[Result]]:
-    kind, *first = one.recv()
-    if kind == "target":
-        raise TargetError(first[0])
-    if kind == "failed":
-        raise RuntimeError(f"the model cannot be built on torch: {first[0]}")
-    kind, *second = other.recv()
-    if kind != "built":
-        failed: Outcome = ("raises", second[0], [])
+    if isinstance(first := one.recv(), Exception):
+        raise first
+    if isinstance(second := other.recv(), Exception):
+        failed: Outcome = ("raises", str(second), [])
         built: Outcome = ("returns", "a model", [])
         return target.path, [Result("model", "construction", "unlisted", built, failed)]
     (_, left, left_state), (count, right, right_state) = first, second

@@ -15,15 +15,8 @@ Edit = tuple[int, int, str]
 def swap_source(source: str) -> str:
     """Return the source with modkit in place of ``torch.nn``, ``torch.jit`` and ``swa_utils``.
 
-    Imports and attribute chains are rewritten; every statement stays on its line. A name that modkit
-    lacks stays torch's, and so do strings, such as the target of ``mock.patch``; before Python 3.12,
-    f-strings too.
-
-    Args:
-        source: Python source of one file, with newline characters between lines.
-
-    Raises:
-        SyntaxError: If the source cannot be parsed.
+    Imports and attribute chains are rewritten; every statement stays on its line. Names that modkit
+    lacks and strings are not changed; before Python 3.12, f-strings neither.
 
     Example:
         >>> print(swap_source("from torch import nn, optim"))
@@ -56,10 +49,9 @@ def _root_of(dotted: str) -> str | None:
         if dotted.startswith(f"{root}."):
             name = dotted.removeprefix(f"{root}.").partition(".")[0]
             ours = importlib.import_module(_ours(root))
-            is_package = hasattr(ours, "__path__")
             if name == "*" or hasattr(ours, name):
                 return root
-            if is_package and importlib.util.find_spec(f"{ours.__name__}.{name}"):
+            if hasattr(ours, "__path__") and importlib.util.find_spec(f"{_ours(root)}.{name}"):
                 return root
     return None
 

@@ -42,10 +42,6 @@ from modkit.files.zip_archive import Archive, open_regular, path_of, read_some
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
-_WANTED: Final = {
-    TORCH_SAVE: "a torch.save file with checksums",
-    TORCHSCRIPT: "a TorchScript archive",
-}
 _LOCK: Final = threading.Lock()
 _CRC_OPTIONS: Final[list[bool]] = []
 
@@ -132,7 +128,7 @@ def _archive_of(source: int | bytes, what: str, kind: str) -> Archive:
         archive = Archive(source, what)
         if kind_of_members(archive.members) == kind:
             return archive
-    raise wrong_kind(source, what, _WANTED[kind])
+    raise wrong_kind(source, what, f"a {kind}")
 
 
 class Checksums:

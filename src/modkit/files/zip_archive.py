@@ -124,9 +124,8 @@ class Archive:
             short, (here, count, size, start) = (here, count, size, start), record[6:]
             unknown = (0xFFFF, 0xFFFF, _UNKNOWN, _UNKNOWN)
             both = zip(short, record[6:], unknown, strict=True)
-            if any(a not in {b, c} for a, b, c in both) or found != end:
-                raise self.corrupt("its two end records contradict each other")
-            if record[0] != b"PK\x06\x06" or record[1] != _END_64.size - 12 or number > 1:
+            agree = found == end and all(a in {b, c} for a, b, c in both)
+            if not agree or record[:2] != (b"PK\x06\x06", _END_64.size - 12) or number > 1:
                 raise self.corrupt("its end record for large files is invalid")
             disks |= {record[4], record[5], on_disk}
         if disks != {0} or comment or here != count:

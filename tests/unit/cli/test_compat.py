@@ -166,7 +166,7 @@ def test_targets_that_cannot_be_used(script: Path, target: str, message: str) ->
 def test_only_the_swapped_package_is_rewritten(script: Path) -> None:
     """Classes of the package derive from modkit's Module; its lines keep their numbers."""
     target = Target(f"{script}:Net", inputs=["2,3"])
-    sys.meta_path.insert(0, Swap(target.packages()))
+    sys.meta_path.insert(0, Swap(target))
     model = build(target)
 
     line = SCRIPT[: SCRIPT.index("def forward")].count("\n") + 1
