@@ -171,7 +171,7 @@ class Archive:
         if not short or self.folder == "/" or "\0" in name:
             problem = "has no name in a folder"
         elif len(short) == len(name) or entry[17] & _FOLDER or name.endswith("/"):
-            problem = "is a folder, or in another folder than the others"
+            problem = "is marked as a folder, or in another folder"
         elif entry[5] & _UNREADABLE or entry[15]:
             problem = "is encrypted, or on another disk"
         if problem:

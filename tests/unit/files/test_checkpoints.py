@@ -94,9 +94,9 @@ def test_a_member_that_became_a_folder_is_refused(tmp_path: Path) -> None:
     path.write_bytes(content)
 
     assert torch.load(path, weights_only=True)["w"].shape == (1000,)
-    with pytest.raises(ValueError, match="data/0' is a folder"):
+    with pytest.raises(ValueError, match="data/0' is marked as a folder"):
         modkit.load_checkpoint(path)
-    with pytest.raises(ValueError, match="data/0' is a folder"):
+    with pytest.raises(ValueError, match="data/0' is marked as a folder"):
         modkit.average_checkpoints([path])
 
 

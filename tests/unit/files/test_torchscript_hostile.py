@@ -164,7 +164,7 @@ def test_a_member_that_is_marked_as_a_folder(tmp_path):
     cases = [flip(archive(), parts[f"archive/{name}"] + 38, 4) for name in names]
 
     for name, case in zip(names, cases, strict=True):
-        match = f"'archive/{name}' is a folder"
+        match = f"'archive/{name}' is marked as a folder"
         with pytest.raises(FileError, match=match), verified_archive(io.BytesIO(case)):
             pass
     assert set(outcomes(tmp_path, cases)) == {"refused FileError"}
