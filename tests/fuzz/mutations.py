@@ -307,7 +307,7 @@ def integer(dice: Dice) -> bytes:
 
 @functools.cache
 def allowed() -> list[str]:
-    """Return the names that torch allows in a pickle, module and name apart, and some others."""
+    """Return module and name of the globals that torch allows in a pickle, and a few more."""
     names = sorted(torch._weights_only_unpickler._get_allowed_globals())
     found = [" ".join(name.rpartition(".")[::2]) for name in names]
     return [*found, "os system", "builtins getattr", "argparse Namespace", "torch FloatStorage"]
