@@ -32,7 +32,7 @@ _LEAST_PLAUSIBLE: Final = 0.1
 
 
 class EMAOptions(TypedDict, total=False):
-    """The keywords of :class:`EMA`, which every callback takes."""
+    """Keywords of :class:`EMA` that each callback takes. See EMA."""
 
     schedule: Decay | Sequence[Decay] | None
     update_after_step: int
@@ -45,7 +45,6 @@ class EMAOptions(TypedDict, total=False):
     trainable_only: bool
     on_nonfinite: OnNonfinite
     seed: int
-    asynchronous: bool
 
 
 class EMA(Generic[ModelT]):
@@ -53,36 +52,32 @@ class EMA(Generic[ModelT]):
 
     Call :meth:`update` after each optimizer step, or :meth:`attach` the optimizer once. To evaluate
     an average, swap it into the model with :meth:`applied`. The first update copies the parameters;
-    each later one computes ``average = decay * average + (1 - decay) * parameter``.
+    each later one computes ``average = decay * average + (1 - decay) * parameter``. Tied tensors
+    are averaged once. If the names or shapes of a model do not match, a method raises
+    ``NameMismatchError`` before anything changes.
 
-    Tensors are matched by name; tied tensors are averaged once. If the names or shapes of a model
-    do not match, a method raises ``NameMismatchError`` before anything changes; :meth:`rebind`
-    adapts the averages. No update synchronizes with an accelerator, except with
-    ``on_nonfinite="raise"``, and the first one with ``"skip"``.
+    No update synchronizes with an accelerator, except with ``on_nonfinite="raise"``, and the first
+    one with ``"skip"``.
 
     Args:
         model: Model to track. It is neither copied nor modified.
-        decay: Decay factor in [0, 1], by default 0.999. A list gives several averages of one model,
-            which the methods number by ``index``.
-        schedule: A decay that changes, instead of ``decay``; see :mod:`modkit.schedules`.
+        decay: Decay factor in [0, 1], by default 0.999. A list gives several averages, numbered by
+            ``index``.
+        schedule: Decay that changes, instead of ``decay``; see :mod:`modkit.schedules`.
         update_after_step: Number of updates to ignore before the parameters are copied.
         update_every: Average once every ``update_every`` updates, with ``decay ** update_every``.
         precision: ``"fp32"`` and ``"fp64"`` keep the average in at least that precision. ``"same"``
             keeps the parameter's dtype: bf16 and fp16 averages stall for decays close to 1.
             ``"stochastic"`` rounds stochastically; ``"compensated"`` adds a low-order error term.
         device: Device of the averages. Default: that of each parameter.
-        buffers: ``"copy"`` copies the latest buffers, ``"average"`` averages floating-point ones,
-            ``"ignore"`` leaves those out, and a dict maps globs of names to one of the three.
-            Integer buffers are always copied.
+        buffers: ``"copy"``, ``"average"`` or ``"ignore"`` floating-point buffers, or a dict from
+            globs of names to one of the three. Integer buffers are always copied.
         include: Globs of names, or a predicate: parameters to average. Default: all.
         exclude: Globs of names, or a predicate: parameters not to average.
-        trainable_only: Average only parameters that require gradients at the first update. One that
-            is frozen later is still averaged; after unfreezing another, call :meth:`rebind`.
-        on_nonfinite: ``"ignore"`` averages parameters that are infinite or NaN, ``"skip"`` skips
-            the step, ``"raise"`` raises and synchronizes with the device each time.
+        trainable_only: Average only parameters that require gradients at the first update.
+        on_nonfinite: ``"ignore"`` averages infinite and NaN parameters, ``"skip"`` skips the step,
+            ``"raise"`` raises.
         seed: Seed for stochastic rounding.
-        asynchronous: With ``device="cpu"``, average in a worker thread: an update copies the
-            parameters into pinned memory without a host sync. Results are the same.
 
     Attributes:
         step: Number of updates that were requested.
@@ -101,9 +96,14 @@ class EMA(Generic[ModelT]):
         >>> with ema.applied():
         ...     model.weight.item()
         1.25
-        >>> model.weight.item()
-        2.0
     """
+
+    model: ModelT
+    step: int
+    n_averaged: int
+    schedules: list[Schedule]
+    update_after_step: int
+    update_every: int
 
     def __init__(
         self,
@@ -121,7 +121,6 @@ class EMA(Generic[ModelT]):
         trainable_only: bool = False,
         on_nonfinite: OnNonfinite = "ignore",
         seed: int = 0,
-        asynchronous: bool = False,
     ) -> None:
         if not isinstance(cast("object", model), torch.nn.Module):
             raise TypeError(
@@ -144,9 +143,8 @@ class EMA(Generic[ModelT]):
             trainable_only=trainable_only,
             on_nonfinite=on_nonfinite,
             seed=seed,
-            asynchronous=asynchronous,
         )
-        self._engine = Engine(model, self.schedules, options)
+        self._engine = Engine(model, len(self.schedules), options)
         self._stored: dict[str, Tensor] = {}
         self._attached = _Attached()
         self._module: ModelT | None = None
@@ -184,8 +182,6 @@ class EMA(Generic[ModelT]):
         parts += [f"step={self.step}", f"n_averaged={self.n_averaged}"]
         return f"{type(self).__name__}({', '.join(parts)})"
 
-    # Averaging.
-
     @property
     def decay(self) -> float:
         """Decay of the latest step of the first average; 0 before the first."""
@@ -198,7 +194,6 @@ class EMA(Generic[ModelT]):
             model: Another model of the same names and shapes to take the parameters from.
 
         Raises:
-            ValueError: If ``trainable_only=True`` and no parameter requires gradients.
             RuntimeError: If called inside :meth:`applied`, if a parameter is uninitialized or on
                 the meta device, or if one is not finite and ``on_nonfinite="raise"``.
         """
@@ -216,31 +211,17 @@ class EMA(Generic[ModelT]):
             return
         plan = self._engine.bind(model)
         if start is not None:
-            n = step - start
-            weights = [1.0 - one.over(n, self.update_every) for one in self.schedules]
-            self._engine.step(plan, weights, n)
+            n, every = step - start, self.update_every
+            weights = [1.0 - one.over(n, every) for one in self.schedules]
+            self._engine.step(plan, weights)
         elif self._engine.begin(plan):
             self._start = step
         else:
             return
         self.n_averaged += 1
 
-    def flush(self) -> None:
-        """Wait for the update in progress, with ``asynchronous=True``; each read calls this.
-
-        Raises:
-            RuntimeError: If it failed. Later updates and reads raise too, until a state is loaded.
-        """
-        self._engine.flush()
-
     def rebind(self) -> None:
-        """Adapt the averages to the model's present parameters: copy new ones, drop missing ones.
-
-        Raises:
-            ValueError, RuntimeError: If no parameter is selected, one is not finite and
-                ``on_nonfinite`` is not ``"ignore"``, or it is called inside :meth:`applied`.
-                Nothing has been changed.
-        """
+        """Adapt the averages to the model's present parameters: copy new ones, drop missing ones."""
         self._check_restored("rebind", self.model)
         with torch.inference_mode(False), torch.no_grad():
             self._engine.rebind()
@@ -249,9 +230,9 @@ class EMA(Generic[ModelT]):
     def attach(self, *optimizers: torch.optim.Optimizer) -> Self:
         """Update after each step that the optimizer really takes, until :meth:`detach`.
 
-        Accumulated gradients count as one step; a step that a ``GradScaler`` skips does not count.
-        Pass all optimizers of the model at once: the averages are then updated once per training
-        step, when each has stepped or one steps again.
+        A step that a ``GradScaler`` skips does not count. Pass all optimizers of the model at once:
+        the averages are then updated once per training step, when each has stepped or one steps
+        again.
 
         Raises:
             TypeError, ValueError: If one is not a ``torch.optim.Optimizer``, is attached already,
@@ -266,12 +247,10 @@ class EMA(Generic[ModelT]):
         """Stop updating after the steps of attached optimizers."""
         self._attached.remove()
 
-    # Reading.
-
     def named_averages(self, index: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``(name, tensor)`` of the averages, then of the copied buffers, without copying.
+        """Yield ``(name, tensor)`` of the averages and copied buffers; none before the first update.
 
-        Before the first update there are none.
+        Tensors are not copied.
         """
         yield from self._engine.named(index).items()
 
@@ -279,10 +258,9 @@ class EMA(Generic[ModelT]):
     def applied(self, model: torch.nn.Module | None = None, *, index: int = 0) -> Generator[None]:
         """Swap an average into the model for the length of a ``with`` block; blocks may be nested.
 
-        The swap exchanges storage: nothing is copied (unless dtype or device differ), and
-        parameters stay the same objects. Before the first update the block sees the training
-        weights. A checkpoint written inside contains the training weights too, which
-        :meth:`load_state_dict` restores.
+        The swap exchanges storage: nothing is copied unless dtype or device differ, and parameters
+        stay the same objects. Before the first update the block sees the training weights. A
+        checkpoint written inside contains the training weights too.
 
         Args:
             model: Another model to swap into, such as the wrapped one in distributed training.
@@ -328,9 +306,7 @@ class EMA(Generic[ModelT]):
     def module(self) -> ModelT:
         """A copy of the model that holds the first average, in eval mode, without gradients.
 
-        Reading it brings it up to date, with the model's present values of what is not averaged. It
-        shares memory with the averages of the same dtype and device. It is another object after
-        :meth:`load_state_dict`, :meth:`rebind`, :meth:`to` and changes of the model.
+        Each access brings it up to date. It shares memory with averages of the same dtype and device.
         """
         # Tensors that are made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -360,12 +336,7 @@ class EMA(Generic[ModelT]):
         return self.module(*args, **kwargs)
 
     def to(self, device: Device = None, dtype: torch.dtype | None = None) -> Self:
-        """Move and cast the averages, and keep later ones there; None leaves device or dtype.
-
-        Raises:
-            ValueError: If ``dtype`` is not a floating-point dtype of 16 bits or more, or the EMA is
-                asynchronous and ``device`` is not the CPU.
-        """
+        """Move and cast the averages, and keep later ones there; None leaves device or dtype."""
         if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
             raise ValueError(f"EMA.to(): dtype must be a floating-point dtype, got {dtype}")
         with torch.inference_mode(False), torch.no_grad():
@@ -373,13 +344,10 @@ class EMA(Generic[ModelT]):
         self._module = None
         return self
 
-    # Saving and loading.
-
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next update depends on: numbers, strings and tensors, not copied.
 
-        Inside :meth:`applied` the training weights are part of it. The state can be saved with
-        ``torch.save`` and loaded with ``weights_only=True``.
+        Inside :meth:`applied` it includes the training weights.
         """
         state: dict[str, Any] = {
             "version": ema_state.VERSION,
@@ -397,13 +365,11 @@ class EMA(Generic[ModelT]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of an ``EMA``, averages of another library, or plain averaged weights.
 
-        The next update is then the one that would have followed when the state was saved. Schedule,
-        ``update_every`` and ``update_after_step`` are those of the state, with a warning where they
-        differ; precision and device stay. Supported are the states of torch's ``AveragedModel``,
-        timm's ``ModelEmaV3``, diffusers' ``EMAModel``, ema-pytorch, torch_ema and Lightning.
-
-        An empty state starts averaging anew, with a warning. If the state was saved inside
-        :meth:`applied`, its training weights are loaded into the model, with a warning.
+        Averaging resumes with bitwise identical results. Schedule, ``update_every`` and
+        ``update_after_step`` are those of the state, with a warning where they differ; precision
+        and device stay. Supported are torch's ``AveragedModel``, timm's ``ModelEmaV3``, diffusers'
+        ``EMAModel``, ema-pytorch, torch_ema and Lightning. An empty state starts anew. Training
+        weights in the state are loaded into the model. Each of these cases warns.
 
         Raises:
             ValueError: If the state is not of a supported kind, not valid, or of another number of
@@ -442,13 +408,13 @@ class EMA(Generic[ModelT]):
             warnings.warn(f"{text} into the model", stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled and copied: all but the attached optimizers."""
+        # Attached optimizers are not copied.
         left_out = {"_attached": _Attached(), "_module": None, "_raw": raw_values(self.model)}
         return {**vars(self), **left_out}
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, with the training weights if it was made inside ``applied``."""
+        # There are training weights if the copy was made inside ``applied()``.
         raw: dict[str, Tensor] = state.pop("_raw")
         self.__dict__.update(state)
         _write(self.model, raw)

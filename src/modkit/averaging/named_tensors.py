@@ -72,6 +72,11 @@ def check_match(
         raise NameMismatchError(what, missing=missing, unexpected=unexpected, shapes=shapes)
 
 
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Return the shapes of named tensors."""
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """A tensor of a model, and where it is registered.

@@ -6,7 +6,6 @@ Everything in ``__all__`` is public as :mod:`modkit.schedules`, whose docstring 
 import math
 import numbers
 import operator
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -17,7 +16,6 @@ from typing_extensions import override
 
 
 __all__ = [
-    "BEMA",
     "Constant",
     "CountWarmup",
     "Custom",
@@ -27,7 +25,6 @@ __all__ = [
     "PerUpdate",
     "Power",
     "Schedule",
-    "Window",
     "as_schedule",
     "bounds",
     "from_config",
@@ -57,30 +54,20 @@ def bounds(
 
 _FRACTION: Final = bounds(at_least=0, at_most=1)
 _POSITIVE: Final = bounds(above=0)
-_NOT_NEGATIVE: Final = bounds(at_least=0)
-_OPTIONAL: Final = {"None", "NoneType", "Optional", "Union", "typing"}
 
 
 def _checked(owner: str, declared: "Field[Any]", value: Any) -> Any:
     """Return a valid value of a field, a number as a plain ``int`` or ``float``."""
-    # As text, so that unions and annotations that are not evaluated can be read.
-    words = set(re.findall(r"[A-Za-z_]\w*", str(declared.type))) - {"class"}
-    if value is None and words & _OPTIONAL:
-        return None
     limits = declared.metadata.get("bounds", [])
-    kinds = words - _OPTIONAL
-    is_whole = kinds == {"int"}
-    is_number = bool(limits) or is_whole or kinds in ({"float"}, {"int", "float"})
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        if is_number:
+        if limits and not (value is None and declared.default is None):
             raise TypeError(f"{owner}: {declared.name} must be a number, got {value!r}")
         return value
-    allowed = math.isfinite(value) and all(allows(value, limit) for _, allows, limit in limits)
-    if not allowed or (is_whole and not float(value).is_integer()):
-        wanted = ["a whole number"] if is_whole else [] if limits else ["a finite number"]
-        text = " and ".join([*wanted, *(f"{words} {limit:g}" for words, _, limit in limits)])
-        raise ValueError(f"{owner}: {declared.name} must be {text}, got {value!r}")
-    return int(float(value)) if is_whole else float(value) if is_number else value
+    if not math.isfinite(value) or not all(allows(value, limit) for _, allows, limit in limits):
+        text = " and ".join(f"{words} {limit:g}" for words, _, limit in limits)
+        wanted = text or "a finite number"
+        raise ValueError(f"{owner}: {declared.name} must be {wanted}, got {value!r}")
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 @dataclass(frozen=True)
@@ -243,7 +230,7 @@ class Power(_ClosedForm):
     """
 
     sigma_rel: float | None = field(default=None, metadata=bounds(above=0, below=_WIDEST))
-    gamma: float | None = field(default=None, metadata=_NOT_NEGATIVE)
+    gamma: float | None = field(default=None, metadata=bounds(at_least=0))
     exponent: float = field(init=False, repr=False, compare=False)
 
     @override
@@ -260,62 +247,18 @@ class Power(_ClosedForm):
 
 
 @dataclass(frozen=True)
-class Window(_ClosedForm):
-    """The mean of the latest ``window`` models of ``EMA``: LAWA, https://arxiv.org/abs/2209.14981.
-
-    A copy of the weights of each is kept. The decay is the weight of all models but the latest one.
-    """
-
-    window: int = field(metadata=bounds(at_least=1))
-
-    @override
-    def decay_over(self, n: int, k: int) -> float:
-        return 1 - 1 / min(n // k + 1, self.window)
-
-
-@dataclass(frozen=True)
-class BEMA(_ClosedForm):
-    """A bias-corrected average, without the lag of an EMA: BEMA, https://arxiv.org/abs/2508.00180.
-
-    With ``t = lag + multiplier * n`` it is ``average + t**-bias_power * (model - first)``. An
-    update moves the average by ``t**-ema_power``, but ``min_ema_multiplier`` or more, of the way to
-    the model, for any ``update_every``: 400 in the paper, where ``first`` are the initial weights
-    (call ``EMA.update()`` before training). trl counts from the start of training: its
-    ``update_after=a`` is ``update_after_step=a`` with the lag ``lag + multiplier * a``.
-    """
-
-    ema_power: float = field(default=0.5, metadata=_NOT_NEGATIVE)
-    bias_power: float = field(default=0.2, metadata=_NOT_NEGATIVE)
-    lag: float = field(default=10.0, metadata=_POSITIVE)
-    multiplier: float = field(default=1.0, metadata=_NOT_NEGATIVE)
-    min_ema_multiplier: float = field(default=0.0, metadata=_FRACTION)
-
-    @override
-    def decay_over(self, n: int, k: int) -> float:
-        part = float((self.lag + self.multiplier * n) ** -self.ema_power)
-        return 1 - min(max(part, self.min_ema_multiplier), 1.0)
-
-    def correction(self, n: int) -> float:
-        """Return the factor of the change since the first update at step ``n``; 0 at the first."""
-        return float((self.lag + self.multiplier * n) ** -self.bias_power) if n > 0 else 0.0
-
-
-@dataclass(frozen=True)
 class PerUpdate(_ClosedForm):
     """A schedule, a decay or a function whose decay counts once per update, as in ema-pytorch.
 
-    With ``update_every=k``, the update at step ``n`` uses ``schedule(n)`` alone, and not
-    ``schedule.over(n, k)``. :class:`Window` and :class:`BEMA` count updates anyway.
+    With ``update_every=k``, the update at step ``n`` uses ``schedule(n)``, not
+    ``schedule.over(n, k)``.
     """
 
     schedule: Decay
 
     @override
     def __post_init__(self) -> None:
-        inner = as_schedule(self.schedule)
-        if isinstance(inner, (Window, BEMA)):
-            raise TypeError(f"PerUpdate: {inner} counts updates already; use it without PerUpdate")
-        object.__setattr__(self, "schedule", inner)
+        object.__setattr__(self, "schedule", as_schedule(self.schedule))
 
     @override
     def decay_over(self, n: int, k: int) -> float:
@@ -370,24 +313,15 @@ def as_schedule(decay: Decay) -> Schedule:
 
 
 def profile(decay: Decay, n: int, update_every: int = 1) -> list[float]:
-    """Return the weight that the model of each update has in the average, the copy first.
+    """Return the weight of each update's model in the average after ``n`` steps, the copy first.
 
-    The weights are those after ``n`` steps: ``profile(0.5, 2)`` is ``[0.25, 0.25, 0.5]``. Their sum
-    is 1. The correction of :class:`BEMA` may make that of the copy negative.
+    ``profile(0.5, 2)`` is ``[0.25, 0.25, 0.5]``. The sum is 1.
     """
     schedule, last = as_schedule(decay), n - n % update_every
-    if isinstance(schedule, Window):
-        count = n // update_every + 1
-        kept = min(count, schedule.window)
-        return [0.0] * (count - kept) + [1 / kept] * kept
     # From the last update to the copy: how much of the average is older than each update.
     decays = [schedule.over(step, update_every) for step in range(last, 0, -update_every)]
     older = [1.0, *accumulate(decays, operator.mul)]
-    weights = [older[-1], *(new - old for old, new in pairwise(reversed(older)))]
-    if isinstance(schedule, BEMA):
-        weights[0] -= schedule.correction(last)
-        weights[-1] += schedule.correction(last)
-    return weights
+    return [older[-1], *(new - old for old, new in pairwise(reversed(older)))]
 
 
 def gamma_of(sigma_rel: float) -> float:

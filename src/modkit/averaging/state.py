@@ -1,24 +1,13 @@
 """Read and validate the states that ``EMA.load_state_dict`` accepts.
 
 These are the states of ``modkit.EMA``, of other libraries (which need not be installed), and plain
-averaged weights: a mapping from the names of a model to tensors. Supported libraries are torch
-(``AveragedModel``), timm (``ModelEmaV3`` and V2), diffusers (``EMAModel``), ema-pytorch (``EMA``),
-torch_ema (``ExponentialMovingAverage``) and Lightning (checkpoints of ``WeightAveraging``). An
-invalid state is a ``ValueError``, raised before anything changes.
-
-Example:
-    >>> import torch
-    >>> model = torch.nn.Linear(2, 1)
-    >>> average = torch.optim.swa_utils.AveragedModel(model)
-    >>> average.update_parameters(model)
-    >>> converted = convert(average.state_dict(), model)
-    >>> converted.source, converted.n_averaged, sorted(converted.averages)
-    ('torch', 1, ['bias', 'weight'])
+averaged weights: a mapping from the names of a model to tensors. An invalid state is a
+``ValueError``, raised before anything changes.
 """
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias, cast
 
@@ -32,10 +21,10 @@ from modkit.averaging.named_tensors import (
     canonical_names,
     check_match,
     is_averaged,
+    shapes_of,
 )
 from modkit.averaging.precision import first_nonfinite
 from modkit.averaging.schedules import Schedule
-from modkit.averaging.sharding import local_shard, meshes_of, true_everywhere
 
 
 __all__ = ["Converted", "convert", "recognise"]
@@ -66,13 +55,11 @@ class LoadedState:
 class Converted:
     """Averages that another library saved.
 
-    Args:
-        source: ``"torch"``, ``"timm"``, ``"diffusers"``, ``"ema_pytorch"``, ``"torch_ema"``,
-            ``"lightning"``, or ``"weights"`` for plain weights.
+    Attributes:
+        source: Library, or ``"weights"`` for plain weights. See :func:`recognise`.
         averages: Averaged parameters, and buffers if the library saves them, by name.
-        n_averaged: Number of models in the average, including the initial copy; the next decay of
-            a schedule is that of this step. None if unknown (timm); 1 for plain weights.
-        schedule: The decay, if the state contains it (diffusers, torch_ema).
+        n_averaged: Number of models in the average, including the initial copy; None if unknown.
+        schedule: Decay, if the state contains it (diffusers, torch_ema).
     """
 
     source: str
@@ -110,7 +97,7 @@ _AVERAGE: Final = (*_TENSOR, "of a floating point or complex dtype")
 
 @dataclass(frozen=True)
 class _Part:
-    """A mapping within a state, at a path. The methods return valid values, or raise."""
+    """A mapping within a state, at a path. Its methods return valid values, or raise."""
 
     source: str
     values: Mapping[Any, Any]
@@ -129,7 +116,7 @@ class _Part:
             raise _error(f"the state of {self.source} has no {', '.join(missing)}")
 
     def get(self, name: Any, kind: str | None = None) -> Any:
-        """Return a value; other libraries may save a number as a tensor with one element."""
+        # Other libraries may save a number as a tensor with one element.
         self.require([name])
         found = self.values[name]
         if isinstance(found, Tensor) and found.numel() == 1 and self.source != _OWN:
@@ -149,12 +136,10 @@ class _Part:
         return _Part(self.source, self.get(name, "a mapping"), self.key(name))
 
     def each(self, name: str) -> "list[_Part]":
-        """Return the mappings in a list."""
         found = _Part(self.source, dict(enumerate(self.get(name, "a list"))), self.key(name))
         return [found.inside(index) for index in found.values]
 
     def tensors(self, kinds: Iterable[str] = _TENSOR) -> dict[str, Tensor]:
-        """Return the values, all of which must be tensors by name."""
         for key, value in self.values.items():
             if not isinstance(key, str):
                 self.refuse(key, "a tensor under a name of type str")
@@ -163,9 +148,7 @@ class _Part:
                     self.refuse(key, kind)
         return dict(self.values)
 
-    def averages(self, like: Mapping[str, Tensor], *, every: bool = True) -> dict[str, Tensor]:
-        """Return tensors of these names and shapes: of every name, or of some."""
-        self.require(like if every else ())
+    def averages(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = self.tensors(_AVERAGE)
         for key, value in found.items():
             if key not in like:
@@ -187,12 +170,7 @@ def read(
     update_after_step: int,
     on_nonfinite: str = "ignore",
 ) -> LoadedState:
-    """Read and validate a state for an ``EMA`` that averages ``model`` with these options.
-
-    Raises:
-        ValueError: If the state is of another kind, version or number of averages, or a part is
-            missing, invalid, or not finite unless ``on_nonfinite`` is ``"ignore"``.
-    """
+    """Read and validate a state for an ``EMA`` that averages ``model`` with these options."""
     if not isinstance(cast("object", state), Mapping):
         raise _error(f"the state must be a mapping, got {_shown(state)}")
     foreign = "version" not in state and not {"averages", "schedules"} <= state.keys()
@@ -202,7 +180,7 @@ def read(
     else:
         loaded = _read_own(state, model, schedules)
     if on_nonfinite != "ignore" and loaded.start is not None:
-        _check_finite(loaded, on_nonfinite)
+        _check_finite(loaded.averages, on_nonfinite)
     names = [*["the schedule"] * len(schedules), "update_every", "update_after_step"]
     now = [*loaded.schedules, loaded.update_every, loaded.update_after_step]
     before = [*schedules, update_every, update_after_step]
@@ -239,9 +217,7 @@ def _read_own(state: State, model: torch.nn.Module, schedules: list[Schedule]) -
         **values,
         start=start,
         schedules=saved,
-        averages=[
-            _average(*pair, values["n_averaged"]) for pair in zip(averages, saved, strict=True)
-        ],
+        averages=[_average(one) for one in averages],
         buffers=part.inside("buffers").tensors(),
         raw=_raw(part.inside("raw"), model) if "raw" in state else {},
     )
@@ -271,27 +247,15 @@ def _schedule(part: _Part, own: Schedule) -> Schedule:
     raise _error(f"{what}: {error}. {remedy}; this one has {own}")
 
 
-def _average(part: _Part, schedule: Schedule | None, n_averaged: int) -> dict[str, Any]:
-    """Return the valid state of one average, with the parts that its schedule adds."""
+def _average(part: _Part) -> dict[str, Any]:
     part.require(("tensors", "rests", "generators"))
     tensors = part.inside("tensors").tensors(_AVERAGE)
-    found: dict[str, Any] = {
+    rests = part.inside("rests").averages(tensors)
+    return {
         "tensors": tensors,
-        "rests": part.inside("rests").averages(tensors, every=False),
+        "rests": rests,
         "generators": _generators(part.inside("generators")),
     }
-    # A plain average that BEMA or Window begins with has none of these.
-    if isinstance(schedule, decays.BEMA) and part.values.keys() & {"plain", "first"}:
-        found["first"] = part.inside("first").averages(tensors)
-        found["plain"] = _average(part.inside("plain"), None, n_averaged)
-        part.inside("plain").inside("tensors").averages(tensors)
-    if isinstance(schedule, decays.Window) and part.values.keys() & {"ring", "seen"}:
-        found["seen"] = part.integer("seen", min(n_averaged, 1), n_averaged)
-        kept = min(found["seen"], schedule.window)
-        found["ring"] = [one.averages(tensors) for one in part.each("ring")]
-        if len(found["ring"]) != kept:
-            part.refuse("ring", f"a list of {kept}, the smaller of seen and the window")
-    return found
 
 
 def _generators(part: _Part) -> dict[str, Tensor]:
@@ -325,7 +289,7 @@ def _raw(part: _Part, model: torch.nn.Module) -> dict[str, Tensor]:
         # A buffer may have had another shape.
         expected = {n: one.tensor.shape if one.is_parameter else None for n, one in known.items()}
         what = "EMA: the training weights of the state do not fit the model"
-        check_match(what, expected, _shapes(found))
+        check_match(what, expected, shapes_of(found))
         for name, member in known.items():
             if found[name].is_complex() != member.tensor.is_complex():
                 part.refuse(name, f"of a dtype like {member.tensor.dtype}")
@@ -342,10 +306,8 @@ def with_empty_parts(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_empty_dicts(average: Any) -> Any:
-    if not isinstance(average, Mapping):
-        return average
-    plain = {"plain": _with_empty_dicts(average["plain"])} if "plain" in average else {}
-    return {"tensors": {}, "rests": {}, "generators": {}, **average, **plain}
+    is_state = isinstance(average, Mapping)
+    return {"tensors": {}, "rests": {}, "generators": {}, **average} if is_state else average
 
 
 def matched(
@@ -370,7 +332,9 @@ def matched(
                     tensors.setdefault(name, tensors[alias])
             for name in tensors.keys() & (members.names() - averaged.keys()):
                 del tensors[name]
-        check_match("EMA: the state does not fit the model", _shapes(averaged), _shapes(tensors))
+        check_match(
+            "EMA: the state does not fit the model", shapes_of(averaged), shapes_of(tensors)
+        )
         for name, tensor in averaged.items():
             one = tensors[name]
             if not is_averaged(one) or one.is_complex() != tensor.is_complex():
@@ -379,28 +343,17 @@ def matched(
     return averaged, copied, found
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
-
-
-def _check_finite(loaded: LoadedState, on_nonfinite: str) -> None:
-    """Raise if an average is not finite; the ranks that share a tensor decide together."""
-    tensors = list(_floats_in(loaded.averages, "averages"))
-    bad = first_nonfinite([(key, local_shard(tensor)) for key, tensor in tensors])
-    meshes = meshes_of(tensor for _, tensor in tensors)
-    if not true_everywhere(torch.tensor(bad is None, device="cpu"), meshes):
-        where = bad or "the shard of another rank"
+def _check_finite(averages: list[Mapping[str, Any]], on_nonfinite: str) -> None:
+    tensors = {
+        f"averages[{index}][{part!r}][{name!r}]": tensor
+        for index, average in enumerate(averages)
+        for part in ("tensors", "rests")
+        for name, tensor in average[part].items()
+    }
+    bad = first_nonfinite(tensors)
+    if bad is not None:
         wanted = f"the loaded averages must be finite with on_nonfinite={on_nonfinite!r}"
-        raise _error(f"{wanted}: {where} contains inf or nan")
-
-
-def _floats_in(part: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(part, Tensor):
-        if is_averaged(part):
-            yield path, part
-    elif isinstance(part, (Mapping, list)):
-        for key, value in part.items() if isinstance(part, Mapping) else enumerate(part):
-            yield from _floats_in(value, f"{path}[{key!r}]")
+        raise _error(f"{wanted}: {bad} contains inf or nan")
 
 
 # The states of other libraries.
@@ -410,15 +363,13 @@ def _started(found: Converted, own: list[Schedule], every: int, after: int) -> L
     """Return the state of an ``EMA`` with these options whose averages have been converted."""
     count = 1 if found.n_averaged is None else found.n_averaged
     average = {"tensors": found.averages, "rests": {}, "generators": {}}
-    # BEMA and Window stay, because a saved decay says nothing about the models that they keep.
-    keeps_models = (decays.BEMA, decays.Window)
     return LoadedState(
         step=after + 1 + (count - 1) * every if count else 0,
         start=after + 1 if count else None,
         n_averaged=count,
         update_every=every,
         update_after_step=after,
-        schedules=[one if isinstance(one, keeps_models) else found.schedule or one for one in own],
+        schedules=[found.schedule or one for one in own],
         averages=[average] * len(own),
         buffers=found.averages,
         raw={},
@@ -426,29 +377,29 @@ def _started(found: Converted, own: list[Schedule], every: int, after: int) -> L
     )
 
 
-def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
-    """Return where a state is from, or None if it is unknown.
+_MARKS: Final = {
+    "diffusers": {"shadow_params", "optimization_step"},
+    "torch_ema": {"shadow_params", "num_updates"},
+    "lightning": {"averaging_state", "state_dict"},
+}
 
-    With a model, plain weights under the names of its parameters are recognised too.
+
+def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
+    """Return the library that a state is from, or None if it is unknown.
+
+    With a model, plain weights under the names of its parameters are ``"weights"``.
 
     Example:
         >>> import torch
         >>> recognise({"n_averaged": torch.tensor(3), "module.weight": torch.zeros(1)})
         'torch'
-        >>> recognise({"weight": torch.zeros(1)}) is None
-        True
-        >>> recognise({"weight": torch.zeros(1, 2)}, torch.nn.Linear(2, 1, bias=False))
-        'weights'
     """
     keys = state.keys()
     if not all(isinstance(cast("object", key), str) for key in keys):
         return None
-    if {"shadow_params", "optimization_step"} <= keys:
-        return "diffusers"
-    if {"shadow_params", "num_updates"} <= keys:
-        return "torch_ema"
-    if {"averaging_state", "state_dict"} <= keys:
-        return "lightning"
+    for source, marks in _MARKS.items():
+        if marks <= keys:
+            return source
     if {"initted", "step"} <= keys and any(key.startswith("ema_model.") for key in keys):
         return "ema_pytorch"
     members = keys - {"n_averaged"}
@@ -464,11 +415,8 @@ def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
 def convert(state: State, model: torch.nn.Module, *, update_after_step: int = 0) -> Converted:
     """Read the state of another library, or plain averaged weights. Tensors are not copied.
 
-    Args:
-        state: The result of its ``state_dict()``, or a checkpoint of Lightning.
-        model: The model that was averaged, or one like it. Lists without names (diffusers,
-            torch_ema) get the names of its parameters, in order.
-        update_after_step: The option of ema-pytorch, which its state does not contain.
+    Lists without names (diffusers, torch_ema) get the names of the model's parameters, in order.
+    ``update_after_step`` is the option of ema-pytorch, which its state does not contain.
 
     Raises:
         ValueError: If the state is unknown, a part of it is missing or invalid, or a list does not

@@ -18,14 +18,7 @@ from modkit._messages import (
     add_note,
 )
 from modkit.averaging.named_tensors import NamedTensors
-from modkit.averaging.sharding import (
-    copy_fully_sharded,
-    is_fully_sharded,
-    is_sharded,
-    local_shard,
-    reshard,
-    sharded_places,
-)
+from modkit.averaging.sharding import is_sharded, local_shard, reshard, sharded_places
 from modkit.errors import NameMismatchError
 
 
@@ -93,21 +86,19 @@ class _DetachedCopies(TorchFunctionMode):
 
 
 def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT:
-    """Return a deep copy of a model, which may be sharded or hold results of autograd.
+    """Return a deep copy of a model, which may hold results of autograd.
 
-    Args:
-        model: The model.
-        copies: Copies of its parameters that were made already, by the ``id`` of the parameter.
+    ``copies`` are copies of its parameters that were made already, by the ``id`` of the parameter.
     """
-    if is_fully_sharded(model):
-        with _DetachedCopies():
-            return copy_fully_sharded(model, dict(copies or {}))
     try:
         return copy.deepcopy(model, dict(copies or {}))
     except RuntimeError:
         # ``weight_norm``, for one, leaves a computed tensor in its module, which torch refuses to copy.
         with _DetachedCopies():
             return copy.deepcopy(model, dict(copies or {}))
+    except AssertionError as error:
+        add_note(error, "modkit.EMA averages a sharded model without a copy of it.")
+        raise
 
 
 def write(tensor: Tensor, value: Tensor) -> None:

@@ -1,15 +1,14 @@
-"""The averaging functions that ``modkit.optim.swa_utils`` returns."""
+"""The averaging functions of ``torch.optim.swa_utils``, as objects that can be pickled."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, TypeAlias, cast
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeGuard, cast
 
-import torch
 from torch import Tensor
+from torch.optim import swa_utils
+from typing_extensions import override
 
-from modkit._upstream import foreach_add_, foreach_addcdiv_, foreach_lerp_, foreach_sub
-from modkit.averaging.named_tensors import is_averaged
-from modkit.averaging.precision import TensorList, Weight
+from modkit.averaging.precision import TensorList
 
 
 PARAM_LIST: TypeAlias = TensorList
@@ -17,55 +16,44 @@ AvgFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | int], Tensor]
 MultiAvgFn: TypeAlias = Callable[[TensorList, TensorList, Tensor | int], None]
 
 
-# The two rules of averaging in torch's forms, so that results are bitwise identical to torch's.
+@dataclass(frozen=True, repr=False)
+class AveragingFunction:
+    """Calls torch's function, and shows and pickles how it was made."""
+
+    name: str
+    decay: float | None = None
+    function: Callable[..., Any] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        function = getattr(swa_utils, self.name)(*self._arguments())
+        object.__setattr__(self, "function", function)
+
+    def _arguments(self) -> tuple[float, ...]:
+        return () if "swa" in self.name else (cast("float", self.decay),)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    @override
+    def __repr__(self) -> str:
+        return f"{self.name}({'' if 'swa' in self.name else f'decay={self.decay}'})"
+
+    @override
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[float, ...]]:
+        # The public function: pickles stay readable if this class moves.
+        return globals()[self.name], self._arguments()
 
 
-def ema_of(averaged: Tensor, current: Tensor, decay: float) -> Tensor:
-    """Return one step of the exponential average of a tensor."""
-    return decay * averaged + (1 - decay) * current
-
-
-def swa_of(averaged: Tensor, current: Tensor, count: Weight) -> Tensor:
-    """Return the mean of ``count`` averaged values and the current one."""
-    return averaged + (current - averaged) / (count + 1)
-
-
-def ema_(averaged: TensorList, current: TensorList, decay: float) -> None:
-    """Take one step of the exponential average, in place, for tensors of one dtype and device."""
-    if is_averaged(averaged[0]):
-        foreach_lerp_(averaged, current, 1 - decay)
-        return
-    for target, source in zip(averaged, current, strict=True):
-        target.copy_(target * decay + source * (1 - decay))
-
-
-def swa_(averaged: TensorList, current: TensorList, count: Weight) -> None:
-    """Take one step of the equal average, in place, for tensors of one dtype and device."""
-    if is_averaged(averaged[0]):
-        foreach_lerp_(averaged, current, cast("float", 1 / (count + 1)))
-        return
-    differences = foreach_sub(current, averaged)
-    if isinstance(count, Tensor):
-        foreach_addcdiv_(averaged, differences, [count + 1] * len(averaged))
-    else:
-        foreach_add_(averaged, differences, alpha=1.0 / (count + 1))
+def is_known(function: object) -> TypeGuard[AveragingFunction]:
+    """Return True for the ``multi_avg_fn`` of this library, which the engine has kernels for."""
+    return isinstance(function, AveragingFunction) and "multi" in function.name
 
 
 def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
-    """Return the exponential moving average, for lists of tensors.
+    """Return the exponential moving average of lists of tensors, a ``multi_avg_fn``.
 
-    Use it as ``multi_avg_fn`` of ``AveragedModel``; it is the faster of the two forms. A step makes
-    the average ``decay * average + (1 - decay) * current``.
-
-    Args:
-        decay: How much of the average stays in each step, from 0 to 1.
-
-    Returns:
-        A function of the averaged tensors, the current tensors and the number of models averaged
-        so far. It writes the first list in place; the tensors of a call share a device and a dtype.
-
-    Raises:
-        ValueError: ``decay`` is below 0 or above 1.
+    It computes ``decay * average + (1 - decay) * current`` in place, with fused kernels. A decay
+    outside [0, 1] raises ValueError.
 
     Example:
         >>> import torch
@@ -77,156 +65,34 @@ def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
 
     Differs from torch: the function can be pickled and shows its decay.
     """
-    _check_decay(decay)
-    return MultiEMA(decay)
+    return AveragingFunction("get_ema_multi_avg_fn", decay)
 
 
 def get_swa_multi_avg_fn() -> MultiAvgFn:
-    """Return the equal average of all models seen, for lists of tensors.
+    """Return the equal average of lists of tensors, a ``multi_avg_fn``.
 
-    It is what ``AveragedModel`` uses by itself on accelerators. With ``n`` models averaged so far,
-    a step moves the average by ``1 / (n + 1)`` of the way to the current value.
-
-    Returns:
-        A function of the averaged tensors, the current tensors and the number of models averaged
-        so far. It writes the first list in place; the tensors of a call share a device and a dtype.
-
-    Example:
-        >>> import torch
-        >>> from modkit.optim.swa_utils import get_swa_multi_avg_fn
-        >>> averaged, current = [torch.tensor([1.0])], [torch.tensor([2.0])]
-        >>> get_swa_multi_avg_fn()(averaged, current, 3)
-        >>> averaged
-        [tensor([1.2500])]
+    With ``n`` models averaged so far, it moves the average by ``1 / (n + 1)`` of the way to the
+    current value, in place.
 
     Differs from torch: the function can be pickled.
     """
-    return MultiSWA()
+    return AveragingFunction("get_swa_multi_avg_fn")
 
 
 def get_ema_avg_fn(decay: float = 0.999) -> AvgFn:
-    """Return the exponential moving average, for one tensor.
-
-    Use it as ``avg_fn`` of ``AveragedModel`` where lists of tensors do not work, or as the base of
-    an own function. A step returns ``decay * average + (1 - decay) * current``.
-
-    Args:
-        decay: How much of the average stays in each step, from 0 to 1.
-
-    Returns:
-        A function of the averaged tensor, the current tensor and the number of models averaged so
-        far, which returns the new average.
-
-    Raises:
-        ValueError: ``decay`` is below 0 or above 1.
-
-    Example:
-        >>> import torch
-        >>> from modkit.optim.swa_utils import get_ema_avg_fn
-        >>> get_ema_avg_fn(0.75)(torch.tensor([1.0]), torch.tensor([2.0]), 1)
-        tensor([1.2500])
+    """Return the exponential moving average of one tensor, an ``avg_fn``; it returns the new value.
 
     Differs from torch: the function can be pickled and shows its decay.
     """
-    _check_decay(decay)
-    return EMA(decay)
+    return AveragingFunction("get_ema_avg_fn", decay)
 
 
 def get_swa_avg_fn() -> AvgFn:
-    """Return the equal average of all models seen, for one tensor.
-
-    It is what ``AveragedModel`` uses by itself on the CPU. With ``n`` models averaged so far, a
-    step returns the average, moved by ``1 / (n + 1)`` of the way to the current value.
-
-    Returns:
-        A function of the averaged tensor, the current tensor and the number of models averaged so
-        far, which returns the new average.
-
-    Example:
-        >>> import torch
-        >>> from modkit.optim.swa_utils import get_swa_avg_fn
-        >>> get_swa_avg_fn()(torch.tensor([1.0]), torch.tensor([2.0]), 3)
-        tensor([1.2500])
+    """Return the equal average of one tensor, an ``avg_fn``; it returns the new value.
 
     Differs from torch: the function can be pickled.
     """
-    return SWA()
-
-
-def _check_decay(decay: float) -> None:
-    """Refuse a decay outside of [0, 1] in torch's words."""
-    if decay < 0.0 or decay > 1.0:
-        message = f"Invalid decay value {decay} provided. Please provide a value in [0,1] range."
-        raise ValueError(message)
-
-
-# The four functions are objects, because a closure has no name that pickle could find. Each pickles
-# as a call of the public function that made it, so that these classes may move or be renamed.
-@dataclass(frozen=True)
-class MultiEMA:
-    """Exponential averaging of lists."""
-
-    decay: float
-    modkit_rule: ClassVar = "ema"
-
-    def __call__(
-        self, ema_param_list: PARAM_LIST, current_param_list: PARAM_LIST, _: Tensor | int
-    ) -> None:
-        with torch.no_grad():
-            ema_(ema_param_list, current_param_list, self.decay)
-
-    def __reduce__(self) -> tuple[Callable[[float], MultiAvgFn], tuple[float]]:
-        return get_ema_multi_avg_fn, (self.decay,)
-
-
-@dataclass(frozen=True)
-class MultiSWA:
-    """Equal averaging of lists."""
-
-    modkit_rule: ClassVar = "swa"
-
-    def __call__(
-        self,
-        averaged_param_list: PARAM_LIST,
-        current_param_list: PARAM_LIST,
-        num_averaged: Tensor | int,
-    ) -> None:
-        with torch.no_grad():
-            swa_(averaged_param_list, current_param_list, num_averaged)
-
-    def __reduce__(self) -> tuple[Callable[[], MultiAvgFn], tuple[()]]:
-        return get_swa_multi_avg_fn, ()
-
-
-@dataclass(frozen=True)
-class EMA:
-    """Exponential averaging of one tensor."""
-
-    decay: float
-
-    def __call__(
-        self, ema_param: Tensor, current_param: Tensor, num_averaged: Tensor | int
-    ) -> Tensor:
-        del num_averaged
-        with torch.no_grad():
-            return ema_of(ema_param, current_param, self.decay)
-
-    def __reduce__(self) -> tuple[Callable[[float], AvgFn], tuple[float]]:
-        return get_ema_avg_fn, (self.decay,)
-
-
-@dataclass(frozen=True)
-class SWA:
-    """Equal averaging of one tensor."""
-
-    def __call__(
-        self, averaged_param: Tensor, current_param: Tensor, num_averaged: Tensor | int
-    ) -> Tensor:
-        with torch.no_grad():
-            return swa_of(averaged_param, current_param, num_averaged)
-
-    def __reduce__(self) -> tuple[Callable[[], AvgFn], tuple[()]]:
-        return get_swa_avg_fn, ()
+    return AveragingFunction("get_swa_avg_fn")
 
 
 for _function in (get_ema_multi_avg_fn, get_swa_multi_avg_fn, get_ema_avg_fn, get_swa_avg_fn):

@@ -25,8 +25,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "several": {"decay": [0.5, 0.9]},
     "rounded": {"decay": 0.9, "precision": "stochastic"},
     "compensated": {"decay": 0.9, "precision": "compensated"},
-    "window": {"schedule": schedules.Window(2)},
-    "bema": {"schedule": schedules.BEMA()},
 }
 
 
@@ -452,7 +450,7 @@ def test_a_schedule_of_modkit_replaces_a_function() -> None:
 # --- plain averaged weights ----------------------------------------------------------------------------
 
 
-@for_each("schedule", [0.5, schedules.BEMA(), schedules.Window(2), Mine()])
+@for_each("schedule", [0.5, Mine()])
 def test_plain_weights_start_an_average(schedule: Any) -> None:
     """Averaged weights under the names of the model are an average of one model."""
     source = started("plain").averaged_model()

@@ -12,7 +12,7 @@ from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS
 
 
-DECAYS = {"ema": 0.5, "bema": schedules.BEMA(0.5), "window": schedules.Window(2)}
+DECAYS = {"ema": 0.5}
 
 
 def set_to(model: nn.Module, value: float) -> None:

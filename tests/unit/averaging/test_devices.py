@@ -25,8 +25,6 @@ EMA_OPTIONS: list[dict[str, Any]] = [
     *({"precision": precision} for precision in PRECISIONS),
     *({"buffers": buffers} for buffers in ("copy", "average", "ignore")),
     *({"schedule": schedule} for schedule in (schedules.Equal(), schedules.InverseGamma())),
-    {"schedule": schedules.Window(2)},
-    {"schedule": schedules.BEMA()},
     {"decay": [0.9, 0.99, 0.999]},
     {"update_every": 2},
     {"on_nonfinite": "skip"},

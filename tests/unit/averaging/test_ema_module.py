@@ -15,7 +15,7 @@ from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS, network, set_to, train
 
 
-DECAYS = {"ema": 0.9, "bema": schedules.BEMA(0.5), "window": schedules.Window(3)}
+DECAYS = {"ema": 0.9}
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS, model_of
 
 
-DECAYS = {"ema": 0.9, "bema": schedules.BEMA(0.5), "window": schedules.Window(3)}
+DECAYS = {"ema": 0.9}
 # Of one rounding, relative.
 ROUNDING = {
     torch.float64: 2**-52,
