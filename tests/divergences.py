@@ -361,13 +361,6 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Torch refuses to copy a model that `fully_shard` has sharded, so it has no `AveragedModel`; "
-        "modkit makes a copy that is sharded in the same way.",
-        ISSUES + "149138",
-        "tests/parity/fixes/test_swa_averaged_model.py::test_models_that_are_split_up_are_copied",
-    ),
-    _row(
-        "torch",
         "Torch cannot update the average of a model that was lazy when it was copied; modkit copies "
         "it again when it has shapes.",
         NO_ISSUE,

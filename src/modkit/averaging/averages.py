@@ -206,7 +206,9 @@ class Average:
     def _allocated(self, members: Tensors) -> tuple[dict[str, Tensor], list[FlatBuffer]]:
         device = self.options.device
         on_cpu = device is None or device.type == "cpu"
-        flats = flat_buffers(members, self.kept_dtype) if on_cpu else []
+        # Stochastic rounding draws per tensor, so that copies, which have no flat buffers, draw alike.
+        is_flat = on_cpu and self.options.precision != "stochastic"
+        flats = flat_buffers(members, self.kept_dtype) if is_flat else []
         shared = {name: tensor for flat in flats for name, tensor in flat.tensors.items()}
         tensors: dict[str, Tensor] = {}
         for name, member in members.items():

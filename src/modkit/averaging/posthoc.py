@@ -115,10 +115,13 @@ class Fit:
 
     The ``coefficients`` have the sum 1. ``error`` is the root mean square over time of the
     difference of the profiles, relative to that of the wanted one: 0 is exact, 0.01 is very good.
+    ``bound`` limits the error of a parameter, in units of the root mean square of its distance to
+    the wanted average over all steps.
     """
 
     coefficients: tuple[float, ...]
     error: float
+    bound: float
 
 
 def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int) -> Fit:
@@ -138,7 +141,7 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
     if len(set(used)) < len(used):
         raise ValueError("two averages have the same sigma_rel and the same step")
     if (sigma_rel, step) in used:
-        return Fit(tuple(float(pair == (sigma_rel, step)) for pair in averages), 0.0)
+        return Fit(tuple(float(pair == (sigma_rel, step)) for pair in averages), 0.0, 0.0)
 
     # Time is measured in units of the wanted step, which keeps the numbers near 1.
     profiles = [(gamma_of(width), at / step) for width, at in used]
@@ -153,7 +156,8 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
     rest = solution @ between @ solution - 2 * (solution @ wanted) + size
     shares = dict(zip(used, solution.tolist(), strict=True))
     coefficients = tuple(shares.get(pair, 0.0) for pair in averages)
-    return Fit(coefficients, math.sqrt(max(0.0, float(rest / size))))
+    distance = math.sqrt(max(0.0, float(rest)))
+    return Fit(coefficients, distance / math.sqrt(float(size)), distance)
 
 
 def _products(gammas: Tensor, ends: Tensor, other_gammas: Tensor, other_ends: Tensor) -> Tensor:

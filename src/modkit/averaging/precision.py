@@ -243,7 +243,7 @@ def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
         bad = next((name for name, one in local.items() if not bool(all_finite([one]))), None)
     flag = torch.tensor(bad is None, device="cpu")
     fine = true_everywhere(flag, meshes_of(tensors.values()))
-    return None if fine else bad or "a tensor on another rank"
+    return None if fine else bad or "a parameter on another rank"
 
 
 def check_finite(owner: str, tensors: Mapping[str, Tensor]) -> None:

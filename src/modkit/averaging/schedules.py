@@ -67,7 +67,9 @@ def _checked(owner: str, declared: "Field[Any]", value: Any) -> Any:
         text = " and ".join(f"{words} {limit:g}" for words, _, limit in limits)
         wanted = text or "a finite number"
         raise ValueError(f"{owner}: {declared.name} must be {wanted}, got {value!r}")
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
+    if isinstance(value, numbers.Integral) and not limits:
+        return int(value)
+    return float(value)
 
 
 @dataclass(frozen=True)

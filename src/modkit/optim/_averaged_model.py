@@ -175,10 +175,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             return tensor.dtype if precision == "same" else kept_dtype(tensor.dtype, precision)
 
         copies: dict[int, Tensor] = {}
-        if isinstance(cast("object", model), torch.nn.Module) and str(self._device) in {
-            "None",
-            "cpu",
-        }:
+        on_cpu = str(self._device) in {"None", "cpu"} and precision != "stochastic"
+        if on_cpu and isinstance(cast("object", model), torch.nn.Module):
             plain = {
                 str(number): parameter
                 for number, parameter in enumerate(model.parameters())

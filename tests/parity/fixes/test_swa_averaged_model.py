@@ -320,28 +320,3 @@ def test_parameters_in_8_bits_are_averaged(impl: Implementation, rule: str) -> N
         averaged.update_parameters(model)
 
     assert averaged.module.weight.float().tolist() == [1.5, 1.5]
-
-
-def test_models_that_are_split_up_are_copied(impl: Implementation) -> None:
-    """A model that fully_shard has split up has an average, which is split up in the same way."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
-
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        net = impl.own.Linear(2, 3)
-        fully_shard(net)
-        averaged = impl.AveragedModel(net)
-        averaged.update_parameters(net)
-        with torch.no_grad():
-            net.weight.zero_()
-        kept = averaged.module.weight
-        output = averaged(torch.eye(2)).detach()
-        reached = kept.full_tensor().detach().clone()
-    finally:
-        torch.distributed.destroy_process_group()
-
-    assert isinstance(kept, DTensor)
-    assert reached.abs().max() > 0
-    assert torch.equal(output - averaged.module.bias.detach(), reached.t())

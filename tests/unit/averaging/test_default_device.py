@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 import modkit
-from modkit import schedules
 from modkit.optim.swa_utils import AveragedModel
 from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import modkit
-from modkit import schedules
 from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS, network, set_to, train
 

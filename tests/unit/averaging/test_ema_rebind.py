@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import modkit
-from modkit import schedules
 from modkit.errors import NameMismatchError
 from tests.cases import for_each
 from tests.unit.averaging.recipes import model_of, set_to

@@ -3,7 +3,6 @@ import importlib
 import math
 import pickle
 import random
-import sys
 from fractions import Fraction
 
 import numpy as np
