@@ -396,13 +396,6 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Torch cannot average 8-bit floating-point parameters; modkit calculates in float32 and "
-        "rounds.",
-        NO_ISSUE,
-        "tests/parity/fixes/test_swa_averaged_model.py::test_parameters_in_8_bits_are_averaged",
-    ),
-    _row(
-        "torch",
         "If the loader or the model fails, torch's `update_bn` leaves statistics that are half done, "
         "layers without momentum and the model in training mode; modkit puts everything back.",
         NO_ISSUE,

@@ -2,23 +2,15 @@
 
 import ctypes
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from modkit._upstream import foreach_copy_
-from modkit.averaging.named_tensors import PLAIN, Selection, check_choice
-from modkit.averaging.precision import (
-    PRECISIONS,
-    OnNonfinite,
-    Precision,
-    full_value,
-    is_rounded,
-    kept_dtype,
-)
+from modkit.averaging.named_tensors import PLAIN, Options
+from modkit.averaging.precision import full_value, is_rounded, kept_dtype
 from modkit.averaging.sharding import local_shard, shards_of
 
 
@@ -35,23 +27,6 @@ _SHARED: Final = frozenset(
 )
 # Tensors of the same trailing shape are gathered by one ``torch.cat``, which pays from here on.
 _LEAST_RUN: Final = 4
-
-
-@dataclass(frozen=True)
-class Options(Selection):
-    """Options of an average, validated; ``dtype`` is that of ``EMA.to()``."""
-
-    precision: Precision = "fp32"
-    device: torch.device | None = None
-    on_nonfinite: OnNonfinite = "ignore"
-    seed: int = 0
-    dtype: torch.dtype | None = None
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self.owner, "precision", self.precision, PRECISIONS)
-        check_choice(self.owner, "on_nonfinite", self.on_nonfinite, ("ignore", "skip", "raise"))
 
 
 # Flat buffers.
@@ -72,19 +47,10 @@ def can_share(tensor: Tensor) -> bool:
 class FlatBuffer:
     """Small tensors in one piece of host memory, so that one kernel takes all of them.
 
-    Each tensor has a storage of its own over its part of the memory, so it is saved, shared and
+    Each tensor has a storage of its own over its part of ``data``, so it is saved, shared and
     pickled like any other. Moving one elsewhere (``tensor.data = ...``, ``share_memory()``) ends the
-    sharing, which :meth:`intact` detects.
-
-    Args:
-        likes: Tensors of one dtype by name, in runs of the same trailing shape.
-        dtype: Dtype of the buffer.
-        wrap: Applied to each tensor that is made.
-
-    Attributes:
-        data: All elements.
-        tensors: The tensors by name.
-        exposed: Whether code outside the engine can reach the tensors.
+    sharing, which :meth:`intact` detects once ``exposed``: code outside the engine has the tensors.
+    ``likes`` are runs of the same trailing shape; ``wrap`` is applied to each tensor that is made.
     """
 
     def __init__(
@@ -155,16 +121,7 @@ def flat_buffers(
 
 
 class Average:
-    """The average of named tensors.
-
-    Attributes:
-        options: Options of the average.
-        tensors: Averages by name.
-        errors: Low-order error terms by name, for ``precision="compensated"``.
-        flats: Flat buffers of the averages.
-        error_flats: Those of the error terms, in the same order.
-        generators: Generators of stochastic rounding, by device.
-    """
+    """The average of named tensors: its tensors, error terms, flat buffers and generators."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -180,8 +137,6 @@ class Average:
 
     def kept_dtype(self, tensor: Tensor) -> torch.dtype:
         """Return the dtype of the average of a tensor."""
-        if self.options.dtype is not None and tensor.is_floating_point():
-            return self.options.dtype
         return kept_dtype(tensor.dtype, self.options.precision)
 
     def expose(self) -> None:

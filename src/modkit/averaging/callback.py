@@ -8,7 +8,7 @@ import torch
 from typing_extensions import TypeVar, Unpack
 
 from modkit.averaging.ema import EMA, Decays, EMAOptions, checked_count
-from modkit.averaging.named_tensors import NamedTensors, Selection
+from modkit.averaging.named_tensors import NamedTensors, Options
 from modkit.averaging.swap import exchanged, pairs_for, raw_values
 
 
@@ -23,7 +23,7 @@ NO_AVERAGES: Final = (
 
 def check_options(decay: Decays, index: int, options: EMAOptions) -> None:
     """Raise TypeError or ValueError if ``EMA`` would refuse the options, without a model."""
-    Selection(options.get("include"), options.get("exclude"))
+    Options(options.get("include"), options.get("exclude"))
     probe: EMAOptions = {**options, "include": None, "exclude": None}
     _check_index(index, EMA(torch.nn.Linear(1, 1), decay, **probe))
 

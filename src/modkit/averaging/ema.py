@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, Generic, TypeAlias, TypedDict, cast
 
 import torch
@@ -11,12 +12,11 @@ from typing_extensions import Self, TypeVar
 
 from modkit._upstream import RemovableHandle
 from modkit.averaging import state as ema_state
-from modkit.averaging.averages import Options
 from modkit.averaging.engine import Engine
-from modkit.averaging.named_tensors import Buffers, NamedTensors, Names
+from modkit.averaging.named_tensors import Buffers, NamedTensors, Names, Options
 from modkit.averaging.precision import OnNonfinite, Precision
 from modkit.averaging.schedules import Decay, Schedule, as_schedule
-from modkit.averaging.sharding import is_sharded, resharded, shards_of
+from modkit.averaging.sharding import resharded, shards_of
 from modkit.averaging.swap import any_swapped, copy_of, exchanged, raw_values, write
 
 
@@ -152,16 +152,16 @@ class EMA(Generic[ModelT]):
 
     def _check_selection(self) -> None:
         parameters = NamedTensors(self.model).parameters.values()
+        options = self._engine.options
         if not parameters:
             raise ValueError(
                 f"EMA: {type(self.model).__name__} has no parameters to average. Create the EMA "
                 "when the model has its parameters; a quantized model keeps its weights elsewhere."
             )
-        selection = self._engine.options
-        if not any(map(selection.chooses, parameters)):
+        if not any(map(options.chooses, parameters)):
             raise ValueError(
-                f"EMA: include={selection.include!r}, exclude={selection.exclude!r}, "
-                f"trainable_only={selection.trainable_only} select none of the "
+                f"EMA: include={options.include!r}, exclude={options.exclude!r}, "
+                f"trainable_only={options.trainable_only} select none of the "
                 f"{len(parameters)} parameters"
             )
 
@@ -199,26 +199,20 @@ class EMA(Generic[ModelT]):
         """
         source = self.model if model is None else model
         self._check_restored("update", source)
-        # In this order: leaving inference mode turns gradients on.
-        with torch.inference_mode(False), torch.no_grad():
-            self._update(source, self.step + 1)
-        self.step += 1
-
-    def _update(self, model: torch.nn.Module, step: int) -> None:
-        start = self._start
+        step, start, every = self.step + 1, self._start, self.update_every
         early = start is None and step <= self.update_after_step
-        if early or (start is not None and (step - start) % self.update_every):
-            return
-        plan = self._engine.bind(model)
-        if start is not None:
-            n, every = step - start, self.update_every
-            weights = [1.0 - one.over(n, every) for one in self.schedules]
-            self._engine.step(plan, weights)
-        elif self._engine.begin(plan):
-            self._start = step
-        else:
-            return
-        self.n_averaged += 1
+        if not early and (start is None or (step - start) % every == 0):
+            # In this order: leaving inference mode turns gradients on.
+            with torch.inference_mode(False), torch.no_grad():
+                plan = self._engine.bind(source)
+                if start is not None:
+                    weights = [1.0 - one.over(step - start, every) for one in self.schedules]
+                    self._engine.step(plan, weights)
+                    self.n_averaged += 1
+                elif self._engine.begin(plan):
+                    self._start = step
+                    self.n_averaged += 1
+        self.step = step
 
     def rebind(self) -> None:
         """Adapt the averages to the model's present parameters: copy new ones, drop missing ones."""
@@ -304,58 +298,34 @@ class EMA(Generic[ModelT]):
 
     @property
     def module(self) -> ModelT:
-        """A copy of the model that holds the first average, in eval mode, without gradients.
+        """A copy of the model with the first average, in eval mode, without gradients.
 
-        Each access brings it up to date. It shares memory with averages of the same dtype and device.
+        Each access copies the averages, and what is not averaged, into it.
         """
         # Tensors that are made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
             found = NamedTensors(self.model)
             if self._module is None or not found.is_like(NamedTensors(self._module)):
                 self._module = self.averaged_model()
-            self._refresh(self._module, found)
+            averages = self._engine.named(0)
+            for name, member in NamedTensors(self._module).all().items():
+                write(member.tensor, averages[name] if name in averages else found.tensor(name))
         return self._module
-
-    def _refresh(self, module: ModelT, found: NamedTensors) -> None:
-        """Let a copy of the model have the averages, and the other tensors that were found."""
-        pairs = self._engine.pairs(module, 0)
-        for _, tensor, value in pairs:
-            shares = (tensor.dtype, tensor.device) == (value.dtype, value.device)
-            if not shares or is_sharded(tensor):
-                write(tensor, value)
-            elif tensor.data_ptr() != value.data_ptr() or tensor.shape != value.shape:
-                tensor.data = value
-        others = found.all().keys() - {name for name, _, _ in pairs}
-        if others:
-            own = NamedTensors(module)
-            for name in others:
-                write(own.tensor(name), found.tensor(name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call :attr:`module`, the averaged model."""
         return self.module(*args, **kwargs)
-
-    def to(self, device: Device = None, dtype: torch.dtype | None = None) -> Self:
-        """Move and cast the averages, and keep later ones there; None leaves device or dtype."""
-        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
-            raise ValueError(f"EMA.to(): dtype must be a floating-point dtype, got {dtype}")
-        with torch.inference_mode(False), torch.no_grad():
-            self._engine.to(None if device is None else torch.device(device), dtype)
-        self._module = None
-        return self
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next update depends on: numbers, strings and tensors, not copied.
 
         Inside :meth:`applied` it includes the training weights.
         """
+        own = "step", "n_averaged", "update_every", "update_after_step"
         state: dict[str, Any] = {
             "version": ema_state.VERSION,
-            "step": self.step,
             "start": self._start,
-            "n_averaged": self.n_averaged,
-            "update_every": self.update_every,
-            "update_after_step": self.update_after_step,
+            **{name: getattr(self, name) for name in own},
             "schedules": [schedule.to_config() for schedule in self.schedules],
             **self._engine.state_dict(),
         }
@@ -449,33 +419,30 @@ class _Attached:
                 )
             if any(one is other for other in (*self._optimizers, *optimizers[:place])):
                 raise ValueError(f"{what} is attached already, or given twice")
-            mine = {id(parameter) for group in one.param_groups for parameter in group["params"]}
-            if averaged.isdisjoint(mine):
+            groups = one.param_groups
+            if averaged.isdisjoint(id(each) for group in groups for each in group["params"]):
                 raise ValueError(
                     f"{what} has no averaged parameter of the model. Attach the optimizer that "
                     "trains it, after the model is where it is trained."
                 )
         self._optimizers += optimizers
         for one in optimizers:
-            self._watch(ema, one)
+            self._handles.append(one.register_step_pre_hook(partial(self._before, ema)))
+            self._handles.append(one.register_step_post_hook(partial(self._after, ema)))
 
-    def _watch(self, ema: EMA[Any], optimizer: torch.optim.Optimizer) -> None:
-        def before(*_: object) -> None:
-            if any_swapped(ema.model):
-                text = "EMA: optimizer.step() was called inside applied()"
-                raise RuntimeError(f"{text}, where it would train the average")
-            if id(optimizer) in self._stepped:
-                self._stepped.clear()
-                ema.update()
+    def _before(self, ema: EMA[Any], optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if any_swapped(ema.model):
+            text = "EMA: optimizer.step() was called inside applied()"
+            raise RuntimeError(f"{text}, where it would train the average")
+        if id(optimizer) in self._stepped:
+            self._stepped.clear()
+            ema.update()
 
-        def after(*_: object) -> None:
-            self._stepped.add(id(optimizer))
-            if len(self._stepped) == len(self._optimizers):
-                self._stepped.clear()
-                ema.update()
-
-        self._handles.append(optimizer.register_step_pre_hook(before))
-        self._handles.append(optimizer.register_step_post_hook(after))
+    def _after(self, ema: EMA[Any], optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self._optimizers):
+            self._stepped.clear()
+            ema.update()
 
     def remove(self) -> None:
         """Detach all optimizers."""

@@ -7,7 +7,7 @@ their own, or in the parameters of a copy of the model.
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -17,30 +17,18 @@ from torch.autograd.graph import increment_version
 from typing_extensions import Self, override
 
 from modkit._messages import MSG_NOTHING_CHOSEN, MSG_REBIND, add_note
-from modkit.averaging import state as ema_state
-from modkit.averaging.averages import Average, FlatBuffer, Options, Tensors, can_share
+from modkit.averaging import precision, state as ema_state
+from modkit.averaging.averages import Average, FlatBuffer, Tensors, can_share
 from modkit.averaging.named_tensors import (
     Copies,
     IdentityOnly,
     NamedTensors,
+    Options,
     Watch,
     check_match,
     shapes_of,
 )
-from modkit.averaging.precision import (
-    OnNonfinite,
-    Weight,
-    all_finite,
-    check_finite,
-    compensated_,
-    copy_,
-    first_nonfinite,
-    is_rounded,
-    lerp_,
-    parts,
-    reads_are_free,
-    stochastic_,
-)
+from modkit.averaging.precision import OnNonfinite, Weight
 from modkit.averaging.sharding import local_shard, meshes_of, reshard, true_everywhere
 from modkit.averaging.swap import Pairs, pairs_for
 from modkit.errors import NameMismatchError
@@ -76,12 +64,8 @@ class _Gather:
 class Group:
     """Tensors that the kernels take together: one device and dtype of averages, and one of the model.
 
-    Attributes:
-        owners: The averages.
-        averages: Tensors of each of them; of sharded ones the local shards.
-        errors: Error terms of each, or empty lists.
-        currents: Tensors of the model.
-        gather: Fills the one tensor in ``currents`` from small tensors of the model.
+    ``averages`` and ``errors`` hold a list for each owner. ``gather`` fills the one tensor in
+    ``currents`` from small tensors of the model.
     """
 
     owners: list[Average]
@@ -99,17 +83,17 @@ class Group:
                 errors.append(local_shard(owner.errors[name]))
 
     def step(self, weights: Sequence[Weight], finite: Tensor | None) -> None:
-        """Move each average by its weight towards the current values.
+        """Move each average by its weight towards the current values; a weight of 1 copies.
 
-        Args:
-            weights: One for each average; 1 copies.
-            finite: On accelerators, a flag; where it is False, nothing changes.
+        ``finite`` is a flag on accelerators; where it is False, nothing changes.
         """
         if finite is None:
             self._step(weights)
             return
         flag = finite.to(self.averages[0][0].device)
-        for part in parts(*self.averages, *(one for one in self.errors if one), self.currents):
+        for part in precision.parts(
+            *self.averages, *(one for one in self.errors if one), self.currents
+        ):
             # An unwanted step is undone, because not taking it would need a host sync.
             kept = [tensor for tensors in part[:-1] for tensor in tensors]
             before = [tensor.clone() for tensor in kept]
@@ -126,15 +110,19 @@ class Group:
         ):
             first = averages[0]
             if isinstance(weight, float) and weight == 1.0:
-                copy_(averages, errors, self.currents)
+                precision.copy_(averages, errors, self.currents)
             elif errors:
-                compensated_(averages, errors, self.currents, weight)
-            elif owner.options.precision == "stochastic" and is_rounded(first.dtype):
-                stochastic_(averages, self.currents, weight, owner.generator(first.device))
+                precision.compensated_(averages, errors, self.currents, weight)
+            elif owner.options.precision == "stochastic" and precision.is_rounded(first.dtype):
+                precision.stochastic_(
+                    averages, self.currents, weight, owner.generator(first.device)
+                )
             else:
                 lerped.append((averages, weight))
         if lerped:
-            lerp_([one for one, _ in lerped], self.currents, [weight for _, weight in lerped])
+            precision.lerp_(
+                [one for one, _ in lerped], self.currents, [weight for _, weight in lerped]
+            )
 
 
 def _grouped(owners: list[Average], currents: Tensors, *, flat: bool) -> list[Group]:
@@ -187,11 +175,11 @@ class Plan:
     Args:
         model: The model. It is not kept alive.
         averages: The averages, all of the same tensors.
-        currents: The tensors of the model that are averaged, by name.
-        copies: What is copied.
-        models: The models whose changes end the plan.
-        flat: Whether small tensors are gathered into flat buffers.
+        currents: Tensors of the model that are averaged, by name.
+        copies: Tensors to copy.
+        models: Models whose changes end the plan.
         more: Further tensors whose shape, dtype or device must stay.
+        flat: Whether small tensors are gathered into flat buffers.
         buffers: Whether replacing a buffer ends the plan.
         frozen: Parameters that end the plan when they require gradients.
     """
@@ -249,9 +237,11 @@ class Plan:
                 group.gather()
         finite: Tensor | None = None
         if on_nonfinite == "skip":
-            flag = all_finite([tensor for group in self.groups for tensor in group.currents])
+            flag = precision.all_finite(
+                [tensor for group in self.groups for tensor in group.currents]
+            )
             finite = true_everywhere(flag, self._meshes)
-            if reads_are_free(finite.device):
+            if precision.reads_are_free(finite.device):
                 if not bool(finite):
                     return
                 finite = None
@@ -332,15 +322,10 @@ class Engine:
         self._swaps: Cache[_Pairing] = Cache()
 
     def bind(self, model: torch.nn.Module) -> Plan:
-        """Return the plan for a model's tensors.
-
-        Raises:
-            NameMismatchError: They are not those that are averaged. Nothing has been changed.
-            RuntimeError: A parameter is uninitialized, or is not finite where that is to be raised.
-        """
+        """Return the plan for a model's tensors, which must be those that are averaged."""
         plan = self._plans.get(model, None, lambda: self._plan(model))
         if self.options.on_nonfinite == "raise":
-            check_finite("EMA", plan.currents)
+            precision.check_finite("EMA", plan.currents)
         return plan
 
     def _plan(self, model: torch.nn.Module) -> Plan:
@@ -351,7 +336,7 @@ class Engine:
         if known:
             self._check_known(averaged)
         else:
-            self._check_any(averaged)
+            _check_any(averaged)
         for average in self.averages:
             if not known:
                 average.start(averaged)
@@ -371,13 +356,9 @@ class Engine:
             frozen=frozen if self.options.trainable_only else (),
         )
 
-    def _check_any(self, averaged: Tensors) -> None:
-        if not averaged:
-            raise ValueError(f"{self.options.owner}: {MSG_NOTHING_CHOSEN}")
-
     def _check_known(self, averaged: Tensors) -> None:
         """Raise NameMismatchError unless these tensors are those that are averaged."""
-        what = f"{self.options.owner}: the model is not the one that is averaged"
+        what = "EMA: the model is not the one that is averaged"
         try:
             check_match(what, shapes_of(self.averages[0].tensors), shapes_of(averaged))
         except NameMismatchError as error:
@@ -387,7 +368,10 @@ class Engine:
     def begin(self, plan: Plan) -> bool:
         """Copy the values; return False if that would copy values that are to be skipped."""
         # This is the only host sync of an update.
-        if self.options.on_nonfinite == "skip" and first_nonfinite(plan.currents) is not None:
+        if (
+            self.options.on_nonfinite == "skip"
+            and precision.first_nonfinite(plan.currents) is not None
+        ):
             return False
         self.begun = True
         self._step(plan, [1.0] * len(self.averages), "ignore")
@@ -442,22 +426,6 @@ class Engine:
         for average in self.averages:
             average.reset()
 
-    def to(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
-        """Move and cast the averages, and those to come."""
-        known = self.averages[0].tensors
-        averaged, _ = self.options.split(NamedTensors(self.model), known)
-        if known:
-            self._check_known(averaged)
-        device_, dtype_ = device or self.options.device, dtype or self.options.dtype
-        self.options = replace(self.options, device=device_, dtype=dtype_)
-        self._plans = Cache()
-        for average in self.averages:
-            average.options = self.options
-            if known:
-                average.resize(averaged)
-        if device is not None:
-            self._copies = {name: copy.to(device) for name, copy in self._copied().items()}
-
     def rebind(self) -> None:
         """Take in parameters that the model has got, and drop those that it has lost."""
         named = NamedTensors(self.model)
@@ -467,15 +435,20 @@ class Engine:
             return
         known = shapes_of(self.averages[0].tensors)
         averaged, _ = self.options.split(named, known)
-        self._check_any(averaged)
+        _check_any(averaged)
         if self.options.on_nonfinite != "ignore":
             new = {n: one for n, one in averaged.items() if known.get(n) != one.shape}
-            check_finite("EMA", new)
+            precision.check_finite("EMA", new)
         self._plans = Cache()
         for average in self.averages:
             average.resize(averaged)
         names = named.names()
         self._copies = {name: copy for name, copy in self._copies.items() if name in names}
+
+
+def _check_any(averaged: Tensors) -> None:
+    if not averaged:
+        raise ValueError(f"EMA: {MSG_NOTHING_CHOSEN}")
 
 
 def _check_materialized(named: NamedTensors) -> None:

@@ -2,16 +2,6 @@
 
 Training keeps a narrow and a wide power average, and saves a snapshot of each at intervals. Then
 the average of nearly any width, at nearly any step, is a linear combination of snapshots.
-
-Example:
-    >>> model = torch.nn.Linear(1, 1, bias=False)
-    >>> averages = PostHocEMA(model, tmp_path, snapshot_every=100)
-    >>> for step in range(1, 1001):
-    ...     weight = torch.nn.init.constant_(model.weight, step)
-    ...     averages.update()
-    >>> wide = averages.reconstruct(sigma_rel=0.15)
-    >>> wide.step, round(wide.averages["weight"].item()), round(wide.fit.error, 3)
-    (1000, 821, 0.022)
 """
 
 import math
@@ -45,13 +35,6 @@ __all__ = [
 PathLike: TypeAlias = str | os.PathLike[str]
 
 
-def _saved(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of a model; tied tensors once."""
-    named = NamedTensors(model)
-    members = {**named.parameters, **named.buffers}
-    return {name: member.current() for name, member in members.items() if member.persistent}
-
-
 @dataclass(frozen=True, order=True)
 class Snapshot:
     """A file with one power average, which ``torch.load(weights_only=True)`` reads.
@@ -73,10 +56,7 @@ def save_snapshot(
     sigma_rel: float,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> Snapshot:
-    """Write an average to a file named by its step and width, atomically.
-
-    ``buffers`` are not averaged.
-    """
+    """Write an average, and buffers that are not averaged, atomically to a file in a directory."""
     path = Path(directory) / f"ema-{step:010d}-{sigma_rel:.6g}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {"step": step, "sigma_rel": sigma_rel}
@@ -87,12 +67,11 @@ def save_snapshot(
 
 
 def find_snapshots(directory: PathLike) -> list[Snapshot]:
-    """Return the snapshots in a directory, ordered by the step and width stored in the files."""
+    """Return the snapshots in a directory, ordered by step and width."""
     return sorted(map(_read_facts, Path(directory).glob("ema-*.pt")))
 
 
 def _read_facts(path: Path) -> Snapshot:
-    """Return the snapshot in a file, without reading its tensors."""
     try:
         facts = read_mapped(path)[0]
         return Snapshot(int(facts["step"]), float(facts["sigma_rel"]), path)
@@ -161,7 +140,7 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
 
 
 def _products(gammas: Tensor, ends: Tensor, other_gammas: Tensor, other_ends: Tensor) -> Tensor:
-    """Return the integrals of products of two profiles, for exponents and ends that broadcast."""
+    # The integrals of products of two profiles; exponents and ends broadcast.
     common = torch.minimum(ends, other_ends)
     powers = (common / ends) ** (gammas + 1) * (common / other_ends) ** (other_gammas + 1)
     return (gammas + 1) * (other_gammas + 1) / (gammas + other_gammas + 1) * powers / common
@@ -183,11 +162,12 @@ class Reconstruction:
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module) -> None:
-        """Write the average and the buffers into a model, of any dtype and device.
+        """Write the average and the buffers into a model of any dtype and device.
 
-        A model with other parameters or buffers is a NameMismatchError, and unchanged.
+        Raises:
+            NameMismatchError: If names or shapes do not match. The model is unchanged.
         """
-        own, found = {**self.averages, **self.buffers}, _saved(model)
+        own, found = {**self.averages, **self.buffers}, _persistent(model)
         check_match("the snapshots", shapes_of(own), shapes_of(found))
         for name, tensor in found.items():
             tensor.copy_(own[name])
@@ -231,9 +211,9 @@ def reconstruct(
             f"snapshot is of step {usable[-1].step}; more frequent snapshots make the error smaller"
         )
     result = Reconstruction({}, {}, sigma_rel, step, fit, tuple(usable))
-    pairs = zip(usable, fit.coefficients, strict=True)
-    for index, (snapshot, share) in enumerate(pair for pair in pairs if pair[1] != 0):
-        _add(result, snapshot.path, share, is_first=index == 0)
+    used = [pair for pair in zip(usable, fit.coefficients, strict=True) if pair[1]]
+    for snapshot, share in used:
+        _add(result, snapshot.path, share, is_first=snapshot is used[0][0])
     return result
 
 
@@ -257,6 +237,11 @@ def _add(result: Reconstruction, path: Path, coefficient: float, *, is_first: bo
         raise ValueError(f"{path} has no tensor {min(missing)!r}")
 
 
+def _persistent(model: torch.nn.Module) -> dict[str, Tensor]:
+    members = NamedTensors(model).all().items()
+    return {name: member.current() for name, member in members if member.persistent}
+
+
 class PostHocEMA:
     """Power averages of a model in training, with snapshots at intervals.
 
@@ -267,6 +252,15 @@ class PostHocEMA:
         snapshot_every: Number of steps between snapshots, a multiple of ``update_every``; ten or
             more in a run make the error small. None saves in calls of :meth:`snapshot` only.
         update_every: Number of steps between updates; the width does not depend on it.
+
+    Example:
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> averages = PostHocEMA(model, tmp_path, snapshot_every=100)
+        >>> for step in range(1, 1001):
+        ...     weight = torch.nn.init.constant_(model.weight, step)
+        ...     averages.update()
+        >>> round(averages.reconstruct(sigma_rel=0.15).averages["weight"].item())
+        821
     """
 
     directory: Path
@@ -307,12 +301,11 @@ class PostHocEMA:
         return self._step
 
     def _tensors(self) -> list[dict[str, Tensor]]:
-        """Return the tensors of each average; an empty list before the first update."""
         averages = self._ema.state_dict()["averages"] if self._ema.n_averaged else []
         return [dict(average["tensors"]) for average in averages]
 
     def update(self) -> None:
-        """Count a step of training, after each step of the optimizer; see ``EMA.update()``."""
+        """Count a step of training; call it after each step of the optimizer."""
         if (self._step + 1) % self._update_every == 0:
             self._ema.update()
         self._step += 1
@@ -324,7 +317,7 @@ class PostHocEMA:
         averages = self._tensors()
         if not averages:
             raise RuntimeError("PostHocEMA: there is no average to save before the first update")
-        saved = _saved(self._ema.model)
+        saved = _persistent(self._ema.model)
         buffers = {name: saved[name] for name in saved if name not in averages[0]}
         step = self._step - self._step % self._update_every
         return [
@@ -335,9 +328,9 @@ class PostHocEMA:
     def reconstruct(
         self, sigma_rel: float, step: int | None = None, *, max_error: float = 0.1
     ) -> Reconstruction:
-        """Combine the snapshots up to the present step, see :func:`reconstruct`.
+        """Combine the snapshots up to the present step. See ``modkit.averaging.posthoc.reconstruct``.
 
-        Later snapshots are ignored: they are of a run that was resumed from an earlier checkpoint.
+        Later snapshots, of a run that was resumed from an earlier checkpoint, are ignored.
         """
         found = [each for each in find_snapshots(self.directory) if each.step <= self._step]
         return reconstruct(found, sigma_rel, step, max_error=max_error)
@@ -348,10 +341,7 @@ class PostHocEMA:
         return {"step": self._step, **options, "averages": self._tensors()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from the result of :meth:`state_dict`.
-
-        A state of other options or of another model is a ValueError, and changes nothing.
-        """
+        """Resume from a state of equal options and the same model; else ValueError."""
         for key, own in (("sigma_rels", self._sigma_rels), ("update_every", self._update_every)):
             if state_dict[key] != own:
                 found = f"{key}={state_dict[key]!r}"

@@ -144,12 +144,8 @@ class _Clamped(Schedule):
             text = f"min_decay must not exceed decay={self.decay}, got {self.min_decay}"
             raise ValueError(f"{type(self).__name__}: {text}")
 
-    @override
-    def decay_at(self, n: int) -> float:
-        return max(self.min_decay, min(self.decay, self._grown(n)))
-
-    @abstractmethod
-    def _grown(self, n: int) -> float: ...
+    def _clamped(self, decay: float) -> float:
+        return max(self.min_decay, min(self.decay, decay))
 
 
 @dataclass(frozen=True)
@@ -178,8 +174,8 @@ class HalfLife(_ClosedForm):
 class InverseGamma(_Clamped):
     """A decay that approaches 1 by an inverse power: ``d = 1 - (1 + n / inv_gamma) ** -power``.
 
-    It is clamped to ``min_decay`` and ``decay``, as in k-diffusion (``EMAWarmup``). Use a power of
-    2/3 for runs of a million steps (0.999 after 31,600 steps), 3/4 for shorter ones (after 10,000).
+    It is clamped to ``min_decay`` and ``decay``, as in k-diffusion. Use a power of 2/3 for runs of a
+    million steps, 3/4 for shorter ones.
     """
 
     inv_gamma: float = field(default=1.0, metadata=_POSITIVE)
@@ -188,16 +184,15 @@ class InverseGamma(_Clamped):
     decay: float = field(default=0.9999, metadata=_FRACTION)
 
     @override
-    def _grown(self, n: int) -> float:
-        return -math.expm1(-self.power * math.log1p(n / self.inv_gamma))
+    def decay_at(self, n: int) -> float:
+        return self._clamped(-math.expm1(-self.power * math.log1p(n / self.inv_gamma)))
 
 
 @dataclass(frozen=True)
 class CountWarmup(_Clamped):
     """TensorFlow's warm-up, also in torch_ema, diffusers and d2go: ``d = (1 + n) / (offset + n)``.
 
-    A larger ``offset`` slows the growth; it is 1 or more. The decay is clamped to ``min_decay`` and
-    ``decay``; with the default offset, 0.999 is reached after 9,000 steps, 0.9999 after 90,000.
+    It is clamped to ``min_decay`` and ``decay``; 0.999 is reached after 9,000 steps.
     """
 
     decay: float = field(default=0.999, metadata=_FRACTION)
@@ -205,8 +200,8 @@ class CountWarmup(_Clamped):
     min_decay: float = field(default=0.0, metadata=_FRACTION)
 
     @override
-    def _grown(self, n: int) -> float:
-        return (1 + n) / (self.offset + n)
+    def decay_at(self, n: int) -> float:
+        return self._clamped((1 + n) / (self.offset + n))
 
 
 @dataclass(frozen=True)
@@ -225,10 +220,9 @@ class Equal(_ClosedForm):
 class Power(_ClosedForm):
     """An average that spans a fixed part of the run, from Karras et al. 2024 (EDM2).
 
-    The model of training step ``t`` has a weight proportional to ``t ** gamma``. The decay of ``k``
-    steps is ``(1 - k / t) ** (gamma + 1)`` with ``t = n + 1``, since the copy is the first model.
-    Give ``gamma`` or ``sigma_rel``, the standard deviation of that profile divided by the length of
-    the run. It is below 0.288675, that of the equal average; 0.05 and 0.1 are usual.
+    The model of training step ``t`` has a weight proportional to ``t ** gamma``. Give ``gamma`` or
+    ``sigma_rel``, the standard deviation of that profile divided by the length of the run: below
+    0.288675, that of the equal average; 0.05 and 0.1 are usual.
     """
 
     sigma_rel: float | None = field(default=None, metadata=bounds(above=0, below=_WIDEST))
@@ -250,11 +244,7 @@ class Power(_ClosedForm):
 
 @dataclass(frozen=True)
 class PerUpdate(_ClosedForm):
-    """A schedule, a decay or a function whose decay counts once per update, as in ema-pytorch.
-
-    With ``update_every=k``, the update at step ``n`` uses ``schedule(n)``, not
-    ``schedule.over(n, k)``.
-    """
+    """A schedule whose decay counts once per update, as in ema-pytorch, for any ``update_every``."""
 
     schedule: Decay
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from modkit.averaging import schedules as decays
 from modkit.averaging.named_tensors import (
     NamedTensors,
-    Selection,
+    Options,
     canonical_names,
     check_match,
     is_averaged,
@@ -53,13 +53,9 @@ class LoadedState:
 
 @dataclass(frozen=True)
 class Converted:
-    """Averages that another library saved.
+    """Averages that another library saved; ``source`` is as in :func:`recognise`.
 
-    Attributes:
-        source: Library, or ``"weights"`` for plain weights. See :func:`recognise`.
-        averages: Averaged parameters, and buffers if the library saves them, by name.
-        n_averaged: Number of models in the average, including the initial copy; None if unknown.
-        schedule: Decay, if the state contains it (diffusers, torch_ema).
+    ``n_averaged`` includes the initial copy, and is None if unknown.
     """
 
     source: str
@@ -181,10 +177,12 @@ def read(
         loaded = _read_own(state, model, schedules)
     if on_nonfinite != "ignore" and loaded.start is not None:
         _check_finite(loaded.averages, on_nonfinite)
-    names = [*["the schedule"] * len(schedules), "update_every", "update_after_step"]
-    now = [*loaded.schedules, loaded.update_every, loaded.update_after_step]
-    before = [*schedules, update_every, update_after_step]
-    for name, new, old in zip(names, now, before, strict=True):
+    pairs: list[tuple[str, Any, Any]] = [
+        *(("the schedule", *pair) for pair in zip(loaded.schedules, schedules, strict=True)),
+        ("update_every", loaded.update_every, update_every),
+        ("update_after_step", loaded.update_after_step, update_after_step),
+    ]
+    for name, new, old in pairs:
         if new != old and not foreign:
             text = f"EMA: {name} is {new} from here on, as in the loaded state, and not {old}"
             warnings.warn(text, stacklevel=3)
@@ -251,11 +249,8 @@ def _average(part: _Part) -> dict[str, Any]:
     part.require(("tensors", "rests", "generators"))
     tensors = part.inside("tensors").tensors(_AVERAGE)
     rests = part.inside("rests").averages(tensors)
-    return {
-        "tensors": tensors,
-        "rests": rests,
-        "generators": _generators(part.inside("generators")),
-    }
+    generators = _generators(part.inside("generators"))
+    return {"tensors": tensors, "rests": rests, "generators": generators}
 
 
 def _generators(part: _Part) -> dict[str, Tensor]:
@@ -311,17 +306,16 @@ def _with_empty_dicts(average: Any) -> Any:
 
 
 def matched(
-    loaded: LoadedState, members: NamedTensors, selection: Selection
+    loaded: LoadedState, members: NamedTensors, options: Options
 ) -> tuple[dict[str, Tensor], set[str], list[dict[str, Tensor]]]:
     """Match a state with the tensors of the model by name; a lazy model takes every name.
 
-    Returns:
-        The averaged tensors, the names of the copied buffers, and the tensors of each average.
+    Returns the averaged tensors, the names of copied buffers, and the tensors of each average.
     """
     averaged: dict[str, Tensor] = dict(loaded.averages[0]["tensors"])
     copied = set(loaded.buffers)
     if not members.has_lazy():
-        averaged, others = selection.split(members, averaged)
+        averaged, others = options.split(members, averaged)
         copied = {member.name for member in others}
     found = [dict(average["tensors"]) for average in loaded.averages]
     for tensors in found:
@@ -332,9 +326,8 @@ def matched(
                     tensors.setdefault(name, tensors[alias])
             for name in tensors.keys() & (members.names() - averaged.keys()):
                 del tensors[name]
-        check_match(
-            "EMA: the state does not fit the model", shapes_of(averaged), shapes_of(tensors)
-        )
+        what = "EMA: the state does not fit the model"
+        check_match(what, shapes_of(averaged), shapes_of(tensors))
         for name, tensor in averaged.items():
             one = tensors[name]
             if not is_averaged(one) or one.is_complex() != tensor.is_complex():
@@ -424,11 +417,8 @@ def convert(state: State, model: torch.nn.Module, *, update_after_step: int = 0)
     """
     source = recognise(state, model)
     part = _Part(source or "", state)
-    count: int | None = None
-    schedule: Schedule | None = None
     match source:
         case "diffusers":
-            averages = _named_in_order(part, model)
             # The first step copies, and so does each up to ``update_after_step``.
             steps = part.integer("optimization_step")
             count = max(steps - part.integer("update_after_step"), min(steps, 1))
@@ -437,30 +427,29 @@ def convert(state: State, model: torch.nn.Module, *, update_after_step: int = 0)
             warmup = part.get("use_ema_warmup", "True or False")
             kind = decays.InverseGamma if warmup else decays.CountWarmup
             schedule = _decay(part, kind, names if warmup else names[:2])
+            return Converted(source, _named_in_order(part, model), count, schedule)
         case "torch_ema":
-            averages = _named_in_order(part, model)
             # It copies when it is created, before the first step.
             counts = state["num_updates"] is not None
-            count = part.integer("num_updates") + 1 if counts else None
+            found = part.integer("num_updates") + 1 if counts else None
             schedule = _decay(part, decays.CountWarmup if counts else decays.Constant, ["decay"])
+            return Converted(source, _named_in_order(part, model), found, schedule)
         case "lightning":
-            averages = _below("", part.inside("state_dict"))
             count = part.inside("averaging_state").integer("n_averaged")
+            return Converted(source, _below("", part.inside("state_dict")), count)
         case "ema_pytorch":
-            averages = _below("ema_model.", part)
             # The first call copies.
             counted = max(part.integer("step") - update_after_step, 1)
             count = counted if part.get("initted", "True or False") else 0
+            return Converted(source, _below("ema_model.", part), count)
         case "torch" | "timm":
-            averages = _below("module.", part)
-            count = part.integer("n_averaged") if source == "torch" else None
+            found = part.integer("n_averaged") if source == "torch" else None
+            return Converted(source, _below("module.", part), found)
         case "weights":
-            averages, count = _below("", part), 1
-        case _:
-            what = "the state is neither from modkit.EMA, nor from a supported library"
-            some = ", ".join(map(repr, list(state)[:5])) or "nothing"
-            raise _error(f"{what}, nor are its names those of the model: it begins with {some}")
-    return Converted(source, averages, count, schedule)
+            return Converted(source, _below("", part), 1)
+    what = "the state is neither from modkit.EMA, nor from a supported library"
+    some = ", ".join(map(repr, list(state)[:5])) or "nothing"
+    raise _error(f"{what}, nor are its names those of the model: it begins with {some}")
 
 
 def _decay(part: _Part, kind: type[Schedule], names: Iterable[str]) -> Schedule:
@@ -492,16 +481,14 @@ def _named_in_order(part: _Part, model: torch.nn.Module) -> dict[str, Tensor]:
     names = canonical_names(named)
     trained = {name: value for name, value in named.items() if value.requires_grad}
     parameters = named if len(named) == len(found) else trained
+    what = f"the state of {part.source}"
     if len(parameters) != len(found):
-        raise _error(
-            f"the state of {part.source} holds {len(found)} tensors without names, and the model "
-            f"has {len(named)} parameters, {len(trained)} of which train"
-        )
+        counts = f"the model has {len(named)} parameters, {len(trained)} of which train"
+        raise _error(f"{what} holds {len(found)} tensors without names, and {counts}")
     for (name, value), tensor in zip(parameters.items(), found, strict=True):
         if value.shape != tensor.shape:
             shapes = f"has the shape {tuple(value.shape)} it has {tuple(tensor.shape)}"
             raise _error(
-                f"the state of {part.source} has no names, and its order is not that of the model: "
-                f"where {names[name]!r} {shapes}"
+                f"{what} has no names, and its order is not that of the model: where {names[name]!r} {shapes}"
             )
     return {names[n]: tensor.detach() for n, tensor in zip(parameters, found, strict=True)}

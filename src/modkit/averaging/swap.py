@@ -35,10 +35,9 @@ class Pairs(list[Pair]):
 
 
 def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> Pairs:
-    """Pair values with the tensors of a model by name; buffers may have another shape.
+    """Pair values with the tensors of a model by name, or raise NameMismatchError.
 
-    Raises:
-        NameMismatchError: A name is missing, or a parameter has another shape.
+    A buffer may have another shape.
     """
     parameters, buffers = named.parameters, named.buffers
     pairs = Pairs()
@@ -68,7 +67,7 @@ def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> Pairs:
 
 
 class _DetachedCopies(TorchFunctionMode):
-    """Lets results of autograd be deep-copied, as values: modules keep such results as attributes."""
+    """Deep-copies results of autograd, which modules may hold as attributes, as values."""
 
     @override
     def __torch_function__(
@@ -112,11 +111,8 @@ def write(tensor: Tensor, value: Tensor) -> None:
 class Swap:
     """An exchange of the data of tensors for other data, which can be undone.
 
-    The tensors stay the same objects, so optimizers, hooks and tied names are not affected. Data of the
-    same dtype and device change places as pointers; other data are cast or moved first.
-
-    Args:
-        pairs: Name, tensor of a model, and what it is to hold.
+    The tensors stay the same objects, so optimizers, hooks and tied names are not affected. Data of
+    the same dtype and device are exchanged as pointers; other data are cast or moved first.
     """
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
@@ -162,7 +158,6 @@ class Swap:
             self.raws.append(raw)
 
     def _note(self) -> None:
-        """Note what the tensors hold now, and that they are swapped."""
         self._held = self._held[: len(self._tensors)]
         self._pointers = list(map(Tensor.data_ptr, self._held))
         self.versions = _versions(self._held)
@@ -176,9 +171,9 @@ class Swap:
 
     @torch.no_grad()
     def undo(self) -> str | None:
-        """Restore the data; return what is wrong if the tensors were changed in between.
+        """Restore the data; return a message if the tensors were changed in between.
 
-        Swaps need not be undone in order: the data that a later swap found are then restored by that.
+        Swaps may be undone in any order: a later one then restores the data that it has found.
         """
         with _lock:
             return self._undo()
@@ -220,9 +215,8 @@ class Swap:
         return (MSG_WRITTEN_INSIDE if shared else MSG_WRITTEN_IN_VAIN).format(name=name)
 
 
-# All swaps that have not been undone, in order. Those of several averages, and of several models that
-# share tensors, see one another here, so that no training weights are lost. Threads take turns in
-# swapping; a reader goes through a copy, since a swap that is undone meanwhile moves the others.
+# All swaps that have not been undone, in order, so that several averages, and models that share
+# tensors, lose no training weights. Readers go through a copy, since an undone swap moves the others.
 _active: list[Swap] = []
 _lock: Final = threading.RLock()
 
@@ -245,7 +239,7 @@ def any_swapped(model: torch.nn.Module) -> bool:
 
 
 def _write_shard(tensor: Tensor, value: Tensor) -> None:
-    """Copy into a shard, without making it look as if the user had written to it."""
+    """Copy into a shard, and adapt the versions by which writes of the user are detected."""
     held = local_shard(tensor)
     (before,) = _versions([held])
     held.copy_(local_shard(value))
@@ -267,20 +261,16 @@ def _versions(tensors: list[Tensor]) -> list[int]:
 def exchanged(pairs: Iterable[Pair]) -> Generator[None]:
     """Exchange data for the length of a block.
 
-    Raises:
-        RuntimeError: At the end: the block has changed the tensors. If it has raised an error of its
-            own, that one gets a note.
+    A block that changes the tensors ends with a RuntimeError, or with a note on its own error.
     """
     swap = Swap(pairs)
     try:
         yield
     except BaseException as error:
-        problem = swap.undo()
-        if problem is not None:
+        if (problem := swap.undo()) is not None:
             add_note(error, problem)
         raise
-    problem = swap.undo()
-    if problem is not None:
+    if (problem := swap.undo()) is not None:
         raise RuntimeError(problem)
 
 

@@ -1,9 +1,9 @@
 """``AveragedModel``: torch's face of the averaging engine."""
 
 import struct
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, Generic, cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from typing_extensions import TypeVar, override
 
 from modkit._messages import add_note
 from modkit._upstream import foreach_devices, make_parameter
-from modkit.averaging.averages import Average, Options, flat_buffers
+from modkit.averaging.averages import Average, flat_buffers
 from modkit.averaging.engine import Cache, Group, Plan
 from modkit.averaging.named_tensors import (
     Buffers,
@@ -25,6 +25,7 @@ from modkit.averaging.named_tensors import (
     Member,
     NamedTensors,
     Names,
+    Options,
     canonical_names,
     check_match,
     is_averaged,
@@ -32,23 +33,58 @@ from modkit.averaging.named_tensors import (
 from modkit.averaging.precision import (
     OnNonfinite,
     Precision,
+    TensorList,
     Weight,
     check_finite,
-    computable,
     first_nonfinite,
-    is_8bit,
     kept_dtype,
     reads_are_free,
 )
 from modkit.averaging.swap import copy_of
 from modkit.nn.module import Module
-from modkit.optim._averaging_functions import AvgFn, MultiAvgFn, is_known
 
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
+AvgFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | int], Tensor]
+MultiAvgFn: TypeAlias = Callable[[TensorList, TensorList, Tensor | int], None]
 
 _swa_ = get_swa_multi_avg_fn()
 _swa_of = get_swa_avg_fn()
+
+
+@dataclass(frozen=True, repr=False)
+class AveragingFunction:
+    """Calls torch's function, and shows and pickles how it was made."""
+
+    name: str
+    decay: float | None = None
+    function: Callable[..., Any] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        function = getattr(torch.optim.swa_utils, self.name)(*self._arguments())
+        object.__setattr__(self, "function", function)
+
+    def _arguments(self) -> tuple[float, ...]:
+        return () if "swa" in self.name else (cast("float", self.decay),)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    @override
+    def __repr__(self) -> str:
+        return f"{self.name}({'' if 'swa' in self.name else f'decay={self.decay}'})"
+
+    @override
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[float, ...]]:
+        # The public function: pickles stay readable if this class moves.
+        from modkit.optim import swa_utils
+
+        return getattr(swa_utils, self.name), self._arguments()
+
+
+def is_known(function: object) -> TypeGuard[AveragingFunction]:
+    """Return True for the ``multi_avg_fn`` of this library, which the engine has kernels for."""
+    return isinstance(function, AveragingFunction) and "multi" in function.name
 
 
 class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
@@ -203,20 +239,14 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         return copy
 
     def _error_terms(self) -> Module:
-        """Return a tree of buffers with the names of the parameters that they belong to."""
+        """Return buffers with the names of the parameters that they belong to, / for a dot."""
         root: Module = Module()
         named = NamedTensors(self.module)
         # Those of a lazy model are made when it has its shapes.
-        members = {} if named.has_lazy() else named.all()
-        for name, member in members.items():
+        for name, member in ({} if named.has_lazy() else named.all()).items():
             if is_averaged(member.tensor):
-                *path, last = name.split(".")
-                node = root
-                for part in path:
-                    if part not in node._modules:
-                        node.add_module(part, Module())
-                    node = cast("Module", node._modules[part])
-                node.register_buffer(last, torch.zeros_like(member.tensor, requires_grad=False))
+                zeros = torch.zeros_like(member.tensor, requires_grad=False)
+                root.register_buffer(name.replace(".", "/"), zeros)
         return root
 
     @override
@@ -305,7 +335,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
 
     def _update_traced(self, model: torch.nn.Module) -> None:
         """Take a first or a later step in operations that can be compiled: nothing reads the count."""
-        averages, currents, copied, _ = self._paired(model)
+        averages, currents, copies, _ = self._paired(model)
         counter = self.n_averaged
         first = counter == 0
         for name, found in currents.items():
@@ -321,11 +351,11 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             else:
                 value = (self.avg_fn or _swa_of)(target, source, count)
             target.copy_(torch.where(first.to(target.device), source.to(value.dtype), value))
-        Copies(copied, follow=False).run_traced()
+        copies.run_traced()
         counter.add_(1)
 
     def _plan(self, model: torch.nn.Module, *, flat: bool) -> Plan:
-        averages, currents, copied, models = self._paired(model)
+        averages, currents, copies, models = self._paired(model)
         average = self._runtime.average
         average.tensors = averages
         if self._runtime.options.precision == "compensated":
@@ -338,15 +368,17 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             model,
             [average],
             currents,
-            Copies(copied, follow=False),
+            copies,
             models=models,
             more=averages.values(),
             flat=flat,
             buffers=self.use_buffers,
         )
 
-    def _paired(self, model: torch.nn.Module) -> "_Pairs":
-        """Pair the tensors of the copy with those of a model by name: averaged, and copied ones."""
+    def _paired(
+        self, model: torch.nn.Module
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Copies, tuple[NamedTensors, NamedTensors]]:
+        """Pair the copy with a model: averages, and current values, by name; copies; both models."""
         kept, found = NamedTensors(self.module), NamedTensors(model, leave_out=self)
         _check_pairs(kept, found)
         options = self._runtime.options
@@ -371,7 +403,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             source = found.member(place.name) or found.empty.get(place.name)
             if source is not None:
                 pairs.append((cast("dict[str, Any]", place.registry), place.key, source))
-        return averages, currents, pairs, (kept, found)
+        return averages, currents, Copies(pairs, follow=False), (kept, found)
 
     def _errors_for(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the error terms of averages; those of replaced tensors start at zero."""
@@ -420,15 +452,6 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         return {names[name]: tensor for name, tensor in state.items()}
 
 
-# Averages and the model's tensors by name; where each copied tensor is, and its source; both models.
-_Pairs = tuple[
-    dict[str, Tensor],
-    dict[str, Tensor],
-    list[tuple[dict[str, Any], str, Member]],
-    tuple[NamedTensors, NamedTensors],
-]
-
-
 class _Runtime:
     """What an averaged model needs for its updates and does not save. Copies of it are empty."""
 
@@ -449,7 +472,7 @@ class _Runtime:
 
 
 def _buffers_of(module: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: member.tensor for name, member in NamedTensors(module).buffers.items()}
+    return {name.replace("/", "."): buffer for name, buffer in module.named_buffers()}
 
 
 def _fits(error: Tensor, average: Tensor) -> bool:
@@ -464,17 +487,15 @@ def _check_pairs(kept: NamedTensors, found: NamedTensors) -> None:
     """Raise unless both have the same names and shapes; buffers that are not saved may come and go."""
     facts: list[dict[str, torch.Size | None]] = []
     for one, other in ((kept, found), (found, kept)):
-        names = other.names() | set(other.empty)
-        shapes: dict[str, torch.Size | None] = {
-            name: member.tensor.shape if member.is_parameter else None
-            for name, member in one.all().items()
-            if member.persistent or name in names
-        }
-        for alias in one.aliases:
-            member = cast("Member", one.member(alias))
-            shapes[alias] = member.tensor.shape if member.is_parameter else None
-        shapes.update({name: None for name in one.empty if name in other.names()})
-        facts.append(shapes)
+        there = other.names() | other.empty.keys()
+        aliased = {name: cast("Member", one.member(name)) for name in one.aliases}
+        facts.append(
+            {
+                name: member.tensor.shape if member.is_parameter else None
+                for name, member in {**one.all(), **aliased, **one.empty}.items()
+                if name in there or (member.persistent and name not in one.empty)
+            }
+        )
     what = "AveragedModel: the model is not the one that is averaged"
     check_match(what, *facts)
     untied = [
@@ -531,15 +552,13 @@ def _swa_weight(count: Tensor | int) -> Weight:
 
 def _swa_step(averages: list[Tensor], currents: list[Tensor], count: int) -> None:
     """Take one step of the equal average in the form that torch uses on CPU."""
-    plain = averages[0].dtype == currents[0].dtype and not is_8bit(averages[0].dtype)
-    plain = plain and averages[0].device == currents[0].device
+    plain = averages[0].dtype == currents[0].dtype and averages[0].device == currents[0].device
     with torch.no_grad():
         for target, source in zip(averages, currents, strict=True):
             if plain and is_averaged(target):
                 target.add_(source.sub(target).div_(count + 1))
             else:
-                current = computable(source.to(target.device))
-                target.copy_(_swa_of(computable(target), current, count))
+                target.copy_(_swa_of(target, source.to(target.device), count))
 
 
 # Steps by functions of the user.
@@ -552,7 +571,7 @@ def _step_each(
     for target, source in zip(averages, currents, strict=True):
         averaged, current = target.detach(), source.detach().to(device)
         count = counter.to(device, copy=True)
-        averaged.copy_(avg_fn(computable(averaged), computable(current), count))
+        averaged.copy_(avg_fn(averaged, current, count))
 
 
 def _step_lists(
@@ -560,12 +579,8 @@ def _step_lists(
 ) -> None:
     device = averages[0].device
     targets = [target.detach() for target in averages]
-    wide = [computable(target) for target in targets]
-    sources = [computable(source.detach().to(device)) for source in currents]
-    multi_avg_fn(wide, sources, counter.to(device, copy=True))
-    for target, value in zip(targets, wide, strict=True):
-        if value is not target:
-            target.copy_(value)
+    sources = [source.detach().to(device) for source in currents]
+    multi_avg_fn(targets, sources, counter.to(device, copy=True))
 
 
 def has_foreach_kernels(device: torch.device) -> bool:

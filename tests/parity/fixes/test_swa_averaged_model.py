@@ -307,16 +307,3 @@ def test_what_a_function_keeps_does_not_change(impl: Implementation) -> None:
         averaged.update_parameters(model)
 
     assert [int(count) for count in counts] == [1, 2, 3]
-
-
-@every_rule
-def test_parameters_in_8_bits_are_averaged(impl: Implementation, rule: str) -> None:
-    """Weights in an 8-bit floating-point dtype have an average, rounded to that dtype."""
-    models = [
-        holder(impl, weight=torch.full((2,), value).to(torch.float8_e4m3fn)) for value in (1.0, 2.0)
-    ]
-    averaged = impl.AveragedModel(models[0], **RULES[rule](impl))
-    for model in models:
-        averaged.update_parameters(model)
-
-    assert averaged.module.weight.float().tolist() == [1.5, 1.5]

@@ -54,7 +54,6 @@ def test_ema(precision: Any, policy: Any, decay: str) -> None:
         ema.update()
         resumed = modkit.EMA(model, schedule=DECAYS[decay], precision=precision)
         resumed.load_state_dict(modkit.EMA(model, schedule=DECAYS[decay]).state_dict())
-        ema.to(dtype=torch.float64)
         ema.rebind()
         _ = ema.module
     for name, average in ema.named_averages():
