@@ -269,8 +269,8 @@ _AVERAGING: Final = [
     Bug(
         "EMA: update_every counts from the wrong step",
         "averaging/ema.py",
-        "(step - start) % self.update_every)",
-        "step % self.update_every)",
+        "(step - start) % every == 0",
+        "step % every == 0",
         _EMA + "/test_ema_update.py",
     ),
     Bug(
@@ -353,8 +353,8 @@ _AVERAGING: Final = [
     Bug(
         "swap: blocks that are left out of order",
         "averaging/swap.py",
-        "                above.raws[above.position(tensor) or 0] = raw\n                continue",
-        "                continue",
+        "                    above.raws[position] = raw\n",
+        "                    pass\n",
         _EMA + "/test_ema_swap.py",
     ),
     Bug(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from modkit._upstream import foreach_copy_
-from modkit.averaging.named_tensors import PLAIN, Options
+from modkit.averaging.named_tensors import PLAIN, Options, is_averaged
 from modkit.averaging.precision import full_value, is_rounded, kept_dtype
 from modkit.averaging.sharding import local_shard, shards_of
 
@@ -132,7 +132,6 @@ class Average:
         self.tensors: dict[str, Tensor] = {}
         self.errors: dict[str, Tensor] = {}
         self.flats: list[FlatBuffer] = []
-        self.error_flats: list[FlatBuffer] = []
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def kept_dtype(self, tensor: Tensor) -> torch.dtype:
@@ -141,40 +140,29 @@ class Average:
 
     def expose(self) -> None:
         """Note that users hold the tensors, so that they may give them other memory."""
-        for flat in (*self.flats, *self.error_flats):
+        for flat in self.flats:
             flat.exposed = True
 
     def start(self, members: Tensors) -> None:
         """Allocate an average of these tensors; the first step copies them."""
         self.reset()
-        self.tensors, self.flats = self._allocated(members)
-        if self.options.precision == "compensated":
-            narrow = {
-                name: member
-                for name, member in members.items()
-                if self.tensors[name].dtype == member.dtype or is_rounded(self.tensors[name].dtype)
-            }
-            self.errors, self.error_flats = self._allocated(narrow)
-            for error in self.errors.values():
-                error.zero_()
-
-    def _allocated(self, members: Tensors) -> tuple[dict[str, Tensor], list[FlatBuffer]]:
         device = self.options.device
-        on_cpu = device is None or device.type == "cpu"
-        # Stochastic rounding draws per tensor, so that copies, which have no flat buffers, draw alike.
-        is_flat = on_cpu and self.options.precision != "stochastic"
-        flats = flat_buffers(members, self.kept_dtype) if is_flat else []
-        shared = {name: tensor for flat in flats for name, tensor in flat.tensors.items()}
-        tensors: dict[str, Tensor] = {}
+        # Error terms are kept per tensor, and stochastic rounding draws per tensor, so that copies of
+        # an average, which have no flat buffers, draw alike.
+        is_flat = self.options.precision not in {"compensated", "stochastic"}
+        if is_flat and (device is None or device.type == "cpu"):
+            self.flats = flat_buffers(members, self.kept_dtype)
+        shared = {name: tensor for flat in self.flats for name, tensor in flat.tensors.items()}
         for name, member in members.items():
-            tensors[name] = (
+            dtype = self.kept_dtype(member)
+            self.tensors[name] = (
                 shared[name]
                 if name in shared
-                else torch.empty_like(
-                    member, dtype=self.kept_dtype(member), device=device, requires_grad=False
-                )
+                else torch.empty_like(member, dtype=dtype, device=device, requires_grad=False)
             )
-        return tensors, flats
+            wants_error = self.options.precision == "compensated" and is_averaged(member)
+            if wants_error and (dtype == member.dtype or is_rounded(dtype)):
+                self.errors[name] = torch.zeros_like(self.tensors[name])
 
     def place(self, members: Tensors) -> None:
         """Follow a model that was moved, unless the average has a device of its own."""
@@ -214,7 +202,7 @@ class Average:
     def __getstate__(self) -> dict[str, Any]:
         # Pickling for another process moves the tensors into shared memory. A copy has no flat buffers.
         self.expose()
-        return {**vars(self), "flats": [], "error_flats": []}
+        return {**vars(self), "flats": []}
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return the generator of the stochastic rounding on a device."""

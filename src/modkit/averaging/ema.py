@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Final, Generic, TypeAlias, TypedDict, cast
 
 import torch
@@ -146,7 +145,9 @@ class EMA(Generic[ModelT]):
         )
         self._engine = Engine(model, len(self.schedules), options)
         self._stored: dict[str, Tensor] = {}
-        self._attached = _Attached()
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._handles: list[RemovableHandle] = []
+        self._stepped: set[int] = set()
         self._module: ModelT | None = None
         self._check_selection()
 
@@ -232,14 +233,50 @@ class EMA(Generic[ModelT]):
             TypeError, ValueError: If one is not a ``torch.optim.Optimizer``, is attached already,
                 or has no averaged parameter. None is attached then.
         """
+        if not optimizers:
+            raise ValueError("EMA.attach() needs an optimizer")
         named = NamedTensors(self.model).parameters.values()
-        chosen = {id(one.tensor) for one in named if self._engine.options.chooses(one)}
-        self._attached.add(self, optimizers, chosen)
+        averaged = {id(one.tensor) for one in named if self._engine.options.chooses(one)}
+        for place, one in enumerate(optimizers):
+            what = f"EMA.attach(): {type(one).__name__}"
+            if not isinstance(cast("object", one), torch.optim.Optimizer):
+                raise TypeError(
+                    f"{what} is not a torch.optim.Optimizer, so its steps cannot be tracked. Call "
+                    "update() after each step instead."
+                )
+            if any(one is other for other in (*self._optimizers, *optimizers[:place])):
+                raise ValueError(f"{what} is attached already, or given twice")
+            groups = one.param_groups
+            if averaged.isdisjoint(id(each) for group in groups for each in group["params"]):
+                raise ValueError(
+                    f"{what} has no averaged parameter of the model. Attach the optimizer that "
+                    "trains it, after the model is where it is trained."
+                )
+        self._optimizers += optimizers
+        for one in optimizers:
+            self._handles.append(one.register_step_pre_hook(self._before_step))
+            self._handles.append(one.register_step_post_hook(self._after_step))
         return self
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if any_swapped(self.model):
+            text = "EMA: optimizer.step() was called inside applied()"
+            raise RuntimeError(f"{text}, where it would train the average")
+        if id(optimizer) in self._stepped:
+            self._stepped.clear()
+            self.update()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self._optimizers):
+            self._stepped.clear()
+            self.update()
 
     def detach(self) -> None:
         """Stop updating after the steps of attached optimizers."""
-        self._attached.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._optimizers, self._handles, self._stepped = [], [], set()
 
     def named_averages(self, index: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Yield ``(name, tensor)`` of the averages and copied buffers; none before the first update.
@@ -379,8 +416,8 @@ class EMA(Generic[ModelT]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Attached optimizers are not copied.
-        left_out = {"_attached": _Attached(), "_module": None, "_raw": raw_values(self.model)}
-        return {**vars(self), **left_out}
+        detached = {"_optimizers": [], "_handles": [], "_stepped": set()}
+        return {**vars(self), **detached, "_module": None, "_raw": raw_values(self.model)}
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -394,62 +431,6 @@ def _write(model: torch.nn.Module, values: Mapping[str, Tensor]) -> None:
     named = NamedTensors(model)
     for name, value in values.items():
         write(named.tensor(name), value)
-
-
-class _Attached:
-    """Optimizers whose steps update an ``EMA``: once all have stepped, or one steps again."""
-
-    def __init__(self) -> None:
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._handles: list[RemovableHandle] = []
-        self._stepped: set[int] = set()
-
-    def add(
-        self, ema: EMA[Any], optimizers: Sequence[torch.optim.Optimizer], averaged: set[int]
-    ) -> None:
-        """Attach optimizers that have averaged parameters, given by ``id``."""
-        if not optimizers:
-            raise ValueError("EMA.attach() needs an optimizer")
-        for place, one in enumerate(optimizers):
-            what = f"EMA.attach(): {type(one).__name__}"
-            if not isinstance(cast("object", one), torch.optim.Optimizer):
-                raise TypeError(
-                    f"{what} is not a torch.optim.Optimizer, so its steps cannot be tracked. Call "
-                    "update() after each step instead."
-                )
-            if any(one is other for other in (*self._optimizers, *optimizers[:place])):
-                raise ValueError(f"{what} is attached already, or given twice")
-            groups = one.param_groups
-            if averaged.isdisjoint(id(each) for group in groups for each in group["params"]):
-                raise ValueError(
-                    f"{what} has no averaged parameter of the model. Attach the optimizer that "
-                    "trains it, after the model is where it is trained."
-                )
-        self._optimizers += optimizers
-        for one in optimizers:
-            self._handles.append(one.register_step_pre_hook(partial(self._before, ema)))
-            self._handles.append(one.register_step_post_hook(partial(self._after, ema)))
-
-    def _before(self, ema: EMA[Any], optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if any_swapped(ema.model):
-            text = "EMA: optimizer.step() was called inside applied()"
-            raise RuntimeError(f"{text}, where it would train the average")
-        if id(optimizer) in self._stepped:
-            self._stepped.clear()
-            ema.update()
-
-    def _after(self, ema: EMA[Any], optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._stepped.add(id(optimizer))
-        if len(self._stepped) == len(self._optimizers):
-            self._stepped.clear()
-            ema.update()
-
-    def remove(self) -> None:
-        """Detach all optimizers."""
-        for handle in self._handles:
-            handle.remove()
-        self._optimizers, self._handles = [], []
-        self._stepped.clear()
 
 
 def checked_count(name: str, value: int, least: int) -> int:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from typing_extensions import Self, override
 
 from modkit._messages import MSG_NOTHING_CHOSEN, MSG_REBIND, add_note
 from modkit.averaging import precision, state as ema_state
-from modkit.averaging.averages import Average, FlatBuffer, Tensors, can_share
+from modkit.averaging.averages import Average, Tensors, can_share
 from modkit.averaging.named_tensors import (
     Copies,
     IdentityOnly,
@@ -149,24 +149,15 @@ def _flat_groups(owners: list[Average], currents: Tensors) -> list[tuple[list[st
         alike = all(map(can_share, sources)) and len({source.dtype for source in sources}) == 1
         if len(sources) < len(names) or not alike:
             continue
-        flats = [_memory(one.flats, index, names, one.tensors) for one in owners]
-        errors: list[list[Tensor]] = [[] for _ in owners]
-        if names[0] in owners[0].errors:
-            errors = [_memory(one.error_flats, index, names, one.errors) for one in owners]
-            flats += errors
-        if all(flats):
+        flats = [one.flats[index] for one in owners if index < len(one.flats)]
+        pairs = zip(flats, owners, strict=False)
+        usable = all(list(flat.tensors) == names and flat.holds(one.tensors) for flat, one in pairs)
+        if usable and len(flats) == len(owners):
             gather = _Gather(sources)
-            group = Group(owners, flats[: len(owners)], errors, [gather.data], gather)
+            memory = [[flat.data] for flat in flats]
+            group = Group(owners, memory, [[] for _ in owners], [gather.data], gather)
             found.append((names, group))
     return found
-
-
-def _memory(
-    flats: list[FlatBuffer], index: int, names: list[str], tensors: Tensors
-) -> list[Tensor]:
-    """Return the memory of a flat buffer, if it still holds the named tensors."""
-    usable = index < len(flats) and list(flats[index].tensors) == names
-    return [flats[index].data] if usable and flats[index].holds(tensors) else []
 
 
 class Plan:
@@ -202,12 +193,7 @@ class Plan:
         self.groups = _grouped(averages, currents, flat=flat)
         self._meshes = meshes_of(currents.values())
         self._model = weakref.ref(model)
-        self._flats = [
-            flat_
-            for one in averages
-            for flat_ in (*one.flats, *one.error_flats)
-            if flat_.holds({**one.tensors, **one.errors})
-        ]
+        self._flats = [flat_ for one in averages for flat_ in one.flats if flat_.holds(one.tensors)]
         names = set(currents)
         self._buffers = [m for one in models for m in one.buffers.values() if m.name in names]
         flat_ones = {id(one) for each in self._flats for one in each.tensors.values()}
@@ -260,26 +246,19 @@ class _Pairing:
         self._watch = None if named.has_lazy() else Watch([named], tensors, buffers=True)
 
     def is_for(self, model: torch.nn.Module) -> bool:
-        found = self._model() is model and self._watch is not None
-        return found and self._watch is not None and not self._watch.changed()
+        same = self._model() is model and self._watch is not None
+        return same and not cast("Watch", self._watch).changed()
 
 
-class _Cacheable(Protocol):
-    def is_for(self, model: torch.nn.Module) -> bool: ...
-
-
-CachedT = TypeVar("CachedT", bound=_Cacheable)
-
-
-class Cache(Generic[CachedT]):
+class Cache:
     """What was made for the latest model, without keeping that model alive. Copies are empty."""
 
     def __init__(self) -> None:
-        self._value: CachedT | None = None
+        self._value: Any = None
         self._key: object = None
         self._model: object = None
 
-    def get(self, model: torch.nn.Module, key: object, make: Callable[[], CachedT]) -> CachedT:
+    def get(self, model: torch.nn.Module, key: object, make: Callable[[], Any]) -> Any:
         """Return the cached value, made anew if the model, or the key, has changed."""
         with IdentityOnly():
             same = self._key == key
@@ -300,10 +279,10 @@ class Cache(Generic[CachedT]):
         return type(self), ()
 
 
-def _clear(cache: "weakref.ref[Cache[Any]]", _: object) -> None:
+def _clear(cache: weakref.ref[Cache], _: object) -> None:
     found = cache()
     if found is not None:
-        vars(found).update(vars(Cache[Any]()))
+        vars(found).update(vars(Cache()))
 
 
 # The engine of ``EMA``: averages in tensors of their own.
@@ -318,12 +297,11 @@ class Engine:
         self.begun = False
         self.averages = [Average(options) for _ in range(count)]
         self._copies: dict[str, Any] = {}
-        self._plans: Cache[Plan] = Cache()
-        self._swaps: Cache[_Pairing] = Cache()
+        self._plans, self._swaps = Cache(), Cache()
 
     def bind(self, model: torch.nn.Module) -> Plan:
         """Return the plan for a model's tensors, which must be those that are averaged."""
-        plan = self._plans.get(model, None, lambda: self._plan(model))
+        plan: Plan = self._plans.get(model, None, lambda: self._plan(model))
         if self.options.on_nonfinite == "raise":
             precision.check_finite("EMA", plan.currents)
         return plan
@@ -397,7 +375,8 @@ class Engine:
         # Only then can it be seen whether the tensors are others.
         reshard(model.modules())
         values = self.named(index)
-        return self._swaps.get(model, values, lambda: _Pairing(model, values)).pairs
+        pairing: _Pairing = self._swaps.get(model, values, lambda: _Pairing(model, values))
+        return pairing.pairs
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages and the copies. Tensors are not copied."""

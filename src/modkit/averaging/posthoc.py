@@ -337,8 +337,12 @@ class PostHocEMA:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from."""
-        options = {"update_every": self._update_every, "sigma_rels": [*self._sigma_rels]}
-        return {"step": self._step, **options, "averages": self._tensors()}
+        return {
+            "step": self._step,
+            "update_every": self._update_every,
+            "sigma_rels": [*self._sigma_rels],
+            "averages": self._tensors(),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a state of equal options and the same model; else ValueError."""

@@ -255,23 +255,23 @@ def _average(part: _Part) -> dict[str, Any]:
 
 def _generators(part: _Part) -> dict[str, Tensor]:
     """Return the states of random generators, without those of devices that do not exist here."""
-    found: dict[str, Tensor] = {}
-    for name, value in part.tensors().items():
+    found = part.tensors()
+    for name, value in [*found.items()]:
+        if value.dtype != torch.uint8 or value.dim() != 1:
+            part.refuse(name, "a one-dimensional tensor of dtype torch.uint8")
         try:
             device = torch.device(name)
         except RuntimeError:
             part.refuse(name, "under the name of a device")
-        if value.dtype != torch.uint8 or value.dim() != 1:
-            part.refuse(name, "a one-dimensional tensor of dtype torch.uint8")
         try:
             generator = torch.Generator(device=device)
         except RuntimeError:
+            del found[name]
             continue
         try:
             generator.set_state(value.cpu())
         except RuntimeError as error:
             part.refuse(name, f"the state of a generator ({str(error).splitlines()[0]})")
-        found[name] = value
     return found
 
 

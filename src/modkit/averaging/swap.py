@@ -18,7 +18,7 @@ from modkit._messages import (
     add_note,
 )
 from modkit.averaging.named_tensors import NamedTensors
-from modkit.averaging.sharding import is_sharded, local_shard, reshard, sharded_places
+from modkit.averaging.sharding import local_shard, reshard, sharded_places
 from modkit.errors import NameMismatchError
 
 
@@ -28,10 +28,7 @@ ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 Pair: TypeAlias = tuple[str, Tensor, Tensor]
 
 
-class Pairs(list[Pair]):
-    """Pairs of tensors and values; ``alike`` if dtypes and devices are the same in each pair."""
-
-    alike = False
+Pairs: TypeAlias = list[Pair]
 
 
 def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> Pairs:
@@ -39,30 +36,21 @@ def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> Pairs:
 
     A buffer may have another shape.
     """
-    parameters, buffers = named.parameters, named.buffers
-    pairs = Pairs()
+    pairs: Pairs = []
     missing: list[str] = []
     shapes: list[str] = []
     for name, value in values.items():
-        member = parameters.get(name)
-        if member is not None:
-            tensor: Tensor = member.tensor
-            if tensor.shape != value.shape:
-                shapes.append(f"{name} ({tuple(tensor.shape)} instead of {tuple(value.shape)})")
-        elif name in buffers:
-            tensor = buffers[name].current()
-        elif name in named.aliases:
-            tensor = named.tensor(name)
-        else:
+        member = named.member(name)
+        if member is None:
             missing.append(name)
             continue
+        tensor = member.current()
+        if member.is_parameter and tensor.shape != value.shape:
+            shapes.append(f"{name} ({tuple(tensor.shape)} instead of {tuple(value.shape)})")
         pairs.append((name, tensor, value))
     if missing or shapes:
         what = "EMA: the averages do not fit the model"
         raise NameMismatchError(what, missing=missing, unexpected=[], shapes=shapes)
-    pairs.alike = all(
-        tensor.dtype == value.dtype and tensor.device == value.device for _, tensor, value in pairs
-    )
     return pairs
 
 
@@ -116,12 +104,11 @@ class Swap:
     """
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
-        self._alike = isinstance(pairs, Pairs) and pairs.alike
         self._pairs = list(pairs)
         self._tensors = [tensor for _, tensor, _ in self._pairs]
-        self._sharded = sharded_places(self._tensors)
+        self._sharded = frozenset(sharded_places(self._tensors))
         self.raws: list[Tensor] = []
-        self._held = self._tensors
+        self._held = list(self._tensors)
         self._pointers: list[int] = []
         self.versions: list[int] = []
         self._index: dict[int, int] = {}
@@ -137,16 +124,9 @@ class Swap:
             self._note()
 
     def _swap_in(self) -> None:
-        if self._alike and not self._sharded:
-            self.raws = [tensor.data for tensor in self._tensors]
-            for _, tensor, value in self._pairs:
-                tensor.data = value
-            return
-        self._held = list(self._tensors)
-        sharded = frozenset(self._sharded)
         for place, (_, tensor, value) in enumerate(self._pairs):
-            if place in sharded:
-                # FSDP has a pointer of its own to the shard, so the elements change places instead.
+            if place in self._sharded:
+                # FSDP has a pointer of its own to the shard, so the elements are exchanged instead.
                 self.raws.append(tensor.detach().clone())
                 _write_shard(tensor, value)
                 self._held[place] = local_shard(tensor)
@@ -176,43 +156,36 @@ class Swap:
         Swaps may be undone in any order: a later one then restores the data that it has found.
         """
         with _lock:
-            return self._undo()
-
-    def _undo(self) -> str | None:
-        problem = None
-        later = _active[_active.index(self) + 1 :]
-        pointers, versions = list(map(Tensor.data_ptr, self._held)), _versions(self._held)
-        unchanged = pointers == self._pointers and versions == self.versions
-        if unchanged and not later and not self._sharded:
-            for tensor, raw in zip(self._tensors, self.raws, strict=True):
-                tensor.data = raw
+            later = _active[_active.index(self) + 1 :]
+            problem = self._problem()
+            for place in reversed(range(len(self._tensors))):
+                tensor, raw = self._tensors[place], self.raws[place]
+                found = [(one, n) for one in later if (n := one.position(tensor)) is not None]
+                if found:
+                    above, position = found[0]
+                    above.raws[position] = raw
+                elif place in self._sharded:
+                    _write_shard(tensor, raw)
+                else:
+                    tensor.data = raw
             _active.remove(self)
-            return None
-        for place in reversed(range(len(self._tensors))):
-            tensor, raw = self._tensors[place], self.raws[place]
-            above = next((one for one in later if one.position(tensor) is not None), None)
-            if above is not None:
-                above.raws[above.position(tensor) or 0] = raw
-                continue
-            if not unchanged:
-                moved = pointers[place] != self._pointers[place]
-                written = versions[place] != self.versions[place]
-                problem = self._problem(place, moved=moved, written=written) or problem
-            if is_sharded(tensor):
-                _write_shard(tensor, raw)
-            else:
-                tensor.data = raw
-        _active.remove(self)
-        return problem
+            return problem
 
-    def _problem(self, place: int, *, moved: bool, written: bool) -> str | None:
-        name, _, value = self._pairs[place]
-        if moved:
-            return MSG_CONVERTED_INSIDE.format(name=name)
-        if not written:
+    def _problem(self) -> str | None:
+        """Return a message for the first tensor that was changed and is not swapped again."""
+        pointers, versions = list(map(Tensor.data_ptr, self._held)), _versions(self._held)
+        if pointers == self._pointers and versions == self.versions:
             return None
-        shared = value.data_ptr() == self._pointers[place]
-        return (MSG_WRITTEN_INSIDE if shared else MSG_WRITTEN_IN_VAIN).format(name=name)
+        later = _active[_active.index(self) + 1 :]
+        for place, (name, tensor, value) in enumerate(self._pairs[: len(self._tensors)]):
+            if any(one.position(tensor) is not None for one in later):
+                continue
+            if pointers[place] != self._pointers[place]:
+                return MSG_CONVERTED_INSIDE.format(name=name)
+            if versions[place] != self.versions[place]:
+                shared = value.data_ptr() == self._pointers[place]
+                return (MSG_WRITTEN_INSIDE if shared else MSG_WRITTEN_IN_VAIN).format(name=name)
+        return None
 
 
 # All swaps that have not been undone, in order, so that several averages, and models that share

@@ -195,7 +195,10 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             self.module = self._copy_of(model)
             self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
             if precision == "compensated":
-                self.compensation = self._error_terms()
+                self.compensation = Module()
+                named = NamedTensors(self.module)
+                members = {} if named.has_lazy() else named.all()
+                self._errors_for({name: member.tensor for name, member in members.items()})
 
     def _has_own_function(self) -> bool:
         """Return True for averaging functions that the engine has no kernel for."""
@@ -211,8 +214,12 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             return tensor.dtype if precision == "same" else kept_dtype(tensor.dtype, precision)
 
         copies: dict[int, Tensor] = {}
-        on_cpu = str(self._device) in {"None", "cpu"} and precision != "stochastic"
-        if on_cpu and isinstance(cast("object", model), torch.nn.Module):
+        is_flat = precision not in {"compensated", "stochastic"}
+        if (
+            is_flat
+            and str(self._device) in {"None", "cpu"}
+            and isinstance(cast("object", model), torch.nn.Module)
+        ):
             plain = {
                 str(number): parameter
                 for number, parameter in enumerate(model.parameters())
@@ -237,17 +244,6 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         if precision != "same":
             cast("Any", copy)._apply(lambda tensor: tensor.to(dtype_of(tensor)))
         return copy
-
-    def _error_terms(self) -> Module:
-        """Return buffers with the names of the parameters that they belong to, / for a dot."""
-        root: Module = Module()
-        named = NamedTensors(self.module)
-        # Those of a lazy model are made when it has its shapes.
-        for name, member in ({} if named.has_lazy() else named.all()).items():
-            if is_averaged(member.tensor):
-                zeros = torch.zeros_like(member.tensor, requires_grad=False)
-                root.register_buffer(name.replace(".", "/"), zeros)
-        return root
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,7 +276,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         # Functions of the user get the tensors one by one, or as lists.
         flat = not self._has_own_function()
         key = id(self.module), self.use_buffers, flat
-        plan = runtime.plans.get(model, key, lambda: self._plan(model, flat=flat))
+        plan: Plan = runtime.plans.get(model, key, lambda: self._plan(model, flat=flat))
         if self._take(plan, count):
             plan.mark_written()
             with torch.no_grad():
@@ -406,18 +402,19 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         return averages, currents, Copies(pairs, follow=False), (kept, found)
 
     def _errors_for(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the error terms of averages; those of replaced tensors start at zero."""
-        terms = _buffers_of(self.compensation)
-        floats = {name: tensor for name, tensor in averages.items() if is_averaged(tensor)}
-        if any(name not in terms or not _fits(terms[name], t) for name, t in floats.items()):
-            with torch.inference_mode(False), torch.no_grad():
-                self.compensation = self._error_terms()
-                new = _buffers_of(self.compensation)
-                for name in terms.keys() & new.keys():
-                    if _fits(terms[name], new[name]):
-                        new[name].copy_(terms[name])
-            terms = new
-        return {name: terms[name] for name in floats}
+        """Return the error terms of averages: buffers, named with / for a dot, that start at zero."""
+        terms: dict[str, Tensor] = {}
+        for name, tensor in averages.items():
+            key = name.replace(".", "/")
+            term = self.compensation._buffers.get(key)
+            known = term is not None and (term.shape, term.device) == (tensor.shape, tensor.device)
+            if is_averaged(tensor) and not known:
+                with torch.inference_mode(False), torch.no_grad():
+                    term = torch.zeros_like(tensor, requires_grad=False)
+                    self.compensation.register_buffer(key, term)
+            if term is not None:
+                terms[name] = term
+        return terms
 
     def _materialize(self, model: torch.nn.Module) -> None:
         """Copy the model again if the copy was made before the model had got its shapes."""
@@ -460,7 +457,7 @@ class _Runtime:
         # Parameters that ``trainable_only`` leaves out.
         self.frozen = frozen
         self.average = Average(options)
-        self.plans: Cache[Plan] = Cache()
+        self.plans = Cache()
         self.counter = _Counter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Runtime":
@@ -469,14 +466,6 @@ class _Runtime:
     @override
     def __reduce__(self) -> tuple[type["_Runtime"], tuple[Options, frozenset[str]]]:
         return _Runtime, (self.options, self.frozen)
-
-
-def _buffers_of(module: torch.nn.Module) -> dict[str, Tensor]:
-    return {name.replace("/", "."): buffer for name, buffer in module.named_buffers()}
-
-
-def _fits(error: Tensor, average: Tensor) -> bool:
-    return (error.shape, error.device) == (average.shape, average.device)
 
 
 def _have_average(target: Tensor, source: Tensor) -> bool:

@@ -140,6 +140,9 @@ class Modkit(Peer):
     def replace(self):
         self.average.copy_to()
 
+    def to(self, dtype):
+        raise Missing
+
     def rebind(self):
         self.average.rebind()
 
