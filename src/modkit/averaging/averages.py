@@ -10,7 +10,7 @@ from torch import Tensor
 
 from modkit._upstream import foreach_copy_
 from modkit.averaging.named_tensors import PLAIN, Options, is_averaged
-from modkit.averaging.precision import full_value, is_rounded, kept_dtype
+from modkit.averaging.precision import Precision, full_value, is_rounded, kept_dtype
 from modkit.averaging.sharding import local_shard, shards_of
 
 
@@ -99,7 +99,7 @@ class FlatBuffer:
 
 def flat_buffers(
     likes: Tensors,
-    dtype_of: Callable[[Tensor], torch.dtype],
+    precision: Precision,
     wrap: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> list[FlatBuffer]:
     """Make flat buffers for those tensors that are small enough, alike and in host memory."""
@@ -112,9 +112,7 @@ def flat_buffers(
     for (dtype, *_), run in runs.items():
         if len(run) >= _LEAST_RUN:
             flat.setdefault(dtype, {}).update(run)
-    return [
-        FlatBuffer(found, dtype_of(next(iter(found.values()))), wrap) for found in flat.values()
-    ]
+    return [FlatBuffer(found, kept_dtype(dtype, precision), wrap) for dtype, found in flat.items()]
 
 
 # Averages.
@@ -134,10 +132,6 @@ class Average:
         self.flats: list[FlatBuffer] = []
         self.generators: dict[torch.device, torch.Generator] = {}
 
-    def kept_dtype(self, tensor: Tensor) -> torch.dtype:
-        """Return the dtype of the average of a tensor."""
-        return kept_dtype(tensor.dtype, self.options.precision)
-
     def expose(self) -> None:
         """Note that users hold the tensors, so that they may give them other memory."""
         for flat in self.flats:
@@ -151,10 +145,10 @@ class Average:
         # an average, which have no flat buffers, draw alike.
         is_flat = self.options.precision not in {"compensated", "stochastic"}
         if is_flat and (device is None or device.type == "cpu"):
-            self.flats = flat_buffers(members, self.kept_dtype)
+            self.flats = flat_buffers(members, self.options.precision)
         shared = {name: tensor for flat in self.flats for name, tensor in flat.tensors.items()}
         for name, member in members.items():
-            dtype = self.kept_dtype(member)
+            dtype = kept_dtype(member.dtype, self.options.precision)
             self.tensors[name] = (
                 shared[name]
                 if name in shared

@@ -416,7 +416,7 @@ class EMA(Generic[ModelT]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Attached optimizers are not copied.
-        detached = {"_optimizers": [], "_handles": [], "_stepped": set()}
+        detached: dict[str, Any] = {"_optimizers": [], "_handles": [], "_stepped": set()}
         return {**vars(self), **detached, "_module": None, "_raw": raw_values(self.model)}
 
     @torch.no_grad()

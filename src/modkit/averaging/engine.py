@@ -163,16 +163,9 @@ def _flat_groups(owners: list[Average], currents: Tensors) -> list[tuple[list[st
 class Plan:
     """One model's tensors with their averages, grouped; valid until something about them changes.
 
-    Args:
-        model: The model. It is not kept alive.
-        averages: The averages, all of the same tensors.
-        currents: Tensors of the model that are averaged, by name.
-        copies: Tensors to copy.
-        models: Models whose changes end the plan.
-        more: Further tensors whose shape, dtype or device must stay.
-        flat: Whether small tensors are gathered into flat buffers.
-        buffers: Whether replacing a buffer ends the plan.
-        frozen: Parameters that end the plan when they require gradients.
+    It does not keep the model alive. Replaced tensors of ``models`` end it, buffers too with
+    ``buffers``, changed metadata of ``currents`` and ``more``, and ``frozen`` parameters that
+    require gradients. With ``flat``, small tensors are gathered into flat buffers.
     """
 
     def __init__(
@@ -345,22 +338,19 @@ class Engine:
 
     def begin(self, plan: Plan) -> bool:
         """Copy the values; return False if that would copy values that are to be skipped."""
+        skips = self.options.on_nonfinite == "skip"
         # This is the only host sync of an update.
-        if (
-            self.options.on_nonfinite == "skip"
-            and precision.first_nonfinite(plan.currents) is not None
-        ):
+        if skips and precision.first_nonfinite(plan.currents) is not None:
             return False
         self.begun = True
-        self._step(plan, [1.0] * len(self.averages), "ignore")
+        plan.step(lambda group, _: group.step([1.0] * len(self.averages), None), "ignore")
+        plan.copies.run()
         return True
 
     def step(self, plan: Plan, weights: Sequence[float]) -> None:
         """Move each average by its weight towards the present values."""
-        self._step(plan, weights, self.options.on_nonfinite)
-
-    def _step(self, plan: Plan, weights: Sequence[float], on_nonfinite: OnNonfinite) -> None:
-        plan.step(lambda group, finite: group.step(weights, finite), on_nonfinite)
+        policy = self.options.on_nonfinite
+        plan.step(lambda group, finite: group.step(weights, finite), policy)
         plan.copies.run()
 
     def named(self, index: int) -> dict[str, Tensor]:

@@ -21,17 +21,6 @@ from modkit.averaging.schedules import Power, gamma_of
 from modkit.files.torch_files import read_mapped, save_checkpoint
 
 
-__all__ = [
-    "Fit",
-    "PostHocEMA",
-    "Reconstruction",
-    "Snapshot",
-    "find_snapshots",
-    "fit_power",
-    "reconstruct",
-    "save_snapshot",
-]
-
 PathLike: TypeAlias = str | os.PathLike[str]
 
 

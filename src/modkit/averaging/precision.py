@@ -140,23 +140,20 @@ def compensated_(
     averages: list[Tensor], errors: list[Tensor], currents: list[Tensor], weight: Weight
 ) -> None:
     """Move an average with error terms by Kahan's summation, https://doi.org/10.1145/363707.363723."""
-    for rows in parts(averages, errors, currents):
-        for average, error, current in zip(*rows, strict=True):
-            _compensate_(average, error, current.to(average.device), weight)
-
-
-def _compensate_(average: Tensor, error: Tensor, current: Tensor, weight: Weight) -> None:
     fraction = cast("float", weight)
-    if average.dtype in _NARROW:
-        wide = average.float().add_(error)
-        wide.lerp_(current.float(), fraction)
-        average.copy_(wide)
-        error.copy_(wide.sub_(average))
-        return
-    step = (current.to(average.dtype) - average).sub_(error).mul_(fraction).add_(error)
-    total = average + step
-    error.copy_(step.sub_(total - average))
-    average.copy_(total)
+    for rows in parts(averages, errors, currents):
+        for average, error, source in zip(*rows, strict=True):
+            current = source.to(average.device)
+            if average.dtype in _NARROW:
+                wide = average.float().add_(error)
+                wide.lerp_(current.float(), fraction)
+                average.copy_(wide)
+                error.copy_(wide.sub_(average))
+                continue
+            step = (current.to(average.dtype) - average).sub_(error).mul_(fraction).add_(error)
+            total = average + step
+            error.copy_(step.sub_(total - average))
+            average.copy_(total)
 
 
 def full_value(average: Tensor, error: Tensor | None) -> Tensor:

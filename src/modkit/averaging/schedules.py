@@ -39,17 +39,20 @@ Decay: TypeAlias = float | Callable[[int], float]
 _WIDEST: Final = 1 / math.sqrt(12)
 
 
-def bounds(
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-) -> dict[str, Any]:
-    """Return metadata that limits a dataclass field: ``field(metadata=bounds(above=0))``."""
-    lower = ("at least", operator.ge, at_least), ("more than", operator.gt, above)
-    upper = ("at most", operator.le, at_most), ("less than", operator.lt, below)
-    return {"bounds": [limit for limit in (*lower, *upper) if limit[2] is not None]}
+_LIMITS: Final[dict[str, tuple[str, Callable[[Any, float], bool]]]] = {
+    "at_least": ("at least", operator.ge),
+    "above": ("more than", operator.gt),
+    "at_most": ("at most", operator.le),
+    "below": ("less than", operator.lt),
+}
+
+
+def bounds(**limits: float) -> dict[str, Any]:
+    """Return metadata that limits a dataclass field: ``field(metadata=bounds(above=0))``.
+
+    Limits are ``at_least``, ``above``, ``at_most`` and ``below``.
+    """
+    return {"bounds": [(*_LIMITS[name], limit) for name, limit in limits.items()]}
 
 
 _FRACTION: Final = bounds(at_least=0, at_most=1)

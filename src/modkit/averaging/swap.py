@@ -8,8 +8,6 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from typing_extensions import override
 
 from modkit._messages import (
     MSG_CONVERTED_INSIDE,
@@ -54,35 +52,21 @@ def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> Pairs:
     return pairs
 
 
-class _DetachedCopies(TorchFunctionMode):
-    """Deep-copies results of autograd, which modules may hold as attributes, as values."""
-
-    @override
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            tensor, memo = args
-            memo[id(tensor)] = tensor.detach().clone()
-            return memo[id(tensor)]
-        return func(*args, **(kwargs or {}))
-
-
 def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT:
     """Return a deep copy of a model, which may hold results of autograd.
 
     ``copies`` are copies of its parameters that were made already, by the ``id`` of the parameter.
     """
+    memo: dict[int, Any] = dict(copies or {})
     try:
-        return copy.deepcopy(model, dict(copies or {}))
+        return copy.deepcopy(model, dict(memo))
     except RuntimeError:
         # ``weight_norm``, for one, leaves a computed tensor in its module, which torch refuses to copy.
-        with _DetachedCopies():
-            return copy.deepcopy(model, dict(copies or {}))
+        for module in model.modules():
+            for one in (*vars(module).values(), *module._buffers.values()):
+                if isinstance(one, Tensor) and not one.is_leaf:
+                    memo[id(one)] = one.detach().clone()
+        return copy.deepcopy(model, memo)
     except AssertionError as error:
         add_note(error, "modkit.EMA averages a sharded model without a copy of it.")
         raise

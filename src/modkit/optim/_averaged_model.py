@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Generic, TypeAlias, TypeGuard, cast
 
 import torch
@@ -52,34 +52,30 @@ _swa_ = get_swa_multi_avg_fn()
 _swa_of = get_swa_avg_fn()
 
 
-@dataclass(frozen=True, repr=False)
 class AveragingFunction:
     """Calls torch's function, and shows and pickles how it was made."""
 
-    name: str
-    decay: float | None = None
-    function: Callable[..., Any] = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        function = getattr(torch.optim.swa_utils, self.name)(*self._arguments())
-        object.__setattr__(self, "function", function)
-
-    def _arguments(self) -> tuple[float, ...]:
-        return () if "swa" in self.name else (cast("float", self.decay),)
+    def __init__(self, name: str, decay: float | None = None) -> None:
+        self.name, self.decay = name, decay
+        self._arguments = () if "swa" in name else (decay,)
+        self._function = getattr(torch.optim.swa_utils, name)(*self._arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AveragingFunction":
+        return self
 
     @override
     def __repr__(self) -> str:
-        return f"{self.name}({'' if 'swa' in self.name else f'decay={self.decay}'})"
+        return f"{self.name}({f'decay={self.decay}' if self._arguments else ''})"
 
     @override
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[float, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[float | None, ...]]:
         # The public function: pickles stay readable if this class moves.
         from modkit.optim import swa_utils
 
-        return getattr(swa_utils, self.name), self._arguments()
+        return getattr(swa_utils, self.name), self._arguments
 
 
 def is_known(function: object) -> TypeGuard[AveragingFunction]:
@@ -210,27 +206,19 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         """Return a copy of the model, on the device and in the dtypes of the average."""
         precision = self._runtime.options.precision
 
-        def dtype_of(tensor: Tensor) -> torch.dtype:
-            return tensor.dtype if precision == "same" else kept_dtype(tensor.dtype, precision)
-
         copies: dict[int, Tensor] = {}
         is_flat = precision not in {"compensated", "stochastic"}
-        if (
-            is_flat
-            and str(self._device) in {"None", "cpu"}
-            and isinstance(cast("object", model), torch.nn.Module)
-        ):
+        if is_flat and str(self._device) in {"None", "cpu"} and hasattr(model, "parameters"):
             plain = {
                 str(number): parameter
                 for number, parameter in enumerate(model.parameters())
                 if type(parameter) is torch.nn.Parameter
             }
-            flats = flat_buffers(
-                plain, dtype_of, lambda name, one: make_parameter(one, plain[name].requires_grad)
+            self._runtime.average.flats = flat_buffers(
+                plain, precision, lambda name, one: make_parameter(one, plain[name].requires_grad)
             )
-            self._runtime.average.flats = flats
             with torch.no_grad():
-                for flat in flats:
+                for flat in self._runtime.average.flats:
                     flat.fill(plain)
                     copies.update({id(plain[name]): one for name, one in flat.tensors.items()})
         copy = copy_of(model, copies)
@@ -242,7 +230,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                     add_note(error, "device is an averaging function: pass it as multi_avg_fn=")
                 raise
         if precision != "same":
-            cast("Any", copy)._apply(lambda tensor: tensor.to(dtype_of(tensor)))
+            cast("Any", copy)._apply(lambda one: one.to(kept_dtype(one.dtype, precision)))
         return copy
 
     @override
@@ -306,10 +294,17 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                 group.step([weight], finite)
             return
         before = [] if finite is None else [one.detach().clone() for one in averages]
+        targets = [one.detach() for one in averages]
+        sources = [
+            one.detach().to(target.device) for one, target in zip(currents, targets, strict=True)
+        ]
         if self.multi_avg_fn is not None:
-            _step_lists(averages, currents, self.n_averaged, self.multi_avg_fn)
+            count_ = self.n_averaged.to(targets[0].device, copy=True)
+            self.multi_avg_fn(targets, sources, count_)
         elif self.avg_fn is not None:
-            _step_each(averages, currents, self.n_averaged, self.avg_fn)
+            for target, source in zip(targets, sources, strict=True):
+                count_ = self.n_averaged.to(target.device, copy=True)
+                target.copy_(self.avg_fn(target, source, count_))
         elif has_foreach_kernels(averages[0].device):
             _swa_(averages, currents, self.n_averaged)
         else:
@@ -548,28 +543,6 @@ def _swa_step(averages: list[Tensor], currents: list[Tensor], count: int) -> Non
                 target.add_(source.sub(target).div_(count + 1))
             else:
                 target.copy_(_swa_of(target, source.to(target.device), count))
-
-
-# Steps by functions of the user.
-
-
-def _step_each(
-    averages: list[Tensor], currents: list[Tensor], counter: Tensor, avg_fn: AvgFn
-) -> None:
-    device = averages[0].device
-    for target, source in zip(averages, currents, strict=True):
-        averaged, current = target.detach(), source.detach().to(device)
-        count = counter.to(device, copy=True)
-        averaged.copy_(avg_fn(averaged, current, count))
-
-
-def _step_lists(
-    averages: list[Tensor], currents: list[Tensor], counter: Tensor, multi_avg_fn: MultiAvgFn
-) -> None:
-    device = averages[0].device
-    targets = [target.detach() for target in averages]
-    sources = [source.detach().to(device) for source in currents]
-    multi_avg_fn(targets, sources, counter.to(device, copy=True))
 
 
 def has_foreach_kernels(device: torch.device) -> bool:
