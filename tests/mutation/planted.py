@@ -353,8 +353,8 @@ _AVERAGING: Final = [
     Bug(
         "swap: blocks that are left out of order",
         "averaging/swap.py",
-        "                    above.raws[position] = raw\n",
-        "                    pass\n",
+        "                above.raws[position] = raw\n",
+        "                pass\n",
         _EMA + "/test_ema_swap.py",
     ),
     Bug(

@@ -19,12 +19,6 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 # A tensor of at most so many elements shares a flat buffer with others: measured on CPU, gathering 512
 # tensors and one ``lerp_`` beat ``_foreach_lerp_`` up to 1,024 elements (4x at 16), and lose from 4,096 on.
 _SMALL: Final = 1024
-_SHARED: Final = frozenset(
-    {
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.complex128, torch.complex64),
-    }
-)
 # Tensors of the same trailing shape are gathered by one ``torch.cat``, which pays from here on.
 _LEAST_RUN: Final = 4
 
@@ -40,7 +34,9 @@ def can_share(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and tensor.is_contiguous()
         and tensor.layout is torch.strided
-        and tensor.dtype in _SHARED
+        and tensor.dtype.itemsize > 1
+        and is_averaged(tensor)
+        and tensor.dtype is not torch.complex32
     )
 
 

@@ -264,9 +264,6 @@ class Cache:
             self._model = weakref.ref(model, partial(_clear, weakref.ref(self)))
         return value
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)()
-
     @override
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
         return type(self), ()

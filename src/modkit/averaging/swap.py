@@ -8,6 +8,8 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from modkit._messages import (
     MSG_CONVERTED_INSIDE,
@@ -52,21 +54,29 @@ def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> Pairs:
     return pairs
 
 
+class _DetachedCopies(TorchFunctionMode):
+    """Deep-copies results of autograd, which modules may hold as attributes, as values."""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            memo[id(tensor)] = tensor.detach().clone()
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
 def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT:
     """Return a deep copy of a model, which may hold results of autograd.
 
     ``copies`` are copies of its parameters that were made already, by the ``id`` of the parameter.
     """
-    memo: dict[int, Any] = dict(copies or {})
     try:
-        return copy.deepcopy(model, dict(memo))
+        return copy.deepcopy(model, dict(copies or {}))
     except RuntimeError:
         # ``weight_norm``, for one, leaves a computed tensor in its module, which torch refuses to copy.
-        for module in model.modules():
-            for one in (*vars(module).values(), *module._buffers.values()):
-                if isinstance(one, Tensor) and not one.is_leaf:
-                    memo[id(one)] = one.detach().clone()
-        return copy.deepcopy(model, memo)
+        with _DetachedCopies():
+            return copy.deepcopy(model, dict(copies or {}))
     except AssertionError as error:
         add_note(error, "modkit.EMA averages a sharded model without a copy of it.")
         raise
@@ -142,18 +152,25 @@ class Swap:
         with _lock:
             later = _active[_active.index(self) + 1 :]
             problem = self._problem()
-            for place in reversed(range(len(self._tensors))):
-                tensor, raw = self._tensors[place], self.raws[place]
-                found = [(one, n) for one in later if (n := one.position(tensor)) is not None]
-                if found:
-                    above, position = found[0]
-                    above.raws[position] = raw
-                elif place in self._sharded:
-                    _write_shard(tensor, raw)
-                else:
+            if later or self._sharded:
+                self._undo_each(later)
+            else:
+                for tensor, raw in zip(self._tensors, self.raws, strict=True):
                     tensor.data = raw
             _active.remove(self)
             return problem
+
+    def _undo_each(self, later: list["Swap"]) -> None:
+        for place in reversed(range(len(self._tensors))):
+            tensor, raw = self._tensors[place], self.raws[place]
+            found = [(one, n) for one in later if (n := one.position(tensor)) is not None]
+            if found:
+                above, position = found[0]
+                above.raws[position] = raw
+            elif place in self._sharded:
+                _write_shard(tensor, raw)
+            else:
+                tensor.data = raw
 
     def _problem(self) -> str | None:
         """Return a message for the first tensor that was changed and is not swapped again."""

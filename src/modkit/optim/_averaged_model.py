@@ -455,9 +455,6 @@ class _Runtime:
         self.plans = Cache()
         self.counter = _Counter()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Runtime":
-        return _Runtime(self.options, self.frozen)
-
     @override
     def __reduce__(self) -> tuple[type["_Runtime"], tuple[Options, frozenset[str]]]:
         return _Runtime, (self.options, self.frozen)
