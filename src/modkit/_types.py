@@ -8,6 +8,9 @@ import torch
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
+# The name that torch exports: type checkers regard ``from torch import Tensor`` as private.
+Tensor: TypeAlias = torch.Tensor
+
 # What a backward hook gets and returns. Slots of non-tensors hold None, which torch's own
 # annotation leaves out.
 Gradients: TypeAlias = tuple[torch.Tensor, ...] | torch.Tensor

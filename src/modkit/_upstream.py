@@ -36,14 +36,11 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
 - ``recurrent_kernels`` holds the functions that recurrent layers call.
 - ``has_torch_function`` and ``cudnn_is_enabled`` are what the functions of ``torch.nn.functional`` ask before
   they call a kernel; ``fast_inference`` calls the kernel itself.
-- ``FullyShardCall`` and ``class_before_fully_shard`` read how a model was split up, and what that has
-  left in its modules: torch has no public function for it, and refuses to copy such a model.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -79,13 +76,10 @@ __all__ = [
     "RemovableHandle",
     "WrappedHook",
     "cudnn_is_enabled",
-    "foreach_add_",
-    "foreach_addcdiv_",
     "foreach_copy_",
     "foreach_devices",
     "foreach_lerp_",
     "foreach_norm",
-    "foreach_sub",
     "get_tracing_state",
     "has_compatible_shallow_copy_type",
     "has_torch_function",
@@ -120,12 +114,9 @@ make_parameter: Callable[[torch.Tensor, bool], torch.nn.Parameter] = partial(
     cast("Any", torch.Tensor)._make_subclass, torch.nn.Parameter
 )
 
-foreach_add_ = torch._foreach_add_
-foreach_addcdiv_ = torch._foreach_addcdiv_
 foreach_lerp_ = torch._foreach_lerp_
 foreach_norm = cast("Any", torch)._foreach_norm
 foreach_copy_ = torch._foreach_copy_
-foreach_sub = torch._foreach_sub
 
 
 def _as_torch_wrote_it(value: Any) -> Any:
@@ -215,76 +206,6 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
     return cast("Callable[[], bool]", partial(made.check, *tensors))
 
 
-class FullyShardCall:
-    """One call of ``fully_shard``, as it can be read from what it has left in the modules.
-
-    Args:
-        state: What torch keeps for the call.
-
-    Attributes:
-        modules: The modules it was made for.
-        meshes: The meshes of processes, one at most.
-        attributes: The names of what it has added to modules.
-        hooks: The numbers of the hooks that it has registered.
-    """
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-        # Before there could be several, there was one or none.
-        one = getattr(state, "_fsdp_param_group", None)
-        self._groups: list[Any] = getattr(state, "_fsdp_param_groups", [one] if one else [])
-        self.modules: Sequence[torch.nn.Module] = state._modules
-        self.meshes: list[Any] = [group.mesh_info.mesh for group in self._groups]
-        self.attributes = {"_is_fsdp_managed_module", "_fsdp_use_orig_params"}
-        contract = sys.modules["torch.distributed._composable.contract"]
-        self.attributes |= {contract.STATE_KEY, contract.REGISTRY_KEY}
-        self.hooks = {handle.id for handle in self._handles()}
-
-    def _handles(self) -> Iterator[RemovableHandle]:
-        found = [self._state._pre_forward_hook_handle, self._state._post_forward_hook_handle]
-        for group in self._groups:
-            found += group._module_to_pre_save_state_dict_hook_handle.values()
-            found += group._module_to_pre_load_state_dict_hook_handle.values()
-            found += [one._post_load_hook_handle for one in group.fsdp_params]
-        for handle in found:
-            yield from getattr(handle, "handles", (handle,))
-
-    def can_be_repeated(self) -> bool:
-        """Tell whether all that it was given is known: one mesh, and only for splitting up."""
-        infos = [group.mesh_info for group in self._groups]
-        return len(infos) <= 1 and all(
-            hasattr(info, "shard_mesh_size") and not getattr(info, "is_spmd_mesh", False)
-            for info in infos
-        )
-
-    def repeat(self, modules: Sequence[torch.nn.Module], dimensions: Mapping[int, Any]) -> None:
-        """Call it again, for other modules.
-
-        Args:
-            modules: The modules.
-            dimensions: How each parameter is to be split up, by identity; others are left whole.
-        """
-        from torch.distributed.fsdp import fully_shard
-
-        group = self._groups[0] if self._groups else None
-        options: dict[str, Any] = {"mp_policy": self._state._mp_policy}
-        if group is not None:
-            options.update(mesh=group.mesh_info.mesh, offload_policy=group.offload_policy)
-            after = group.post_forward_mesh_info
-            automatic = getattr(self._state, "_auto_reshard_after_forward", False)
-            if not automatic and after is not group.mesh_info:
-                options["reshard_after_forward"] = after is not None and after.shard_mesh_size
-            elif not automatic:
-                options["reshard_after_forward"] = True
-        parameters = [parameter for module in modules for parameter in module.parameters()]
-        fully_shard(
-            modules[0] if len(modules) == 1 else list(modules),
-            shard_placement_fn=lambda parameter: dimensions[id(parameter)],
-            ignored_params={one for one in parameters if id(one) not in dimensions},
-            **options,
-        )
-
-
 def modes_are_active() -> bool:
     """Return True inside a mode that changes what functions of torch do, or what it loads of files."""
     modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
@@ -294,19 +215,3 @@ def modes_are_active() -> bool:
 def tensors_are_fake() -> bool:
     """Return True inside a mode in which ``torch.load`` makes tensors without memory."""
     return bool(cast("Any", torch)._guards.detect_fake_mode(None))
-
-
-def fully_shard_calls(model: torch.nn.Module) -> list[FullyShardCall]:
-    """Return the calls of ``fully_shard`` that were made for a model, those inside others first."""
-    from torch.distributed.fsdp import FSDPModule
-
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    states = [cast("Any", module)._get_fsdp_state() for module in reversed(modules)]
-    # A call for several modules comes where its first one is.
-    return [FullyShardCall(state) for state in dict.fromkeys(states)]
-
-
-def class_before_fully_shard(module: torch.nn.Module) -> type[torch.nn.Module]:
-    """Return the class that a module had before ``fully_shard`` gave it a derived one."""
-    # The derived class comes first, then what torch has mixed in; torch counts them like that, too.
-    return type(module).__mro__[2]
