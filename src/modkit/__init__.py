@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from modkit import nn as nn
+from modkit._namespace import publish_all as _publish_all
 from modkit.fast_inference import fast_inference as fast_inference
 from modkit.nn._load_state_dict import load_state_dict as load_state_dict
 
@@ -71,6 +72,4 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def __dir__() -> list[str]:
-    """List what is there, and what would be imported."""
-    return sorted({*globals(), *_HOMES})
+_publish_all(globals())

@@ -1,6 +1,6 @@
-"""Namespaces of modkit that show a namespace of torch: ``modkit.nn`` and ``modkit.jit``.
+"""The public face: public paths of objects, and the namespaces that mirror torch's.
 
-A view has the attributes of the torch module of the same name, live, except for the names that are
+``modkit.nn`` and ``modkit.jit`` are views. A view has the attributes of the torch module of the same name, live, except for the names that are
 modkit's. Every other module below it is torch's module under a second name.
 """
 
@@ -15,6 +15,34 @@ from typing import Any
 
 
 OwnNames = Mapping[str, object]
+
+
+def publish(path: str, *objects: object) -> None:
+    """Set ``__module__`` of modkit's classes, their methods and functions to the public ``path``."""
+    for value in objects:
+        function = getattr(value, "__func__", value)
+        if isinstance(function, (type, types.FunctionType)) and (
+            function.__module__.partition(".")[0] == "modkit"
+        ):
+            function.__module__ = path
+        if isinstance(value, type) and value.__module__ == path:
+            if "__firstlineno__" in vars(value):
+                # Python 3.13 would show that line of the public module as the source of the class.
+                delattr(value, "__firstlineno__")
+            publish(path, *(m for m in vars(value).values() if not isinstance(m, type)))
+
+
+def publish_all(namespace: dict[str, Any]) -> None:
+    """Publish what a module's ``__all__`` names, and let ``dir()`` list nothing else.
+
+    Args:
+        namespace: ``globals()`` of the module, at its end. Names that are imported lazily may be
+            missing.
+    """
+    names = namespace["__all__"]
+    publish(namespace["__name__"], *(namespace.get(name) for name in names))
+    dunders = [name for name in namespace if name.startswith("__") and name.endswith("__")]
+    namespace["__dir__"] = lambda: sorted({*names, *dunders})
 
 
 def _torch_name(name: str) -> str:

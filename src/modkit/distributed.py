@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from modkit._namespace import publish_all
 from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors, canonical_name, canonical_names
 from modkit.averaging.precision import compact
@@ -201,7 +202,7 @@ def load_averages(
 
     ``dcp.load`` fills tensors that are there already, and an ``EMA`` that has not begun has none. So
     this looks up what the checkpoint holds, makes room for the shards that this process has of each
-    tensor, has ``dcp.load`` fill it, and gives that to :meth:`~modkit.averaging.ema.EMA.load_state_dict`.
+    tensor, has ``dcp.load`` fill it, and gives that to :meth:`~modkit.EMA.load_state_dict`.
 
     All processes have to call this.
 
@@ -216,7 +217,7 @@ def load_averages(
         ValueError: Nothing was saved under that name, or it is no state of averages.
         NameMismatchError: Its tensors do not fit the model. Nothing has been changed.
         CheckpointException: That of torch: a part cannot be read, or is something other than plain data.
-        RuntimeError: The averages are in the model (:meth:`~modkit.averaging.ema.EMA.applied`).
+        RuntimeError: The averages are in the model (:meth:`~modkit.EMA.applied`).
 
     Example:
         >>> import warnings
@@ -314,3 +315,6 @@ def _with_lists(tree: Any) -> Any:
     if found and all(isinstance(part, int) for part in found):
         return [found[number] for number in sorted(found)]
     return found
+
+
+publish_all(globals())

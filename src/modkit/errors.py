@@ -1,5 +1,8 @@
 """Every exception class that modkit raises by itself."""
 
+from modkit._namespace import publish_all
+
+
 __all__ = ["FileError", "NameMismatchError"]
 
 
@@ -53,3 +56,6 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+publish_all(globals())

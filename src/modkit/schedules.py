@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
+from modkit._namespace import publish_all
 from modkit.averaging import schedules as _schedules
 from modkit.averaging.schedules import *  # noqa: F403 - its __all__ is part of the one below
 from modkit.averaging.schedules import Decay, as_schedule, profile
@@ -73,3 +74,6 @@ def plot(
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9, frameon=False)
     return cast("Figure", axes.figure)
+
+
+publish_all(globals())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, TypeVar
 
+from modkit._namespace import publish
 from modkit._upstream import RemovableHandle
 from modkit.averaging import state as ema_state
 from modkit.averaging.averages import Options
@@ -541,3 +542,6 @@ def schedules_of(decay: Decays, schedule: Decay | Sequence[Decay] | None) -> lis
             text = f"EMA: decay={one} keeps {one:.2%} of the average in each update. If that is a "
             warnings.warn(f"{text}momentum, pass decay={1 - one:g}.", stacklevel=3)
     return [as_schedule(one) for one in several]
+
+
+publish("modkit", EMA)

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from modkit._namespace import publish
 from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors, check_match
 from modkit.averaging.precision import narrowed
@@ -400,3 +401,6 @@ class PostHocEMA:
         state["averages"] = [{"tensors": one, "rests": {}, "generators": {}} for one in averages]
         self._ema.load_state_dict(state)
         self._step = state_dict["step"]
+
+
+publish("modkit", PostHocEMA)

@@ -26,6 +26,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from modkit._namespace import publish
 from modkit._upstream import modes_are_active, tensors_are_fake
 from modkit.errors import FileError
 from modkit.files.atomic_write import atomic_write
@@ -673,3 +674,6 @@ def _check_pickles(archive: Archive) -> None:
         content, members = archive.read(name), archive.members
         if problem := pickle_problem(content, members, folder, script=True):
             raise archive.corrupt(f"{name}: {problem}")
+
+
+publish("modkit", load_checkpoint, save_checkpoint)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
+from modkit._namespace import publish_all
 from modkit._upstream import RemovableHandle
 from modkit.averaging.callback import (
     NO_AVERAGES,
@@ -75,10 +76,10 @@ class EMACallback(Callback):
             no epoch. Steps are not affected.
         swap_to_average_at_end: If True, ``fit`` ends with the average in the model;
             ``callback.ema.restore()`` restores the training weights.
-        **options: All other options of :class:`~modkit.averaging.ema.EMA`.
+        **options: All other options of :class:`~modkit.EMA`.
 
     Attributes:
-        ema: The :class:`~modkit.averaging.ema.EMA` of the latest fit, or None.
+        ema: The :class:`~modkit.EMA` of the latest fit, or None.
 
     Raises:
         TypeError, ValueError: If an argument is invalid.
@@ -401,3 +402,6 @@ class _CheckpointIO(CheckpointIO):
     def teardown(self) -> None:
         """Tear down the wrapped plugin."""
         self.inner.teardown()
+
+
+publish_all(globals())

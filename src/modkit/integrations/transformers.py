@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from typing_extensions import Self, Unpack
 
+from modkit._namespace import publish_all
 from modkit.averaging.callback import (
     NO_AVERAGES,
     EMAOptions,
@@ -93,10 +94,10 @@ class EMACallback(TrainerCallback):
         index: Index of the average to evaluate and to save, if there are several.
         swap_to_average_at_end: If True, training ends with the average in the model;
             ``callback.ema.restore()`` restores the training weights.
-        **options: All other options of :class:`~modkit.averaging.ema.EMA`.
+        **options: All other options of :class:`~modkit.EMA`.
 
     Attributes:
-        ema: The :class:`~modkit.averaging.ema.EMA` of the latest training, or None.
+        ema: The :class:`~modkit.EMA` of the latest training, or None.
 
     Raises:
         TypeError, ValueError: If an argument is invalid.
@@ -395,3 +396,6 @@ def _restore(ema: EMA[Any], content: dict[str, Any]) -> None:
     ema.load_state_dict(content["ema"])
     for _, tensor, value in pairs:
         write(tensor, value)
+
+
+publish_all(globals())

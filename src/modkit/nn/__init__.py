@@ -28,8 +28,10 @@ if TYPE_CHECKING:
         UninitializedParameter as UninitializedParameter,
     )
 else:
-    from modkit._namespace import mirror
+    from modkit._namespace import mirror, publish
     from modkit.nn.module import Module
+
+    publish(__name__, Module)
 
     mirror(
         "modkit.nn",

@@ -108,8 +108,6 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     results of autograd or are sharded by ``fully_shard``: the copy is sharded in the same way.
     """
 
-    __module__ = "modkit.optim.swa_utils"
-
     module: ModelT
     n_averaged: Tensor
     avg_fn: AvgFn | None

@@ -227,8 +227,3 @@ class SWA:
 
     def __reduce__(self) -> tuple[Callable[[], AvgFn], tuple[()]]:
         return get_swa_avg_fn, ()
-
-
-for _function in (get_ema_multi_avg_fn, get_swa_multi_avg_fn, get_ema_avg_fn, get_swa_avg_fn):
-    # Where users import them from, and where pickle finds them.
-    _function.__module__ = "modkit.optim.swa_utils"

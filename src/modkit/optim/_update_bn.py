@@ -109,10 +109,6 @@ def update_bn(
             _settle(moments, pooled, process_group)
 
 
-# Where users import it from.
-update_bn.__module__ = "modkit.optim.swa_utils"
-
-
 class _Moments:
     """The mean and the variance of everything that one layer was given."""
 

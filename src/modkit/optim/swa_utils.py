@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from torch.optim.swa_utils import SWALR
 
+from modkit._namespace import publish_all
 from modkit.averaging.precision import TensorList
 from modkit.optim._averaged_model import AveragedModel
 from modkit.optim._averaging_functions import (
@@ -32,3 +33,5 @@ __all__ = [
 ]
 
 PARAM_LIST: TypeAlias = TensorList
+
+publish_all(globals())
