@@ -10,34 +10,28 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
 | ``import_ir_module`` | builds that read TorchScript | ``jit.load`` refuses |
 | ``torch.jit._script._magic_methods`` | unless ``PYTORCH_JIT=0`` | empty |
 
-- ``get_tracing_state`` is truthy while ``torch.jit.trace`` runs; the scopes of its graph come from
-  ``_slow_forward``. No public function tells so without importing ``torch.jit``. ``is_tracing`` tells
-  the same in half the time, but dynamo does not know it.
+- ``get_tracing_state`` is truthy while ``torch.jit.trace`` runs; no public function says so without
+  importing ``torch.jit``. ``is_tracing`` takes half the time, but dynamo does not know it.
 - ``is_scripting`` is what TorchScript reads as a constant; the public name is one of ``torch.jit``.
 - ``jit_trace`` holds the map of modules that is set while a module is traced.
 - ``parse_to`` parses the four forms of ``Module.to``; its errors are documented behaviour.
-- ``FakeTensor`` and ``is_traceable_wrapper_subclass``: the two kinds of tensor whose ``.data``
-  must not be set when a module is converted.
-- ``IncompatibleKeys`` and ``EXTRA_STATE_KEY``: Lightning and transformers import them by name and
-  compare types, so loading returns torch's class and uses torch's key.
+- ``FakeTensor`` and ``is_traceable_wrapper_subclass``: the tensors whose ``.data`` must not be set.
+- ``IncompatibleKeys`` and ``EXTRA_STATE_KEY``: Lightning and transformers import them by name.
 - ``WrappedHook`` holds its module weakly; spectral_norm and others look for the class.
-- ``foreach_*``: one launch for a list of tensors; torch's averages use the same kernels, and so
-  get the same bits. ``foreach_devices`` names the devices where they are fused.
-- ``tensor_guard`` is what dynamo asks before it runs compiled code: whether tensors are as they were,
-  in a loop in C++. Python would need longer to ask than an update of an average takes.
+- ``foreach_*``: one launch for a list of tensors, by torch's kernels, for the same bits.
+  ``foreach_devices`` names the devices where they are fused.
+- ``tensor_guard`` checks in C++ whether tensors are as they were, as dynamo does before compiled code.
 - ``BatchNormBase`` is the base of every batch normalization layer, users' own included.
-- ``BackwardHook`` stands for the autograd side of full backward hooks in compiled code: dynamo
-  knows the class. ``pass_through_one_node`` is the autograd function that it uses.
+- ``BackwardHook``: dynamo knows the class. ``pass_through_one_node`` is its autograd function.
 - ``trace_instead`` sets the attribute that tells dynamo which function to trace for another one.
-- ``module_globals`` holds the tables of global hooks. They are looked up at each use, because torch
-  and its tests rebind some of the names.
-- ``modes_are_active``: torch has no public function that says if a mode, such as a default device or
-  fake tensors, changes what functions of torch do. ``tensors_are_fake`` asks for the second alone.
+- ``module_globals`` holds the tables of global hooks, looked up at each use, because torch and its
+  tests rebind some of the names.
+- ``modes_are_active``, ``tensors_are_fake``: torch has no public function for active modes.
 - ``recurrent_kernels`` holds the functions that recurrent layers call.
-- ``has_torch_function`` and ``cudnn_is_enabled`` are what the functions of ``torch.nn.functional`` ask before
-  they call a kernel; ``fast_inference`` calls the kernel itself.
-- ``FullyShardCall`` and ``class_before_fully_shard`` read how a model was split up, and what that has
-  left in its modules: torch has no public function for it, and refuses to copy such a model.
+- ``has_torch_function`` and ``cudnn_is_enabled``: ``torch.nn.functional`` asks them before a kernel;
+  ``fast_inference`` calls the kernel itself.
+- ``FullyShardCall`` and ``class_before_fully_shard`` read how a model was sharded: torch has no public
+  function for it, and refuses to copy such a model.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -70,6 +64,7 @@ from torch.utils.hooks import BackwardHook, RemovableHandle
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
+# Imported names that other files import from here; names defined below need no entry.
 __all__ = [
     "EXTRA_STATE_KEY",
     "BackwardHook",
@@ -78,34 +73,12 @@ __all__ = [
     "IncompatibleKeys",
     "RemovableHandle",
     "WrappedHook",
-    "cudnn_is_enabled",
-    "foreach_add_",
-    "foreach_addcdiv_",
-    "foreach_copy_",
     "foreach_devices",
-    "foreach_lerp_",
-    "foreach_norm",
-    "foreach_sub",
-    "get_tracing_state",
-    "has_compatible_shallow_copy_type",
     "has_torch_function",
     "is_scripting",
-    "is_traceable_wrapper_subclass",
-    "is_tracing",
     "jit_trace",
-    "layer_loaders",
-    "make_parameter",
-    "modes_are_active",
     "module_globals",
-    "original_methods",
     "parse_to",
-    "pass_through_one_node",
-    "recurrent_kernels",
-    "skip_frame",
-    "storage_identity",
-    "tensor_guard",
-    "tensors_are_fake",
-    "trace_instead",
 ]
 
 # The stub of torch does not say that there may be no state.
@@ -129,23 +102,21 @@ foreach_sub = torch._foreach_sub
 
 
 def _as_torch_wrote_it(value: Any) -> Any:
-    """Look behind a function that was patched into ``torch.nn.Module`` before this import.
-
-    Dynamo's own patches, like most, have the function that they wrap in their closure.
-    """
+    # A function that was patched in before this import, by dynamo for instance, mostly has the one
+    # that it wraps in its closure.
     while isinstance(value, FunctionType) and value.__code__.co_filename != module_globals.__file__:
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         value = next((found for found in cells if isinstance(found, FunctionType)), None)
     return value
 
 
-# The attributes of ``torch.nn.Module`` as torch wrote them. Libraries replace some, accelerate for
-# instance to initialize models on the meta device, and those must then be the ones that run.
+# The attributes of ``torch.nn.Module`` as torch wrote them. Libraries replace some, as accelerate does
+# to initialize models on the meta device, and the replacements must then run.
 original_methods: dict[str, Any] = {
     name: _as_torch_wrote_it(value) for name, value in vars(torch.nn.Module).items()
 }
 
-# What torch's own layers do when they load: no more than to migrate the entries that they are given.
+# What torch's own layers do when they load: they migrate the entries that they are given.
 layer_loaders = frozenset(
     (BatchNormBase._load_from_state_dict, torch.nn.InstanceNorm1d._load_from_state_dict)
 )
@@ -165,18 +136,18 @@ def pass_through_one_node(tensors: list[torch.Tensor]) -> tuple[tuple[torch.Tens
 
 
 def has_compatible_shallow_copy_type(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether ``tensor.data = other`` is possible; the check has no public name."""
+    """Return True if ``tensor.data = other`` is possible."""
     compatible: bool = cast("Any", torch)._has_compatible_shallow_copy_type(tensor, other)
     return compatible
 
 
 def is_traceable_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    """Tell whether ``tensor`` wraps other tensors; torch's guard would narrow to a protocol."""
+    """Return True if ``tensor`` wraps other tensors; torch's guard would narrow to a protocol."""
     return bool(_is_wrapper_subclass(tensor))
 
 
 def storage_identity(tensor: torch.Tensor) -> int:
-    """Return what two tensors have in common that look at the same memory, meta ones included."""
+    """Return a number that tensors share if they share memory, meta tensors included."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
 
@@ -187,11 +158,10 @@ def trace_instead(function: Callable[..., Any], original: Callable[..., Any]) ->
 
 
 def skip_frame(function: FunctionT) -> FunctionT:
-    """Let dynamo capture what ``function`` calls rather than ``function`` itself.
+    """Let dynamo capture what ``function`` calls, but not ``function`` itself.
 
-    Torch's own call path is in dynamo's list of files to skip, so a graph begins at ``forward``: its
-    inputs are named after those of ``forward``, and hooks around it run outside. A tag on the code
-    object does the same for ours; inside of compiled code it is inlined all the same.
+    Dynamo skips the file of torch's own call path, so a graph begins at ``forward``, and hooks around
+    it run outside. A tag on the code object does the same for ours.
     """
     frames = cast("Any", torch._C)._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
@@ -200,9 +170,9 @@ def skip_frame(function: FunctionT) -> FunctionT:
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
-    """Return what tells whether strided tensors have the type, shape and place that they have now.
+    """Return a check that strided tensors keep their type, shape and address; None if torch has none.
 
-    It is None where this torch has none, and false where gradients or autocast are set otherwise.
+    It fails under another grad mode or autocast.
     """
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     if not hasattr(guards, "TensorGuards"):
@@ -216,29 +186,26 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
 
 
 class FullyShardCall:
-    """One call of ``fully_shard``, as it can be read from what it has left in the modules.
-
-    Args:
-        state: What torch keeps for the call.
+    """One call of ``fully_shard``, read from the state in its modules.
 
     Attributes:
-        modules: The modules it was made for.
-        meshes: The meshes of processes, one at most.
-        attributes: The names of what it has added to modules.
-        hooks: The numbers of the hooks that it has registered.
+        modules: The modules of the call.
+        meshes: Its device meshes, one at most.
+        attributes: The names that it added to modules.
+        hooks: The ids of the hooks that it registered.
     """
 
     def __init__(self, state: Any) -> None:
         self._state = state
-        # Before there could be several, there was one or none.
+        # Older releases have one group or none.
         one = getattr(state, "_fsdp_param_group", None)
         self._groups: list[Any] = getattr(state, "_fsdp_param_groups", [one] if one else [])
         self.modules: Sequence[torch.nn.Module] = state._modules
         self.meshes: list[Any] = [group.mesh_info.mesh for group in self._groups]
-        self.attributes = {"_is_fsdp_managed_module", "_fsdp_use_orig_params"}
+        self.attributes: set[str] = {"_is_fsdp_managed_module", "_fsdp_use_orig_params"}
         contract = sys.modules["torch.distributed._composable.contract"]
         self.attributes |= {contract.STATE_KEY, contract.REGISTRY_KEY}
-        self.hooks = {handle.id for handle in self._handles()}
+        self.hooks: set[int] = {handle.id for handle in self._handles()}
 
     def _handles(self) -> Iterator[RemovableHandle]:
         found = [self._state._pre_forward_hook_handle, self._state._post_forward_hook_handle]
@@ -250,7 +217,7 @@ class FullyShardCall:
             yield from getattr(handle, "handles", (handle,))
 
     def can_be_repeated(self) -> bool:
-        """Tell whether all that it was given is known: one mesh, and only for splitting up."""
+        """Return True if all arguments are known: one mesh, used for sharding only."""
         infos = [group.mesh_info for group in self._groups]
         return len(infos) <= 1 and all(
             hasattr(info, "shard_mesh_size") and not getattr(info, "is_spmd_mesh", False)
@@ -258,12 +225,7 @@ class FullyShardCall:
         )
 
     def repeat(self, modules: Sequence[torch.nn.Module], dimensions: Mapping[int, Any]) -> None:
-        """Call it again, for other modules.
-
-        Args:
-            modules: The modules.
-            dimensions: How each parameter is to be split up, by identity; others are left whole.
-        """
+        """Shard other modules in the same way; ``dimensions`` has the placement of each parameter."""
         from torch.distributed.fsdp import fully_shard
 
         group = self._groups[0] if self._groups else None
@@ -286,7 +248,7 @@ class FullyShardCall:
 
 
 def modes_are_active() -> bool:
-    """Return True inside a mode that changes what functions of torch do, or what it loads of files."""
+    """Return True inside a mode that changes what functions of torch do, or skips data of files."""
     modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
     return bool(modes or cast("Any", torch.serialization)._serialization_tls.skip_data)
 
@@ -297,7 +259,7 @@ def tensors_are_fake() -> bool:
 
 
 def fully_shard_calls(model: torch.nn.Module) -> list[FullyShardCall]:
-    """Return the calls of ``fully_shard`` that were made for a model, those inside others first."""
+    """Return the calls of ``fully_shard`` for a model, inner ones first."""
     from torch.distributed.fsdp import FSDPModule
 
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -308,5 +270,5 @@ def fully_shard_calls(model: torch.nn.Module) -> list[FullyShardCall]:
 
 def class_before_fully_shard(module: torch.nn.Module) -> type[torch.nn.Module]:
     """Return the class that a module had before ``fully_shard`` gave it a derived one."""
-    # The derived class comes first, then what torch has mixed in; torch counts them like that, too.
+    # The derived class comes first, then torch's mixin; torch counts them in the same way.
     return type(module).__mro__[2]

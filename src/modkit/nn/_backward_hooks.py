@@ -1,24 +1,18 @@
 """The autograd side of full backward hooks: two nodes around a module's part of the graph.
 
-The positional arguments and the output of a call each pass through an identity function, so that
-all their gradients come by in one place. The node of the output runs the pre-hooks and keeps the
-gradients; the node of the arguments gives both to the hooks.
+The positional arguments and the output of a call each pass through an identity function, whose
+backward sees all their gradients. The node of the output runs the pre-hooks and stores the
+gradients; the node of the arguments passes both to the hooks.
 """
 
 import functools
 import operator
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 
-from modkit._messages import (
-    MSG_BACKWARD_HOOK_AT_OUTPUT,
-    MSG_BACKWARD_HOOK_LENGTH,
-    MSG_BACKWARD_HOOK_NO_INPUT_GRADIENT,
-    MSG_BACKWARD_PRE_HOOK_LENGTH,
-)
 from modkit._types import FunctionT
 from modkit._upstream import BackwardHook, pass_through_one_node
 
@@ -27,17 +21,23 @@ Gradients = tuple[torch.Tensor | None, ...]
 NodeHook = Callable[[Gradients, Gradients], Gradients | None]
 
 
+_MSG_AT_OUTPUT: Final = (
+    "Full backward hook is firing when gradients are computed "
+    "with respect to module outputs since no inputs require gradients. See "
+    "https://docs.pytorch.org/docs/main/generated/torch.nn.Module.html"
+    "#torch.nn.Module.register_full_backward_hook "
+    "for more details."
+)
+
+
 def _node_hook(function: FunctionT) -> FunctionT:
-    """Give what a node calls the name that torch's has, since autograd's errors show it."""
+    # The name of torch's function, since autograd's errors show it.
     function.__name__ = "hook"
     return function
 
 
 class BackwardHooks:
-    """The full backward hooks and pre-hooks of one call of a module.
-
-    It is used as torch's ``BackwardHook`` is, which stands for it in compiled code.
-    """
+    """The full backward hooks and pre-hooks of one call; torch's ``BackwardHook`` in compiled code."""
 
     def __init__(
         self,
@@ -50,20 +50,20 @@ class BackwardHooks:
         self.pre_hooks = pre_hooks
         # Set while a backward pass is between the two nodes.
         self.grad_outputs: Gradients | None = None
-        # At which positions there are tensors, where the tensors pass through a node.
+        # The positions of tensors, if they pass through a node.
         self.inputs: list[int] | None = None
         self.outputs: list[int] = []
         self.n_inputs = 0
         self.n_outputs = 0
 
     def setup_input_hook(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments with their tensors behind a node, if any of them has a gradient."""
+        """Return the arguments, their tensors behind a node if one requires a gradient."""
         self.n_inputs = len(args)
         wrapped, self.inputs = _wrap(args, self._at_inputs)
         return wrapped
 
     def setup_output_hook(self, result: Any) -> Any:
-        """Return the output with its tensors behind a node, if any of them has a gradient."""
+        """Return the output, its tensors behind a node if one requires a gradient."""
         items: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
         self.n_outputs = len(items)
         wrapped, outputs = _wrap(items, self._at_outputs)
@@ -82,7 +82,8 @@ class BackwardHooks:
                 continue
             if len(changed) != len(gradients):
                 raise RuntimeError(
-                    MSG_BACKWARD_HOOK_LENGTH.format(got=len(changed), expected=len(gradients))
+                    "Backward hook returned an invalid number of grad_input, "
+                    f"got {len(changed)}, but expected {len(gradients)}"
                 )
             gradients = changed
         self.grad_outputs = None
@@ -93,9 +94,9 @@ class BackwardHooks:
         gradients = self._run_pre_hooks(_scatter(grad_outputs, self.outputs, self.n_outputs))
         self.grad_outputs = gradients
         if self.inputs is None:
-            # No gradient will come by at the inputs, so the hooks run here.
+            # No gradient reaches the inputs, so the hooks run here.
             if self.hooks:
-                warnings.warn(MSG_BACKWARD_HOOK_AT_OUTPUT, stacklevel=5)
+                warnings.warn(_MSG_AT_OUTPUT, stacklevel=5)
                 self._run_without_inputs(gradients)
             self.grad_outputs = None
         return tuple(gradients[index] for index in self.outputs)
@@ -107,7 +108,8 @@ class BackwardHooks:
                 continue
             if len(changed) != self.n_outputs:
                 raise RuntimeError(
-                    MSG_BACKWARD_PRE_HOOK_LENGTH.format(got=len(changed), expected=self.n_outputs)
+                    "Backward pre hook returned an invalid number of grad_output, "
+                    f"got {len(changed)}, but expected {self.n_outputs}"
                 )
             gradients = changed
         return gradients
@@ -116,15 +118,13 @@ class BackwardHooks:
         grad_inputs = (None,) * self.n_inputs
         for hook in self.hooks:
             result = hook(self.module, grad_inputs, grad_outputs)
-            if result is None or (
+            if result is not None and not (
                 isinstance(result, tuple) and all(gradient is None for gradient in result)
             ):
-                continue
-            raise RuntimeError(MSG_BACKWARD_HOOK_NO_INPUT_GRADIENT)
-
-
-# Dynamo knows torch's class, and puts its own code in its place.
-_CompiledBackwardHooks = cast("type[BackwardHooks]", BackwardHook)
+                raise RuntimeError(
+                    "Backward hook for Modules where no input requires "
+                    "gradient should always return None or None for all gradients."
+                )
 
 
 def backward_hooks(
@@ -132,21 +132,21 @@ def backward_hooks(
     hooks: Sequence[Callable[..., Any]],
     pre_hooks: Sequence[Callable[..., Any]],
 ) -> BackwardHooks:
-    """Make what a call with full backward hooks needs, in compiled code or not."""
+    """Return the hooks of one call; in compiled code torch's class, which dynamo knows."""
     if torch.compiler.is_compiling():
         pre_hooks = [functools.partial(_call_pre_hook, hook) for hook in pre_hooks]
-        return _CompiledBackwardHooks(module, hooks, pre_hooks)
+        return cast("type[BackwardHooks]", BackwardHook)(module, hooks, pre_hooks)
     return BackwardHooks(module, hooks, pre_hooks)
 
 
 def _call_pre_hook(hook: Callable[..., Any], module: torch.nn.Module, gradients: Gradients) -> Any:
-    """Call a pre-hook, which may return one tensor instead of a tuple."""
+    # A pre-hook may return one tensor instead of a tuple.
     result = hook(module, gradients)
     return (result,) if isinstance(result, torch.Tensor) else result
 
 
 def _wrap(items: tuple[Any, ...], hook: NodeHook) -> tuple[tuple[Any, ...], list[int] | None]:
-    """Put the tensors among ``items`` behind one node that calls ``hook``; tell where they are."""
+    """Put the tensors among ``items`` behind one node that calls ``hook``; return their positions."""
     where = [index for index, item in enumerate(items) if isinstance(item, torch.Tensor)]
     tensors = [items[index] for index in where]
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
@@ -162,24 +162,19 @@ def _wrap(items: tuple[Any, ...], hook: NodeHook) -> tuple[tuple[Any, ...], list
 def _like(original: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     """Return ``items`` as the kind of tuple that ``original`` is."""
     kind: Any = type(original)
-    # A pre-hook may have put a list in the place of the arguments.
+    # A pre-hook may have replaced the arguments by a list.
     if kind is tuple or issubclass(kind, list):
         return tuple(items)
-    rebuilt = None if hasattr(kind, "_fields") else _from_iterable(kind, items)
-    if rebuilt is None:
-        # Named tuples, and what else takes its items one by one.
-        rebuilt = kind(*items)
+    rebuilt: tuple[Any, ...]
+    if not hasattr(kind, "_fields"):
+        try:
+            rebuilt = kind(items)
+            if len(rebuilt) == len(items) and all(map(operator.is_, rebuilt, items)):
+                return rebuilt
+        except Exception:  # noqa: BLE001, S110 - the class takes its items one by one
+            pass
+    rebuilt = kind(*items)
     return rebuilt
-
-
-def _from_iterable(kind: Callable[..., Any], items: list[Any]) -> tuple[Any, ...] | None:
-    """Return the tuple of ``items`` if the class makes one from them, as most classes do."""
-    try:
-        rebuilt: tuple[Any, ...] = kind(items)
-    except Exception:  # noqa: BLE001 - a constructor that takes something else fails in its own way
-        return None
-    same = len(rebuilt) == len(items) and all(map(operator.is_, rebuilt, items))
-    return rebuilt if same else None
 
 
 def _scatter(gradients: Gradients, where: Sequence[int], size: int) -> Gradients:
