@@ -27,20 +27,15 @@ if TYPE_CHECKING:
         save_checkpoint as save_checkpoint,
     )
 
-# Imported when they are asked for, so that a program waits only for what it uses.
+# Imported on first access, so that a program waits only for what it uses.
 _HOMES = {
+    **{name: name for name in ("distributed", "errors", "jit", "models", "optim", "schedules")},
     "EMA": "averaging.ema",
     "EMACallback": "averaging.callback",
     "PostHocEMA": "averaging.posthoc",
     "average_checkpoints": "averaging.checkpoints",
-    "distributed": "distributed",
-    "errors": "errors",
-    "jit": "jit",
     "load_checkpoint": "files.torch_files",
-    "models": "models",
-    "optim": "optim",
     "save_checkpoint": "files.torch_files",
-    "schedules": "schedules",
 }
 
 __all__ = [
@@ -63,7 +58,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the home of a public name that is read for the first time."""
+    """Import a public name on first access."""
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

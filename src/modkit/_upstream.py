@@ -15,14 +15,13 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
 - ``is_scripting`` is what TorchScript reads as a constant; the public name is one of ``torch.jit``.
 - ``jit_trace`` holds the map of modules that is set while a module is traced.
 - ``parse_to`` parses the four forms of ``Module.to``; its errors are documented behaviour.
-- ``FakeTensor`` and ``is_traceable_wrapper_subclass``: the tensors whose ``.data`` must not be set.
 - ``IncompatibleKeys`` and ``EXTRA_STATE_KEY``: Lightning and transformers import them by name.
 - ``WrappedHook`` holds its module weakly; spectral_norm and others look for the class.
 - ``foreach_*``: one launch for a list of tensors, by torch's kernels, for the same bits.
   ``foreach_devices`` names the devices where they are fused.
 - ``tensor_guard`` checks in C++ whether tensors are as they were, as dynamo does before compiled code.
 - ``BatchNormBase`` is the base of every batch normalization layer, users' own included.
-- ``BackwardHook``: dynamo knows the class. ``pass_through_one_node`` is its autograd function.
+- ``BackwardHook``: the autograd side of full backward hooks.
 - ``trace_instead`` sets the attribute that tells dynamo which function to trace for another one.
 - ``module_globals`` holds the tables of global hooks, looked up at each use, because torch and its
   tests rebind some of the names.
@@ -47,9 +46,7 @@ import torch.nn.modules.module as module_globals
 from torch._C import _get_tracing_state
 from torch._C._nn import _parse_to as parse_to
 from torch._jit_internal import is_scripting
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.jit import _trace as jit_trace
-from torch.nn.modules._functions import BackwardHookFunction as _BackwardHookFunction
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.module import (
     _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_KEY,
@@ -58,7 +55,6 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import has_torch_function_variadic as has_torch_function
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as foreach_devices
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_wrapper_subclass
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
 
@@ -69,7 +65,6 @@ __all__ = [
     "EXTRA_STATE_KEY",
     "BackwardHook",
     "BatchNormBase",
-    "FakeTensor",
     "IncompatibleKeys",
     "RemovableHandle",
     "WrappedHook",
@@ -120,30 +115,6 @@ original_methods: dict[str, Any] = {
 layer_loaders = frozenset(
     (BatchNormBase._load_from_state_dict, torch.nn.InstanceNorm1d._load_from_state_dict)
 )
-
-
-def pass_through_one_node(tensors: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """Return views of ``tensors`` that come from one autograd node, and the node."""
-    views: tuple[torch.Tensor, ...] = cast("Any", _BackwardHookFunction).apply(*tensors)
-    for view in views:
-        node = view.grad_fn
-        if node is not None and node.name() == "BackwardHookFunctionBackward":
-            return views, node
-    raise RuntimeError(
-        "Error while setting up backward hooks. Please open "
-        "an issue with a code sample to reproduce this."
-    )
-
-
-def has_compatible_shallow_copy_type(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if ``tensor.data = other`` is possible."""
-    compatible: bool = cast("Any", torch)._has_compatible_shallow_copy_type(tensor, other)
-    return compatible
-
-
-def is_traceable_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    """Return True if ``tensor`` wraps other tensors; torch's guard would narrow to a protocol."""
-    return bool(_is_wrapper_subclass(tensor))
 
 
 def storage_identity(tensor: torch.Tensor) -> int:

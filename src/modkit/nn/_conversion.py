@@ -16,13 +16,7 @@ import torch
 from torch.nn import Parameter
 
 from modkit._messages import text_of
-from modkit._types import TensorFunction
-from modkit._upstream import (
-    FakeTensor,
-    has_compatible_shallow_copy_type,
-    is_traceable_wrapper_subclass,
-    parse_to,
-)
+from modkit._upstream import original_methods, parse_to
 from modkit.nn._overrides import (
     StandardClasses,
     TorchModule,
@@ -34,6 +28,8 @@ from modkit.nn._overrides import (
 
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+TensorFunction = Callable[[torch.Tensor], torch.Tensor]
+Keeps = Callable[[torch.Tensor], bool]
 
 
 class Replacements(dict[int, tuple[weakref.ref[Any], Any]]):
@@ -96,9 +92,6 @@ def _applying(fn: TensorFunction) -> Generator[Ties, None, None]:
         del running[id(fn)]
 
 
-Keeps = Callable[[torch.Tensor], bool]
-
-
 def _keeping(convert: TensorFunction, keeps: Keeps) -> TensorFunction:
     """Attach a predicate that knows, without a call, which tensors a function leaves alone."""
     cast("Any", convert)._modkit_keeps = keeps
@@ -143,14 +136,10 @@ def _keeps_all(module: torch.nn.Module, keeps: Keeps) -> bool:
 def _apply_to_own(
     module: torch.nn.Module, fn: TensorFunction, keeps: Keeps | None, ties: Ties
 ) -> None:
-    if keeps is not None and _keeps_all(module, keeps):
-        return
-    if id(module) in ties.finished:
+    if (keeps is not None and _keeps_all(module, keeps)) or id(module) in ties.finished:
         return
     if module._parameters:
-        # Parameters are leaves of the graph, so their conversion must not become part of it.
-        with torch.no_grad():
-            _convert_parameters(module, fn, ties)
+        _convert_parameters(module, fn, ties)
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = _convert_buffer(buffer, fn, ties)
@@ -167,10 +156,17 @@ def _convert_parameters(module: torch.nn.Module, fn: TensorFunction, ties: Ties)
         while id(current) not in converted and (found := replaced.find(current)) is not None:
             module._parameters[name] = current = found
         if id(current) not in converted:
-            result = _convert_parameter(module, name, current, fn)
+            # Torch's method, on a stand-in that has this parameter alone.
+            stand_in: Any = object.__new__(TorchModule)
+            one = {name: current}
+            stand_in.__dict__.update(_parameters=one, _buffers={}, _get_name=module._get_name)
+            try:
+                original_methods["_apply"](stand_in, fn, False)
+            finally:
+                if (result := one[name]) is not current:
+                    module._parameters[name] = result
+                    replaced.note(current, result)
             converted[id(result)] = result
-            if result is not current:
-                replaced.note(current, result)
 
 
 def _convert_buffer(buffer: torch.Tensor, fn: TensorFunction, ties: Ties) -> torch.Tensor:
@@ -186,92 +182,6 @@ def _convert_buffer(buffer: torch.Tensor, fn: TensorFunction, ties: Ties) -> tor
         result = fn(buffer)
         replaced.note(buffer, result)
     return result
-
-
-def _may_set_data(tensor: torch.Tensor, converted: torch.Tensor) -> bool:
-    """Return True if ``tensor.data = converted`` is possible and wanted."""
-    return (
-        has_compatible_shallow_copy_type(tensor, converted)
-        and not isinstance(converted, FakeTensor)
-        and not torch.__future__.get_overwrite_module_params_on_conversion()
-    )
-
-
-def _convert_parameter(
-    module: torch.nn.Module, name: str, parameter: Parameter, fn: TensorFunction
-) -> Parameter:
-    """Put what ``fn`` makes of ``parameter`` in its place; return the parameter that is there."""
-    converted = fn(parameter)
-    set_data = _may_set_data(parameter, converted)
-    gradient = parameter.grad
-    # A wrapper subclass may hold several tensors, which only a swap exchanges all at once.
-    swap = (
-        torch.__future__.get_swap_module_params_on_conversion()
-        or is_traceable_wrapper_subclass(converted)
-        or isinstance(parameter, FakeTensor)
-    )
-    if swap:
-        _swap_parameter(module, name, parameter, converted)
-        result = parameter
-    elif set_data:
-        parameter.data = converted
-        result = parameter
-    else:
-        if not isinstance(cast("object", parameter), Parameter):
-            raise AssertionError(text_of("_apply", "param must be a Parameter"))
-        if not parameter.is_leaf:
-            raise AssertionError(text_of("_apply", "param must be a leaf"))
-        result = Parameter(converted, parameter.requires_grad)
-        module._parameters[name] = result
-    if gradient is not None:
-        _convert_gradient(module, name, result, gradient, fn, swap=swap)
-    return result
-
-
-def _swap_parameter(
-    module: torch.nn.Module, name: str, parameter: Parameter, converted: torch.Tensor
-) -> None:
-    gradient = parameter.grad
-    try:
-        # A reference from ``.grad`` would count as a second use, which forbids swapping.
-        if gradient is not None:
-            parameter.grad = None
-        replacement = Parameter(converted, requires_grad=parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, replacement)
-    except Exception as error:
-        if gradient is not None:
-            parameter.grad = gradient
-        message = f"_apply(): Couldn't swap {module._get_name()}.{name}"
-        raise RuntimeError(message) from error
-
-
-def _convert_gradient(
-    module: torch.nn.Module,
-    name: str,
-    result: Parameter,
-    gradient: torch.Tensor,
-    fn: TensorFunction,
-    *,
-    swap: bool,
-) -> None:
-    converted = fn(gradient)
-    set_data = _may_set_data(gradient, converted)
-    if swap:
-        converted.requires_grad_(gradient.requires_grad)
-        try:
-            torch.utils.swap_tensors(gradient, converted)
-        except Exception as error:
-            message = f"_apply(): Couldn't swap {module._get_name()}.{name}.grad"
-            raise RuntimeError(message) from error
-        result.grad = gradient
-    elif set_data:
-        if result.grad is None:
-            raise AssertionError(text_of("_apply", "out_param.grad must"))
-        result.grad.data = converted
-    else:
-        if not gradient.is_leaf:
-            raise AssertionError(text_of("_apply", "param_grad must"))
-        result.grad = converted.requires_grad_(gradient.requires_grad)
 
 
 # A memory format for images is no format for volumes, and the other way round.

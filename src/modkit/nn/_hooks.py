@@ -11,7 +11,6 @@ import torch
 from typing_extensions import Self
 
 from modkit._messages import text_of
-from modkit._types import BackwardHook, ForwardHook, ForwardPreHook, StateDictPostHook
 from modkit._upstream import RemovableHandle
 from modkit.nn._overrides import patchable
 
@@ -82,7 +81,7 @@ def is_public(hook_id: int, hook: Hook) -> bool:
 @patchable
 def register_forward_pre_hook(
     self: torch.nn.Module,
-    hook: ForwardPreHook,
+    hook: Hook,
     *,
     prepend: bool = False,
     with_kwargs: bool = False,
@@ -100,7 +99,7 @@ def register_forward_pre_hook(
 @patchable
 def register_forward_hook(
     self: torch.nn.Module,
-    hook: ForwardHook,
+    hook: Hook,
     *,
     prepend: bool = False,
     with_kwargs: bool = False,
@@ -131,22 +130,20 @@ def _add_backward_hook(
 
 @patchable
 def register_full_backward_hook(
-    self: torch.nn.Module, hook: BackwardHook, prepend: bool = False
+    self: torch.nn.Module, hook: Hook, prepend: bool = False
 ) -> RemovableHandle:
     """Run ``hook(module, grad_input, grad_output)`` when gradients have been computed."""
     return _add_backward_hook(self, hook, full=True, prepend=prepend)
 
 
 @patchable
-def register_backward_hook(self: torch.nn.Module, hook: BackwardHook) -> RemovableHandle:
+def register_backward_hook(self: torch.nn.Module, hook: Hook) -> RemovableHandle:
     """Register a backward hook of the deprecated kind; prefer the full one."""
     return _add_backward_hook(self, hook, full=False)
 
 
 @patchable
-def register_state_dict_post_hook(
-    self: torch.nn.Module, hook: StateDictPostHook
-) -> RemovableHandle:
+def register_state_dict_post_hook(self: torch.nn.Module, hook: Hook) -> RemovableHandle:
     """Run ``hook(module, state_dict, prefix, local_metadata)``, which edits in place."""
     if not callable(cast("object", hook)):
         # Torch refuses what it cannot mark, and so refuses most of what cannot be called.
@@ -158,7 +155,7 @@ def register_state_dict_post_hook(
 
 
 @patchable
-def _register_state_dict_hook(self: torch.nn.Module, hook: StateDictPostHook) -> RemovableHandle:
+def _register_state_dict_hook(self: torch.nn.Module, hook: Hook) -> RemovableHandle:
     """Register a hook after ``state_dict`` that may, at the root, return another dict."""
     if _has_torchs_mark(hook):
         raise RuntimeError(text_of("_register_state_dict_hook", "Cannot register the same"))

@@ -104,26 +104,15 @@ _MISSING: Final = object()
 _RUNNING: Final[dict[int, _Load]] = {}
 
 
-def load(  # noqa: D417 - a method
+def load(
     self: torch.nn.Module,
     state_dict: Mapping[str, Any],
     strict: bool = True,
     assign: bool = False,
 ) -> IncompatibleKeys:
-    """Copy the tensors of ``state_dict`` into this module and all below it.
+    """Copy the tensors of a state dict into this module and all below it.
 
-    Args:
-        state_dict: Names as ``state_dict()`` gives them, to tensors and extra state.
-        strict: Require that the names match exactly.
-        assign: Assign the tensors themselves, with their dtype and device, instead of copying their
-            values; create the optimizer afterwards.
-
-    Returns:
-        The named tuple ``(missing_keys, unexpected_keys)``.
-
-    Raises:
-        RuntimeError: Names do not match and ``strict`` is set, or shapes do not match. The error
-            lists all problems.
+    See :func:`modkit.load_state_dict`.
     """
     if not isinstance(cast("object", state_dict), Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
@@ -170,7 +159,7 @@ def load_state_dict(
 
     Args:
         model: Any ``torch.nn.Module``.
-        state_dict: Names as ``state_dict()`` gives them, to tensors and extra state.
+        state_dict: Names as ``state_dict()`` returns them, to tensors and extra state.
         strict: Require that the names match exactly.
         assign: Assign the tensors themselves, with their dtype and device, instead of copying their
             values; create the optimizer afterwards.
@@ -179,7 +168,6 @@ def load_state_dict(
         The named tuple ``(missing_keys, unexpected_keys)``.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``state_dict`` is not a mapping.
         RuntimeError: Names do not match and ``strict`` is set, or tensors do not fit. The error lists
             all problems.
 
