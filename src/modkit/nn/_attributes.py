@@ -105,15 +105,14 @@ def __setstate__(self: torch.nn.Module, state: dict[str, Any]) -> None:  # noqa:
 def _announce(kind: str, module: torch.nn.Module, name: str, value: Any) -> Any:
     """Pass a new member to the global registration hooks; return it or its validated replacement."""
     hooks: Mapping[int, Any] = getattr(module_globals, f"_global_{kind}_registration_hooks")
-    if not hooks:
-        return value
     result = value
     for hook in tuple(hooks.values()):
         replacement = hook(module, name, result)
-        if replacement is not None:
-            result = replacement
-    expected, accepts = _ACCEPTED[kind]
-    if result is not value and not accepts(result):
+        result = result if replacement is None else replacement
+    expected, accepted = _ACCEPTED[kind]
+    if result is not value and not (
+        isinstance(result, accepted) or (kind == "buffer" and _is_buffer_like(result))
+    ):
         raise TypeError(
             f"cannot assign '{torch.typename(result)}' object to {kind} '{name}' of "
             f"{module._get_name()} ({expected} required): a registration hook returned "
@@ -122,16 +121,16 @@ def _announce(kind: str, module: torch.nn.Module, name: str, value: Any) -> Any:
     return result
 
 
+# What registration hooks may return for each kind of member.
+_ACCEPTED: Final[dict[str, tuple[str, type]]] = {
+    "parameter": ("torch.nn.Parameter", Parameter),
+    "buffer": ("torch.Tensor", torch.Tensor),
+    "module": ("torch.nn.Module", TorchModule),
+}
+
+
 def _is_buffer_like(value: object) -> bool:
     return value is None or isinstance(value, torch.Tensor) or hasattr(value, "__torch_function__")
-
-
-# What registration hooks may return for each kind of member.
-_ACCEPTED: Final[dict[str, tuple[str, Callable[[object], bool]]]] = {
-    "parameter": ("torch.nn.Parameter", lambda value: isinstance(value, Parameter)),
-    "buffer": ("torch.Tensor", _is_buffer_like),
-    "module": ("torch.nn.Module", lambda value: isinstance(value, TorchModule)),
-}
 
 
 def _is_free(module: torch.nn.Module, name: object, registered: Mapping[str, Any]) -> bool:
@@ -220,12 +219,26 @@ def __setattr__(self: torch.nn.Module, name: str, value: Any) -> None:  # noqa: 
     elif children is None:
         _TORCH_SETATTR(self, name, value)
     elif isinstance(value, Parameter):
-        others = (own, self._buffers, children)
-        _replace(self, name, others, lambda: self.register_parameter(name, value))
+        if (
+            name in own
+            or name in buffers
+            or name in children
+            or name in self._non_persistent_buffers_set
+        ):
+            others = (own, self._buffers, children)
+            _replace(self, name, others, lambda: self.register_parameter(name, value))
+        else:
+            self.register_parameter(name, value)
     elif name in parameters:
-        _TORCH_SETATTR(self, name, value)
+        if value is None:
+            self.register_parameter(name, value)
+        else:
+            _TORCH_SETATTR(self, name, value)
     elif isinstance(value, TorchModule):
-        _replace(self, name, (own, self._buffers), lambda: _store_module(self, name, value))
+        if name in own or name in buffers or name in self._non_persistent_buffers_set:
+            _replace(self, name, (own, self._buffers), lambda: _store_module(self, name, value))
+        else:
+            _store_module(self, name, value)
     elif name in children:
         if value is None:
             _store_module(self, name, value)
@@ -264,9 +277,6 @@ def _replace(
     Torch deletes first and validates later, so a refused assignment loses the old member.
     """
     names = module._non_persistent_buffers_set
-    if name not in names and not any(name in mapping for mapping in mappings):
-        register()
-        return
     if name in _RESERVED:
         raise KeyError(f"attribute '{name}' already exists")
     displaced: list[tuple[dict[str, Any], Any, list[str]]] = []

@@ -263,33 +263,22 @@ def _run_always_called(module: torch.nn.Module, call: _Call) -> None:
         ("module", [getattr(module, name) for name in names]),
     ):
         table, always_called, with_kwargs = tables
-        if always_called:
-            hooks, flags = _hooks_and_flags(table, with_kwargs)
-            ran = call["ran"]
-            waiting = [
-                (key, hook) for key, hook in hooks if key in always_called and key not in ran
-            ]
-            _run_waiting(module, call, waiting, flags, scope)
-
-
-@skip_frame
-def _run_waiting(
-    module: torch.nn.Module, call: _Call, hooks: list[Any], flags: Collection[int], scope: str
-) -> None:
-    for hook_id, hook in hooks:
-        try:
-            if hook_id in flags:
-                changed = hook(module, call["args"], call["kwargs"], call["result"])
-            else:
-                changed = hook(module, call["args"], call["result"])
-            if changed is not None:
-                call["result"] = changed
-        except Exception as error:  # noqa: BLE001, PERF203 - the caller re-raises the first error
-            warnings.warn(
-                f"{scope} forward hook with ``always_call=True`` raised an exception "
-                f"that was silenced as another error was raised in forward: {error}",
-                stacklevel=5,
-            )
+        hooks, flags = _hooks_and_flags(table, with_kwargs) if always_called else ((), ())
+        waiting = [one for one in hooks if one[0] in always_called and one[0] not in call["ran"]]
+        for hook_id, hook in waiting:
+            try:
+                if hook_id in flags:
+                    changed = hook(module, call["args"], call["kwargs"], call["result"])
+                else:
+                    changed = hook(module, call["args"], call["result"])
+                if changed is not None:
+                    call["result"] = changed
+            except Exception as error:  # noqa: BLE001, PERF203 - the caller re-raises the first error
+                warnings.warn(
+                    f"{scope} forward hook with ``always_call=True`` raised an exception "
+                    f"that was silenced as another error was raised in forward: {error}",
+                    stacklevel=4,
+                )
 
 
 @skip_frame

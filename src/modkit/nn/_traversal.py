@@ -1,5 +1,6 @@
 """Iterating over the modules, parameters and buffers of a tree."""
 
+import operator
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Final, cast
 
@@ -79,6 +80,12 @@ def _dot(path: str) -> str:
     return path + "." if path else ""
 
 
+def _refuse_parent(module: torch.nn.Module, stack: list[Any]) -> None:
+    # With duplicates kept, nothing else ends a walk of a module that contains itself.
+    if any(module is parent for _, parent, _ in stack):
+        refuse_cycle(module)
+
+
 @patchable
 def named_modules(  # noqa: D417 - a method
     self: torch.nn.Module,
@@ -125,12 +132,10 @@ def named_modules(  # noqa: D417 - a method
                 known = True
             if known and not seen.is_another(child):
                 continue
-            if remove_duplicate:
-                if not known:
-                    note(child)
-            elif any(child is parent for _, parent, _ in stack):
-                # With duplicates kept, nothing else ends such a walk.
-                refuse_cycle(child)
+            if not remove_duplicate:
+                _refuse_parent(child, stack)
+            elif not known:
+                note(child)
             yield path, child
             below = child._modules
             if below:
@@ -153,6 +158,15 @@ def modules(self: torch.nn.Module, remove_duplicate: bool = True) -> Iterator[to
         yield from original_methods["modules"](self)
 
 
+def _name_at(parent: torch.nn.Module, children: object, below: torch.nn.Module) -> str:
+    """Return the name of the child ``below``, which the iterator ``children`` has just returned."""
+    left = operator.length_hint(children, -1)
+    if left < 0:
+        # Not an exact dict: such iterators do not know their position.
+        return next(name for name, found in parent._modules.items() if found is below)
+    return [*parent._modules][-1 - left]
+
+
 def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield ``module``, which does not override ``named_modules``, and all below it, each once."""
     yield module
@@ -163,17 +177,18 @@ def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     met = seen.met
     note = met.add
     standard = StandardClasses(_NAMED_MODULES)
-    names = [""]
-    stack = [iter(module._modules.items())]
+    parents = [module]
+    stack = [iter(module._modules.values())]
     while stack:
-        for name, child in stack[-1]:
+        for child in stack[-1]:
             if child is None:
                 continue
             # As in ``named_modules``.
             if not standard[type(child)] or "named_modules" in child.__dict__:
                 met = seen.share()
                 note = met.add
-                for _, found in child.named_modules(met, ".".join([*names[1:], name]), True):
+                path = ".".join(map(_name_at, parents, stack, [*parents[1:], child]))
+                for _, found in child.named_modules(met, path, True):
                     yield found
                 continue
             try:
@@ -187,12 +202,12 @@ def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield child
             below = child._modules
             if below:
-                names.append(name)
-                stack.append(iter(below.items()))
+                parents.append(child)
+                stack.append(iter(below.values()))
                 break
         else:
             stack.pop()
-            names.pop()
+            parents.pop()
 
 
 @patchable
