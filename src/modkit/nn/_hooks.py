@@ -80,11 +80,7 @@ def is_public(hook_id: int, hook: Hook) -> bool:
 
 @patchable
 def register_forward_pre_hook(
-    self: torch.nn.Module,
-    hook: Hook,
-    *,
-    prepend: bool = False,
-    with_kwargs: bool = False,
+    self: torch.nn.Module, hook: Hook, *, prepend: bool = False, with_kwargs: bool = False
 ) -> RemovableHandle:
     """Run ``hook(module, args)`` before ``forward``; a result replaces the arguments.
 

@@ -23,16 +23,7 @@ from modkit._upstream import (
     module_globals,
     original_methods,
 )
-from modkit.nn._load_tensor import (
-    PLAIN,
-    Entry,
-    Ties,
-    check,
-    may_fail,
-    try_out,
-    warn_if_meta,
-    write,
-)
+from modkit.nn._load_tensor import PLAIN, Entry, Ties, check, may_fail, try_out, warn_if_meta, write
 from modkit.nn._overrides import (
     STANDARD,
     StandardClasses,
@@ -105,10 +96,7 @@ _RUNNING: Final[dict[int, _Load]] = {}
 
 
 def load(
-    self: torch.nn.Module,
-    state_dict: Mapping[str, Any],
-    strict: bool = True,
-    assign: bool = False,
+    self: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> IncompatibleKeys:
     """Copy the tensors of a state dict into this module and all below it.
 
@@ -146,10 +134,7 @@ method = patchable(load)
 
 
 def load_state_dict(
-    model: torch.nn.Module,
-    state_dict: Mapping[str, Any],
-    strict: bool = True,
-    assign: bool = False,
+    model: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> IncompatibleKeys:
     """Copy the tensors of a state dict into any torch module, in linear time.
 
