@@ -361,13 +361,6 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Torch refuses to copy a model that `fully_shard` has sharded, so it has no `AveragedModel`; "
-        "modkit makes a copy that is sharded in the same way.",
-        ISSUES + "149138",
-        "tests/parity/fixes/test_swa_averaged_model.py::test_models_that_are_split_up_are_copied",
-    ),
-    _row(
-        "torch",
         "Torch cannot update the average of a model that was lazy when it was copied; modkit copies "
         "it again when it has shapes.",
         NO_ISSUE,
@@ -403,21 +396,6 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Torch cannot average 8-bit floating-point parameters; modkit calculates in float32 and "
-        "rounds.",
-        NO_ISSUE,
-        "tests/parity/fixes/test_swa_averaged_model.py::test_parameters_in_8_bits_are_averaged",
-    ),
-    _row(
-        "torch",
-        "Torch's `update_bn` calls the model with a tensor and nothing else; in modkit a mapping "
-        "holds keyword arguments, and `call_fn` takes batches of any form.",
-        ISSUES + "49082",
-        "tests/parity/fixes/test_swa_update_bn.py::test_a_mapping_holds_keyword_arguments",
-        "tests/parity/fixes/test_swa_update_bn.py::test_a_function_calls_the_model_with_the_moved_batch",
-    ),
-    _row(
-        "torch",
         "If the loader or the model fails, torch's `update_bn` leaves statistics that are half done, "
         "layers without momentum and the model in training mode; modkit puts everything back.",
         NO_ISSUE,
@@ -430,27 +408,12 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Torch's `update_bn` takes the plain mean over batches, in which a small last batch weighs as "
-        "much as a full one. Modkit pools the samples where batches differ in size; else the bits are "
-        "torch's.",
-        "https://github.com/timgaripov/swa/issues/10",
-        "tests/parity/fixes/test_swa_update_bn.py::test_samples_weigh_the_same_in_batches_of_several_sizes",
-        "tests/parity/fixes/test_swa_update_bn.py::test_pixels_weigh_the_same_in_images_of_several_sizes",
-    ),
-    _row(
-        "torch",
         "Torch's `update_bn` puts the whole model into training mode, dropout included, and then "
         "gives all modules the mode of the root. In modkit only the layers that are updated are in "
         "training mode, and each module gets its own mode back.",
         "https://github.com/timgaripov/swa/issues/22",
         "tests/parity/fixes/test_swa_update_bn.py::test_only_normalization_runs_in_training_mode",
         "tests/parity/fixes/test_swa_update_bn.py::test_every_module_gets_its_own_mode_back",
-    ),
-    _row(
-        "torch",
-        "Torch's `update_bn` passes over instance normalization with `track_running_stats`.",
-        NO_ISSUE,
-        "tests/parity/fixes/test_swa_update_bn.py::test_instance_normalization_gets_statistics_too",
     ),
     _row(
         "lightzero",

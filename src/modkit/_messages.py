@@ -44,10 +44,10 @@ MSG_WRITTEN_INSIDE: Final = (
 
 MSG_WRITTEN_IN_VAIN: Final = (
     "EMA: {name} was written to inside applied(), where it held a cast copy of its average; the change "
-    "is lost, and the training weights are back"
+    "is lost, and the training weights are restored"
 )
 
 MSG_CONVERTED_INSIDE: Final = (
     "EMA: {name} was cast, moved or replaced inside applied(); the change is lost, and the training "
-    "weights are back"
+    "weights are restored"
 )

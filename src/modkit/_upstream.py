@@ -5,8 +5,6 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
 
 | name | in torch | in other releases |
 |---|---|---|
-| ``FSDPState._fsdp_param_groups`` | since 2.12 | ``_fsdp_param_group``: one, or None |
-| ``DataParallelMeshInfo.is_spmd_mesh`` | since 2.12 | False |
 | ``import_ir_module`` | builds that read TorchScript | ``jit.load`` refuses |
 | ``torch.jit._script._magic_methods`` | unless ``PYTORCH_JIT=0`` | empty |
 
@@ -29,14 +27,11 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
 - ``recurrent_kernels`` holds the functions that recurrent layers call.
 - ``has_torch_function`` and ``cudnn_is_enabled``: ``torch.nn.functional`` asks them before a kernel;
   ``fast_inference`` calls the kernel itself.
-- ``FullyShardCall`` and ``class_before_fully_shard`` read how a model was sharded: torch has no public
-  function for it, and refuses to copy such a model.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -88,12 +83,9 @@ make_parameter: Callable[[torch.Tensor, bool], torch.nn.Parameter] = partial(
     cast("Any", torch.Tensor)._make_subclass, torch.nn.Parameter
 )
 
-foreach_add_ = torch._foreach_add_
-foreach_addcdiv_ = torch._foreach_addcdiv_
 foreach_lerp_ = torch._foreach_lerp_
 foreach_norm = cast("Any", torch)._foreach_norm
 foreach_copy_ = torch._foreach_copy_
-foreach_sub = torch._foreach_sub
 
 
 def _as_torch_wrote_it(value: Any) -> Any:
@@ -156,68 +148,6 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
     return cast("Callable[[], bool]", partial(made.check, *tensors))
 
 
-class FullyShardCall:
-    """One call of ``fully_shard``, read from the state in its modules.
-
-    Attributes:
-        modules: The modules of the call.
-        meshes: Its device meshes, one at most.
-        attributes: The names that it added to modules.
-        hooks: The ids of the hooks that it registered.
-    """
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-        # Older releases have one group or none.
-        one = getattr(state, "_fsdp_param_group", None)
-        self._groups: list[Any] = getattr(state, "_fsdp_param_groups", [one] if one else [])
-        self.modules: Sequence[torch.nn.Module] = state._modules
-        self.meshes: list[Any] = [group.mesh_info.mesh for group in self._groups]
-        self.attributes: set[str] = {"_is_fsdp_managed_module", "_fsdp_use_orig_params"}
-        contract = sys.modules["torch.distributed._composable.contract"]
-        self.attributes |= {contract.STATE_KEY, contract.REGISTRY_KEY}
-        self.hooks: set[int] = {handle.id for handle in self._handles()}
-
-    def _handles(self) -> Iterator[RemovableHandle]:
-        found = [self._state._pre_forward_hook_handle, self._state._post_forward_hook_handle]
-        for group in self._groups:
-            found += group._module_to_pre_save_state_dict_hook_handle.values()
-            found += group._module_to_pre_load_state_dict_hook_handle.values()
-            found += [one._post_load_hook_handle for one in group.fsdp_params]
-        for handle in found:
-            yield from getattr(handle, "handles", (handle,))
-
-    def can_be_repeated(self) -> bool:
-        """Return True if all arguments are known: one mesh, used for sharding only."""
-        infos = [group.mesh_info for group in self._groups]
-        return len(infos) <= 1 and all(
-            hasattr(info, "shard_mesh_size") and not getattr(info, "is_spmd_mesh", False)
-            for info in infos
-        )
-
-    def repeat(self, modules: Sequence[torch.nn.Module], dimensions: Mapping[int, Any]) -> None:
-        """Shard other modules in the same way; ``dimensions`` has the placement of each parameter."""
-        from torch.distributed.fsdp import fully_shard
-
-        group = self._groups[0] if self._groups else None
-        options: dict[str, Any] = {"mp_policy": self._state._mp_policy}
-        if group is not None:
-            options.update(mesh=group.mesh_info.mesh, offload_policy=group.offload_policy)
-            after = group.post_forward_mesh_info
-            automatic = getattr(self._state, "_auto_reshard_after_forward", False)
-            if not automatic and after is not group.mesh_info:
-                options["reshard_after_forward"] = after is not None and after.shard_mesh_size
-            elif not automatic:
-                options["reshard_after_forward"] = True
-        parameters = [parameter for module in modules for parameter in module.parameters()]
-        fully_shard(
-            modules[0] if len(modules) == 1 else list(modules),
-            shard_placement_fn=lambda parameter: dimensions[id(parameter)],
-            ignored_params={one for one in parameters if id(one) not in dimensions},
-            **options,
-        )
-
-
 def modes_are_active() -> bool:
     """Return True inside a mode that changes what functions of torch do, or skips data of files."""
     modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
@@ -227,19 +157,3 @@ def modes_are_active() -> bool:
 def tensors_are_fake() -> bool:
     """Return True inside a mode in which ``torch.load`` makes tensors without memory."""
     return bool(cast("Any", torch)._guards.detect_fake_mode(None))
-
-
-def fully_shard_calls(model: torch.nn.Module) -> list[FullyShardCall]:
-    """Return the calls of ``fully_shard`` for a model, inner ones first."""
-    from torch.distributed.fsdp import FSDPModule
-
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    states = [cast("Any", module)._get_fsdp_state() for module in reversed(modules)]
-    # A call for several modules comes where its first one is.
-    return [FullyShardCall(state) for state in dict.fromkeys(states)]
-
-
-def class_before_fully_shard(module: torch.nn.Module) -> type[torch.nn.Module]:
-    """Return the class that a module had before ``fully_shard`` gave it a derived one."""
-    # The derived class comes first, then torch's mixin; torch counts them in the same way.
-    return type(module).__mro__[2]

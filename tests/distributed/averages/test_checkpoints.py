@@ -33,14 +33,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "several, kept on the host": {"decay": [0.5, 0.9], "device": "cpu"},
     "in two numbers": {"decay": 0.9, "precision": "compensated"},
     "rounded at random": {"decay": 0.9, "precision": "stochastic"},
-    "a window": {"schedule": schedules.Window(3)},
-    "bema": {"schedule": schedules.BEMA()},
-    "in a thread": {"decay": 0.9, "device": "cpu", "asynchronous": True},
+    "the mean": {"schedule": schedules.Equal()},
 }
 
 
 # Those that a run of all tests looks at; `nox -s distributed` takes each of them.
-SHORT = ["one", "a window"]
+SHORT = ["one", "the mean"]
 EVERY = [*KINDS]
 
 

@@ -35,18 +35,15 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16 compensated": (BF16, {"decay": 0.9, "precision": "compensated"}),
     "several": (FP32, {"decay": [0.5, 0.9, 0.99]}),
     "swa": (FP32, {"schedule": schedules.Equal()}),
-    "window": (FP32, {"schedule": schedules.Window(2)}),
-    "bema": (FP32, {"schedule": schedules.BEMA()}),
     "every other": (FP32, {"decay": 0.9, "update_every": 2}),
     "skip": (FP32, {"decay": 0.9, "on_nonfinite": "skip"}),
     "cpu": (FP32, {"decay": 0.9, "device": "cpu"}),
-    "thread": (FP32, {"decay": [0.5, 0.9], "device": "cpu", "asynchronous": True}),
     "chosen": (FP32, {"decay": 0.9, "include": "0.*", "buffers": "average"}),
 }
 
 
 # Those that a run of all tests looks at; `nox -s distributed` takes each of them.
-SHORT = ["fp32", "bf16 compensated", "several", "thread"]
+SHORT = ["fp32", "bf16 compensated", "several", "cpu"]
 
 
 def average_kinds(kinds: list[str]) -> dict[str, list[str]]:
@@ -214,38 +211,6 @@ def test_blocks_that_go_wrong_lose_nothing(tmp_path: Path) -> None:
         assert (found["copied"], found["raw"], found["average"]) == ("[]", "[]", "[]")
 
 
-def copies() -> dict[str, Any]:
-    """Make a model that has the average, and move on with the one in training."""
-    ema = modkit.EMA(split(network()), decay=0.5)
-    optimizer = sgd(ema.model)
-    train(ema, optimizer, 0, 3)
-    average = averages_of(ema)
-    model = ema.averaged_model()
-    sharded = [is_sharded(parameter) for parameter in model.parameters()]
-    train(ema, optimizer, 3, 5)
-    plain = network().eval()
-    plain.load_state_dict(average)
-    batch = torch.randn(6, 5, generator=torch.Generator().manual_seed(9))
-    return {
-        "differing": differing(state_of(model), average),
-        "outputs": differing(model(batch).detach(), plain(batch).detach()),
-        "gradients": [p.requires_grad for p in model.parameters()],
-        "training": model.training,
-        "sharded": sharded,
-        "class": type(model).__name__,
-    }
-
-
-def test_a_model_with_the_average_can_be_called(tmp_path: Path) -> None:
-    """averaged_model() is split up as the model is, and stays as it is when training goes on."""
-    for found in run(2, copies, folder=tmp_path):
-        assert found["differing"] == found["outputs"] == []
-        assert not any(found["gradients"])
-        assert not found["training"]
-        assert all(found["sharded"])
-        assert found["class"] == "FSDPSequential"
-
-
 def meet_bad_steps() -> dict[str, Any]:
     """Have a weight of one process become infinite for a step, and be a number again."""
     ema = modkit.EMA(split(network()), decay=0.5, on_nonfinite="skip")
@@ -283,20 +248,6 @@ def test_a_bad_shard_is_a_bad_step_for_all(tmp_path: Path) -> None:
         assert found["counts"] == (2, 2)
     assert "a parameter on another rank is not finite" in first["message"]
     assert "0.weight is not finite" in second["message"]
-
-
-def refuse_to_wait_in_a_thread() -> str:
-    """Ask for what would exchange numbers in a thread."""
-    ema = modkit.EMA(split(network()), device="cpu", asynchronous=True, on_nonfinite="skip")
-    with pytest.raises(ValueError, match="is sharded") as caught:
-        ema.update()
-    return str(caught.value)
-
-
-def test_a_thread_does_not_ask_other_processes(tmp_path: Path) -> None:
-    """What would need that is refused before anything is averaged."""
-    for message in run(2, refuse_to_wait_in_a_thread, folder=tmp_path):
-        assert "cannot run in a thread" in message
 
 
 def share_weights() -> dict[str, Any]:

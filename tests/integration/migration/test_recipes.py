@@ -13,7 +13,6 @@ from tests.integration.migration.recipes import PAGE, Run, recipes, section
 RECIPES = recipes()
 TRAINERS = {
     "lightning": "### `EMAWeightAveraging`",
-    "trl": "### `BEMACallback`",
 }
 PACKAGES = {
     "timm": ("timm",),
@@ -21,7 +20,6 @@ PACKAGES = {
     "ema-pytorch": ("ema_pytorch",),
     "torch_ema": ("torch_ema",),
     "lightning": ("lightning",),
-    "trl": ("trl", "transformers", "accelerate"),
 }
 TOLERANCE = 1e-9
 

@@ -291,7 +291,7 @@ def test_the_average_at_the_end(tmp_path: Path) -> None:
 def test_options_reach_the_averages(tmp_path: Path) -> None:
     """Several schedules, a choice of names and the other options are those of `EMA`."""
     callback = EMACallback(
-        schedule=[0.5, schedules.Window(2)],
+        schedule=[0.5, schedules.Equal()],
         index=1,
         precision="fp64",
         update_after_step=2,

@@ -46,7 +46,7 @@ def averages_of(one: Any) -> dict[str, Tensor]:
     state = one.state_dict()
     found = {}
     for name, tensor in one.module.state_dict().items():
-        error = state.get(f"compensation.{name}")
+        error = state.get("compensation." + name.replace(".", "/"))
         found[name] = tensor.double() + (0 if error is None else error.double())
     return found
 
