@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 # Imported on first access, so that a program waits only for what it uses.
 _HOMES = {
-    **{name: name for name in ("distributed", "errors", "jit", "models", "optim", "schedules")},
     "EMA": "averaging.ema",
     "EMACallback": "averaging.callback",
     "PostHocEMA": "averaging.posthoc",
@@ -59,9 +58,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first access."""
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOMES.get(name, name)
     module = importlib.import_module(f"{__name__}.{home}")
     value = globals()[name] = module if home == name else getattr(module, name)
     return value

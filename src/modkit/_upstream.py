@@ -18,15 +18,13 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
 - ``foreach_*``: one launch for a list of tensors, by torch's kernels, for the same bits.
   ``foreach_devices`` names the devices where they are fused.
 - ``tensor_guard`` checks in C++ whether tensors are as they were, as dynamo does before compiled code.
-- ``BatchNormBase`` is the base of every batch normalization layer, users' own included.
-- ``BackwardHook``: the autograd side of full backward hooks.
+- ``BatchNormBase``: the base of every batch normalization layer, users' own included.
 - ``trace_instead`` sets the attribute that tells dynamo which function to trace for another one.
 - ``module_globals`` holds the tables of global hooks, looked up at each use, because torch and its
   tests rebind some of the names.
 - ``modes_are_active``, ``tensors_are_fake``: torch has no public function for active modes.
-- ``recurrent_kernels`` holds the functions that recurrent layers call.
-- ``has_torch_function`` and ``cudnn_is_enabled``: ``torch.nn.functional`` asks them before a kernel;
-  ``fast_inference`` calls the kernel itself.
+- ``recurrent_kernels``, ``has_torch_function``, ``cudnn_is_enabled``: what ``torch.nn.functional`` and
+  recurrent layers call; ``fast_inference`` calls them itself.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false

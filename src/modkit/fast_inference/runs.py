@@ -73,11 +73,8 @@ class Step(NamedTuple):
 def _maker(shape: Shape, parameters: tuple[str, ...], owned: bool, runs: bool) -> Call:
     """Generate and compile the factory of a run's function.
 
-    Args:
-        shape: The computation of each step, and the number of its class.
-        parameters: The names of modules, classes and functions that the source uses.
-        owned: The function belongs to the first module, whose own path is torch's.
-        runs: ``run`` computes the result.
+    The source uses the names in ``parameters``. A function that is ``owned`` belongs to the first
+    module; if it ``runs``, its argument ``run`` computes the result.
     """
     arguments = shape[0][0].layer.arguments
     names = [(name, i) for i, (kind, _) in enumerate(shape) for name in kind.layer.names]
@@ -153,12 +150,10 @@ def _numbered(text: str, number: int) -> str:
 
 
 def function_of(steps: Sequence[Step], plain: Call | None = None, run: Call | None = None) -> Call:
-    """Return the function of a run.
+    """Return the function of a run; among ``steps``, a container comes before its layers.
 
-    Args:
-        steps: The layers; a container comes before its layers.
-        plain: Computes the same by calls of modules; by default the first module's own path.
-        run: Computes the result in place of the steps.
+    ``plain`` computes the same by calls of modules, by default the first module's own path; ``run``
+    computes the result in place of the steps.
     """
     numbers: dict[type, int] = {}
     values: dict[str, Any] = {"plain": plain, "run": run}

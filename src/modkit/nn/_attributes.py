@@ -229,21 +229,17 @@ def __setattr__(self: torch.nn.Module, name: str, value: Any) -> None:  # noqa: 
             _replace(self, name, others, lambda: self.register_parameter(name, value))
         else:
             self.register_parameter(name, value)
-    elif name in parameters:
-        if value is None:
-            self.register_parameter(name, value)
-        else:
-            _TORCH_SETATTR(self, name, value)
-    elif isinstance(value, TorchModule):
+    elif value is None and name in parameters:
+        self.register_parameter(name, value)
+    elif isinstance(value, TorchModule) and name not in parameters:
         if name in own or name in buffers or name in self._non_persistent_buffers_set:
             _replace(self, name, (own, self._buffers), lambda: _store_module(self, name, value))
         else:
             _store_module(self, name, value)
-    elif name in children:
-        if value is None:
-            _store_module(self, name, value)
-        else:
-            _TORCH_SETATTR(self, name, value)
+    elif value is None and name in children:
+        _store_module(self, name, value)
+    elif name in parameters or name in children:
+        _TORCH_SETATTR(self, name, value)
     elif name in buffers or isinstance(value, Buffer):
         _set_buffer(self, name, value)
     else:
@@ -303,21 +299,9 @@ def _replace(
 @standard
 def __delattr__(self: torch.nn.Module, name: str) -> None:  # noqa: N807
     """Delete a registered name or a plain attribute."""
-    if TorchModule.__delattr__ is not _TORCH_DELATTR:
-        TorchModule.__delattr__(self, name)
-        return
-    parameters = self.__dict__.get("_parameters")
-    if parameters is None:
+    if "_parameters" not in self.__dict__ and TorchModule.__delattr__ is _TORCH_DELATTR:
         raise AttributeError(f"cannot delete attribute '{name}' before Module.__init__() call")
-    if name in parameters:
-        del parameters[name]
-    elif name in self._buffers:
-        del self._buffers[name]
-        self._non_persistent_buffers_set.discard(name)
-    elif name in self._modules:
-        del self._modules[name]
-    else:
-        super(TorchModule, self).__delattr__(name)
+    TorchModule.__delattr__(self, name)
 
 
 @patchable

@@ -22,8 +22,7 @@ from modkit.nn._overrides import TorchModule
 
 
 Forward = Callable[..., Any]
-_NONE: Final[Sequence[Any]] = ()
-_NO_IDS: Final[Collection[int]] = ()
+_NONE: Final[tuple[Any, ...]] = ()
 _TORCH_CALL: Final = original_methods["__call__"]
 _TORCH_CALL_IMPL: Final = original_methods["_call_impl"]
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -192,7 +191,7 @@ def _hooks_and_flags(
     leaves it before them, so the flags of a hook that is there before and after are right.
     """
     hooks = tuple(table.items())
-    flagged = set(flags) if flags else _NO_IDS
+    flagged = set(flags) if flags else _NONE
     for hook_id, _ in hooks:
         if hook_id not in table:
             return _hooks_and_flags(table, flags)

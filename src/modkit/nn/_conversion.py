@@ -51,35 +51,22 @@ class Replacements(dict[int, tuple[weakref.ref[Any], Any]]):
 
 
 class Ties(NamedTuple):
-    """What a function has been applied to so far; modules and parameters by identity.
+    """What a function has been applied to so far; modules and parameters by identity."""
 
-    Attributes:
-        finished: Modules whose own tensors are all converted.
-        converted: Parameters that are results.
-        parameters: Parameters that were replaced, by this function or one around it.
-        buffers: Buffers that were replaced, by this function.
-    """
-
-    finished: dict[int, torch.nn.Module]
-    converted: dict[int, torch.Tensor]
-    parameters: Replacements
+    finished: dict[int, torch.nn.Module]  # all of their own tensors are converted
+    converted: dict[int, torch.Tensor]  # parameters that are results
+    parameters: Replacements  # by this function or one around it
     buffers: Replacements
 
 
-class _Running(threading.local):
-    """The functions that are being applied in this thread, by identity, outermost first."""
-
-    def __init__(self) -> None:
-        self.ties: dict[int, Ties] = {}
-
-
-_running = _Running()
+# In ``ties``: the functions that are being applied in this thread, by identity, outermost first.
+_running: Final = threading.local()
 
 
 @contextmanager
 def _applying(fn: TensorFunction) -> Generator[Ties, None, None]:
     """Return the ties of a function while it is applied; nested contexts share them."""
-    running = _running.ties
+    running: dict[int, Ties] = _running.__dict__.setdefault("ties", {})
     if id(fn) in running:
         yield running[id(fn)]
         return
@@ -193,9 +180,8 @@ _REFUSED: Final = "Cannot copy out of meta tensor; no data!"
 def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Move and cast parameters and buffers in place; return this module.
 
-    Takes ``(device, dtype, non_blocking)``, ``(dtype, non_blocking)``, ``(tensor, non_blocking)``
-    or ``(memory_format=…)``. A dtype applies to floating point and complex tensors only,
-    ``channels_last`` to 4 dimensions, ``channels_last_3d`` to 5.
+    Takes the arguments of ``torch.Tensor.to``. A dtype applies to floating point and complex tensors
+    only, ``channels_last`` to 4 dimensions, ``channels_last_3d`` to 5.
     """
     # The stub of the parser does not say that any of the four may be None.
     device, dtype, non_blocking, memory_format = cast("tuple[Any, ...]", parse_to(*args, **kwargs))

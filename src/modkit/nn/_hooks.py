@@ -57,10 +57,9 @@ def reserve_ids(state: Mapping[str, Any]) -> None:
 
 
 class PublicHookId(int):
-    """The id of a hook from ``register_state_dict_post_hook``; equals the plain number.
+    """The id of a hook from ``register_state_dict_post_hook``; its type survives copies and pickling.
 
-    Torch marks the callable instead, permanently, and so cannot take a bound method. The type of an
-    id survives deep copies, pickling and moving an entry to another table.
+    Torch marks the callable instead, permanently, and so cannot take a bound method.
     """
 
     __slots__ = ()

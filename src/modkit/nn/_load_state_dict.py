@@ -13,9 +13,9 @@ import torch
 from torch.nn import Buffer, Parameter
 
 from modkit._messages import text_of
-from modkit._types import FunctionT
 from modkit._upstream import (
     EXTRA_STATE_KEY,
+    FunctionT,
     IncompatibleKeys,
     foreach_copy_,
     layer_loaders,
@@ -48,12 +48,11 @@ class _Load:
 
     def __init__(self, state_dict: Mapping[str, Any], *, assign: bool) -> None:
         # A copy, since hooks and overrides may edit what they are given.
-        metadata: Any = getattr(state_dict, "_metadata", None)
         entries: Any = OrderedDict(state_dict)
-        if metadata is not None:
-            entries._metadata = metadata
-        self.entries: Any = entries
-        self.metadata: Any = metadata
+        self.entries = entries
+        self.metadata: Any = getattr(state_dict, "_metadata", None)
+        if self.metadata is not None:
+            entries._metadata = self.metadata
         self.assign = assign
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -106,7 +105,7 @@ def load(
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
     loading = _Load(state_dict, assign=assign)
     classes = _PlannedClasses()
-    may_plan = _may_plan(self) and _plan_one(self, "", loading, classes)
+    may_plan = _may_plan() and _plan_one(self, "", loading, classes)
     if may_plan and (not self._modules or _plan_below(self, loading, classes)):
         if len(loading.planned) - loading.added < len(loading.entries):
             loading.unexpected += _all_unexpected(self, loading)
@@ -114,7 +113,10 @@ def load(
             _check_planned(loading, strict=strict)
         loading.refuse(self, strict=strict)
         if loading.planned:
-            _write_all(loading)
+            with torch.no_grad():
+                (_assign_all if assign else _copy_all)(
+                    cast("list[Entry]", loading.planned), loading
+                )
             loading.refuse(self, strict=False)
     else:
         if may_plan:
@@ -153,8 +155,7 @@ def load_state_dict(
         The named tuple ``(missing_keys, unexpected_keys)``.
 
     Raises:
-        RuntimeError: Names do not match and ``strict`` is set, or tensors do not fit. The error lists
-            all problems.
+        RuntimeError: Lists all problems, if names do not match (``strict``) or tensors do not fit.
 
     Example:
         >>> import modkit, torch
@@ -172,9 +173,6 @@ def load_state_dict(
     return load(model, state_dict, strict=strict, assign=assign)
 
 
-# --- one module -----------------------------------------------------------------------------------
-
-
 @standard
 def _load_from_state_dict(
     self: torch.nn.Module,
@@ -188,8 +186,7 @@ def _load_from_state_dict(
 ) -> None:
     """Load the parameters, persistent buffers and extra state of one module, not below it.
 
-    Classes override this to migrate old checkpoints; ``local_metadata`` has the version that wrote
-    them. All modules of a load share the three lists of problems.
+    Classes override this to migrate checkpoints of an older version, which ``local_metadata`` holds.
     """
     if TorchModule._load_from_state_dict is not _TORCH_LOAD:
         TorchModule._load_from_state_dict(
@@ -309,9 +306,6 @@ def _unexpected(
             yield key
 
 
-# --- modules one after the other ------------------------------------------------------------------
-
-
 @dataclass
 class _Part:
     """A module, and the entries of the state dict for it and all below it."""
@@ -370,15 +364,9 @@ def _load_in_order(module: torch.nn.Module, loading: _Load) -> None:
     for part, before_children in _parts(module, loading.entries):
         if before_children:
             # Strict for all of them, as in torch: the caller decides about missing keys.
-            part.module._load_from_state_dict(
-                part.entries,
-                part.prefix,
-                loading.local_metadata(part.prefix),
-                True,
-                loading.missing,
-                loading.unexpected,
-                loading.errors,
-            )
+            problems = (loading.missing, loading.unexpected, loading.errors)
+            local = loading.local_metadata(part.prefix)
+            part.module._load_from_state_dict(part.entries, part.prefix, local, True, *problems)
         elif part.module._load_state_dict_post_hooks:
             keys = IncompatibleKeys(loading.missing, loading.unexpected)
             for hook in tuple(part.module._load_state_dict_post_hooks.values()):
@@ -386,20 +374,14 @@ def _load_in_order(module: torch.nn.Module, loading: _Load) -> None:
                     raise AssertionError(text_of("load_state_dict", "Hooks registered"))
 
 
-# --- all entries checked, then written ------------------------------------------------------------
-
-
 _TORCH_LOAD: Final = original_methods["_load_from_state_dict"]
 _TORCH_SET_EXTRA_STATE: Final = original_methods["set_extra_state"]
 _TORCH_GETATTR: Final = original_methods["__getattr__"]
 
 
-def _may_plan(module: torch.nn.Module) -> bool:
-    state = module.__dict__
+def _may_plan() -> bool:
     return (
-        not state.get("_load_state_dict_post_hooks")
-        and not state.get("_load_state_dict_pre_hooks")
-        and TorchModule._load_from_state_dict is _TORCH_LOAD
+        TorchModule._load_from_state_dict is _TORCH_LOAD
         and TorchModule.set_extra_state is _TORCH_SET_EXTRA_STATE
         and TorchModule.__getattr__ is _TORCH_GETATTR
         and not torch.__future__.get_swap_module_params_on_conversion()
@@ -445,10 +427,7 @@ _MIGRATING: Final[set[object]] = set(layer_loaders)
 
 
 def only_migrates(loader: FunctionT) -> FunctionT:
-    """Mark a ``_load_from_state_dict`` that edits its entries, writes no tensor, and calls super's.
-
-    All entries of a model with such a class are still checked before the first write.
-    """
+    """Mark a ``_load_from_state_dict`` that edits its entries, writes no tensor, and calls super's."""
     _MIGRATING.add(loader)
     return loader
 
@@ -553,16 +532,6 @@ def _check_planned(loading: _Load, *, strict: bool) -> None:
             problem = try_out(each, assign=assign)
             if problem is not None:
                 loading.errors.append(problem)
-
-
-def _write_all(loading: _Load) -> None:
-    """Write the checked entries: copies in one call, all else one by one."""
-    entries = cast("list[Entry]", loading.planned)
-    with torch.no_grad():
-        if loading.assign:
-            _assign_all(entries, loading)
-        else:
-            _copy_all(entries, loading)
 
 
 def _copy_all(entries: list[Entry], loading: _Load) -> None:

@@ -127,10 +127,7 @@ def _failure(action: str, key: str, target: torch.Tensor, value: Any, error: Bas
 
 
 def write(entry: Entry, *, assign: bool, ties: Ties | None) -> str | None:
-    """Write one checked entry with grad off; return the problem, or None.
-
-    ``ties`` holds the parameters that this load has assigned already; None if none is shared.
-    """
+    """Write one checked entry with grad off; return the problem, or None. No ties: none is shared."""
     module, _, name, key, target, value = entry
     swap = torch.__future__.get_swap_module_params_on_conversion()
     try:

@@ -13,8 +13,7 @@ from typing import Any, Final
 import torch
 
 from modkit._messages import MSG_CYCLE
-from modkit._types import FunctionT
-from modkit._upstream import original_methods
+from modkit._upstream import FunctionT, original_methods
 
 
 TorchModule: Final = torch.nn.Module
@@ -83,10 +82,7 @@ def is_standard(module: torch.nn.Module, method: str) -> bool:
 
 
 class StandardClasses(dict[type, bool]):
-    """Caches for one walk which classes override none of the methods, since trees have few classes.
-
-    The overrides of an instance still have to be checked for each module.
-    """
+    """Caches for one walk which classes override none of the methods; instances still may."""
 
     def __init__(self, asked: Methods) -> None:
         self._asked = asked

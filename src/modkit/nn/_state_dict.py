@@ -86,7 +86,7 @@ def _run_save_hooks(
 
 
 @patchable
-def state_dict(  # noqa: D417 - a method
+def state_dict(
     self: torch.nn.Module,
     *args: Any,
     destination: Any = None,
@@ -95,12 +95,8 @@ def state_dict(  # noqa: D417 - a method
 ) -> Any:
     """Return the parameters, persistent buffers and extra state, here and below, by name.
 
-    Args:
-        args: Deprecated positional form of the following.
-        destination: Mapping to write into; by default a new OrderedDict whose ``_metadata`` holds
-            each module's ``_version``.
-        prefix: Prefix of each name.
-        keep_vars: Keep the tensors' autograd history instead of detaching them.
+    ``destination`` is a mapping to write into, by default a new OrderedDict whose ``_metadata`` holds
+    each module's ``_version``. ``keep_vars`` keeps the tensors' autograd history.
     """
     if args:
         warnings.warn(text_of("state_dict", "Positional args"), FutureWarning, stacklevel=3)

@@ -1,7 +1,7 @@
 """Iterating over the modules, parameters and buffers of a tree."""
 
 import operator
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Final, cast
 
 import torch
@@ -10,8 +10,6 @@ from torch.nn import Parameter
 from modkit._upstream import original_methods
 from modkit.nn._overrides import StandardClasses, all_standard, methods, patchable, refuse_cycle
 
-
-NamedMembers = Callable[[torch.nn.Module], Iterable[tuple[str, Any]]]
 
 _NAMED_MODULES: Final = methods("named_modules")
 _NAMED_MEMBERS: Final = methods("_named_members")
@@ -27,10 +25,9 @@ class _Memo(set[torch.nn.Module]):
 class _Seen:
     """The modules that a walk has met, told apart by identity.
 
-    A set goes by the equality that the modules' classes define, which is quick, as most leave it
-    alone. ``unlike`` holds the others, by identity: modules that cannot be hashed, such as
-    dataclasses and mappings, and those that their class considers equal to another one. A memo of
-    the caller's is compared as the caller does it, where that is possible.
+    A set compares by the classes' equality, which is fast, as most leave it alone. ``unlike`` holds
+    the others, by identity: modules that cannot be hashed, such as dataclasses, or that equal another
+    one. A memo of the caller's is compared as the caller does it, if possible.
     """
 
     __slots__ = ("_by_identity", "_remember", "met", "unlike")
@@ -87,7 +84,7 @@ def _refuse_parent(module: torch.nn.Module, stack: list[Any]) -> None:
 
 
 @patchable
-def named_modules(  # noqa: D417 - a method
+def named_modules(
     self: torch.nn.Module,
     memo: set[torch.nn.Module] | None = None,
     prefix: str = "",
@@ -95,10 +92,7 @@ def named_modules(  # noqa: D417 - a method
 ) -> Generator[tuple[str, torch.nn.Module], None, None]:
     """Yield ``(dotted name, module)`` for this module and all below it, parents first.
 
-    Args:
-        memo: Modules to leave out; filled with those that were yielded.
-        prefix: Name of this module; names below it start with it and a dot.
-        remove_duplicate: Yield a module that stands in several places only once.
+    Modules in ``memo`` are left out, and those that were yielded are added to it.
     """
     if memo is None:
         yield prefix, self
@@ -254,35 +248,6 @@ def _owners(
     return owners
 
 
-@patchable
-def _named_members(
-    self: torch.nn.Module,
-    get_members_fn: NamedMembers,
-    prefix: str = "",
-    recurse: bool = True,
-    remove_duplicate: bool = True,
-) -> Generator[tuple[str, Any], None, None]:
-    """Yield the pairs that ``get_members_fn`` finds in this module and all below it."""
-    # Tensors and modules by identity, as in ``parameters``; anything else by its own equality.
-    by_identity: dict[int, Any] = {}
-    by_equality: set[Any] = set()
-    for module_prefix, owner in _owners(self, prefix, recurse, remove_duplicate):
-        dotted = _dot(module_prefix)
-        for name, member in get_members_fn(owner):
-            if member is None:
-                continue
-            if remove_duplicate:
-                if isinstance(member, (torch.Tensor, torch.nn.Module)):
-                    if id(member) in by_identity:
-                        continue
-                    by_identity[id(member)] = member
-                elif member in by_equality:
-                    continue
-                else:
-                    by_equality.add(member)
-            yield dotted + name, member
-
-
 def _named_tensors(
     module: torch.nn.Module, table: str, prefix: str, recurse: bool, remove_duplicate: bool
 ) -> Iterator[tuple[str, Any]]:
@@ -313,16 +278,10 @@ def _named_tensors(
 
 
 @patchable
-def named_parameters(  # noqa: D417 - a method
+def named_parameters(
     self: torch.nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, Parameter]]:
-    """Yield ``(dotted name, parameter)``.
-
-    Args:
-        prefix: Name of this module; names start with it and a dot.
-        recurse: Include the parameters of all modules below.
-        remove_duplicate: Yield a tied parameter only under its first name.
-    """
+    """Yield ``(dotted name, parameter)``, a tied parameter under its first name by default."""
     return _named_tensors(self, "_parameters", prefix, recurse, remove_duplicate)
 
 

@@ -34,9 +34,8 @@ else:
 class ModuleType(_ProtocolType):
     """The metaclass of ``Module``: torch's modules count as instances of ``Module``.
 
-    It derives from the metaclass of protocols, itself derived from that of abstract classes, so
-    that ``abc.ABC``, ``Protocol`` and modules mix. A user's metaclass derives from
-    ``type(modkit.nn.Module)``.
+    It derives from the metaclass of protocols and thereby of abstract classes, so that both mix with
+    modules. A user's metaclass derives from ``type(modkit.nn.Module)``.
     """
 
     if not TYPE_CHECKING:
@@ -59,11 +58,7 @@ class ModuleType(_ProtocolType):
         return type.__new__(mcs, name, bases, namespace, **kwargs)
 
     def mro(cls) -> list[type]:
-        """Put ``Module`` directly before ``torch.nn.Module``.
-
-        Everything that torch's order of bases has before ``torch.nn.Module`` stays before both, so
-        that a mixin of torch's keeps its ``__init__`` and its overrides.
-        """
+        """Put ``Module`` directly before ``torch.nn.Module``, behind torch's mixins."""
         order: list[Any] = super().mro()
         if order[-2] is TorchModule and (order[-3] is cls or order[-3] is Module):
             return order
@@ -136,7 +131,6 @@ class Module(torch.nn.Module, metaclass=ModuleType):
         named_modules = _traversal.named_modules
         modules = _traversal.modules
         named_children = _traversal.named_children
-        _named_members = _traversal._named_members
         named_parameters = _traversal.named_parameters
         parameters = _traversal.parameters
         named_buffers = _traversal.named_buffers
