@@ -15,7 +15,7 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
 - ``parse_to`` parses the four forms of ``Module.to``; its errors are documented behaviour.
 - ``IncompatibleKeys`` and ``EXTRA_STATE_KEY``: Lightning and transformers import them by name.
 - ``WrappedHook`` holds its module weakly; spectral_norm and others look for the class.
-- ``foreach_*``: one launch for a list of tensors, by torch's kernels, for the same bits.
+- ``foreach_*``: one launch for a list of tensors; bitwise identical to torch, which uses them too.
   ``foreach_devices`` names the devices where they are fused.
 - ``tensor_guard`` checks in C++ whether tensors are as they were, as dynamo does before compiled code.
 - ``BatchNormBase``: the base of every batch normalization layer, users' own included.
@@ -76,7 +76,7 @@ is_tracing = cast("Callable[[], bool]", cast("Any", torch._C)._is_tracing)
 
 recurrent_kernels = cast("Any", torch)._VF
 
-# What ``Parameter(tensor)`` comes down to for a plain tensor, without the questions in Python.
+# The essence of ``Parameter(tensor)`` for a plain tensor, without the checks in Python.
 make_parameter: Callable[[torch.Tensor, bool], torch.nn.Parameter] = partial(
     cast("Any", torch.Tensor)._make_subclass, torch.nn.Parameter
 )
@@ -101,7 +101,7 @@ original_methods: dict[str, Any] = {
     name: _as_torch_wrote_it(value) for name, value in vars(torch.nn.Module).items()
 }
 
-# What torch's own layers do when they load: they migrate the entries that they are given.
+# The loading methods of torch's own layers, which only migrate the entries that they are given.
 layer_loaders = frozenset(
     (BatchNormBase._load_from_state_dict, torch.nn.InstanceNorm1d._load_from_state_dict)
 )

@@ -1,4 +1,4 @@
-"""What type checkers must infer. Never run: `nox -s typing` reads it."""
+"""Types that type checkers must infer. Never run: `nox -s typing` reads it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -43,7 +43,7 @@ assert_type(net.gain, nn.Parameter)
 assert_type(net.mean, torch.Tensor)
 assert_type(net.training, bool)
 
-# What returns the module returns the user's class.
+# Methods that return the module return the user's class.
 assert_type(net.train(), Net)
 assert_type(net.eval(), Net)
 assert_type(net.to("cpu"), Net)

@@ -85,7 +85,7 @@ def test_tools_find_public_objects(path: str) -> None:
         assert path.encode() in pickle.dumps(found, protocol=0)
         assert not is_class or typing.get_type_hints(found) is not None
         for function in members:
-            # What dataclasses generate has no source, in no module.
+            # Functions that dataclasses generate have no source, in no module.
             if not inspect.unwrap(function).__code__.co_filename.startswith("<"):
                 assert inspect.getsource(function)
 

@@ -1,4 +1,4 @@
-"""What a module holds: its empty state, registration, and setting and deleting attributes."""
+"""The members of a module: its empty state, registration, setting and deleting attributes."""
 
 import reprlib
 from collections import OrderedDict
@@ -121,7 +121,7 @@ def _announce(kind: str, module: torch.nn.Module, name: str, value: Any) -> Any:
     return result
 
 
-# What registration hooks may return for each kind of member.
+# The types that registration hooks may return for each kind of member.
 _ACCEPTED: Final[dict[str, tuple[str, type]]] = {
     "parameter": ("torch.nn.Parameter", Parameter),
     "buffer": ("torch.Tensor", torch.Tensor),

@@ -1,4 +1,4 @@
-"""The autograd side of full backward hooks: torch's class, with its defects fixed."""
+"""The autograd side of full backward hooks: torch's class, with bug fixes."""
 
 import functools
 import operator

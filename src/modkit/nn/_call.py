@@ -1,4 +1,4 @@
-"""What happens when a module is called: hooks around ``forward``, in torch's order."""
+"""Calling a module: hooks around ``forward``, in torch's order."""
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,6 +1,6 @@
 """Moving and casting the tensors of a module in place, and switching its mode.
 
-A parameter that stands in several places is converted once, and if it has to be replaced by a new
+A parameter that is registered in several places is converted once, and if it is replaced by a new
 one, the new one is put in all of its places; likewise a buffer. What was converted is remembered
 for each thread from the outermost call of ``_apply`` to its end, across overrides of ``_apply``.
 """
@@ -51,7 +51,7 @@ class Replacements(dict[int, tuple[weakref.ref[Any], Any]]):
 
 
 class Ties(NamedTuple):
-    """What a function has been applied to so far; modules and parameters by identity."""
+    """The progress of a function; modules and parameters by identity."""
 
     finished: dict[int, torch.nn.Module]  # all of their own tensors are converted
     converted: dict[int, torch.Tensor]  # parameters that are results
@@ -157,7 +157,7 @@ def _convert_parameters(module: torch.nn.Module, fn: TensorFunction, ties: Ties)
 
 
 def _convert_buffer(buffer: torch.Tensor, fn: TensorFunction, ties: Ties) -> torch.Tensor:
-    # What only acts like a tensor may not allow the weak reference that is noted. A parameter that
+    # A tensor-like object may not allow the weak reference that is noted. A parameter that
     # is also a buffer may be about to be swapped, which weak references forbid.
     if type(buffer) is not torch.Tensor and (
         isinstance(buffer, Parameter) or not isinstance(cast("object", buffer), torch.Tensor)
@@ -171,7 +171,7 @@ def _convert_buffer(buffer: torch.Tensor, fn: TensorFunction, ties: Ties) -> tor
     return result
 
 
-# A memory format for images is no format for volumes, and the other way round.
+# A memory format for images does not fit volumes, and vice versa.
 _DIMENSIONS: Final = {torch.channels_last: (4,), torch.channels_last_3d: (5,)}
 _REFUSED: Final = "Cannot copy out of meta tensor; no data!"
 

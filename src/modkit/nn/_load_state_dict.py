@@ -405,7 +405,7 @@ def _plan_below(module: torch.nn.Module, loading: _Load, classes: "_PlannedClass
             if "." in name:
                 return False
             if loading.assign:
-                # What is assigned under a first name is there when the second name is loaded.
+                # A member assigned under a first name is there when the second name is loaded.
                 if key in assigned:
                     return False
                 assigned.add(key)
@@ -540,7 +540,7 @@ def _copy_all(entries: list[Entry], loading: _Load) -> None:
     targets = [each[4] for each in sure]
     values = [each[5] for each in sure]
     if len(set(map(id, targets))) < len(targets):
-        # One that stands in several places ends up with its last value.
+        # A tensor in several places ends up with its last value.
         last = {id(target): (target, value) for target, value in zip(targets, values, strict=True)}
         targets, values = map(list, zip(*last.values(), strict=True))
     if targets:
@@ -570,7 +570,7 @@ def _assign_all(entries: list[Entry], loading: _Load) -> None:
             last, direct = module, not announced and _registers_directly(module, classes)
         tied = id(target) in shared
         if type(value) is plain and direct and key not in unsure:
-            # What registering comes down to, where nothing else takes part.
+            # The essence of registering, if nothing else takes part.
             if type(target) is Parameter and not tied and members is module._parameters:
                 members[name] = make_parameter(value, target.requires_grad)
                 continue

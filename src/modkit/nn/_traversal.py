@@ -148,7 +148,7 @@ def modules(self: torch.nn.Module, remove_duplicate: bool = True) -> Iterator[to
     elif all_standard(self, _NAMED_MODULES):
         yield from _standard_modules(self)
     else:
-        # What torch passes to an override depends on its release.
+        # Torch's arguments to an override depend on its release.
         yield from original_methods["modules"](self)
 
 
