@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from modkit._namespace import publish_all
 from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors, canonical_name, canonical_names
 from modkit.averaging.precision import compact
@@ -242,3 +243,6 @@ def _nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
     if all(isinstance(part, int) for part in found):
         return [found[number] for number in sorted(found)]
     return found
+
+
+publish_all(globals())

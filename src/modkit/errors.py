@@ -1,5 +1,8 @@
 """The exception classes of modkit."""
 
+from modkit._namespace import publish_all
+
+
 __all__ = ["FileError", "NameMismatchError"]
 
 
@@ -43,3 +46,6 @@ class NameMismatchError(ValueError):
 def printable(text: str) -> str:
     """Escape control characters: names from a file could move the cursor or forge a line of output."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+publish_all(globals())

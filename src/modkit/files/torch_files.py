@@ -25,6 +25,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from modkit._namespace import publish
 from modkit._upstream import modes_are_active, tensors_are_fake
 from modkit.errors import FileError
 from modkit.files.atomic_write import atomic_write
@@ -504,3 +505,6 @@ def _content_of(f: Any) -> bytes:
     if not isinstance(content, bytes):
         raise TypeError("the file is open as text; open it in the mode 'rb'")
     return content
+
+
+publish("modkit", load_checkpoint, save_checkpoint)

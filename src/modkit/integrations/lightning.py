@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
+from modkit._namespace import publish_all
 from modkit._upstream import RemovableHandle
 from modkit.averaging.callback import (
     NO_AVERAGES,
@@ -65,10 +66,10 @@ class EMACallback(Callback):
             none.
         swap_to_average_at_end: If True, ``fit`` ends with the average in the model;
             ``callback.ema.restore()`` restores the training weights.
-        **options: Further options of :class:`~modkit.averaging.ema.EMA`.
+        **options: Further options of :class:`~modkit.EMA`.
 
     Attributes:
-        ema: The :class:`~modkit.averaging.ema.EMA` of the latest fit, or None.
+        ema: The :class:`~modkit.EMA` of the latest fit, or None.
 
     Example::
 
@@ -340,3 +341,6 @@ class _CheckpointIO(CheckpointIO):
 
     def teardown(self) -> None:
         self.inner.teardown()
+
+
+publish_all(globals())

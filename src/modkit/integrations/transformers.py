@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 import torch
 from typing_extensions import Self, Unpack
 
+from modkit._namespace import publish_all
 from modkit.averaging.callback import (
     NO_AVERAGES,
     EMAOptions,
@@ -81,10 +82,10 @@ class EMACallback(TrainerCallback):
         index: Index of the average to evaluate and to save.
         swap_to_average_at_end: If True, training ends with the average in the model;
             ``callback.ema.restore()`` restores the training weights.
-        **options: Further options of :class:`~modkit.averaging.ema.EMA`.
+        **options: Further options of :class:`~modkit.EMA`.
 
     Attributes:
-        ema: The :class:`~modkit.averaging.ema.EMA` of the latest training, or None.
+        ema: The :class:`~modkit.EMA` of the latest training, or None.
 
     Example::
 
@@ -311,3 +312,6 @@ def _restore(ema: EMA[Any], content: dict[str, Any]) -> None:
     ema.load_state_dict(content["ema"])
     for _, tensor, value in pairs:
         write(tensor, value)
+
+
+publish_all(globals())
