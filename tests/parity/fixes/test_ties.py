@@ -163,7 +163,7 @@ def test_ties_hold_across_an_override(impl: Implementation) -> None:
 
 
 def test_ties_hold_across_an_override_with_a_function_of_its_own(impl: Implementation) -> None:
-    """An override that passes on another function applies that function to each tensor once."""
+    """Ties hold if an override passes on another function, which is applied as well."""
     root = overriding(impl, lambda fn: lambda t: fn(t).double())
     first, second = weights(root._apply(lambda t: t.to("meta")))
 
