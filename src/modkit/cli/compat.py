@@ -1,6 +1,7 @@
 """``modkit compat``: the differences between torch and modkit, in general or on one model."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import click
@@ -9,9 +10,10 @@ from modkit.cli._tables import EPILOG, json_option, print_json, print_table, pro
 from modkit.compat.model import Target, TargetError, compare
 from modkit.compat.report import Report
 from modkit.compat.run import areas, run
+from modkit.files.atomic_write import atomic_write
 
 
-def parsed(_: click.Context, parameter: click.Parameter, value: str) -> Any:
+def _parsed(_: click.Context, parameter: click.Parameter, value: str) -> Any:
     """Read JSON of the type that the default of an option has."""
     wanted = type(json.loads(str(parameter.default)))
     try:
@@ -26,12 +28,19 @@ def parsed(_: click.Context, parameter: click.Parameter, value: str) -> Any:
 @click.command(epilog=EPILOG)
 @click.argument("target", required=False)
 @click.option("--area", "chosen", multiple=True, help="Run only the behaviors of this area.")
-@click.option("--args", default="[]", callback=parsed, help="Arguments of TARGET: a JSON list.")
-@click.option("--kwargs", default="{}", callback=parsed, help="Keyword arguments: a JSON object.")
+@click.option("--args", default="[]", callback=_parsed, help="Arguments of TARGET: a JSON list.")
+@click.option("--kwargs", default="{}", callback=_parsed, help="Keyword arguments: a JSON object.")
 @click.option(
     "--input", "inputs", multiple=True, help="A shape as 1,3,224,224, or module:function."
 )
 @click.option("--swap", multiple=True, metavar="PACKAGE", help="Use modkit in this package too.")
+@click.option(
+    "--html",
+    "page",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a self-contained page with all differences.",
+)
 @json_option
 def compat(
     target: str | None,
@@ -40,6 +49,7 @@ def compat(
     kwargs: dict[str, Any],
     inputs: tuple[str, ...],
     swap: tuple[str, ...],
+    page: Path | None,
     as_json: bool,
 ) -> None:
     """Compare modkit with the installed torch; any unlisted difference is an error.
@@ -53,7 +63,7 @@ def compat(
       modkit compat
       modkit compat --area "forward hooks" --json
       modkit compat my_package.models:Net --kwargs '{"width": 64}' --input 8,3,32,32
-      modkit compat train.py:make_model --input train.py:make_inputs
+      modkit compat train.py:make_model --input train.py:make_inputs --html report.html
     """  # noqa: D301
     if target and chosen:
         raise click.UsageError("--area cannot be used with TARGET")
@@ -62,6 +72,8 @@ def compat(
     for area in chosen:
         if area not in areas():
             raise click.UsageError(f"{area!r} is not an area: {', '.join(areas())}")
+    if page and not page.parent.is_dir():
+        raise FileNotFoundError(f"there is no directory {page.parent}")
     if target:
         try:
             with progress("comparing"):
@@ -71,10 +83,14 @@ def compat(
     else:
         with progress("running", 1.0) as bar:
             report = Report("shared behaviors", run(chosen, bar), by_area=True)
+    if page:
+        with atomic_write(page) as file:
+            file.write_text(report.as_html(), encoding="utf-8")
     if as_json:
         print_json(report.as_json())
     else:
         for title, headings, rows in report.tables():
-            print_table(headings, rows, title)
-    if report.failed:
+            if title != "Listed differences":
+                print_table(headings, rows, title)
+    if any(each.kind == "unlisted" for each in report.results):
         raise click.exceptions.Exit(1)

@@ -1,5 +1,6 @@
-"""The report of a comparison: tables and JSON."""
+"""The report of a comparison: tables, JSON and a page."""
 
+import html
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,34 +15,37 @@ from modkit.compat.run import Result
 
 SHOWN: Final = 400
 KINDS: Final = ("equal", "listed", "unlisted")
+_PAGE: Final = """<!doctype html><html lang="en"><meta charset="utf-8"><title>modkit compat</title>
+<style>body{font:15px system-ui,sans-serif;margin:2em} table{border-collapse:collapse}
+td,th{border:1px solid #8886;padding:.3em .6em;text-align:left;overflow-wrap:anywhere}</style>
+"""
 
 
-def short(value: Any) -> str:
-    """Write a value in at most a few lines."""
+def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} ... ({len(text)} characters)"
 
 
-def said(found: Outcome) -> str:
-    """Write an outcome in a sentence."""
+def _said(found: Outcome) -> str:
     kind, *rest, warned = found
-    return short(f"{kind} {': '.join(map(str, rest))}{f', warns {warned}' if warned else ''}")
+    return _short(f"{kind} {': '.join(map(str, rest))}{f', warns {warned}' if warned else ''}")
 
 
-def differs(result: Result) -> tuple[str, str, str]:
+def _differs(result: Result) -> tuple[str, str, str]:
     """Return where the outcomes of a case differ, and both values."""
     one, other = result.torch, result.modkit
     found = difference(one, other) if one[0] == other[0] else None
-    return (found[0], short(found[1]), short(found[2])) if found else ("", said(one), said(other))
+    return (
+        (found[0], _short(found[1]), _short(found[2])) if found else ("", _said(one), _said(other))
+    )
 
 
-def verdict(result: Result) -> str:
-    """Write the result of a check of a model."""
+def _verdict(result: Result) -> str:
     if result.kind == "unlisted":
         return "differs"
     if result.torch[0] == "skipped":
         return f"skipped: {result.torch[1]}"
-    return "equal" if result.torch[0] == "returns" else f"equal: each {said(result.torch)}"
+    return "equal" if result.torch[0] == "returns" else f"equal: each {_said(result.torch)}"
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,6 @@ class Report:
     title: str
     results: Sequence[Result]
     by_area: bool
-
-    @property
-    def failed(self) -> bool:
-        """True if there is an unlisted difference."""
-        return any(each.kind == "unlisted" for each in self.results)
 
     def counts(self) -> Iterator[tuple[str, list[int]]]:
         """Yield area, number of cases, and number of each kind; the sum comes last."""
@@ -70,13 +69,14 @@ class Report:
             headings = ("area", "cases", "equal", "listed differences", "unlisted differences")
             yield versions, headings, [(area, *map(str, row)) for area, row in self.counts()]
         else:
-            checks = [(each.case, verdict(each)) for each in self.results]
+            checks = [(each.case, _verdict(each)) for each in self.results]
             yield f"{self.title} ({versions})", ("check", "result"), checks
-        unlisted = [each for each in self.results if each.kind == "unlisted"]
-        if unlisted:
-            headings = ("case", "where", "torch", "modkit", "reason")
-            rows = [(f"{each.area}: {each.case}", *differs(each), each.reason) for each in unlisted]
-            yield "Unlisted differences", headings, rows
+        headings = ("case", "where", "torch", "modkit", "reason")
+        for kind in ("unlisted", "listed"):
+            found = [each for each in self.results if each.kind == kind]
+            rows = [(f"{each.area}: {each.case}", *_differs(each), each.reason) for each in found]
+            if rows:
+                yield f"{kind.capitalize()} differences", headings, rows
 
     def versions(self) -> dict[str, str]:
         """Return the versions of modkit, torch and Python."""
@@ -87,9 +87,19 @@ class Report:
         """Return all results as plain data."""
         names = ("cases", *KINDS)
         results = [
-            {**each._asdict(), "torch": said(each.torch), "modkit": said(each.modkit)}
+            {**each._asdict(), "torch": _said(each.torch), "modkit": _said(each.modkit)}
             for each in self.results
         ]
         counts = {area: dict(zip(names, row, strict=True)) for area, row in self.counts()}
         facts = {"title": self.title, "versions": self.versions()}
         return {**facts, "areas": counts, "results": results}
+
+    def as_html(self) -> str:
+        """Return a self-contained page with all tables."""
+        parts = [_PAGE]
+        for title, headings, rows in self.tables():
+            parts.append(f"<h1>{html.escape(title)}</h1>\n<table>")
+            for tag, row in [("th", headings), *(("td", row) for row in rows)]:
+                parts.append("".join(["<tr>", *(f"<{tag}>{html.escape(each)}" for each in row)]))
+            parts.append("</table>")
+        return "\n".join(parts)

@@ -72,16 +72,22 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sys.modules.pop("user_script", None)
 
 
-def test_behaviours_of_an_area() -> None:
-    """The JSON and the table have the counts of the area; listed differences stand in the JSON."""
-    found = invoke("--area", "members", "--json")
+def test_behaviours_of_an_area(tmp_path: Path) -> None:
+    """The JSON, the page and the table have the counts; the table has no listed differences."""
+    found = invoke("--area", "members", "--json", "--html", tmp_path / "a.html")
     report = json.loads(found.stdout)
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    table = invoke("--area", "members").stdout
 
     cases = len(areas()["members"])
     assert (found.exit_code, report["areas"]["members"]["cases"]) == (0, cases)
     assert report["areas"]["all"]["unlisted"] == 0
     assert DIFFERENCES["members: set_submodule() on None"].reason in found.stdout
-    assert f" {cases} " in invoke("--area", "members").stdout
+    assert f" {cases} " in table
+    assert f"<td>{cases}" in page
+    assert DIFFERENCES["members: set_submodule() on None"].reason in page
+    assert [text for text in ("src=", "href=", "<script", "@import", "url(") if text in page] == []
+    assert "Listed differences" not in table
 
 
 def test_an_unlisted_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,14 +121,15 @@ def test_where_two_outcomes_differ() -> None:
     assert difference(one, one) is None
 
 
-def test_a_model_that_is_equal(script: Path) -> None:
+def test_a_model_that_is_equal(script: Path, tmp_path: Path) -> None:
     """Every check of a model is in the table, with the number of classes that were swapped."""
-    found = invoke(f"{script}:Net", "--kwargs", '{"width": 2}')
+    found = invoke(f"{script}:Net", "--kwargs", '{"width": 2}', "--html", tmp_path / "a.html")
 
     assert found.exit_code == 0
     for text in ("2 modules, 1 of modkit's Module", "torch.export", "loading the state dict"):
         assert text in " ".join(found.output.split())
     assert "differs" not in found.output
+    assert "<td>torch.fx.symbolic_trace<td>equal" in (tmp_path / "a.html").read_text("utf-8")
 
 
 def test_a_model_that_differs(script: Path) -> None:

@@ -95,6 +95,7 @@ OTHERS = [
     *("", "nonsense", "--nonsense", "compat --area|hats", "compat net:f|--area|members"),
     *('compat --kwargs|{"a": 1}', "compat net:f|--args|[1", "compat net:f|--kwargs|[1]"),
     *("compat nothing", "compat missing.py:f", "compat broken.py:f", "compat leaves.py:f"),
+    *("compat --html|folder", "compat --html|no/such/a.html"),
 ]
 LINES = [*AVERAGE, *INSPECT, *OPTIONS, *OTHERS]
 
