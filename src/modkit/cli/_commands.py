@@ -11,12 +11,6 @@ from modkit.cli.inspect import inspect
 from modkit.errors import printable
 
 
-class Interrupted(click.ClickException):
-    """Ctrl-C."""
-
-    exit_code = 130
-
-
 class Commands(click.Group):
     """A group of commands whose errors are one line."""
 
@@ -25,7 +19,9 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise Interrupted("interrupted") from None
+            interrupted = click.ClickException("interrupted")
+            interrupted.exit_code = 130
+            raise interrupted from None
         except (click.exceptions.Exit, click.Abort, click.ClickException, BrokenPipeError):
             raise
         except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -15,6 +16,8 @@ from rich.table import Table
 from modkit.errors import printable
 
 
+INPUT: Final = click.Path(exists=True, path_type=Path)
+OUTPUT: Final = click.Path(path_type=Path, dir_okay=False)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 EPILOG: Final = """\b
 Exit status:
@@ -27,15 +30,13 @@ Exit status:
 Shell completion (bash; for others replace bash by zsh or fish):
   eval "$(_MODKIT_COMPLETE=bash_source modkit)"
 """
-# The width of tables in a pipe or a file, unless COLUMNS is set.
-PLAIN_WIDTH: Final = 160
 
 
 def console() -> Console:
-    """Return a console for tables."""
+    """Return a console for tables, with 160 columns in a pipe unless COLUMNS is set."""
     found = Console(highlight=False)
     if not found.is_terminal and "COLUMNS" not in os.environ:
-        found.width = PLAIN_WIDTH
+        found.width = 160
     return found
 
 

@@ -11,14 +11,8 @@ from torch import Tensor
 
 from modkit.averaging import posthoc
 from modkit.averaging.checkpoints import average_checkpoints
-from modkit.cli._tables import EPILOG, cell, console, json_option, print_json, print_table, progress
-from modkit.files.checkpoint_files import (
-    Checkpoint,
-    file_in,
-    is_safetensors,
-    library,
-    save_safetensors,
-)
+from modkit.cli import _tables as ui
+from modkit.files.checkpoint_files import Checkpoint, file_in, library, save_safetensors
 from modkit.files.torch_files import save_checkpoint
 from modkit.files.zip_archive import open_regular
 
@@ -26,45 +20,36 @@ from modkit.files.zip_archive import open_regular
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 
 
-def numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[float] | None:
-    """Read numbers with commas between them."""
+def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[float] | None:
     try:
         return None if value is None else [float(part) for part in value.split(",")]
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,1,2") from None
 
 
-@click.command(epilog=EPILOG)
-@click.argument(
-    "checkpoints",
-    nargs=-1,
-    required=True,
-    metavar="CKPT...",
-    type=click.Path(exists=True, path_type=Path),
-)
+@click.command(epilog=ui.EPILOG)
+@click.argument("checkpoints", nargs=-1, required=True, metavar="CKPT...", type=ui.INPUT)
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File for the average; the suffix .safetensors chooses that format.",
+    type=ui.OUTPUT,
+    help="The average; a name in .safetensors chooses that format.",
 )
-@click.option("--weights", callback=numbers, help="Weight of each CKPT, as 1,1,2; default: equal.")
+@click.option("--weights", callback=_numbers, help="Weight of each CKPT, as 1,1,2; default: equal.")
 @click.option("--key", help="Path of the state dict in torch files, as model or ema.module.")
 @click.option("--prefix", default="", help="Only tensors with this prefix, which is removed.")
 @click.option(
-    "--dtype",
-    type=click.Choice(DTYPES),
-    help="Dtype of the averages; default: that of the first CKPT.",
+    "--dtype", type=click.Choice(DTYPES), help="Dtype of the averages; default: that of the first."
 )
 @click.option(
     "--ema-sigma",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.FloatRange(0, min_open=True),
     help="Relative width; CKPT are snapshots of PostHocEMA or their directory.",
 )
 @click.option("--step", type=int, help="Step for --ema-sigma; default: the latest.")
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it exists; never an input.")
 @click.option("--dry-run", is_flag=True, help="Only compare names and shapes.")
-@json_option
+@ui.json_option
 def average(
     checkpoints: tuple[Path, ...],
     output: Path | None,
@@ -93,7 +78,7 @@ def average(
         raise click.UsageError("--step needs --ema-sigma")
     if output is None and not dry_run:
         raise click.UsageError("missing option '-o' / '--output'")
-    if any(is_safetensors(path) for path in (*checkpoints, output or Path())):
+    if any(path.suffix == ".safetensors" for path in (*checkpoints, output or Path())):
         library("safetensors")
     for path in checkpoints:
         # Opening a FIFO could block. A directory may hold snapshots.
@@ -101,92 +86,72 @@ def average(
             with open_regular(file_in(path)):
                 pass
     if dry_run:
-        show_match(checkpoints, key, as_json=as_json)
+        _show_match(checkpoints, key, as_json=as_json)
         return
     assert output is not None
-    check_output(output, checkpoints, overwrite=overwrite)
+    _check_output(output, checkpoints, overwrite=overwrite)
     facts: dict[str, Any] = {"output": os.fspath(output), "checkpoints": len(checkpoints)}
+    wanted = getattr(torch, dtype) if dtype else None
+    tensors: Mapping[str, Tensor]
     if ema_sigma is None:
-        with progress("averaging", 1.0) as bar:
-            wanted = getattr(torch, dtype) if dtype else None
-            tensors: Mapping[str, Tensor] = average_checkpoints(
-                checkpoints, weights, key=key, dtype=wanted, progress=bar
-            )
+        with ui.progress("averaging", 1.0) as bar:
+            tensors = average_checkpoints(checkpoints, weights, key=key, dtype=wanted, progress=bar)
     else:
-        tensors, more = reconstructed(checkpoints, ema_sigma, step, dtype)
-        facts |= more
-    facts["tensors"] = write(output, tensors, prefix)
+        single = len(checkpoints) == 1 and checkpoints[0].is_dir()
+        with ui.progress("reconstructing"):
+            found = posthoc.reconstruct(checkpoints[0] if single else checkpoints, ema_sigma, step)
+        averages = {name: each.to(wanted or each.dtype) for name, each in found.averages.items()}
+        tensors = {**averages, **found.buffers}
+        facts |= {"sigma_rel": ema_sigma, "step": found.step, "snapshots": len(found.snapshots)}
+        facts["fit_error"] = found.fit.error
+    facts["tensors"] = _write(output, tensors, prefix)
     if as_json:
-        print_json(facts)
+        ui.print_json(facts)
         return
     if ema_sigma is not None:
-        console().print(
+        ui.console().print(
             f"sigma_rel {ema_sigma:g} at step {facts['step']} from {facts['snapshots']} snapshots: "
             f"relative error of the fit {facts['fit_error']:.2g}"
         )
     average_of = f"the average of {len(checkpoints)}, {facts['tensors']} tensors"
-    console().print(f"{cell(output)}: {average_of}", soft_wrap=True)
+    ui.console().print(f"{ui.cell(output)}: {average_of}", soft_wrap=True)
 
 
-def show_match(checkpoints: Sequence[Path], key: str | None, *, as_json: bool) -> None:
+def _show_match(checkpoints: Sequence[Path], key: str | None, *, as_json: bool) -> None:
     """Print how the names and shapes of the checkpoints match; raise if they do not."""
+    paths = [str(path) for path in checkpoints]
     shapes = [Checkpoint(path, key).shapes for path in checkpoints]
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys(name for each in shapes for name in each):
-        first = shapes[0].get(name)
-        others = {
-            str(path): text_of(each.get(name))
-            for path, each in zip(checkpoints, shapes, strict=True)
-            if each.get(name) != first
-        }
-        rows.append({"name": name, "shape": text_of(first), "fits": not others, "others": others})
+        texts = [" x ".join(map(str, each.get(name, ["missing"]))) for each in shapes]
+        others = {k: text for k, text in zip(paths, texts, strict=True) if text != texts[0]}
+        rows.append({"name": name, "shape": texts[0], "fits": not others, "others": others})
     if as_json:
-        print_json({"checkpoints": [str(path) for path in checkpoints], "tensors": rows})
+        ui.print_json({"checkpoints": paths, "tensors": rows})
     else:
         fits = ["; ".join(f"{Path(k).name}: {v}" for k, v in r["others"].items()) for r in rows]
         cells = [(r["name"], r["shape"], fit or "yes") for r, fit in zip(rows, fits, strict=True)]
-        print_table(("name", "shape", "fits"), cells, f"{len(shapes)} checkpoints")
+        ui.print_table(("name", "shape", "fits"), cells, f"{len(shapes)} checkpoints")
     if problems := [row["name"] for row in rows if not row["fits"]]:
         raise ValueError(f"{len(problems)} tensors do not fit, the first is {problems[0]}")
 
 
-def text_of(shape: torch.Size | None) -> str:
-    """Write a shape."""
-    return "missing" if shape is None else " x ".join(map(str, shape))
-
-
-def check_output(output: Path, checkpoints: Sequence[Path], *, overwrite: bool) -> None:
+def _check_output(output: Path, checkpoints: Sequence[Path], *, overwrite: bool) -> None:
     """Refuse an output that is an input or cannot be written, before any work is done."""
     if not output.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {output.parent}")
     special = output.exists() and not output.is_file()
     if not os.access(output if special else output.parent, os.W_OK):
         raise PermissionError(f"{output if special else output.parent} is not writable")
-    if not output.exists():
-        return
-    for path in checkpoints:
+    for path in checkpoints if output.exists() else ():
         folder = path.parent if path.name.endswith(".index.json") else path
         if any(map(output.samefile, [path, *(folder.iterdir() if folder.is_dir() else [])])):
             raise FileExistsError(f"{output} is an input: {path}")
-    if not overwrite:
+    if output.exists() and not overwrite:
         raise FileExistsError(f"{output} exists; --overwrite replaces it")
 
 
-def reconstructed(
-    checkpoints: Sequence[Path], sigma_rel: float, step: int | None, dtype: str | None
-) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-    """Reconstruct the average of a width, and return it with facts about the fit."""
-    single = len(checkpoints) == 1 and checkpoints[0].is_dir()
-    with progress("reconstructing"):
-        found = posthoc.reconstruct(checkpoints[0] if single else checkpoints, sigma_rel, step)
-    wanted = getattr(torch, dtype) if dtype else None
-    averages = {name: tensor.to(wanted or tensor.dtype) for name, tensor in found.averages.items()}
-    facts = {"sigma_rel": sigma_rel, "step": found.step, "snapshots": len(found.snapshots)}
-    facts["fit_error"] = found.fit.error
-    return {**averages, **found.buffers}, facts
-
-
-def write(output: Path, tensors: Mapping[str, Tensor], prefix: str) -> int:
+def _write(output: Path, tensors: Mapping[str, Tensor], prefix: str) -> int:
     """Write the tensors with a prefix, in the format of the suffix; return their number."""
     found = {
         name.removeprefix(prefix): tensor.contiguous()
@@ -195,5 +160,5 @@ def write(output: Path, tensors: Mapping[str, Tensor], prefix: str) -> int:
     }
     if not found:
         raise ValueError(f"no name begins with --prefix {prefix!r}; the first is {min(tensors)!r}")
-    (save_safetensors if is_safetensors(output) else save_checkpoint)(found, output)
+    (save_safetensors if output.suffix == ".safetensors" else save_checkpoint)(found, output)
     return len(found)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from modkit.cli._tables import EPILOG, json_option, print_json, print_table, progress
+from modkit.cli import _tables as ui
 from modkit.compat.model import Target, TargetError, compare
 from modkit.compat.report import Report
 from modkit.compat.run import areas, run
@@ -25,23 +25,15 @@ def _parsed(_: click.Context, parameter: click.Parameter, value: str) -> Any:
     return found
 
 
-@click.command(epilog=EPILOG)
+@click.command(epilog=ui.EPILOG)
 @click.argument("target", required=False)
 @click.option("--area", "chosen", multiple=True, help="Run only the behaviors of this area.")
 @click.option("--args", default="[]", callback=_parsed, help="Arguments of TARGET: a JSON list.")
 @click.option("--kwargs", default="{}", callback=_parsed, help="Keyword arguments: a JSON object.")
-@click.option(
-    "--input", "inputs", multiple=True, help="A shape as 1,3,224,224, or module:function."
-)
+@click.option("--input", "inputs", multiple=True, help="A shape as 8,3,32,32, or module:function.")
 @click.option("--swap", multiple=True, metavar="PACKAGE", help="Use modkit in this package too.")
-@click.option(
-    "--html",
-    "page",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write a self-contained page with all differences.",
-)
-@json_option
+@click.option("--html", "page", type=ui.OUTPUT, help="Write a self-contained page with all tables.")
+@ui.json_option
 def compat(
     target: str | None,
     chosen: tuple[str, ...],
@@ -76,21 +68,21 @@ def compat(
         raise FileNotFoundError(f"there is no directory {page.parent}")
     if target:
         try:
-            with progress("comparing"):
+            with ui.progress("comparing"):
                 report = Report(*compare(Target(target, args, kwargs, inputs, swap)), by_area=False)
         except TargetError as error:
             raise click.UsageError(str(error)) from error
     else:
-        with progress("running", 1.0) as bar:
+        with ui.progress("running", 1.0) as bar:
             report = Report("shared behaviors", run(chosen, bar), by_area=True)
     if page:
         with atomic_write(page) as file:
             file.write_text(report.as_html(), encoding="utf-8")
     if as_json:
-        print_json(report.as_json())
+        ui.print_json(report.as_json())
     else:
         for title, headings, rows in report.tables():
             if title != "Listed differences":
-                print_table(headings, rows, title)
+                ui.print_table(headings, rows, title)
     if any(each.kind == "unlisted" for each in report.results):
         raise click.exceptions.Exit(1)

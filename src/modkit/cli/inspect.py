@@ -10,7 +10,7 @@ from rich.table import Table
 
 from modkit import files
 from modkit.averaging.state import recognise
-from modkit.cli._tables import EPILOG, cell, console, json_option, print_json, print_table, progress
+from modkit.cli import _tables as ui
 from modkit.errors import printable
 from modkit.files.kinds import parse_digest
 
@@ -18,16 +18,10 @@ from modkit.files.kinds import parse_digest
 _EMA_STATE = {"version", "step", "averages", "schedules"}
 
 
-@click.command(epilog=EPILOG)
-@click.argument("file", type=click.Path(exists=True, path_type=Path))
-@json_option
-@click.option(
-    "--limit",
-    type=click.IntRange(min=0),
-    default=100,
-    show_default=True,
-    help="Maximum number of rows of each table.",
-)
+@click.command(epilog=ui.EPILOG)
+@click.argument("file", type=ui.INPUT)
+@ui.json_option
+@click.option("--limit", type=click.IntRange(0), default=100, help="Maximum rows per table [100].")
 @click.option("--sha256", metavar="DIGEST", help="Fail unless the file has this digest.")
 @click.option("--check", is_flag=True, help="Fail unless the file is intact.")
 def inspect(file: Path, as_json: bool, limit: int, sha256: str | None, check: bool) -> None:
@@ -44,7 +38,7 @@ def inspect(file: Path, as_json: bool, limit: int, sha256: str | None, check: bo
       modkit inspect model.safetensors --json
     """  # noqa: D301
     wanted = None if sha256 is None else parse_digest(sha256)
-    with progress("reading"):
+    with ui.progress("reading"):
         if check:
             files.verify(file, wanted)
         info = files.inspect(file)
@@ -53,7 +47,7 @@ def inspect(file: Path, as_json: bool, limit: int, sha256: str | None, check: bo
             f"{printable(str(file))} has the SHA-256 {info.sha256}, not {wanted}"
         )
     if as_json:
-        print_json(asdict(info))
+        ui.print_json(asdict(info))
     else:
         show(info, limit)
     if info.kind == "unknown file":
@@ -62,7 +56,7 @@ def inspect(file: Path, as_json: bool, limit: int, sha256: str | None, check: bo
 
 def show(info: files.FileInfo, limit: int) -> None:
     """Print the tables."""
-    out = console()
+    out = ui.console()
     facts = {
         "file": info.path,
         "kind": info.kind,
@@ -76,23 +70,23 @@ def show(info: files.FileInfo, limit: int) -> None:
     table.add_column(overflow="fold")
     for name, value in facts.items():
         if value:
-            table.add_row(name, cell(value))
+            table.add_row(name, ui.cell(value))
     out.print(table)
     tensors = [(t.name, t.shape, t.dtype, decimal(t.nbytes)) for t in info.tensors]
     tables: dict[tuple[str, ...], Sequence[tuple[object, ...]]] = {
-        ("--key", "tensors", "averages of"): keys_of(info),
+        ("--key", "tensors", "averages of"): _keys_of(info),
         ("tensor", "shape", "dtype", "size"): tensors,
         ("other entry", "value"): list(info.entries.items()),
     }
     for headings, rows in tables.items():
         if rows[:limit]:
-            print_table(headings, rows[:limit])
+            ui.print_table(headings, rows[:limit])
     longest = max(len(rows) for rows in tables.values())
     if longest > limit:
         out.print(f"--limit {longest} shows all rows")
 
 
-def keys_of(info: files.FileInfo) -> list[tuple[object, ...]]:
+def _keys_of(info: files.FileInfo) -> list[tuple[object, ...]]:
     """Return a row for each key with tensors or averages; keys in parentheses also hold other entries."""
     tensors = {each.name: each for each in info.tensors}
     rows: list[tuple[object, ...]] = []

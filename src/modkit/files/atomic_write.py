@@ -29,17 +29,14 @@ _PROBE: Final = bytes(1 << 20)
 def atomic_write(path: str | os.PathLike[str]) -> Generator[Path]:
     """Yield a temporary path; if the block ends without an error, that file replaces ``path``.
 
-    The temporary file has the name of the target and lies in a private folder beside it. It is flushed
-    to disk, gets the mode of the file that it replaces, and is renamed. The next write of the same target
-    removes what a killed process has left. Symbolic links are followed; other hard links keep the
-    previous content. A FIFO or a device is written to and never replaced, which cannot be atomic.
-
-    Args:
-        path: The target. Its folder must exist.
+    The temporary file has the name of the target and lies in a private folder beside it, which must
+    exist. It is flushed to disk, gets the mode of the file that it replaces, and is renamed. The next
+    write of the same target removes what a killed process has left. Symbolic links are followed; other
+    hard links keep the previous content. A FIFO or a device is written to, which is not atomic.
 
     Raises:
-        OSError: If the file cannot be written, with ``errno`` and the path of the target, also where
-            a C++ writer inside the block raises an error without ``errno``.
+        OSError: If the file cannot be written, with ``errno`` and the target, also where a C++ writer
+            inside the block raises an error without ``errno``.
     """
     given = os.fspath(path)
     target = Path(os.path.realpath(given))
@@ -91,9 +88,9 @@ def _replaced(target: Path, found: os.stat_result | None) -> Generator[Path]:
         mode |= unfinished.stat().st_mode
         if found is not None:
             mode = found.st_mode
-            if hasattr(os, "chown"):
-                with contextlib.suppress(PermissionError):
-                    os.chown(unfinished, found.st_uid, found.st_gid)
+            # Windows has no chown().
+            with contextlib.suppress(PermissionError, AttributeError):
+                os.chown(unfinished, found.st_uid, found.st_gid)
         unfinished.chmod(stat.S_IMODE(mode))
         _flush(unfinished, os.O_RDWR)
         unfinished.replace(target)
@@ -108,9 +105,8 @@ def _replaced(target: Path, found: os.stat_result | None) -> Generator[Path]:
 def _streamed(target: Path, name: str) -> Generator[Path]:
     """Collect the content in a temporary file, then copy it into a FIFO or a device."""
     with tempfile.TemporaryDirectory() as folder:
-        unfinished = Path(folder, name)
-        yield unfinished
-        with unfinished.open("rb") as content, target.open("wb") as sink:
+        yield Path(folder, name)
+        with Path(folder, name).open("rb") as content, target.open("wb") as sink:
             shutil.copyfileobj(content, sink, len(_PROBE))
 
 

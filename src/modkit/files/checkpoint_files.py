@@ -3,7 +3,6 @@
 import ctypes
 import importlib
 import json
-import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -14,17 +13,14 @@ from torch import Tensor
 
 from modkit.errors import FileError
 from modkit.files.atomic_write import atomic_write
-from modkit.files.kinds import SHARDED
+from modkit.files.kinds import SAFETENSORS, SHARDED
 from modkit.files.torch_files import read_mapped
 from modkit.files.zip_archive import open_regular, read_some
 
 
 INDEX: Final = ".index.json"
-_IN_DIRECTORIES: Final = (
-    "model.safetensors.index.json",
-    "model.safetensors",
-    "pytorch_model.bin.index.json",
-    "pytorch_model.bin",
+_IN_DIRECTORIES: Final = tuple(
+    f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in (INDEX, "")
 )
 _MOST_INDEX: Final = 1 << 28
 _MOST_EXPANDED: Final = 1 << 30
@@ -42,14 +38,8 @@ class Checkpoint:
         key: Path of the state dict in a torch file, with dots between nested names.
 
     Attributes:
-        shapes: Shape of each tensor.
-        dtypes: Name of each dtype, without ``torch.``.
         versions: The ``_metadata`` of a state dict: versions of modules, which some need to load.
         files: The file, or the shards.
-
-    Raises:
-        FileNotFoundError: If the file or a shard is missing.
-        FileError: If it cannot be read as a checkpoint, or holds something other than tensors.
     """
 
     def __init__(self, path: Path, key: str | None) -> None:
@@ -63,7 +53,8 @@ class Checkpoint:
         for shard, names in shards.items():
             if names and not shard.exists():
                 raise FileNotFoundError(f"{shard} is missing; {file} lists {names[0]} in it")
-            opened = SafetensorsFile(shard) if is_safetensors(shard) else _TorchFile(shard, key)
+            safetensors = shard.suffix == ".safetensors"
+            opened = SafetensorsFile(shard) if safetensors else _TorchFile(shard, key)
             if absent := [name for name in names or () if name not in opened.shapes]:
                 raise FileError(f"{shard} has no {absent[0]}, which {file} lists in it", SHARDED)
             self._homes |= dict.fromkeys(names or opened.shapes, opened)
@@ -92,22 +83,12 @@ def file_in(path: Path) -> Path:
     raise FileNotFoundError(f"{path} is a directory without {', '.join(_IN_DIRECTORIES)}")
 
 
-def is_safetensors(path: Path) -> bool:
-    """Return True if the name of a file has the suffix of safetensors."""
-    return path.suffix == ".safetensors"
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """Return the name of the dtype, without ``torch.``."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 class _TorchFile:
     def __init__(self, path: Path, key: str | None) -> None:
         content, self._checksums = read_mapped(path)
         self.versions, self._tensors = _state_dict_at(content, path, key)
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        self.dtypes = {name: dtype_name(tensor) for name, tensor in self._tensors.items()}
+        self.dtypes = {name: str(tensor.dtype)[6:] for name, tensor in self._tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
         self._checksums.check(name, self._tensors[name])
@@ -126,12 +107,18 @@ class SafetensorsFile:
     versions: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, path: Path) -> None:
-        self._file = safetensors_file(path)
+        package = library("safetensors")
+        with open_regular(path):
+            pass
+        try:
+            self._file = package.safe_open(path, framework="pt")
+        except package.SafetensorError as error:
+            raise FileError(f"{path} is corrupt: {error}", SAFETENSORS) from error
         self.metadata: Mapping[str, str] = self._file.metadata() or {}
         slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 - not a mapping
         self.shapes = {name: torch.Size(found.get_shape()) for name, found in slices.items()}
         dtypes = {name: str(found.get_dtype()) for name, found in slices.items()}
-        self.dtypes = {name: DTYPES.get(dtype, dtype) for name, dtype in dtypes.items()}
+        self.dtypes = {name: _DTYPES.get(dtype, dtype) for name, dtype in dtypes.items()}
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor."""
@@ -200,7 +187,7 @@ def _problem_of(name: object, value: object) -> str | None:
 
 
 # Safetensors files: names of dtypes in the format and in torch.
-DTYPES: Final[dict[str, str]] = {
+_DTYPES: Final[dict[str, str]] = {
     "BOOL": "bool",
     "BF16": "bfloat16",
     "C64": "complex64",
@@ -211,12 +198,12 @@ DTYPES: Final[dict[str, str]] = {
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
 }
-_NAMES: Final[dict[Any, str]] = {getattr(torch, own, None): name for name, own in DTYPES.items()}
+_NAMES: Final[dict[Any, str]] = {getattr(torch, own, None): name for name, own in _DTYPES.items()}
 _ALIGNMENT: Final = 8
 
 
 def library(name: str) -> Any:
-    """Import a part of safetensors, which is an optional dependency."""
+    """Import a module of the optional package safetensors."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -225,27 +212,10 @@ def library(name: str) -> Any:
         ) from error
 
 
-def safetensors_file(path: str | os.PathLike[str]) -> Any:
-    """Return what ``safetensors.safe_open`` returns: names, shapes, and tensors one at a time."""
-    package = library("safetensors")
-    with open_regular(path):
-        pass
-    try:
-        return package.safe_open(path, framework="pt")
-    except package.SafetensorError as error:
-        raise FileError(f"{os.fspath(path)} is corrupt: {error}", "safetensors file") from error
-
-
-def save_safetensors(
-    tensors: Mapping[str, Tensor],
-    path: str | os.PathLike[str],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write tensors atomically, by default with the metadata that transformers expects."""
-    save = library("safetensors.torch").save_file
-    plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
+def save_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write contiguous tensors atomically, with the metadata that transformers expects."""
     with atomic_write(path) as unfinished:
-        save(plain, unfinished, metadata=dict(metadata or {"format": "pt"}))
+        library("safetensors.torch").save_file(tensors, unfinished, metadata={"format": "pt"})
 
 
 class Described(NamedTuple):
@@ -253,11 +223,6 @@ class Described(NamedTuple):
 
     dtype: torch.dtype
     shape: torch.Size
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.shape.numel() * self.dtype.itemsize
 
 
 def in_file_order(described: Mapping[str, Described]) -> dict[str, Described]:
@@ -276,7 +241,7 @@ def write_safetensors(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, one in described.items():
-        begin, end = end, end + one.nbytes
+        begin, end = end, end + one.shape.numel() * one.dtype.itemsize
         offsets = {"shape": list(one.shape), "data_offsets": [begin, end]}
         header[name] = {"dtype": _NAMES[one.dtype], **offsets}
     encoded = json.dumps(header, separators=(",", ":")).encode()

@@ -13,26 +13,17 @@ from torch import Tensor
 
 from modkit.errors import FileError, printable
 from modkit.files import kinds
-from modkit.files.checkpoint_files import (
-    INDEX,
-    Checkpoint,
-    SafetensorsFile,
-    dtype_name,
-    file_in,
-    library,
-    safetensors_file,
-)
+from modkit.files.checkpoint_files import INDEX, Checkpoint, SafetensorsFile, file_in
 from modkit.files.torch_files import UnsafeFileError, read_mapped
 from modkit.files.zip_archive import Archive, open_regular
 
 
-# A hostile file can name one object a billion times. Each listed entry costs its name and this much.
+# A hostile file can name one object a billion times. Each listed entry costs its name and 64.
 _BUDGET: Final = 1 << 26
-_PER_ENTRY: Final = 64
 _MAX_DEPTH: Final = 16
 _MAX_NAME: Final = 1000
-_WITH_CHECKSUMS: Final = {kinds.TORCH_SAVE, kinds.TORCHSCRIPT, kinds.EXPORT}
-_NEVER_INTACT: Final = {*(kinds.EMPTY, kinds.CORRUPT_ZIP, kinds.TEXT, kinds.ZIP, kinds.UNKNOWN)}
+_ARCHIVES: Final = {kinds.TORCH_SAVE, kinds.TORCHSCRIPT, kinds.EXPORT}
+_NEVER_INTACT: Final = {kinds.EMPTY, kinds.CORRUPT_ZIP, kinds.TEXT, kinds.ZIP, kinds.UNKNOWN}
 
 
 @dataclass(frozen=True)
@@ -80,7 +71,6 @@ def inspect(path: str | os.PathLike[str]) -> FileInfo:
         path: A file, the ``.index.json`` of a sharded checkpoint, or a directory that transformers wrote.
 
     Raises:
-        FileNotFoundError: If there is no such file, or the directory has no checkpoint.
         FileError: If the file is empty, corrupt, or not a regular file.
         ImportError: If a safetensors file is inspected without the package safetensors.
 
@@ -99,10 +89,9 @@ def inspect(path: str | os.PathLike[str]) -> FileInfo:
         return _of_table(checkpoint, FileInfo(os.fspath(path), kinds.SHARDED, size, ""))
     with open_regular(file) as descriptor:
         kind = kinds.kind_of(descriptor)
-        if kind == kinds.SAFETENSORS:
-            library("safetensors")
         if kind in {kinds.EMPTY, kinds.CORRUPT_ZIP}:
             raise kinds.wrong_kind(descriptor, str(file), "a checkpoint or an archive")
+        opened = SafetensorsFile(file) if kind == kinds.SAFETENSORS else None
         size, digest = os.fstat(descriptor).st_size, kinds.sha256_of(descriptor)
         info = FileInfo(os.fspath(path), kind, size, digest)
         if kind == kinds.TORCH_SAVE:
@@ -110,8 +99,7 @@ def inspect(path: str | os.PathLike[str]) -> FileInfo:
         if kind in {kinds.TORCHSCRIPT, kinds.EXPORT}:
             members = Archive(descriptor, str(file)).members.items()
             return replace(info, entries={name: f"{each.size} bytes" for name, each in members})
-        if kind == kinds.SAFETENSORS:
-            opened = SafetensorsFile(file)
+        if opened is not None:
             metadata = islice(opened.metadata.items(), 1000)
             entries = {name[:_MAX_NAME]: _short(text) for name, text in metadata}
             return replace(_of_table(opened, info), entries=entries)
@@ -126,12 +114,10 @@ def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
     files have none; only their header is tested. Other files pass only with the right ``sha256``.
 
     Args:
-        path: A file, the ``.index.json`` of a sharded checkpoint, or a directory that transformers wrote.
+        path: See :func:`inspect`.
         sha256: Expected SHA-256 of the file: 64 hexadecimal digits, optionally after ``sha256:``.
 
     Raises:
-        ValueError: If ``sha256`` is not a digest.
-        FileNotFoundError: If there is no such file, or the directory has no checkpoint.
         FileError: If the file is corrupt, has another digest or no checksums, or is of another kind.
 
     Example:
@@ -156,9 +142,9 @@ def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
         if kind in _NEVER_INTACT:
             raise kinds.wrong_kind(descriptor, str(file), "a checkpoint or an archive of torch")
         if kind == kinds.SAFETENSORS:
-            safetensors_file(file)
+            SafetensorsFile(file)
             return
-        archive = Archive(descriptor, str(file)) if kind in _WITH_CHECKSUMS else None
+        archive = Archive(descriptor, str(file)) if kind in _ARCHIVES else None
         if archive is not None and archive.has_checksums:
             archive.verify()
         elif sha256 is None:
@@ -203,10 +189,10 @@ def _of_content(content: object, info: FileInfo) -> FileInfo:
     def walk(found: object, key: str, depth: int) -> None:
         nonlocal left
         if isinstance(found, Tensor):
-            # Sparse and nested tensors have no storage of their own.
-            plain = found.layout == torch.strided and not found.is_nested
             shape = () if found.is_nested else tuple(found.shape)
-            tensors.append(TensorInfo(key, shape, dtype_name(found), found.nbytes if plain else 0))
+            # Sparse and nested tensors have no storage of their own.
+            size = found.nbytes if found.layout == torch.strided and not found.is_nested else 0
+            tensors.append(TensorInfo(key, shape, str(found.dtype)[6:], size))
             return
         items = None if depth > _MAX_DEPTH else _items(found)
         if items is None:
@@ -215,7 +201,7 @@ def _of_content(content: object, info: FileInfo) -> FileInfo:
         names: list[str] = []
         groups[key] = ()
         for name, value in items:
-            left -= _PER_ENTRY + len(key) + len(name)
+            left -= 64 + len(key) + len(name)
             if left < 0:
                 break
             names.append(name)

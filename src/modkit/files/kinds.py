@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import io
-import os
 import pickletools
 import re
 import warnings
@@ -16,7 +15,7 @@ from modkit.files.zip_archive import Archive, read_some
 
 
 TORCH_SAVE: Final = "torch.save file"
-LEGACY: Final = "torch.save file (before torch 1.6)"
+LEGACY: Final = f"{TORCH_SAVE} (before torch 1.6)"
 TORCHSCRIPT: Final = "TorchScript archive"
 EXPORT: Final = "torch.export archive"
 SAFETENSORS: Final = "safetensors file"
@@ -100,12 +99,8 @@ def _is_text(head: bytes) -> bool:
     return all(letter.isprintable() or letter in "\ufeff\t\n\r\f" for letter in text)
 
 
-def is_pickle(content: bytes) -> bool:
-    """Return True if bytes begin like a pickle of any protocol, or would execute code if unpickled."""
-    return _kind_of_pickle(content[:_HEAD]) is not None
-
-
 def _kind_of_pickle(head: bytes) -> str | None:
+    """Return the kind of bytes that begin like a pickle, or would execute code if unpickled."""
     stream, seen = io.BytesIO(head), list[str]()
     with warnings.catch_warnings():
         # pickletools warns of invalid escapes in strings.
@@ -142,8 +137,7 @@ def parse_digest(sha256: str) -> str:
 def sha256_of(source: int | bytes) -> str:
     """Return the SHA-256 of a file, as ``sha256sum`` prints it."""
     digest, at = hashlib.sha256(), 0
-    end = os.fstat(source).st_size if isinstance(source, int) else len(source)
-    while at < end and (chunk := read_some(source, at, min(_CHUNK, end - at))):
+    while chunk := read_some(source, at, _CHUNK):
         digest.update(chunk)
         at += len(chunk)
     return digest.hexdigest()

@@ -1,12 +1,13 @@
 """Limits on what a pickle may make torch's readers do: nesting, hashing, memory.
 
-The readers execute no code from a pickle, but trust its structure. In C++, deep nesting overflows the stack,
-and a storage is as large as the pickle states. In Python, hashing nested tuples takes exponential time. This
-module follows the instructions without making the objects.
+The readers execute no code, but trust the structure. In C++, deep nesting overflows the stack, and a storage is
+as large as the pickle states. In Python, hashing nested tuples takes exponential time. This module follows
+the instructions without making the objects.
 """
 
 import gc
 import pickletools
+import re
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -18,14 +19,7 @@ from modkit.files.zip_archive import Member
 
 
 DEEPEST: Final = 1000
-_DTYPES: Final = {
-    "Byte": "uint8",
-    "Char": "int8",
-    "Untyped": "uint8",
-    "ComplexHalf": "complex32",
-    "ComplexFloat": "cfloat",
-    "ComplexDouble": "cdouble",
-}
+_DTYPES: Final = {"byte": "uint8", "char": "int8", "untyped": "uint8"}
 _FILLS: Final = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"}
 _CALLS: Final = {"REDUCE", "NEWOBJ"}
 _TUPLES: Final = {"EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
@@ -53,18 +47,15 @@ def collector_paused() -> Generator[None]:
 
 def storage_dtype(kind: str) -> torch.dtype | None:
     """Return the dtype of a class of storages: FloatStorage, or UInt16Storage in scripts."""
-    name = kind.removesuffix("Storage")
-    found = getattr(torch, _DTYPES.get(name, name.lower()), None)
+    name = re.sub("^complex(?=[hfd])", "c", kind.removesuffix("Storage").lower())
+    found = getattr(torch, _DTYPES.get(name, name), None)
     return found if isinstance(found, torch.dtype) else None
 
 
 def pickle_problem(
     data: bytes, members: Mapping[str, Member], folder: str = "data/", *, script: bool = False
 ) -> str:
-    """Return why a reader of torch must not read a pickle, or an empty string.
-
-    ``folder`` contains the storages; ``script`` is True for the reader in C++, which checks less.
-    """
+    """Return why torch must not read a pickle, or "". ``script`` is for its reader in C++."""
     try:
         with warnings.catch_warnings(), collector_paused():
             # pickletools warns of invalid escapes in instructions that torch does not have.
@@ -113,8 +104,6 @@ class _Follower:
 
     def follow(self, data: bytes) -> None:
         """Follow the pickle, up to an instruction that torch does not have."""
-        instruction: pickletools.OpcodeInfo
-        argument: Any
         for instruction, argument, _ in pickletools.genops(data):
             name = instruction.name
             if name not in _KNOWN:

@@ -28,15 +28,8 @@ from torch import Tensor
 from modkit._namespace import publish
 from modkit._upstream import modes_are_active, tensors_are_fake
 from modkit.errors import FileError
+from modkit.files import kinds
 from modkit.files.atomic_write import atomic_write
-from modkit.files.kinds import (
-    TORCH_SAVE,
-    TORCHSCRIPT,
-    check_digest,
-    kind_of_members,
-    parse_digest,
-    wrong_kind,
-)
 from modkit.files.pickle_limits import collector_paused, pickle_problem, storage_dtype
 from modkit.files.zip_archive import Archive, open_regular, path_of, read_some
 
@@ -55,13 +48,11 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str])
     """Write a checkpoint as ``torch.save`` does, but atomically and always with checksums.
 
     After a killed process, a full disk or an error, ``path`` is the previous file or the complete new one.
+    An OSError has ``errno`` and the path.
 
     Args:
         checkpoint: State dicts, numbers and strings by name.
         path: The file; its folder must exist. A symbolic link is followed.
-
-    Raises:
-        OSError: If the file cannot be written, with ``errno`` and the path.
 
     Example:
         >>> from modkit import load_checkpoint, nn, save_checkpoint
@@ -103,14 +94,14 @@ def load_checkpoint(
             while they are in use; replacing it, as ``save_checkpoint`` does, is safe.
 
     Raises:
-        FileNotFoundError: If there is no such file.
         FileError: If it is corrupt, has no checksums, or cannot be loaded with ``weights_only=True``.
     """
     with open_regular(path) as descriptor, collector_paused():
-        archive = _archive_of(descriptor, os.fspath(path), TORCH_SAVE)
+        archive = _archive_of(descriptor, os.fspath(path), kinds.TORCH_SAVE)
         if not archive.has_checksums:
             advice = "torch.load(path, weights_only=True) reads it unverified"
-            raise FileError(f"{archive.what} was written without checksums; {advice}", TORCH_SAVE)
+            text = f"{archive.what} was written without checksums; {advice}"
+            raise FileError(text, kinds.TORCH_SAVE)
         if mmap:
             archive.verify()
         if map_location is None or map_location in ("cpu", torch.device("cpu")):
@@ -124,12 +115,11 @@ def load_checkpoint(
 
 
 def _archive_of(source: int | bytes, what: str, kind: str) -> Archive:
-    """Return the archive of one kind; raise FileError for a file of another kind."""
     if read_some(source, 0, 2) == b"PK":
         archive = Archive(source, what)
-        if kind_of_members(archive.members) == kind:
+        if kinds.kind_of_members(archive.members) == kind:
             return archive
-    raise wrong_kind(source, what, f"a {kind}")
+    raise kinds.wrong_kind(source, what, f"a {kind}")
 
 
 class Checksums:
@@ -153,12 +143,9 @@ class Checksums:
 
 
 def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
-    """Return the content of a file of torch, mapped into memory, and the checksums of its tensors.
-
-    Only the pickle is verified.
-    """
+    """Return the content of a file, mapped into memory with a verified pickle, and its checksums."""
     with open_regular(path) as descriptor, collector_paused():
-        archive = _archive_of(descriptor, os.fspath(path), TORCH_SAVE)
+        archive = _archive_of(descriptor, os.fspath(path), kinds.TORCH_SAVE)
         archive.verify(name for name in archive.members if not name.startswith("data/"))
         found = _read_plain(archive, descriptor, any_location=True)
         if found is None:
@@ -226,17 +213,15 @@ _INSTRUCTIONS: Final = re.compile(
     rb"|c[^\n]{0,99}\n[^\n]{0,99}\n){0,1000}" % {b"n": _NUMBER},
     re.DOTALL,
 )
-# Versions of the container that this reader knows.
-_VERSIONS: Final = {str(version).encode() for version in range(1, 11)}
+_VERSIONS: Final = {str(version).encode() for version in range(1, 11)}  # of the container
 
 
 class _NotPlainError(Exception):
     """The file is not what torch.save writes for a plain state dict; torch reads or refuses it."""
 
 
-class _StorageType:
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+class _StorageType(NamedTuple):
+    dtype: torch.dtype
 
 
 class _Storage(NamedTuple):
@@ -253,23 +238,10 @@ class _Unpickler(pickle.Unpickler):
     def __init__(
         self, archive: Archive, allocate: Callable[[str], torch.UntypedStorage], any_location: bool
     ) -> None:
-        self._content = archive.read("data.pkl")
-        super().__init__(io.BytesIO(self._content))
+        super().__init__(io.BytesIO(archive.read("data.pkl")))
         self._archive, self._allocate, self._any_location = archive, allocate, any_location
         self._storages: dict[str, _Storage] = {}
         self.used: set[str] = {"data.pkl"}
-
-    def load(self) -> Any:
-        if not _has_known_instructions(self._content):
-            raise _NotPlainError
-        try:
-            found = super().load()
-        finally:
-            # It references the unpickler, and so all tensors.
-            self.memo.clear()
-        if not _is_plain(found, set()):
-            raise _NotPlainError
-        return found
 
     def find_class(self, module: str, name: str, /) -> Any:
         found = _NAMES.get((module, name))
@@ -283,8 +255,7 @@ class _Unpickler(pickle.Unpickler):
         tag, kind, key, location, numel = pid
         if tag != "storage" or (location != "cpu" and not self._any_location):
             raise _NotPlainError
-        found = self._storages.get(key)
-        if found is not None:
+        if found := self._storages.get(key):
             if found.dtype is not kind.dtype or found.numel != numel:
                 raise _NotPlainError
             return found
@@ -301,17 +272,14 @@ class _Unpickler(pickle.Unpickler):
         return found
 
     def tensor(self, stored: Any, *description: Any) -> Tensor:
-        return self._rebuilt(stored, stored.dtype, description[:5], description[5:])
+        return self.tensor_of_dtype(stored, *description[:5], stored.dtype, *description[5:])
 
     def tensor_of_dtype(self, stored: Any, *description: Any) -> Tensor:
-        return self._rebuilt(stored, description[5], description[:5], description[6:])
-
-    def _rebuilt(self, stored: Any, dtype: Any, description: Any, metadata: Any) -> Tensor:
-        offset, size, stride, requires_grad, hooks = description
-        if tuple(map(type, (stored, dtype, *description))) != _TENSOR_TYPES or hooks or offset < 0:
+        offset, size, stride, requires_grad, hooks, dtype, *metadata = description
+        if tuple(map(type, (stored, *description[:6]))) != _TENSOR_TYPES or hooks or offset < 0:
             raise _NotPlainError
         # Bits for lazy conjugation and negation.
-        if metadata and (len(metadata) > 1 or type(metadata[0]) is not dict or metadata[0]):
+        if metadata not in ([], [{}]):
             raise _NotPlainError
         last = offset
         for length, step in zip(size, stride, strict=True):
@@ -335,7 +303,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 _PID_TYPES: Final = (str, _StorageType, str, str, int)
-_TENSOR_TYPES: Final = (_Storage, torch.dtype, int, tuple, tuple, bool, OrderedDict)
+_TENSOR_TYPES: Final = (_Storage, int, tuple, tuple, bool, OrderedDict, torch.dtype)
 _REBUILDS: Final = (_Unpickler.tensor, _Unpickler.tensor_of_dtype, _Unpickler.parameter)
 _NAMES: Final[dict[tuple[str, str], Any]] = {
     **{("torch", f"{name}Storage"): _StorageType(dtype) for name, dtype in _STORAGES.items()},
@@ -354,7 +322,8 @@ def _read_plain(archive: Archive, mapped: int | None, *, any_location: bool) -> 
 
     Tensors are mapped from a descriptor, unverified, or read and verified with all other members.
     """
-    if modes_are_active() or not _is_as_torch_writes(archive):
+    known = _is_as_torch_writes(archive) and _has_known_instructions(archive.read("data.pkl"))
+    if modes_are_active() or not known:
         return None
     mapping = None if mapped is None else memory_map.mmap(mapped, 0, access=memory_map.ACCESS_COPY)
     large: dict[str, memoryview | None] = {}
@@ -381,6 +350,11 @@ def _read_plain(archive: Archive, mapped: int | None, *, any_location: bool) -> 
         raise
     except Exception:  # noqa: BLE001 - torch reads the file, or raises its own error
         return None
+    finally:
+        # The memo references the unpickler, and so all tensors.
+        unpickler.memo.clear()
+    if not _is_plain(found, set()):
+        return None
     archive.read_all(large)
     if mapped is None:
         archive.verify(archive.members.keys() - unpickler.used)
@@ -388,26 +362,22 @@ def _read_plain(archive: Archive, mapped: int | None, *, any_location: bool) -> 
 
 
 def _view(storage: torch.UntypedStorage) -> memoryview:
-    size = storage.nbytes()
-    if not size:
+    if not (size := storage.nbytes()):
         return memoryview(b"")
     return memoryview((ctypes.c_char * size).from_address(storage.data_ptr())).cast("B")
 
 
 def _is_as_torch_writes(archive: Archive) -> bool:
-    order = sys.byteorder.encode()
-    if "byteorder" in archive.members:
-        known = archive.read("byteorder") == order
-    else:
-        known = order == b"little" and torch.serialization.get_default_load_endianness() is None
-    if ".storage_alignment" in archive.members:
-        known = known and archive.read(".storage_alignment").isdigit()
-    version = next((n for n in (".data/version", "version") if n in archive.members), None)
-    return known and version is not None and archive.read(version).strip() in _VERSIONS
+    first = ("byteorder", ".storage_alignment", ".data/version", "version")
+    order, alignment, *versions = (archive.read(n) if n in archive.members else None for n in first)
+    if order is None and torch.serialization.get_default_load_endianness() is None:
+        order = b"little"
+    version = next((each.strip() for each in versions if each is not None), b"")
+    known = version in _VERSIONS and (alignment is None or alignment.isdigit())
+    return known and order == sys.byteorder.encode()
 
 
 def _has_known_instructions(content: bytes) -> bool:
-    """Return True if a pickle has only instructions that torch.save writes."""
     if not content.startswith(b"\x80\x02"):
         return False
     at, end = 2, len(content) - 1
@@ -458,7 +428,7 @@ class VerifiedArchive(NamedTuple):
 def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArchive]:
     """Verify a TorchScript archive, and hold the file open for the block that loads it."""
     if sha256 is not None:
-        parse_digest(sha256)
+        kinds.parse_digest(sha256)
     with ExitStack() as stack:
         content: int | bytes
         if isinstance(f, (str, os.PathLike)):
@@ -474,8 +444,8 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
             what = f"the file {getattr(f, 'name', '')}".rstrip()
             content = source = _content_of(f)
         if sha256 is not None:
-            check_digest(content, what, sha256)
-        archive = _archive_of(content, what, TORCHSCRIPT)
+            kinds.check_digest(content, what, sha256)
+        archive = _archive_of(content, what, kinds.TORCHSCRIPT)
         absent = [name for name in _PICKLES if name not in archive.members]
         if not {"version", ".data/version"} & archive.members.keys():
             absent.append("version")

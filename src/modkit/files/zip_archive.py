@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -36,8 +37,7 @@ _UNKNOWN: Final = 0xFFFFFFFF
 _STORED: Final = 0
 _DEFLATED: Final = 8
 _FOLDER: Final = 0x10  # MS-DOS attribute
-# Encrypted, patched, strongly encrypted, masked.
-_UNREADABLE: Final = 0x1 | 0x20 | 0x40 | 0x2000
+_UNREADABLE: Final = 0x1 | 0x20 | 0x40 | 0x2000  # encrypted, patched, strongly encrypted, masked
 
 
 class Member(NamedTuple):
@@ -80,14 +80,11 @@ def read_some(source: int | bytes, start: int, count: int) -> bytes:
 
 
 class Archive:
-    """The members of a zip file, by name without the folder that contains all of them.
+    """The members of a zip file as torch writes it, by name without the folder that contains all.
 
     Args:
         source: A descriptor, or the content.
         what: The name of the file in errors.
-
-    Raises:
-        FileError: If it is not a zip file as torch writes it, or is truncated.
     """
 
     def __init__(self, source: int | bytes, what: str) -> None:
@@ -104,12 +101,9 @@ class Archive:
         """Return the error for a corrupt file."""
         return FileError(f"{self.what} is corrupt: {reason}", "corrupt zip file")
 
-    def _bytes(self, start: int, count: int) -> bytes:
-        return read_some(self._source, start, count)
-
     def _find_table(self) -> tuple[int, int, int]:
         """Return the number of members, and where their table begins and ends."""
-        tail = self._bytes(max(0, self._length - _ENDS), _ENDS)
+        tail = read_some(self._source, max(0, self._length - _ENDS), _ENDS)
         last = tail[-_END.size :]
         if len(tail) < _END.size or not last.startswith(b"PK\x05\x06"):
             raise self.corrupt("the end of a zip file is missing; copy or download it again")
@@ -135,7 +129,7 @@ class Archive:
         return count, start, end
 
     def _read_table(self, count: int, start: int, end: int) -> None:
-        table = self._bytes(start, end - start)
+        table = read_some(self._source, start, end - start)
         at, seen = 0, set[str]()
         self._table, self.folder = start, ""
         for _ in range(count):
@@ -146,10 +140,10 @@ class Archive:
             name = table[name_at:extra_at].decode()
             if entry[0] != b"PK\x01\x02" or at > len(table):
                 raise self.corrupt("its table of members cannot be read")
-            packed, size, header = entry[10], entry[11], entry[18]
+            size, packed, header = entry[11], entry[10], entry[18]
             if _UNKNOWN in {packed, size, header}:
                 extra = table[extra_at : extra_at + entry[13]]
-                size, packed, header = _long_fields(extra, size, packed, header)
+                size, packed, header = _long_fields(extra, [size, packed, header])
             if not self.members:
                 self.folder = name.partition("/")[0] + "/"
             short = name.removeprefix(self.folder)
@@ -181,7 +175,7 @@ class Archive:
     def _check_places(self) -> None:
         """Refuse bytes before the first member, and members that overlap."""
         place = 0
-        for member in sorted(self.members.values(), key=lambda member: member.header):
+        for member in sorted(self.members.values(), key=attrgetter("header")):
             if member.header < place or (place == 0 and member.header):
                 raise self.corrupt(f"its member {member.name!r} is not where it should be")
             place = member.header + _LOCAL.size + len(member.name.encode()) + member.packed
@@ -196,12 +190,9 @@ class Archive:
         """False if ``torch.serialization.set_crc32_options(False)`` has written zeros for all."""
         return any(member.crc for member in self.members.values())
 
-    def start_of(self, member: Member) -> int:
+    def start_of(self, member: Member, head: bytes = b"") -> int:
         """Return where the content of a member begins, after comparing its local header."""
-        head = self._bytes(member.header, _LOCAL.size + 4 * len(member.name))
-        return self._after_header(member, head)
-
-    def _after_header(self, member: Member, head: bytes) -> int:
+        head = head or read_some(self._source, member.header, _LOCAL.size + 4 * len(member.name))
         try:
             magic, _, flags, method, *_, length, extra = _LOCAL.unpack_from(head)
         except struct.error as error:
@@ -235,11 +226,11 @@ class Archive:
         if member.packed <= _SMALL:
             # With the header at once; torch pads that to a multiple of 64 bytes.
             room = _LOCAL.size + len(member.name) + 128
-            block = self._bytes(member.header, room + member.packed)
-            start = self._after_header(member, block) - member.header
+            block = read_some(self._source, member.header, room + member.packed)
+            start = self.start_of(member, block) - member.header
             if len(content := block[start : start + member.packed]) == member.packed:
                 return content
-        return self._bytes(self.start_of(member), member.packed)
+        return read_some(self._source, self.start_of(member), member.packed)
 
     def is_large(self, name: str) -> bool:
         """Return True for a member for :meth:`read_all`, False for one for :meth:`read`."""
@@ -248,9 +239,8 @@ class Archive:
 
     def read_all(self, targets: Mapping[str, memoryview | None]) -> None:
         """Verify large members in threads, and copy each into its memory, unless that is None."""
-        if len(targets) < 2 or _THREADS < 2:
-            for name, target in targets.items():
-                self._read_into(name, target)
+        if len(targets) < 2:
+            list(map(self._read_into, targets, targets.values()))
             return
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(self._read_into, targets, targets.values()))
@@ -285,14 +275,12 @@ class Archive:
                 self.read(name)
 
 
-def _long_fields(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
-    """Return size, compressed size and offset, with those that exceed 32 bits from the extra field."""
+def _long_fields(extra: bytes, short: list[int]) -> list[int]:
+    """Return the fields, with those that exceed 32 bits from the extra field."""
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<2H", extra)
         if kind == 1:
             values = iter(struct.unpack_from(f"<{length // 8}Q", extra, 4))
-            short = (size, packed, header)
-            found = [next(values, _UNKNOWN) if value == _UNKNOWN else value for value in short]
-            return found[0], found[1], found[2]
+            return [next(values, _UNKNOWN) if value == _UNKNOWN else value for value in short]
         extra = extra[4 + length :]
-    return size, packed, header
+    return short

@@ -526,6 +526,19 @@ def test_nothing_is_executed(reader, tmp_path):
         assert not marker.exists(), name
 
 
+def test_refused_files_do_not_change_later_loads(tmp_path):
+    """A pickle cannot assign attributes of the objects that all loads share."""
+    path = tmp_path / "m.pt"
+    path.write_bytes(checkpoint())
+    expected = READERS["load_checkpoint"](path)
+    change = b"}" + text("dtype") + named("torch", "int32") + b"sb"
+    hostile = tmp_path / "hostile.pt"
+    hostile.write_bytes(with_object(named("torch", "FloatStorage") + change))
+
+    refusal("load_checkpoint", hostile)
+    assert_same(READERS["load_checkpoint"](path), expected)
+
+
 def test_nothing_of_scripts_is_executed(tmp_path):
     """The same in TorchScript archives."""
     marker = tmp_path / "executed"

@@ -119,20 +119,7 @@ class Snapshot(Writer):
     def save(self, path: Path, version: int) -> None:
         assert path.name == self.file
         averages = {"w": torch.full((self.elements,), float(version))}
-        kind = path.suffix.removeprefix(".")
-        save_snapshot(path.parent, averages, step=1, sigma_rel=0.05, file_format=kind)
-
-
-class SafetensorsSnapshot(Snapshot):
-    """Snapshots of ``PostHocEMA`` in the format of safetensors."""
-
-    name, title = "snapshot-safetensors", "snapshot (safetensors)"
-    file = "ema-0000000001-0.05.safetensors"
-
-    def content(self, path: Path) -> Any:
-        from safetensors.torch import load
-
-        return load(path.read_bytes())  # the library opens no path that is not UTF-8
+        save_snapshot(path.parent, averages, step=1, sigma_rel=0.05)
 
 
 class Export(Writer):
@@ -156,7 +143,11 @@ class SafetensorsExport(Export):
 
     name, title = "export_average-safetensors", "`export_average` (safetensors)"
     file = "last.safetensors"
-    content = SafetensorsSnapshot.content
+
+    def content(self, path: Path) -> Any:
+        from safetensors.torch import load
+
+        return load(path.read_bytes())  # the library opens no path that is not UTF-8
 
 
 class Average(Writer):
@@ -236,5 +227,5 @@ def installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-OWN = [Plain, Jit, Snapshot, SafetensorsSnapshot, Export, SafetensorsExport, Average]
+OWN = [Plain, Jit, Snapshot, Export, SafetensorsExport, Average]
 WRITERS = {writer.name: writer for writer in (*OWN, Lightning, Transformers)}
