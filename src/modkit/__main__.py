@@ -5,12 +5,9 @@ import sys
 from pathlib import Path
 
 
-NEEDED = ("click", "rich")
-
-
 def main() -> None:
     """Run the command line, or exit with an error if the extra ``cli`` is not installed."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"Error: the command line needs {' and '.join(missing)}: pip install modkit[cli]")
     from modkit.cli._commands import commands

@@ -14,6 +14,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from multiprocessing.connection import Connection
@@ -164,9 +165,7 @@ def checks(model: torch.nn.Module, inputs: Inputs | None) -> dict[str, Callable[
         "torch.export": exported,
     }
     return {
-        "structure": lambda: [
-            (name, type(each)) for name, each in model.named_modules(remove_duplicate=False)
-        ],
+        "structure": lambda: [(n, type(m)) for n, m in model.named_modules(remove_duplicate=False)],
         "text": lambda: repr(model),
         "initial bits": lambda: [*model.named_parameters(), *model.named_buffers()],
         "state dict": lambda: [model.state_dict(), vars(model.state_dict())],
@@ -212,30 +211,27 @@ def compare(target: Target) -> tuple[str, list[Result]]:
     """Build the model on torch and on modkit, and return a title and the results."""
     context = multiprocessing.get_context("spawn")
     connections: list[Connection] = []
-    processes: list[Any] = []
-    for name in ("torch", "modkit"):
-        ours, theirs = context.Pipe()
-        connections.append(ours)
-        processes.append(context.Process(target=side, args=(theirs, name, target)))
-        processes[-1].start()
-        theirs.close()
-    try:
-        return _compared(target, *connections)
-    except EOFError:
-        raise RuntimeError("the process that ran the model ended early") from None
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
+    with ExitStack() as stack:
+        for name in ("torch", "modkit"):
+            ours, theirs = context.Pipe()
+            connections.append(ours)
+            process = context.Process(target=side, args=(theirs, name, target))
+            process.start()
+            stack.callback(process.join)
+            stack.callback(process.terminate)
+            theirs.close()
+        try:
+            return _compared(target, *connections)
+        except EOFError:
+            raise RuntimeError("the process that ran the model ended early") from None
 
 
 def _compared(target: Target, one: Connection, other: Connection) -> tuple[str, list[Result]]:
     if isinstance(first := one.recv(), Exception):
         raise first
     if isinstance(second := other.recv(), Exception):
-        failed: Outcome = ("raises", str(second), [])
-        built: Outcome = ("returns", "a model", [])
-        return target.path, [Result("model", "construction", "unlisted", built, failed)]
+        outcomes = ("returns", "a model", []), ("raises", str(second), [])
+        return target.path, [Result("model", "construction", "unlisted", *outcomes)]
     (_, left, left_state), (count, right, right_state) = first, second
     one.send_bytes(right_state)
     other.send_bytes(left_state)

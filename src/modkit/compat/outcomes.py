@@ -61,7 +61,7 @@ def plain(text: str) -> str:
     return _ADDRESS.sub("0x", re.sub(r"nets_on_(torch|modkit)", "nets", text))
 
 
-def digest(tensor: torch.Tensor) -> str:
+def _digest(tensor: torch.Tensor) -> str:
     """Return a digest of the elements in row-major order."""
     if tensor.is_meta or tensor.is_nested:
         return "meta" if tensor.is_meta else "nested"
@@ -75,25 +75,21 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(memoryview(content)).hexdigest()[:16]
 
 
-def freeze_tensor(tensor: torch.Tensor) -> str:
-    """Describe a tensor: kind, dtype, device, shape, bits, and whether it requires grad."""
+def _freeze_tensor(tensor: torch.Tensor) -> str:
     kind = "Parameter" if isinstance(tensor, torch.nn.Parameter) else "Tensor"
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         return f"uninitialized {kind} {tensor.dtype}"
     small = tensor.numel() <= SHOWN and not (tensor.is_meta or tensor.is_sparse)
     return (
-        f"{kind} {tensor.dtype} {tensor.device} {tuple(tensor.shape)} {digest(tensor)}"
+        f"{kind} {tensor.dtype} {tensor.device} {tuple(tensor.shape)} {_digest(tensor)}"
         f"{' requires grad' * tensor.requires_grad}{f' {tensor.tolist()}' if small else ''}"
     )
 
 
-def freeze_module(module: torch.nn.Module) -> dict[str, Any]:
-    """Describe a tree: text, classes, modes, members with their gradients, and hooks."""
+def _freeze_module(module: torch.nn.Module) -> dict[str, Any]:
     modules = dict(module.named_modules(remove_duplicate=False))
-    tensors = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers()),
-    }
+    parameters = module.named_parameters(remove_duplicate=False)
+    tensors: dict[str, torch.Tensor] = {**dict(parameters), **dict(module.named_buffers())}
     hooks = {
         name: [len(value) for key, value in vars(one).items() if "_hooks" in key and value]
         for name, one in modules.items()
@@ -112,9 +108,9 @@ def freeze_module(module: torch.nn.Module) -> dict[str, Any]:
 def freeze(value: Any) -> Any:
     """Turn a value into plain data that compares bit by bit."""
     if isinstance(value, torch.Tensor):
-        return freeze_tensor(value)
+        return _freeze_tensor(value)
     if isinstance(value, torch.nn.Module):
-        return freeze_module(value)
+        return _freeze_module(value)
     if isinstance(value, collections.abc.Mapping):
         return {f"{freeze(key)}": freeze(each) for key, each in value.items()}
     if isinstance(value, (set, frozenset)):
@@ -150,21 +146,16 @@ def outcome(function: Callable[..., Any], *arguments: Any) -> Outcome:
             found: Outcome = ("returns", freeze(function(*arguments)))
         except Exception as error:  # noqa: BLE001 - the exception is the outcome
             found = ("raises", type(error).__name__, plain(str(error)))
-    texts = [plain(str(one.message)) for one in caught]
-    texts = [text for text in texts if not any(part in text for part in _UNCOMPARED)]
-    return (*found, texts)
+    texts = (plain(str(one.message)) for one in caught)
+    return *found, [text for text in texts if not any(part in text for part in _UNCOMPARED)]
 
 
 def difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any] | None:
     """Return the first place at which two frozen values differ, and both values."""
     if type(one) is type(other) and isinstance(one, (dict, list, tuple)):
-        if isinstance(one, dict):
-            pairs = {key: (one.get(key), other.get(key)) for key in {**one, **other}}
-            if list(one) != list(other):
-                return difference(list(one), list(other), f"{path} keys")
-        else:
-            pairs = dict(enumerate(zip(one, other, strict=False)))
-        for key, (left, right) in pairs.items():
-            if (found := difference(left, right, f"{path}/{key}")) is not None:
+        if isinstance(one, dict) and list(one) != list(other):
+            return difference(list(one), list(other), f"{path} keys")
+        for key in one if isinstance(one, dict) else range(min(len(one), len(other))):
+            if (found := difference(one[key], other[key], f"{path}/{key}")) is not None:
                 return found
     return None if one == other else (path, one, other)

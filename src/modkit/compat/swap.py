@@ -4,7 +4,7 @@ import ast
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 
 ROOTS = ("torch.nn", "torch.jit", "torch.optim.swa_utils")
@@ -22,15 +22,11 @@ def swap_source(source: str) -> str:
         >>> print(swap_source("from torch import nn, optim"))
         from torch import optim; from modkit import nn
     """
-    tree = ast.parse(source)
-    text = source.encode()
-    lines = _Lines(text)
+    tree, text = ast.parse(source), source.encode()
+    lines, uses = _Lines(text), list(_uses(tree))
     edits = {*_edits_of_imports(tree, lines)}
-    needed: set[str] = set()
-    for name, root, replacement in _uses(tree):
-        needed.add(_ours(root))
-        edits.add((*lines.span(name), replacement))
-    if needed:
+    edits |= {(*lines.span(name), replacement) for name, _, replacement in uses}
+    if needed := {_ours(root) for _, root, _ in uses}:
         edits.add(lines.import_at_top(tree, f"import {', '.join(sorted(needed))}"))
     for start, end, new in sorted(edits, reverse=True):
         text = text[:start] + new.encode() + text[end:]
@@ -49,9 +45,8 @@ def _root_of(dotted: str) -> str | None:
         if dotted.startswith(f"{root}."):
             name = dotted.removeprefix(f"{root}.").partition(".")[0]
             ours = importlib.import_module(_ours(root))
-            if name == "*" or hasattr(ours, name):
-                return root
-            if hasattr(ours, "__path__") and importlib.util.find_spec(f"{_ours(root)}.{name}"):
+            inside = f"{_ours(root)}.{name}" if hasattr(ours, "__path__") else ""
+            if name == "*" or hasattr(ours, name) or (inside and importlib.util.find_spec(inside)):
                 return root
     return None
 
@@ -114,15 +109,12 @@ def _edits_of_imports(tree: ast.Module, lines: _Lines) -> Iterator[Edit]:
             if ours and others:
                 # Two statements on as many lines as the one had.
                 breaks = "\\\n" * lines.text[start:end].count(b"\n")
-                theirs = f"from {node.module} import {breaks}{_names(others)}"
-                yield start, end, f"{theirs}; from {_ours(node.module)} import {_names(ours)}"
+                left, right = (", ".join(map(ast.unparse, each)) for each in (others, ours))
+                theirs = f"from {node.module} import {breaks}{left}"
+                yield start, end, f"{theirs}; from {_ours(node.module)} import {right}"
             elif ours:
                 at = lines.text.index(b"torch", start)
                 yield at, at + len("torch"), "modkit"
-
-
-def _names(aliases: Iterable[ast.alias]) -> str:
-    return ", ".join(ast.unparse(alias) for alias in aliases)
 
 
 def _uses(tree: ast.Module) -> Iterator[tuple[ast.Name, str, str]]:

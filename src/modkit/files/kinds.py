@@ -91,11 +91,8 @@ def first_line(source: int | bytes) -> str:
 
 
 def _is_text(head: bytes) -> bool:
-    try:
-        # The last character may be cut off.
-        text = (head[:-3] if len(head) == _HEAD else head).decode("utf-8")
-    except UnicodeDecodeError:
-        return False
+    # The last character may be cut off. Surrogates are not printable.
+    text = (head[:-3] if len(head) == _HEAD else head).decode("utf-8", "surrogateescape")
     return all(letter.isprintable() or letter in "\ufeff\t\n\r\f" for letter in text)
 
 
