@@ -19,9 +19,8 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            interrupted = click.ClickException("interrupted")
-            interrupted.exit_code = 130
-            raise interrupted from None
+            click.echo("Error: interrupted", err=True)
+            raise click.exceptions.Exit(130) from None
         except (click.exceptions.Exit, click.Abort, click.ClickException, BrokenPipeError):
             raise
         except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:

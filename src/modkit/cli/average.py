@@ -104,7 +104,15 @@ def average(
         tensors = {**averages, **found.buffers}
         facts |= {"sigma_rel": ema_sigma, "step": found.step, "snapshots": len(found.snapshots)}
         facts["fit_error"] = found.fit.error
-    facts["tensors"] = _write(output, tensors, prefix)
+    chosen = {
+        name.removeprefix(prefix): tensor.contiguous()
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+    if not chosen:
+        raise ValueError(f"no name begins with --prefix {prefix!r}; the first is {min(tensors)!r}")
+    (save_safetensors if output.suffix == ".safetensors" else save_checkpoint)(chosen, output)
+    facts["tensors"] = len(chosen)
     if as_json:
         ui.print_json(facts)
         return
@@ -149,16 +157,3 @@ def _check_output(output: Path, checkpoints: Sequence[Path], *, overwrite: bool)
             raise FileExistsError(f"{output} is an input: {path}")
     if output.exists() and not overwrite:
         raise FileExistsError(f"{output} exists; --overwrite replaces it")
-
-
-def _write(output: Path, tensors: Mapping[str, Tensor], prefix: str) -> int:
-    """Write the tensors with a prefix, in the format of the suffix; return their number."""
-    found = {
-        name.removeprefix(prefix): tensor.contiguous()
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
-    if not found:
-        raise ValueError(f"no name begins with --prefix {prefix!r}; the first is {min(tensors)!r}")
-    (save_safetensors if output.suffix == ".safetensors" else save_checkpoint)(found, output)
-    return len(found)

@@ -56,18 +56,21 @@ class Report:
     results: Sequence[Result]
     by_area: bool
 
-    def counts(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield area, number of cases, and number of each kind; the sum comes last."""
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return the number of cases and of each kind by area; the sum comes last."""
+        found: dict[str, dict[str, int]] = {}
         for area in [*dict.fromkeys(each.area for each in self.results), "all"]:
             kinds = [each.kind for each in self.results if area in {each.area, "all"}]
-            yield area, [len(kinds), *map(kinds.count, KINDS)]
+            found[area] = {"cases": len(kinds), **{kind: kinds.count(kind) for kind in KINDS}}
+        return found
 
     def tables(self) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
         """Yield title, headings and rows of each table."""
         versions = ", ".join(map(" ".join, self.versions().items()))
         if self.by_area:
             headings = ("area", "cases", "equal", "listed differences", "unlisted differences")
-            yield versions, headings, [(area, *map(str, row)) for area, row in self.counts()]
+            counts = self.counts().items()
+            yield versions, headings, [(area, *map(str, row.values())) for area, row in counts]
         else:
             checks = [(each.case, _verdict(each)) for each in self.results]
             yield f"{self.title} ({versions})", ("check", "result"), checks
@@ -85,14 +88,12 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return all results as plain data."""
-        names = ("cases", *KINDS)
         results = [
             {**each._asdict(), "torch": _said(each.torch), "modkit": _said(each.modkit)}
             for each in self.results
         ]
-        counts = {area: dict(zip(names, row, strict=True)) for area, row in self.counts()}
-        facts = {"title": self.title, "versions": self.versions()}
-        return {**facts, "areas": counts, "results": results}
+        facts = {"title": self.title, "versions": self.versions(), "areas": self.counts()}
+        return {**facts, "results": results}
 
     def as_html(self) -> str:
         """Return a self-contained page with all tables."""

@@ -41,12 +41,8 @@ def run(
     chosen: Collection[str] = (), progress: Callable[[float], object] = lambda part: None
 ) -> list[Result]:
     """Run the cases of the chosen areas, by default all, and report the completed fraction."""
-    cases = [
-        (area, name, case)
-        for area, cases in areas().items()
-        if not chosen or area in chosen
-        for name, case in cases.items()
-    ]
+    found = {name: cases for name, cases in areas().items() if not chosen or name in chosen}
+    cases = [(area, *case) for area, named in found.items() for case in named.items()]
     results: list[Result] = []
     for each in cases:
         results.append(run_case(*each))

@@ -61,8 +61,8 @@ def _naming(given: str, target: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        ours = error.filename is None or Path(error.filename) in {target.parent, target}
-        ours = ours or ".modkit-" in str(error.filename)
+        name = error.filename
+        ours = name is None or ".modkit-" in str(name) or Path(name) in {target.parent, target}
         if error.errno is None or not ours:
             raise
         raise OSError(error.errno, os.strerror(error.errno), given) from error
@@ -82,7 +82,12 @@ def _replaced(target: Path, found: os.stat_result | None) -> Generator[Path]:
         try:
             yield unfinished
         except Exception as error:
-            _raise_lost_errno(unfinished, error)
+            if not isinstance(error, OSError) or error.errno is None:
+                # C++ writers lose the error of the system: write on to raise it.
+                with unfinished.open("ab") as file:
+                    file.write(_PROBE)
+                    file.flush()
+                    os.fsync(file.fileno())
             raise
         # A compiler makes its file executable.
         mode |= unfinished.stat().st_mode
@@ -128,19 +133,6 @@ def _flush(path: Path, flags: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _raise_lost_errno(unfinished: Path, error: Exception) -> None:
-    """Write on to find the error of the system, which C++ writers do not report."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return
-    try:
-        with unfinished.open("ab") as file:
-            file.write(_PROBE)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as reason:
-        raise reason from error
 
 
 # The writer locks its folder; the kernel releases the lock of a killed process.

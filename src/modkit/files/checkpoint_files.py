@@ -70,7 +70,8 @@ class Checkpoint:
 
     def memory(self, name: str) -> Hashable:
         """Return equal values for tied tensors, and None for one that cannot be tied."""
-        return self._homes[name].memory(name)
+        home = self._homes[name]
+        return home.memory(name) if isinstance(home, _TorchFile) else None
 
 
 def file_in(path: Path) -> Path:
@@ -123,10 +124,6 @@ class SafetensorsFile:
     def tensor(self, name: str) -> Tensor:
         """Return one tensor."""
         return cast("Tensor", self._file.get_tensor(name))
-
-    def memory(self, name: str) -> Hashable:
-        """Return None: safetensors does not save ties."""
-        return None
 
 
 def _shards_of(index: Path) -> dict[Path, list[str]]:

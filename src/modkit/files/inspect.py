@@ -126,8 +126,6 @@ def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
         >>> torch.save({"weight": torch.ones(2, 3)}, path)
         >>> verify(path)
     """
-    if sha256 is not None:
-        kinds.parse_digest(sha256)
     file = file_in(Path(path))
     if file.name.endswith(INDEX):
         if sha256 is not None:
@@ -136,8 +134,7 @@ def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
             verify(shard)
         return
     with open_regular(file) as descriptor:
-        if sha256 is not None:
-            kinds.check_digest(descriptor, str(file), sha256)
+        kinds.check_digest(descriptor, str(file), sha256)
         kind = kinds.kind_of(descriptor)
         if kind in _NEVER_INTACT:
             raise kinds.wrong_kind(descriptor, str(file), "a checkpoint or an archive of torch")

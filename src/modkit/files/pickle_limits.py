@@ -104,6 +104,7 @@ class _Follower:
 
     def follow(self, data: bytes) -> None:
         """Follow the pickle, up to an instruction that torch does not have."""
+        argument: Any
         for instruction, argument, _ in pickletools.genops(data):
             name = instruction.name
             if name not in _KNOWN:

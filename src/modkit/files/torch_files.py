@@ -191,14 +191,11 @@ def _left_to_torch(archive: Archive, descriptor: int, map_location: Any, *, mmap
 
 # The fast path.
 
-_STORAGES: Final = {
-    name: dtype
-    for name in (
-        *("BFloat16", "Bool", "Byte", "Char", "ComplexDouble", "ComplexFloat"),
-        *("Double", "Float", "Half", "Int", "Long", "Short"),
-    )
-    if (dtype := storage_dtype(name))
-}
+_KINDS: Final = (
+    *("BFloat16", "Bool", "Byte", "Char", "ComplexDouble", "ComplexFloat"),
+    *("Double", "Float", "Half", "Int", "Long", "Short"),
+)
+_STORAGES: Final = {name: dtype for name in _KINDS if (dtype := storage_dtype(name))}
 _NEWER: Final = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
 _LEAVES: Final = frozenset(
     {str, int, float, bool, type(None), Tensor, torch.nn.Parameter, torch.dtype, torch.Size}
@@ -427,8 +424,6 @@ class VerifiedArchive(NamedTuple):
 @contextmanager
 def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArchive]:
     """Verify a TorchScript archive, and hold the file open for the block that loads it."""
-    if sha256 is not None:
-        kinds.parse_digest(sha256)
     with ExitStack() as stack:
         content: int | bytes
         if isinstance(f, (str, os.PathLike)):
@@ -442,9 +437,14 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
             source: str | bytes = path_of(content, what)
         else:
             what = f"the file {getattr(f, 'name', '')}".rstrip()
-            content = source = _content_of(f)
-        if sha256 is not None:
-            kinds.check_digest(content, what, sha256)
+            content = source = f.read()
+            # The position of a file that was just written is its end.
+            if not content and hasattr(f, "seekable") and f.seekable() and f.tell():
+                f.seek(0)
+                content = source = f.read()
+            if not isinstance(content, bytes):
+                raise TypeError("the file is open as text; open it in the mode 'rb'")
+        kinds.check_digest(content, what, sha256)
         archive = _archive_of(content, what, kinds.TORCHSCRIPT)
         absent = [name for name in _PICKLES if name not in archive.members]
         if not {"version", ".data/version"} & archive.members.keys():
@@ -464,17 +464,6 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
                 raise
             reason = str(error).partition("\n")[0]
             raise archive.corrupt(f"torch cannot read it: {reason}") from error
-
-
-def _content_of(f: Any) -> bytes:
-    """Read an open file; one whose position is at its end is read from the start."""
-    content: Any = f.read()
-    if not content and hasattr(f, "seekable") and f.seekable() and f.tell():
-        f.seek(0)
-        content = f.read()
-    if not isinstance(content, bytes):
-        raise TypeError("the file is open as text; open it in the mode 'rb'")
-    return content
 
 
 publish("modkit", load_checkpoint, save_checkpoint)

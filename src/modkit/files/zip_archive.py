@@ -147,18 +147,18 @@ class Archive:
             if not self.members:
                 self.folder = name.partition("/")[0] + "/"
             short = name.removeprefix(self.folder)
-            self._check_entry(name, short, entry, packed, size)
+            member = Member(name, header, packed, size, entry[9], entry[6])
+            self._check_entry(member, short, entry)
             # torch ignores case when it looks a member up.
             seen.add(short.lower())
-            self.members[short] = Member(name, header, packed, size, entry[9], entry[6])
+            self.members[short] = member
         if len(seen) < count:
             raise self.corrupt("two members have the same name")
         if at != len(table):
             raise self.corrupt("its table of members has another size than stated")
 
-    def _check_entry(
-        self, name: str, short: str, entry: tuple[int, ...], packed: int, size: int
-    ) -> None:
+    def _check_entry(self, member: Member, short: str, entry: tuple[int, ...]) -> None:
+        name, _, packed, size, *_ = member
         stored = entry[6] == _STORED and packed == size
         code = entry[6] == _DEFLATED and short.endswith((".py", ".debug_pkl")) and size <= MOST_TEXT
         problem = "" if stored or code else f"is compressed ({packed} of {size} bytes)"
