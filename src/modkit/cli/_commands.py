@@ -11,11 +11,10 @@ from modkit.cli.inspect import inspect
 from modkit.errors import printable
 
 
-class Commands(click.Group):
+class _Commands(click.Group):
     """A group of commands whose errors are one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -30,7 +29,7 @@ class Commands(click.Group):
 
 @click.version_option(package_name="modkit")
 @click.group(
-    cls=Commands,
+    cls=_Commands,
     commands=[average, compat, inspect],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=EPILOG,

@@ -104,11 +104,8 @@ def average(
         tensors = {**averages, **found.buffers}
         facts |= {"sigma_rel": ema_sigma, "step": found.step, "snapshots": len(found.snapshots)}
         facts["fit_error"] = found.fit.error
-    chosen = {
-        name.removeprefix(prefix): tensor.contiguous()
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
+    names = [name for name in tensors if name.startswith(prefix)]
+    chosen = {name.removeprefix(prefix): tensors[name].contiguous() for name in names}
     if not chosen:
         raise ValueError(f"no name begins with --prefix {prefix!r}; the first is {min(tensors)!r}")
     (save_safetensors if output.suffix == ".safetensors" else save_checkpoint)(chosen, output)

@@ -8,8 +8,7 @@ import click
 
 from modkit.cli import _tables as ui
 from modkit.compat.model import Target, TargetError, compare
-from modkit.compat.report import Report
-from modkit.compat.run import areas, run
+from modkit.compat.run import Report, areas, run
 from modkit.files.atomic_write import atomic_write
 
 
@@ -35,14 +34,7 @@ def _parsed(_: click.Context, parameter: click.Parameter, value: str) -> Any:
 @click.option("--html", "page", type=ui.OUTPUT, help="Write a self-contained page with all tables.")
 @ui.json_option
 def compat(
-    target: str | None,
-    chosen: tuple[str, ...],
-    args: list[Any],
-    kwargs: dict[str, Any],
-    inputs: tuple[str, ...],
-    swap: tuple[str, ...],
-    page: Path | None,
-    as_json: bool,
+    target: str | None, chosen: tuple[str, ...], page: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Compare modkit with the installed torch; any unlisted difference is an error.
 
@@ -59,7 +51,7 @@ def compat(
     """  # noqa: D301
     if target and chosen:
         raise click.UsageError("--area cannot be used with TARGET")
-    if not target and (args or kwargs or inputs or swap):
+    if not target and any(options.values()):
         raise click.UsageError("--args, --kwargs, --input and --swap need TARGET")
     for area in chosen:
         if area not in areas():
@@ -69,7 +61,7 @@ def compat(
     if target:
         try:
             with ui.progress("comparing"):
-                report = Report(*compare(Target(target, args, kwargs, inputs, swap)), by_area=False)
+                report = Report(*compare(Target(target, **options)), by_area=False)
         except TargetError as error:
             raise click.UsageError(str(error)) from error
     else:

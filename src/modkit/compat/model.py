@@ -79,8 +79,7 @@ class Swap(MetaPathFinder):
         return spec
 
 
-def found_at(path: str) -> Any:
-    """Import ``module:name`` or ``script.py:name``."""
+def _found_at(path: str) -> Any:
     home, _, name = path.rpartition(":")
     if not home or not name:
         raise TargetError(f"{path!r} is neither package.module:Class nor path/to/script.py:factory")
@@ -107,7 +106,7 @@ def found_at(path: str) -> Any:
 
 def build(target: Target) -> torch.nn.Module:
     """Build the model with a fixed seed."""
-    make = found_at(target.path)
+    make = _found_at(target.path)
     torch.manual_seed(0)
     model = make(*target.args, **(target.kwargs or {}))
     if not isinstance(model, torch.nn.Module):
@@ -121,7 +120,7 @@ def inputs_of(target: Target, model: torch.nn.Module) -> Inputs | None:
     if target.inputs and all(map(_SHAPE.fullmatch, target.inputs)):
         return [torch.randn([int(n) for n in text.split(",")]) for text in target.inputs], {}
     if target.inputs:
-        made = found_at(target.inputs[0])()
+        made = _found_at(target.inputs[0])()
         if isinstance(made, Mapping):
             return (), made
         return made if isinstance(made, (list, tuple)) else (made,), {}
@@ -175,7 +174,7 @@ def checks(model: torch.nn.Module, inputs: Inputs | None) -> dict[str, Callable[
     }
 
 
-def checked(function: Callable[[], Any] | None) -> Outcome:
+def _checked(function: Callable[[], Any] | None) -> Outcome:
     """Run one check. Only the first line of an error counts: others show frames of Python."""
     if function is None:
         return "skipped", "no --input, and the first layers do not say which shape they take", []
@@ -198,13 +197,13 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
         return
     base = Library(name).nn.Module
     classes = [type(each).__mro__ for each in model.modules()]
-    found = {each: checked(function) for each, function in checks(model, inputs).items()}
+    found = {each: _checked(function) for each, function in checks(model, inputs).items()}
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     count = f"{len(classes)} modules, {sum(base in each for each in classes)} of modkit's Module"
     connection.send((count, found, file.getvalue()))
     state = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
-    connection.send(checked(lambda: [str(model.load_state_dict(state)), model.state_dict()]))
+    connection.send(_checked(lambda: [str(model.load_state_dict(state)), model.state_dict()]))
 
 
 def compare(target: Target) -> tuple[str, list[Result]]:
@@ -230,7 +229,7 @@ def _compared(target: Target, one: Connection, other: Connection) -> tuple[str, 
     if isinstance(first := one.recv(), Exception):
         raise first
     if isinstance(second := other.recv(), Exception):
-        outcomes = ("returns", "a model", []), ("raises", str(second), [])
+        outcomes: tuple[Outcome, Outcome] = ("returns", "a model", []), ("raises", str(second), [])
         return target.path, [Result("model", "construction", "unlisted", *outcomes)]
     (_, left, left_state), (count, right, right_state) = first, second
     one.send_bytes(right_state)

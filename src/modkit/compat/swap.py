@@ -61,7 +61,6 @@ class _Lines:
             self.starts.append(self.starts[-1] + len(line) + 1)
 
     def span(self, node: ast.stmt | ast.expr | ast.alias) -> tuple[int, int]:
-        """Return where the text of the node starts and ends."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         start = self.starts[node.lineno - 1] + node.col_offset

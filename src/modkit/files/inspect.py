@@ -41,13 +41,11 @@ class FileInfo:
     """The content of a file. Names are those in the file: print them with ``modkit.errors.printable``.
 
     Attributes:
-        path: The path.
         kind: ``"torch.save file"``, ``"torch.save file (before torch 1.6)"``, ``"TorchScript archive"``,
             ``"torch.export archive"``, ``"safetensors file"``, ``"sharded checkpoint"``, ``"zip file"``,
             ``"pickle"``, ``"text file"`` or ``"unknown file"``.
         nbytes: Size in bytes, including all shards.
         sha256: SHA-256 of the file, or ``""`` for a sharded checkpoint.
-        tensors: The tensors of a checkpoint.
         entries: Other entries of a checkpoint, such as the epoch, with a shortened ``repr``; the members
             of an archive, with their sizes.
         groups: Names under each key that ``average_checkpoints`` accepts, ``""`` for the whole file.

@@ -98,12 +98,12 @@ def _is_text(head: bytes) -> bool:
 
 def _kind_of_pickle(head: bytes) -> str | None:
     """Return the kind of bytes that begin like a pickle, or would execute code if unpickled."""
-    stream, seen = io.BytesIO(head), list[str]()
+    seen: list[str] = []
     with warnings.catch_warnings():
         # pickletools warns of invalid escapes in strings.
         warnings.simplefilter("ignore")
         with contextlib.suppress(ValueError):
-            for instruction, argument, _ in islice(pickletools.genops(stream), 10_000):
+            for instruction, argument, _ in islice(pickletools.genops(head), 10_000):
                 name = instruction.name
                 parts = re.split("[ .]", str(argument)) if name in {"GLOBAL", "INST"} else ()
                 # The letters of a text are instructions of protocol 0, but make no sense together.
@@ -112,9 +112,8 @@ def _kind_of_pickle(head: bytes) -> str | None:
                 if argument == _LEGACY_MAGIC and len(seen) < 3:
                     return LEGACY
                 seen.append(name)
-        if head.startswith(b"\x80") and len(seen) >= 3:
-            return PICKLE
-        if not (_IMPORTS.isdisjoint(seen) or _CALLS.isdisjoint(seen)):
+        runs_code = not (_IMPORTS.isdisjoint(seen) or _CALLS.isdisjoint(seen))
+        if runs_code or (head.startswith(b"\x80") and len(seen) >= 3):
             return PICKLE
         # pickletools raises IndexError for a mark that POP has taken.
         with contextlib.suppress(ValueError, IndexError):

@@ -22,14 +22,22 @@ DEEPEST: Final = 1000
 _DTYPES: Final = {"byte": "uint8", "char": "int8", "untyped": "uint8"}
 _FILLS: Final = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"}
 _CALLS: Final = {"REDUCE", "NEWOBJ"}
-_TUPLES: Final = {"EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
 _HASHING: Final = (".OrderedDict", ".Counter", ".set", ".dict", ".frozenset")
 # The instructions of torch's readers.
 _KNOWN: Final = {
-    *(*_FILLS, *_CALLS, *_TUPLES, "BINPERSID", "PROTO", "MARK", "POP", "DUP", "STOP", "GLOBAL"),
+    *(*_FILLS, *_CALLS, "BINPERSID", "PROTO", "MARK", "POP", "DUP", "STOP", "GLOBAL"),
     *("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "BINUNICODE", "SHORT_BINSTRING", "LONG1"),
     *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "BINFLOAT"),
-    *("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"),
+    *(
+        "EMPTY_LIST",
+        "EMPTY_DICT",
+        "EMPTY_SET",
+        "EMPTY_TUPLE",
+        "TUPLE",
+        "TUPLE1",
+        "TUPLE2",
+        "TUPLE3",
+    ),
 }
 
 
@@ -77,7 +85,6 @@ class _Object:
         self.content, self.depth, self.weight, self.held = content, 0, 1, False
 
     def hold(self, items: "list[_Object]", *, strict: bool) -> None:
-        """Put other objects into this one."""
         depth = max([self.depth, *(1 + item.depth for item in items)])
         if depth > DEEPEST:
             raise ValueError(f"it nests deeper than {DEEPEST:,} levels")
@@ -137,7 +144,7 @@ class _Follower:
             raise IndexError
         taken = self._stack[begin:]
         del self._stack[begin:]
-        if name in _TUPLES:
+        if name.startswith("TUPLE"):
             self._stack.append(_Object(taken))
             self._stack[-1].weight += sum(item.weight for item in taken)
             self._stack[-1].hold(taken, strict=self._script)

@@ -193,10 +193,8 @@ class Archive:
     def start_of(self, member: Member, head: bytes = b"") -> int:
         """Return where the content of a member begins, after comparing its local header."""
         head = head or read_some(self._source, member.header, _LOCAL.size + 4 * len(member.name))
-        try:
-            magic, _, flags, method, *_, length, extra = _LOCAL.unpack_from(head)
-        except struct.error as error:
-            raise self.corrupt(f"the header of {member.name!r} is cut off") from error
+        fields = _LOCAL.unpack_from(head.ljust(_LOCAL.size, b"\0"))
+        magic, _, flags, method, *_, length, extra = fields
         name = head[_LOCAL.size : _LOCAL.size + length]
         if magic != b"PK\x03\x04" or method != member.method or flags & _UNREADABLE:
             raise self.corrupt(f"the header of {member.name!r} is invalid")
@@ -248,10 +246,10 @@ class Archive:
     def _read_into(self, name: str, target: memoryview | None) -> None:
         member = self.members[name]
         start, crc, done = self.start_of(member), 0, 0
-        scratch = memoryview(bytearray(_CHUNK)) if target is None else target
+        scratch = memoryview(bytearray(_CHUNK if target is None else 0))
         while done < member.size:
-            at = 0 if target is None else done
-            piece = scratch[at : at + min(_CHUNK, member.size - done)]
+            rest = scratch if target is None else target[done:]
+            piece = rest[: min(_CHUNK, member.size - done)]
             if isinstance(self._source, int):
                 count = os.preadv(self._source, [piece], start + done)
             else:
