@@ -2,6 +2,7 @@
 
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,24 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]], numbers: bo
     """Return a Markdown table; with ``numbers``, all columns but the first are right-aligned."""
     rule = ["---", *["---:" if numbers else "---"] * (len(headings) - 1)]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (headings, rule, *rows))
+
+
+def wrapped(page: str) -> str:
+    """Return a page with its paragraphs and list items filled to 120 columns."""
+    parts = []
+    for block in page.split("\n\n"):
+        if block.startswith(("|", "<", "#", "`" * 3)):
+            parts.append(block)
+            continue
+        items = re.split(r"\n(?=- )", block)
+        parts.append("\n".join(fill(item, "  " if item.startswith("- ") else "") for item in items))
+    return "\n\n".join(parts)
+
+
+def fill(text: str, indent: str = "") -> str:
+    """Return a paragraph filled to 120 columns."""
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(" ".join(text.split()), 120, subsequent_indent=indent, **options)
 
 
 def release(text: str) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ import render_peers  # noqa: E402
 import render_planning  # noqa: E402
 import render_readme  # noqa: E402
 import render_suites  # noqa: E402
-from blocks import DOCS, ROOT, replace  # noqa: E402
+from blocks import DOCS, ROOT, replace, wrapped  # noqa: E402
 
 
 NOTICE = "<!-- Written by docs/render.py from {}. -->"
@@ -51,7 +51,7 @@ def render() -> dict[Path, str]:
         DOCS / name: "\n\n".join([NOTICE.format(source), *(one.section() for one in sections)])
         for name, (source, sections) in PAGES.items()
     }
-    pages = {page: f"{text.strip()}\n" for page, text in pages.items()}
+    pages = {page: f"{wrapped(text).strip()}\n" for page, text in pages.items()}
     for page, module in BLOCKS.items():
         pages[page] = replace(page.read_text(encoding="utf-8"), module.blocks())
     return pages

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from blocks import DOCS, ROOT, read, table
+from blocks import DOCS, ROOT, fill, read, table
 
 
 COLD = ", caches evicted"
@@ -23,7 +23,7 @@ def cell(value: float | str | None) -> str:
 
 def rows(name: str) -> list[list[str]]:
     """Return one row per operation or model, the slowest first, with the cold-cache ratio as a column."""
-    from benchmarks import report  # noqa: PLC0415 - the root is on the path by now
+    from benchmarks import report
 
     found = report.ordered(read("bench")["rows"], name)
     cold = {row["name"].removesuffix(COLD): row for row in found if row["name"].endswith(COLD)}
@@ -48,9 +48,19 @@ def rows(name: str) -> list[list[str]]:
     return lines
 
 
+def growth(series: list[dict[str, Any]]) -> str:
+    """Return the exponents of all operations in a paragraph."""
+    parts = []
+    for row in series:
+        torch = "" if row["torch_exponent"] is None else f" (torch {row['torch_exponent']:.2f})"
+        parts.append(f"`{row['operation']}` {row['tree']} {row['modkit_exponent']:.2f}{torch}")
+    largest = max(row["sizes"][-1] for row in series)
+    return f"Exponents up to {largest:,} modules: {', '.join(parts)}."
+
+
 def blocks() -> dict[str, str]:
     """Return the blocks of the page."""
-    from benchmarks import report  # noqa: PLC0415
+    from benchmarks import report
 
     found: dict[str, Any] = read("bench")
     shared = ["evicted", "budget", "verdict"]
@@ -60,13 +70,7 @@ def blocks() -> dict[str, str]:
         "inference": table(
             ["model", "torch", "`fast_inference`", *shared, *ARMS], rows("inference")
         ),
-        "growth": report.growth(
-            [
-                row
-                for row in found["growth"]
-                if row["tree"] == "wide" or row["operation"].startswith("load")
-            ]
-        ),
+        "growth": fill(growth(found["growth"])),
     }
 
 

@@ -7,7 +7,6 @@ import argparse
 import importlib
 import importlib.util
 import sys
-import textwrap
 from datetime import datetime, timezone
 from importlib.metadata import version
 from typing import Any
@@ -24,14 +23,12 @@ by bit, exceptions by type and text, and warnings. A case with a listed differen
 
 {releases}
 
-{areas}
+Cases by area, on torch {newest}: {areas}.
 
 `modkit compat` also builds a model twice from the same seed, once with `torch.nn`, `torch.jit` and
 `torch.optim.swa_utils` replaced in the source of its package. It compares structure, `repr`, initial weights,
 outputs in both modes, gradients, buffers, state dicts and loading, pickle, deepcopy, `torch.compile`, `torch.fx` and
-`torch.export`. Models of other libraries:
-
-{models}"""
+`torch.export`. Models of other libraries, each with its number of checks: {models}."""
 COUNTS = ("cases", "equal", "listed", "unlisted")
 
 
@@ -47,15 +44,15 @@ def section() -> str:
         f"{area} {counts['cases']}" for area, counts in runs[-1]["areas"].items() if area != "all"
     ]
     models = [
-        [f"{name} {run['library']}", run["modules"].partition(" ")[0], *run["counts"], run["date"]]
+        f"{name} {run['library']} ({sum(run['counts'][:2])} equal, {run['counts'][2]} differ)"
         for name, run in found["models"].items()
     ]
-    headings = ["model", "modules", "equal", "equal errors", "differ", "date"]
     return TEXT.format(
         cases=runs[-1]["areas"]["all"]["cases"],
         releases=table(["torch", "Python", *COUNTS, "date"], totals),
-        areas=textwrap.fill(f"Cases by area, on torch {runs[-1]['torch']}: {', '.join(areas)}.", 120),
-        models=table(headings, models),
+        newest=runs[-1]["torch"],
+        areas=", ".join(areas),
+        models=", ".join(models),
     )
 
 

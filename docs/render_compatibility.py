@@ -82,7 +82,7 @@ def record(results: Path) -> int:
 
 def main() -> int:
     """Record a run if one is given, and write the pages; return 1 if tests failed."""
-    from render import write_pages  # noqa: PLC0415 - it imports this file
+    from render import write_pages
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", type=Path, help="the results of pytest --junitxml")

@@ -17,6 +17,16 @@ from blocks import ROOT, read, table, write
 
 
 ROUNDS = {"random": 50, "other": 5, "saves": 200}
+# The rows of the table.
+KINDS = (
+    ("killed", "interrupted", "leftovers"),
+    ("two_threads", "two_processes", "same_pid"),
+    ("full_disk", "size_limit", "full_device"),
+    ("read_only_folder", "read_only_system", "missing_folder", "folder_as_target"),
+    ("long_name", "odd_name", "undecodable_name"),
+    ("link", "dangling_link", "link_loop", "mode_and_owner"),
+    ("fifo", "open_pipe", "null_device"),
+)
 NEEDS = {"lightning": ("lightning",), "transformers": ("transformers", "accelerate")}
 TEXT = """\
 # Test evidence
@@ -37,18 +47,20 @@ had `errno` and the path.
 def section() -> str:
     """Return the section in Markdown."""
     found = read("faults")
-    cells = {name: [one for one in row["cells"].values() if "skipped" not in one]
-             for name, row in found["faults"].items()}
+    cells = {
+        name: [one for one in row["cells"].values() if "skipped" not in one]
+        for name, row in found["faults"].items()
+    }
     every = [one for some in cells.values() for one in some]
     killed = cells["killed"]
-    rows = [
-        [row["title"], len(cells[name]), *counts(cells[name])]
-        for name, row in found["faults"].items()
-    ]
+    rows = []
+    for names in KINDS:
+        shown = "; ".join(found["faults"][name]["title"] for name in names)
+        rows.append([shown, *counts([one for name in names for one in cells[name]])])
     trials, intact = counts(every)
     return TEXT.format(
         writers=", ".join(found["writers"].values()),
-        rows=table(["fault", "writers", "trials", "held"], rows, numbers=True),
+        rows=table(["fault", "trials", "held"], rows, numbers=True),
         intact=intact,
         trials=trials,
         date=found["date"],

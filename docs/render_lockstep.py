@@ -56,7 +56,10 @@ def section() -> str:
         "kinds": len(found["kinds"]),
         "rows": table(
             ["test of the listed difference", "times"],
-            ([f"`{row.rpartition('::')[2]}`", f"{times:,}"] for row, times in found["rows"].items()),
+            (
+                [f"`{row.rpartition('::')[2]}`", f"{times:,}"]
+                for row, times in found["rows"].items()
+            ),
             numbers=True,
         ),
         "fixed": "\n".join(f"- {what}" for what in FIXED),

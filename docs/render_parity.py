@@ -53,15 +53,16 @@ def sides(row: Divergence) -> tuple[str, str]:
             r"(?:;|\.) ([Mm]odkit|[Ii]n modkit)", r" | \1", row.reason, count=1
         ).partition(" | ")
     releases = f" (torch{row.torch})" if row.torch else ""
-    return torch.removesuffix(".") + releases, (modkit or "–").removesuffix(".")
+    return torch.removesuffix(".") + releases, modkit.removesuffix(".")
 
 
 def link(upstream: str) -> str:
     """Return the addresses in a text as links with the names of their repositories."""
+    text = re.sub(r"no upstream issue(; )?", "", upstream)
     text = re.sub(
-        r"https://github\.com/(\S+?)/(\S+?)/(?:issues|pull)/(\d+)", r"[\1/\2#\3](\g<0>)", upstream
+        r"https://github\.com/(\S+?)/(\S+?)/(?:issues|pull)/(\d+)", r"[\1/\2#\3](\g<0>)", text
     )
-    return text.replace("[pytorch/pytorch#", "[pytorch#").replace("no upstream issue", "–")
+    return text.replace("[pytorch/pytorch#", "[pytorch#")
 
 
 def tests(row: Divergence) -> str:

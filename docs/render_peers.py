@@ -7,13 +7,12 @@ python docs/render_peers.py --run    # run every cell of the table of features f
 
 import importlib
 import sys
-import textwrap
 import warnings
 from datetime import datetime, timezone
 from importlib.metadata import version
 from typing import Any
 
-from blocks import ROOT, read, table, write
+from blocks import ROOT, fill, read, table, write
 
 
 CLASSES = {
@@ -30,7 +29,7 @@ CLASSES = {
 def compared(versions: dict[str, str | None]) -> str:
     """Name the classes that were compared, with the versions of their libraries."""
     named = [f"{name} {versions[name] or ''}".strip() + f" ({CLASSES[name]})" for name in CLASSES]
-    return textwrap.fill(f"Compared: {', '.join(named)}.", 120, break_on_hyphens=False)
+    return fill(f"Compared: {', '.join(named)}.")
 
 
 def features(libraries: list[str], wanted: list[str] | None = None) -> str:

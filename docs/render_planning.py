@@ -10,7 +10,7 @@ from math import ceil, prod
 import torch
 from blocks import table
 
-from modkit.averaging.precision import PRECISIONS, Precision, kept_dtype
+from modkit.averaging.precision import Precision, kept_dtype
 
 
 Shape = tuple[int, ...]
@@ -143,7 +143,6 @@ RANKS = (1, 2, 4, 8, 64, 1024)
 WIDTH, HIDDEN, LAYERS, WORDS, TOKENS = 2048, 5632, 22, 32_000, 8 * 2048
 HEADS, KEY_HEADS = 32, 4
 HEADER = ("ranks", "no average", "1 average", "3 averages", "FSDP2 sends", "DDP sends", "TP sends")
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def decoder() -> list[Unit]:
@@ -160,16 +159,6 @@ def gigabytes(number: float) -> str:
     """Return a number of bytes in GB, with three significant digits."""
     value = number / 1e9
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
-
-
-def precisions() -> str:
-    """Return the bytes of an average for each precision and each kind of parameters."""
-    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
-    lines = (
-        [f"`{precision}`", *(bytes_of_average(dtype, precision) for dtype in DTYPES)]
-        for precision in PRECISIONS
-    )
-    return table(["`precision`", *names], lines, numbers=True)
 
 
 def sizes() -> str:
@@ -189,8 +178,8 @@ def sizes() -> str:
 
 
 def blocks() -> dict[str, str]:
-    """Return the blocks of the page."""
-    return {"precisions": precisions(), "sizes": sizes()}
+    """Return the block of the page."""
+    return {"sizes": sizes()}
 
 
 if __name__ == "__main__":

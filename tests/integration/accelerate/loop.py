@@ -10,6 +10,7 @@ import modkit
 
 
 def train_with_accelerate(folder, *, resume_from=None, epochs=2, save_every=3):
+    """Train from the start or from a checkpoint; return the model, its EMA and the loss of the average."""
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=2,

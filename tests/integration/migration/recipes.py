@@ -127,7 +127,6 @@ def _loops():
 
 
 _FIT = "pl.Trainer(callbacks=[callback], **options).fit(module, data)\nvalidate(module)"
-_TRL = "trainer = transformers.Trainer(model, arguments, train_dataset=dataset{})\n"
 _TRAINERS = {
     "lightning": {
         "theirs": f"""
@@ -154,44 +153,6 @@ update_every=10, update_after_step=100, buffers="average", swap_to_average_at_en
 {_FIT}
 """,
     },
-    "trl": {
-        "theirs": f"""
-from trl import BEMACallback
-callback = BEMACallback(update_freq=10)
-{_TRL.format(", callbacks=[callback]")}
-trainer.train()
-validate(callback.running_model)
-""",
-        "ours": f"""
-{_TRL.format("")}
-ema = modkit.EMA(model, schedule=schedules.BEMA(), update_every=10)
-ema.update()
-trainer.create_optimizer()
-ema.attach(trainer.optimizer)
-trainer.train()
-with ema.applied():
-    validate(model)
-""",
-    },
-    "trl-update-after": {
-        "theirs": f"""
-from trl import BEMACallback
-callback = BEMACallback(update_freq=5, update_after=8, lag=10, multiplier=1.0)
-{_TRL.format(", callbacks=[callback]")}
-trainer.train()
-validate(callback.running_model)
-""",
-        "ours": f"""
-from modkit.integrations.transformers import EMACallback
-callback = EMACallback(schedule=schedules.BEMA(lag=18, multiplier=1.0), update_after_step=7, \
-update_every=5)
-{_TRL.format("")}
-callback.attach(trainer)
-trainer.train()
-with callback.ema.applied():
-    validate(model)
-""",
-    },
 }
 LIGHTNING_SETUP = """
 import lightning.pytorch as pl
@@ -213,44 +174,6 @@ module = Net()
 data = torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=8)
 options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
 options |= {"enable_progress_bar": False, "enable_model_summary": False, "max_steps": steps}
-"""
-TRL_SETUP = """
-import tempfile
-
-import transformers
-
-
-class Config(transformers.PretrainedConfig):
-    model_type = "regression"
-
-
-class Regression(transformers.PreTrainedModel):
-    config_class = Config
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.net = torch.nn.Sequential(
-            torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
-        )
-        self.post_init()
-
-    def forward(self, x, labels):
-        output = self.net(x)
-        return {"loss": (output - labels).square().mean(), "logits": output}
-
-
-model = Regression(Config())
-dataset = [{"x": x, "labels": x.sum(0, keepdim=True)} for x in torch.randn(32, 4)]
-arguments = transformers.TrainingArguments(
-    tempfile.mkdtemp(),
-    max_steps=steps,
-    learning_rate=0.01,
-    use_cpu=True,
-    report_to="none",
-    disable_tqdm=True,
-    logging_strategy="no",
-    save_strategy="no",
-)
 """
 
 

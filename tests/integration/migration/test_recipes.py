@@ -10,7 +10,6 @@ from tests.cases import for_each
 from tests.integration.migration.recipes import (
     LIGHTNING_SETUP,
     PAGE,
-    TRL_SETUP,
     Run,
     constructors,
     recipes,
@@ -18,14 +17,13 @@ from tests.integration.migration.recipes import (
 
 
 RECIPES = recipes()
-TRAINERS = {"lightning": LIGHTNING_SETUP, "trl": TRL_SETUP}
+TRAINERS = {"lightning": LIGHTNING_SETUP}
 PACKAGES = {
     "timm": ("timm",),
     "diffusers": ("diffusers",),
     "ema-pytorch": ("ema_pytorch",),
     "torch_ema": ("torch_ema",),
     "lightning": ("lightning",),
-    "trl": ("trl", "transformers", "accelerate"),
 }
 TOLERANCE = 1e-9
 
@@ -90,13 +88,12 @@ def test_a_trainer(name):
     torch.manual_seed(0)
     shared = {**Run(2000).names(), "torch": torch, "__name__": "migration"}
     execute(TRAINERS[library_of(name)], shared)
-    model = "module" if "module" in shared else "model"
-    start = copy.deepcopy(shared[model].state_dict())
+    start = copy.deepcopy(shared["module"].state_dict())
 
     def run(side, **names):
         run = Run(0)
         torch.manual_seed(1)
-        names |= {model: copy.deepcopy(shared[model]), "validate": run.validate}
+        names |= {"module": copy.deepcopy(shared["module"]), "validate": run.validate}
         execute(RECIPES[name][side], {**shared, **names})
         return run.seen[0]
 

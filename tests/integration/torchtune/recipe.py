@@ -14,6 +14,7 @@ class Recipe:
         self.epochs_run = 0
 
     def setup(self):
+        """Build everything, and resume if the configuration says so."""
         torch.manual_seed(self.config["seed"])
         self.inputs = torch.randn(64, 4)
         self.targets = self.inputs.square().sum(1, keepdim=True)
@@ -30,6 +31,7 @@ class Recipe:
             self.epochs_run = state["epochs_run"]
 
     def save_checkpoint(self, epoch):
+        """Save the averaged weights, and the state to resume from."""
         weights = self.folder / f"epoch_{epoch}"
         weights.mkdir(parents=True, exist_ok=True)
         with self.ema.applied():
@@ -44,6 +46,7 @@ class Recipe:
         (self.folder / "recipe_state.pt.part").replace(self.folder / "recipe_state.pt")
 
     def train(self):
+        """Run the remaining epochs."""
         for epoch in range(self.epochs_run, self.config["epochs"]):
             torch.manual_seed(self.config["seed"] + epoch)
             for i, batch in enumerate(torch.randperm(64).split(8)):
@@ -60,6 +63,7 @@ class Recipe:
 
     @torch.no_grad()
     def evaluate(self):
+        """Store the loss of the weights that are in the model."""
         self.model.eval()
         self.loss = (self.model(self.inputs) - self.targets).square().mean().item()
         self.model.train()
