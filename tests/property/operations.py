@@ -89,7 +89,12 @@ def members_of(module: Any) -> set[str]:
 
 def refuse_destructive_assignment(module: Any, name: str) -> None:
     """Skip the assignment of a parameter that torch refuses only after deleting the old member."""
-    if name in ODD_NAMES and name in members_of(module):
+    if name not in members_of(module) and name not in module.__dict__:
+        return
+    # A `__getattr__` of the class may find the name in a child, too.
+    children = [child for child in module._modules.values() if child is not None]
+    found = type(module).__name__.endswith("Attentive") and any(name in vars(c) for c in children)
+    if found or (name in ODD_NAMES and name in members_of(module)):
         raise Skipped
 
 

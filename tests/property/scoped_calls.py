@@ -205,11 +205,20 @@ def trace_with_fx(side: Any, module: Any) -> Any:
     """
     if has_old_backward_hooks(side.model):
         raise Skipped
-    with torch.no_grad():
-        traced = torch.fx.symbolic_trace(side.model)
-        return None if getattr(side, "scopes", None) else traced.code, traced(
-            make_input(side, "own")
-        )
+    # Tracers of one process share their count of constants.
+    torch.fx.Tracer._qualname_counter.clear()
+    in_scope = bool(getattr(side, "scopes", None))
+    try:
+        with torch.no_grad():
+            traced = torch.fx.symbolic_trace(side.model)
+            if in_scope:
+                LOG.clear()
+            return None if in_scope else traced.code, traced(make_input(side, "own"))
+    except Exception as error:
+        if in_scope:
+            LOG.clear()
+            raise RuntimeError("cannot be traced, or run") from error
+        raise
 
 
 @scoped()

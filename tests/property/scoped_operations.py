@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Final
@@ -423,8 +424,12 @@ def step_optimizer(side: Any, module: Any) -> Any:
 @scoped(choices.booleans())
 def shallow_copy(side: Any, module: Any, replace: bool) -> Any:
     """Copy the root without its children; in torch both share their tables."""
+    bound = any(isinstance(value, types.MethodType) for value in vars(side.model).values())
+    if replace and (side.scopes or bound):
+        raise Skipped  # in a block, what is put into a copy does not reach the original
     copied = copy.copy(side.model)
     keys = list(copied.__dict__)
     if replace:
+        side.originals.append(side.model)
         side.model = copied
     return keys, result_of(copied, make_input(side, "own"), {})

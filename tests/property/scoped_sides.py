@@ -175,9 +175,8 @@ class Lockstep:
         else:
             self.kinds.append(operation.kind)
         pair = [expected, outcome]
-        if self.plain.impl is not self.fast.impl:
-            # How often torch and modkit read attributes of tensors is left out.
-            pair = [[*result, [e for e in log if not is_read(e)]] for *result, log in pair]
+        # How often attributes of tensors are read is left out.
+        pair = [[*result, [e for e in log if not is_read(e)]] for *result, log in pair]
         compare(operation, pair, "plain and fast differ after")
         if whole or operation.kind == "leave_scope":
             self.compare_trees(operation)
@@ -204,6 +203,7 @@ def lockstep(
     """Run the operations plainly and inside scopes, and compare all that can be seen."""
     torch_always_warns = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
+    torch.use_deterministic_algorithms(True)  # see sides.lockstep
     both = Lockstep.of(impls, tree, every)
     last = Operation("end", 0, ())
     try:
@@ -215,5 +215,6 @@ def lockstep(
     finally:
         while both.fast.scopes:
             both.fast.scopes.pop().__exit__(None, None, None)
+        torch.use_deterministic_algorithms(False)
         torch.set_warn_always(torch_always_warns)
     return both

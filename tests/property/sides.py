@@ -29,6 +29,8 @@ class Side:
     averages: list[Any] = field(default_factory=list)
     ema: Any = None
     applied: list[Any] = field(default_factory=list)
+    # Trees that a shallow copy has replaced.
+    originals: list[Any] = field(default_factory=list)
     shape: tuple[int, ...] = (2, 3)
 
     def __post_init__(self) -> None:

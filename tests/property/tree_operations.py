@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import types
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ def to(side: Any, module: Any, form: Any) -> bool:
     """Convert by one of the forms of `to`."""
     refuse_tied_buffers(side)
     args, kwargs = form
+    if "memory_format" in kwargs and any(t.dim() == 5 for t in module.state_dict().values()):
+        raise Skipped  # torch refuses tensors of other ranks than the format's, a listed difference
     return module.to(*args, **kwargs) is module
 
 
@@ -180,8 +183,10 @@ def set_submodule(side: Any, module: Any, number: int, end: str, spec: Any, stri
     """Put a new module at a path, unless None stands there, which torch refuses."""
     path = path_to(side, number, end)
     for place, parent in positions(side.model):
-        for name, value in (*parent._modules.items(), *parent.__dict__.items()):
-            if value is None and ".".join([*place, name]) == path:
+        tensors = parent._parameters.keys() | parent._buffers.keys()
+        plain = {k: value for k, value in parent.__dict__.items() if k not in tensors}
+        for name, value in (*parent._modules.items(), *plain.items()):
+            if value is None and ".".join([*place, name]) == ("" if path == "." else path):
                 raise Skipped
     side.model.set_submodule(path, Builder(side.impl).module(spec), strict)
 
@@ -193,7 +198,13 @@ def copied(side: Any, module: Any, route: str) -> None:
         side.model = copy.deepcopy(side.model)
     elif route == "pickle":
         side.model = pickle.loads(pickle.dumps(side.model))
+    elif getattr(side, "scopes", None):
+        raise Skipped  # see shallow_copy
     else:
+        # What is bound to the original, hooks and methods, goes on with the original.
+        if any(isinstance(value, types.MethodType) for value in vars(side.model).values()):
+            raise Skipped
+        side.originals.append(side.model)
         side.model = copy.copy(side.model)
 
 

@@ -14,7 +14,7 @@ _TABLES: Final = ("_modules", "_buffers", "_parameters")
 _REPLACED: Final = frozenset({*_TABLES, "__dict__"})
 # Torch calls what stands under this name in place of the hooks and ``forward``.
 CALL_SLOT: Final = "_compiled_call_impl"
-_OPERATORS: Final = ("__setitem__", "__delitem__", "__ior__")
+_OPERATORS: Final = ("__setitem__", "__delitem__")
 _OVERRIDES: Final = ("__getstate__", "__deepcopy__", "_replicate_for_data_parallel")
 
 
@@ -34,6 +34,11 @@ class Table(dict[str, Any]):
         if name in _REPLACED:
             self.binding.close()
         return super().__contains__(name)
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc] # a Table is not returned
+        # ``module._modules |= ...`` assigns the result, which must outlast the block.
+        self.update(other)
+        return self.original
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (self.original,)

@@ -307,7 +307,16 @@ def _unexpected(
             continue
         name, dot, _ = key[start:].partition(".")
         # A child that is None has no keys either: nothing would load what is below it.
-        if (module._modules.get(name) is None) if dot else name not in names:
+        if not dot:
+            if name not in names:
+                yield key
+        elif module._modules.get(name) is None and not (
+            # Torch takes the key for that of the None, and a child named with a dot loads it.
+            name in module._modules
+            and any(
+                key.startswith(f"{prefix}{child}.") for child in module._modules if "." in child
+            )
+        ):
             yield key
 
 
@@ -399,6 +408,7 @@ def _run_post_hooks(module: torch.nn.Module, loading: _Load) -> None:
 
 _TORCH_LOAD: Final = original_methods["_load_from_state_dict"]
 _TORCH_SET_EXTRA_STATE: Final = original_methods["set_extra_state"]
+_TORCH_GETATTR: Final = original_methods["__getattr__"]
 
 
 def _may_plan(module: torch.nn.Module) -> bool:
@@ -408,6 +418,7 @@ def _may_plan(module: torch.nn.Module) -> bool:
         and not state.get("_load_state_dict_pre_hooks")
         and TorchModule._load_from_state_dict is _TORCH_LOAD
         and TorchModule.set_extra_state is _TORCH_SET_EXTRA_STATE
+        and TorchModule.__getattr__ is _TORCH_GETATTR
         and not torch.__future__.get_swap_module_params_on_conversion()
     )
 
@@ -504,7 +515,10 @@ def _plan_one(
     ):
         return False
     if not checked_here:
-        _migrate(module, prefix, loading)
+        try:
+            _migrate(module, prefix, loading)
+        except Exception:  # noqa: BLE001 - it is raised again where torch meets it
+            return False
     if state["_parameters"] or state["_buffers"]:
         _check_own(module, loading.entries, prefix, loading.planned, loading.missing, loading)
     return True

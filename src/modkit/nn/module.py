@@ -8,6 +8,7 @@ compare or patch the function of ``torch.nn.Module``: ``forward``, ``_call_impl`
 ``get_extra_state``, ``set_extra_state`` and ``__getstate__``.
 """
 
+import sys
 from abc import ABCMeta
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -56,6 +57,10 @@ class ModuleType(_ProtocolType):
         mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
     ) -> "ModuleType":
         """Make an abstract class where a base is one; elsewhere a plain one, as torch's are."""
+        if "__module__" not in namespace:
+            # A call of ``type()``: Python would take the file of this method for the caller's.
+            module = sys._getframe(1).f_globals.get("__name__")
+            namespace = {**namespace, "__module__": module}
         for base in bases:
             if "_abc_impl" in base.__dict__:
                 return super().__new__(mcs, name, bases, namespace, **kwargs)

@@ -605,3 +605,14 @@ def test_deep_copies_of_parametrized_layers_are_plain(inside):
 
     assert [*vars(copy.deepcopy(layer))] == [*vars(made)]
     assert made.bias.tolist() == [1.0, 1.0]
+
+
+def test_a_table_assigned_back_outlasts_the_block():
+    """`module._modules |= ...` leaves a plain dict, in copies made inside too."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    with modkit.fast_inference(model):
+        model._modules |= {"1": nn.ReLU()}
+        copied = copy.copy(model)
+
+    assert [dict, dict] == [type(model._modules), type(copied._modules)]
+    assert ["0", "1"] == list(model._modules) == list(copied._modules)

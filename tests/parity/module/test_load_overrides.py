@@ -351,6 +351,31 @@ def test_children_with_odd_names(names):
     assert same(scenario)[0] == "returned"
 
 
+def test_a_dotted_child_beside_a_child_that_is_none(impl: Implementation) -> None:
+    """Keys of a child named `a.b` are its own, even where the child `a` is None."""
+    model = impl.Module()
+    model.a = impl.nn.Linear(1, 1)
+    setattr(model, "a.b", impl.nn.Linear(1, 1))
+    model.a = None
+    state = {key: torch.full_like(value, 2.0) for key, value in model.state_dict().items()}
+    keys = model.load_state_dict(state)
+
+    assert ["a.b.weight", "a.b.bias"] == list(state)
+    assert "<All keys matched successfully>" == str(keys)
+    assert 2.0 == getattr(model, "a.b").bias.item()
+
+
+def test_a_key_that_is_no_string_comes_before_a_layers_own_error():
+    """Torch sorts the keys for the children before a layer migrates its entries."""
+
+    def load(impl):
+        model = impl.nn.Sequential(impl.nn.BatchNorm1d(2))
+        del model[0].num_batches_tracked
+        return impl.Module.load_state_dict(model, {1: torch.ones(1)})
+
+    assert ("raised", "AttributeError") == same(load)[:2]
+
+
 def test_a_lazy_layer_takes_its_shape_from_the_checkpoint(impl: Implementation) -> None:
     """Loading a real checkpoint materializes an uninitialized layer."""
     lazy, real = impl.own.LazyLinear(3), impl.own.Linear(2, 3)

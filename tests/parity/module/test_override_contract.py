@@ -35,6 +35,17 @@ class Extra:
         self.__dict__["extra"] = state
 
 
+class TorchLinear(torch.nn.Linear, torch.nn.Module):
+    """A layer of the user's on torch."""
+
+
+class ModkitLinear(torch.nn.Linear, MODKIT.Module):
+    """The same on modkit."""
+
+
+OwnLinear = {"torch": TorchLinear, "modkit": ModkitLinear}
+
+
 def network(impl: Implementation) -> Any:
     """Make a tree of users' modules and layers, with members of every kind."""
 
@@ -525,6 +536,53 @@ def test_an_assigned_parameter_replaces_a_plain_attribute(impl: Implementation) 
     net.load_state_dict({"weight": torch.zeros(1)}, assign=True)
 
     assert net.weight.tolist() == [0.0]
+
+
+def test_a_patched_getattr_hears_of_a_layer_being_loaded(
+    impl: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BatchNorm looks for its counter when it loads an old checkpoint, by `Module.__getattr__`."""
+    names = []
+    original = torch.nn.Module.__getattr__
+
+    def logging(self, name):
+        names.append(name)
+        return original(self, name)
+
+    model = impl.nn.Sequential(impl.nn.BatchNorm1d(2))
+    state = {key: value for key, value in model.state_dict().items() if "num" not in key}
+    monkeypatch.setattr(torch.nn.Module, "__getattr__", logging)
+    impl.Module.load_state_dict(model, state)
+
+    assert "num_batches_tracked" in names
+
+
+def test_a_saved_method_does_not_call_a_later_patch(
+    impl: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A method that was saved before `torch.nn.Module` was patched is the one that was saved."""
+    calls = []
+    saved = impl.Module.register_buffer
+    original = torch.nn.Module.register_buffer
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "register_buffer",
+        lambda self, name, *args, **kwargs: (
+            calls.append(name) or original(self, name, *args, **kwargs)
+        ),
+    )
+    saved(impl.Module(), "mean", torch.zeros(2))
+
+    assert calls == []
+
+
+def test_a_class_made_by_a_call_belongs_to_the_caller(impl: Implementation) -> None:
+    """`type()` gives a class the module of the code that calls it, as parametrizations do."""
+    made = type("Made", (impl.Module,), {})
+    layer = impl.nn.utils.parametrizations.weight_norm(OwnLinear[impl.name](2, 2))
+
+    assert made.__module__ == __name__
+    assert type(layer).__module__ == "torch.nn.utils.parametrize"
 
 
 @pytest.mark.parametrize("strict", [False, True])
