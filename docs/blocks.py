@@ -1,4 +1,4 @@
-"""What the render scripts share: tables in Markdown, and blocks of a page between two marks."""
+"""Shared by the render scripts: tables in Markdown, and blocks of a page between two marks."""
 
 import json
 import re

@@ -57,8 +57,9 @@ HOOKS = (
     ("forward hooks", "args, kwargs, output", 0),
     ("backward pre-hooks", "gradients of the outputs", 1),
     ("backward of the module", "", 1),
-    ("backward hooks", "gradients of the inputs, outputs", 1),
+    ("backward hooks", "gradients of the inputs", 1),
 )
+NOTE = "Each kind: the global hooks first, then those of the module, in the order of registration."
 
 
 def hooks() -> Any:
@@ -94,26 +95,23 @@ def curves() -> Any:
 def draw_hooks(figure: Any, data: Any) -> None:
     """Draw the boxes of a call and of its backward pass, with arrows in their order."""
     axes = figure.subplots()
-    axes.set(xlim=(0, 2), ylim=(-3.35, 0.75))
+    axes.set(xlim=(0, 2), ylim=(-3.6, 0.75))
     axes.set_axis_off()
+    centered = {"ha": "center", "va": "center"}
     for column, title in enumerate(("module(x)", "loss.backward()")):
-        axes.text(column + 0.5, 0.5, title, ha="center", family="monospace", color=GREY)
+        axes.text(column + 0.5, 0.6, title, family="monospace", color=GREY, **centered)
     for index, (name, sees, column) in enumerate(data):
-        height = -1.2 * (index % 3)
-        color = GREY if not sees else BLUE if column == 0 else ORANGE
-        order = "global, then the module's: " if sees else ""
+        x, y, first = column + 0.5, -1.2 * (index % 3), index % 3 == 0
+        color = GREY if not sees else (BLUE, ORANGE)[column]
         box = {"boxstyle": "round,pad=0.5", "facecolor": "none", "edgecolor": color}
-        axes.text(column + 0.5, height, name, ha="center", va="center", color=color, bbox=box)
-        axes.text(
-            column + 0.5, height - 0.42, order and f"{order}{sees}", ha="center", va="center",
-            color=GREY, fontsize=7,
-        )  # fmt: skip
-        if index % 3:
-            start, end = (
-                (column + 0.5, height + (0.68 if index % 3 == 1 else 0.9)),
-                (column + 0.5, height + 0.3),
+        axes.text(x, y, name, color=color, bbox=box, **centered)
+        axes.text(x, y - 0.43, sees, color=GREY, fontsize=8, **centered)
+        if not first:
+            arrow = {"arrowstyle": "->", "color": GREY}
+            axes.annotate(
+                "", (x, y + 0.28), (x, y + (0.6 if sees == "" else 0.9)), arrowprops=arrow
             )
-            axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": GREY})
+    axes.text(1, -3.4, NOTE, color=GREY, fontsize=7, **centered)
 
 
 def draw_weights(figure: Any, data: Any) -> None:

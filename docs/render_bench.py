@@ -13,6 +13,7 @@ from blocks import DOCS, ROOT, fill, read, table
 COLD = ", caches evicted"
 # Operations below this ratio are not in the table.
 SHOWN = 1.0
+DASH, SPACE = "\N{EN DASH}", "\N{NO-BREAK SPACE}"
 ARMS = ("modkit", "TorchScript frozen", "torch.compile", "limit")
 
 
@@ -33,12 +34,12 @@ def rows(name: str) -> list[list[str]]:
     lines = []
     for row in warm:
         evicted = cold.get(row["name"])
-        arms = [row["others"].get(arm) for arm in (ARMS if name == "inference" else ARMS[-1:])]
+        arms = [row["others"].get(arm) for arm in (ARMS if name == "inference" else ())]
         lines.append(
             [
                 f"`{row['name']}`" if name == "operations" else row["name"],
-                report.amount(row["base"], row["unit"]),
-                f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})",
+                report.amount(row["base"], row["unit"]).replace(" ", SPACE),
+                f"{row['ratio']:.2f}{SPACE}({row['low']:.2f}{DASH}{row['high']:.2f})",
                 cell(evicted and evicted["ratio"]),
                 cell(row["budget"]),
                 row["verdict"],
@@ -66,7 +67,7 @@ def blocks() -> dict[str, str]:
     shared = ["evicted", "budget", "verdict"]
     return {
         "operations": f"{report.heading(found)}\n\n"
-        + table(["operation", "torch", "ratio", *shared, "limit"], rows("operations")),
+        + table(["operation", "torch", "ratio", *shared], rows("operations")),
         "inference": table(
             ["model", "torch", "`fast_inference`", *shared, *ARMS], rows("inference")
         ),

@@ -3,7 +3,7 @@
 from blocks import read
 
 
-# What runs have found in modkit, and the test that each was fixed with.
+# Bugs of modkit that runs have found, and the test that each was fixed with.
 CONTRACT = "tests/parity/module/test_override_contract.py::"
 FIXED = {
     "`train()` bypassed a `__setattr__` of a class behind `Module`": CONTRACT

@@ -195,7 +195,7 @@ def network():
 
 @dataclass
 class Run:
-    """What a block sees: a model that takes a random walk, and a `validate` that looks at it.
+    """The names that a block sees: a model that takes a random walk, and a `validate` that looks at it.
 
     Two runs of the same seed walk the same way.
     """

@@ -12,7 +12,7 @@ SOURCE = ROOT / "src" / "modkit"
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.mechanism)
 def test_a_bug_can_be_planted(bug: Bug):
-    """The text that a bug replaces stands in its file once, and its tests exist."""
+    """The text that a bug replaces occurs once in its file, and its tests exist."""
     source = (SOURCE / bug.file).read_text(encoding="utf-8")
 
     assert source.count(bug.old) == 1

@@ -9,5 +9,5 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 def test_the_behaviours_with_a_listed_difference_are_rows_of_the_table():
-    """What `modkit compat` counts as listed is in the one table of differences, once."""
+    """Each case that `modkit compat` counts as listed is one row of the table of differences."""
     assert sorted(row.case for row in ROWS if row.case) == sorted(DIFFERENCES)

@@ -20,7 +20,7 @@ def test_every_difference_has_a_cause():
 
 
 def test_the_suites_are_of_the_pinned_versions():
-    """What is installed for a suite is the version that its tests come from."""
+    """Each suite runs against the installed version that its tests come from."""
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 
     wanted = [f"{each.name.replace('_', '-')}=={each.version}" for each in LIBRARIES]
