@@ -44,8 +44,13 @@ def wrapped(page: str) -> str:
 
 def fill(text: str, indent: str = "") -> str:
     """Return a paragraph filled to 120 columns."""
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(" ".join(text.split()), 120, subsequent_indent=indent, **options)
+    return textwrap.fill(
+        " ".join(text.split()),
+        120,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def release(text: str) -> tuple[int, ...]:
@@ -64,5 +69,6 @@ def replace(text: str, blocks: dict[str, str]) -> str:
         pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
         if len(pattern.findall(text)) != 1:
             raise ValueError(f"expected the marks of {name!r} once")
-        text = pattern.sub(lambda _, new=f"{start}\n\n{content}\n\n{end}": new, text)
+        block = f"{start}\n\n{content}\n\n{end}".replace("\\", r"\\")
+        text = pattern.sub(block, text)
     return text

@@ -201,7 +201,7 @@ def draw(name: str) -> None:
     from matplotlib.figure import Figure
 
     colors = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    style = dict.fromkeys(colors, GREY) | {"font.size": 9, "axes.spines.top": False}
+    style: dict[Any, Any] = dict.fromkeys(colors, GREY) | {"font.size": 9, "axes.spines.top": False}
     style |= {"axes.spines.right": False, "svg.hashsalt": name, "svg.fonttype": "none"}
     style |= {"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"]}
     data, drawing, size = FIGURES[name]

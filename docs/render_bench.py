@@ -40,7 +40,7 @@ def rows(name: str) -> list[list[str]]:
                 f"`{row['name']}`" if name == "operations" else row["name"],
                 report.amount(row["base"], row["unit"]).replace(" ", SPACE),
                 f"{row['ratio']:.2f}{SPACE}({row['low']:.2f}{DASH}{row['high']:.2f})",
-                cell(evicted and evicted["ratio"]),
+                cell(evicted["ratio"] if evicted else None),
                 cell(row["budget"]),
                 row["verdict"],
                 *map(cell, arms),
