@@ -59,10 +59,8 @@ def sides(row: Divergence) -> tuple[str, str]:
 def link(upstream: str) -> str:
     """Return the addresses in a text as links with the names of their repositories."""
     text = re.sub(r"no upstream issue(; )?", "", upstream)
-    text = re.sub(
-        r"https://github\.com/(\S+?)/(\S+?)/(?:issues|pull)/(\d+)", r"[\1/\2#\3](\g<0>)", text
-    )
-    return text.replace("[pytorch/pytorch#", "[pytorch#")
+    pattern = r"https://github\.com/\S+?/(\S+?)/(?:issues|pull)/(\d+)"
+    return re.sub(pattern, r"[\1#\2](\g<0>)", text)
 
 
 def tests(row: Divergence) -> str:
