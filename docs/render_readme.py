@@ -69,4 +69,4 @@ def blocks() -> dict[str, str]:
         fill(f"{number}. {reason.format(**figures)}", "   ")
         for number, reason in enumerate(REASONS, 1)
     ]
-    return {"reasons": "\n\n".join([*reasons[:2], table, reasons[2]])}
+    return {"reasons": "\n\n".join(["\n".join(reasons[:2]), table, reasons[2]])}
