@@ -133,7 +133,9 @@ def draw_ratios(figure: Any, data: Any) -> None:
     axes.barh(places, values, color=[BLUE if value <= 1 else ORANGE for value in values])
     axes.set_yticks(places, names)
     for place, value in zip(places, values, strict=True):
-        axes.text(value + 0.02, place, f"{value:.2f}", va="center", color=GREY)
+        # Not across the line at 1.
+        start = 1.02 if 0.75 < value <= 1 else value + 0.02
+        axes.text(start, place, f"{value:.2f}", va="center", color=GREY)
     axes.axvline(1, color=GREY, linestyle="--", linewidth=1)
     axes.set(xlabel="time relative to torch (1 is equal)")
 
