@@ -56,7 +56,8 @@ def section() -> str:
     rows = []
     for names in KINDS:
         shown = "; ".join(found["faults"][name]["title"] for name in names)
-        rows.append([shown, *counts([one for name in names for one in cells[name]])])
+        found_here = counts([one for name in names for one in cells[name]])
+        rows.append([shown, *(f"{count:,}" for count in found_here)])
     trials, intact = counts(every)
     return TEXT.format(
         writers=", ".join(found["writers"].values()),
