@@ -22,14 +22,12 @@ FEATURES = [
 ]
 REASONS = (
     (
-        "**Nothing breaks.** `modkit.nn.Linear is torch.nn.Linear`, and so is every other name except `nn.Module`, the class "
-        "that you derive from. The test suites of {suites} third-party libraries run on torch and on modkit: [{tests:,} "
-        "tests, {differ} differ]({site}compatibility.html), each with a known cause. {cases} behaviors, exceptions and their "
-        "texts included, are compared bitwise, and deliberate differences are [listed]({site}parity.html)."
-    ),
-    (
+        "**Nothing breaks.** `modkit.nn.Linear is torch.nn.Linear`, and so is every other name except `nn.Module`. The test "
+        "suites of {suites} third-party libraries run on both: [{tests:,} tests, {differ} differ]({site}compatibility.html), "
+        "each with a known cause. {cases} behaviors are compared bitwise; deliberate differences are "
+        "[listed]({site}parity.html).",
         "**Weight averaging that is hard to get wrong**, in your loop, in Lightning and transformers, under DDP and FSDP2. "
-        "Each cell is the [result of a test]({site}comparison.html):"
+        "Each cell is the [result of a test]({site}comparison.html):",
     ),
     (
         "**Less overhead.** Loading is O(n), not O(n²): 3,000 sibling layers load in {siblings} instead of {siblings_torch}. "
