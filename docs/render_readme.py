@@ -20,22 +20,18 @@ FEATURES = [
     "an error inside a swap restores the training weights",
     "a resumed run is bitwise identical",
 ]
-REASONS = (
-    (
-        "**Nothing breaks.** `modkit.nn.Linear is torch.nn.Linear`, and so is every other name except `nn.Module`. The test "
-        "suites of {suites} third-party libraries run on both: [{tests:,} tests, {differ} differ]({site}compatibility.html), "
-        "each with a known cause. {cases} behaviors are compared bitwise; deliberate differences are "
-        "[listed]({site}parity.html).",
-        "**Weight averaging that is hard to get wrong**, in your loop, in Lightning and transformers, under DDP and FSDP2. "
-        "Each cell is the [result of a test]({site}comparison.html):",
-    ),
-    (
-        "**Less overhead.** Loading is O(n), not O(n²): 3,000 sibling layers load in {siblings} instead of {siblings_torch}. "
-        "`load_checkpoint()` verifies checksums and reads 5,460 tensors in {checkpoint:.0%} of the time of `torch.load()`. "
-        "`fast_inference` runs an MLP in {mlp:.0%} and an RL actor-critic in {critic:.0%} of torch's time, bitwise "
-        "identical. [All figures]({site}benchmarks.html), the slowest first."
-    ),
-)
+REASONS = """\
+**Nothing breaks.** `modkit.nn.Linear is torch.nn.Linear`, and so is every other name except `nn.Module`. The test suites
+of {suites} third-party libraries run on both: [{tests:,} tests, {differ} differ]({site}compatibility.html), each with a
+known cause. {cases} behaviors are compared bitwise; deliberate differences are [listed]({site}parity.html).
+
+**Weight averaging that is hard to get wrong**, in your loop, in Lightning and transformers, under DDP and FSDP2. Each
+cell is the [result of a test]({site}comparison.html):
+
+**Less overhead.** Loading is O(n), not O(n²): 3,000 sibling layers load in {siblings} instead of {siblings_torch}.
+`load_checkpoint()` verifies checksums and reads 5,460 tensors in {checkpoint:.0%} of the time of `torch.load()`.
+`fast_inference` runs an MLP in {mlp:.0%} and an RL actor-critic in {critic:.0%} of torch's time, bitwise identical. [All
+figures]({site}benchmarks.html), the slowest first."""
 
 
 def milliseconds(seconds: float) -> str:
@@ -64,7 +60,7 @@ def blocks() -> dict[str, str]:
         "critic": rows["RL actor-critic"]["ratio"],
     }
     reasons = [
-        fill(f"{number}. {reason.format(**figures)}", "   ")
-        for number, reason in enumerate(REASONS, 1)
+        fill(f"{number}. {reason}", "   ")
+        for number, reason in enumerate(REASONS.format(**figures).split("\n\n"), 1)
     ]
     return {"reasons": "\n\n".join(["\n".join(reasons[:2]), table, reasons[2]])}
