@@ -1,10 +1,10 @@
 """The one table of differences between torch and modkit.
 
 A row names the tests that show the difference, by their ids without parameters' ``[...]``. ``fails_on``
-is the implementation for which these tests are strict xfails: ``"torch"`` where modkit fixes a defect of
+is the implementation for which these tests are strict xfails: ``"torch"`` where modkit fixes a bug of
 torch, ``"modkit"`` where torch does something that modkit does not, ``"lightzero"`` where networks of
-LightZero have defects that modkit's do not have. ``docs/parity.md`` is rendered from this table.
-The reasons of the behaviours that ``modkit compat`` runs stand there, in ``behaviours/differences.py``.
+LightZero have bugs that modkit's do not have. ``docs/parity.md`` is rendered from this table.
+Differences of the behaviors that ``modkit compat`` runs are in ``behaviours/differences.py``.
 """
 
 from dataclasses import dataclass
@@ -164,8 +164,7 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "A deep copy by torch is no instance of the users' class, and has neither hooks nor plain "
-        "attributes.",
+        "A deep copy loses the user's class, hooks and plain attributes | It keeps them",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_a_deep_copy_keeps_the_class_and_what_is_in_python",
     ),
@@ -189,8 +188,8 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Torch compiles a module that stands in several places as several, which have their "
-        "parameters in common; in modkit it stays one, also after loading.",
+        "A shared module is compiled into several modules that share parameters | It stays one "
+        "module, also after loading",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_a_child_in_several_places_is_one",
     ),
@@ -200,19 +199,6 @@ ROWS: Final = (
         "can be read and set",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_a_compiled_property_is_read_and_set",
-    ),
-    _row(
-        "torch",
-        "Every special method of an object of a scripted class runs `__exit__` in torch.",
-        NO_ISSUE,
-        "tests/parity/jit/test_defects.py::test_special_methods_of_scripted_objects_run",
-    ),
-    _row(
-        "torch",
-        "Objects of a scripted class without special methods cannot be printed, compared or asked for "
-        "their truth in torch.",
-        NO_ISSUE,
-        "tests/parity/jit/test_defects.py::test_scripted_objects_without_special_methods_are_objects",
     ),
     _row(
         "torch",
@@ -250,17 +236,10 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Torch says of most files that are no archives that a part of a zip file is missing. In "
-        "modkit the error, of the same type, names what the file is and what reads it.",
+        "For most files that are not archives, the error says that a part of a zip file is "
+        "missing | The error, of the same type, names the kind of the file and what reads it",
         ISSUES + "31620",
         "tests/parity/jit/test_archive_defects.py::test_the_error_names_what_a_file_is",
-    ),
-    _row(
-        "torch",
-        "Torch validates `map_location` for CUDA alone, and for other devices fails in the middle of "
-        "loading; modkit looks for all of them first, and the error names those that there are.",
-        ISSUES + "197803",
-        "tests/parity/jit/test_archive_defects.py::test_devices_are_looked_for_before_a_file_is_read",
     ),
     _row(
         "torch",
@@ -268,12 +247,6 @@ ROWS: Final = (
         "second | Each instance runs its own code",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_each_instance_compiles_what_its_constructor_defines",
-    ),
-    _row(
-        "torch",
-        "A ScriptModule of torch cannot be pickled; a pickle of modkit holds the archive.",
-        ISSUES + "8077",
-        "tests/parity/jit/test_defects.py::test_a_module_can_be_pickled",
     ),
     _row(
         "torch",
@@ -354,13 +327,6 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Torch refuses to copy a model that `fully_shard` has sharded, so it has no `AveragedModel`; "
-        "modkit makes a copy that is sharded in the same way.",
-        ISSUES + "149138",
-        "tests/parity/fixes/test_swa_averaged_model.py::test_models_that_are_split_up_are_copied",
-    ),
-    _row(
-        "torch",
         "The average of a model that was lazy when copied cannot be updated | The model is copied"
         " again once it has shapes",
         NO_ISSUE,
@@ -394,21 +360,6 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Torch cannot average 8-bit floating-point parameters; modkit calculates in float32 and "
-        "rounds.",
-        NO_ISSUE,
-        "tests/parity/fixes/test_swa_averaged_model.py::test_parameters_in_8_bits_are_averaged",
-    ),
-    _row(
-        "torch",
-        "Torch's `update_bn` calls the model with a tensor and nothing else; in modkit a mapping "
-        "holds keyword arguments, and `call_fn` takes batches of any form.",
-        ISSUES + "49082",
-        "tests/parity/fixes/test_swa_update_bn.py::test_a_mapping_holds_keyword_arguments",
-        "tests/parity/fixes/test_swa_update_bn.py::test_a_function_calls_the_model_with_the_moved_batch",
-    ),
-    _row(
-        "torch",
         "If the loader or the model raises, `update_bn` leaves partial statistics, no momentum "
         "and training mode | Everything is restored",
         NO_ISSUE,
@@ -421,27 +372,12 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Torch's `update_bn` takes the plain mean over batches, in which a small last batch weighs as "
-        "much as a full one. Modkit pools the samples where batches differ in size; else the bits are "
-        "torch's.",
-        "https://github.com/timgaripov/swa/issues/10",
-        "tests/parity/fixes/test_swa_update_bn.py::test_samples_weigh_the_same_in_batches_of_several_sizes",
-        "tests/parity/fixes/test_swa_update_bn.py::test_pixels_weigh_the_same_in_images_of_several_sizes",
-    ),
-    _row(
-        "torch",
         "`update_bn` sets the whole model to training mode, dropout included, and then all "
         "modules to the mode of the root | Only updated layers are in training mode, and each "
         "module gets its own mode back",
         "https://github.com/timgaripov/swa/issues/22",
         "tests/parity/fixes/test_swa_update_bn.py::test_only_normalization_runs_in_training_mode",
         "tests/parity/fixes/test_swa_update_bn.py::test_every_module_gets_its_own_mode_back",
-    ),
-    _row(
-        "torch",
-        "Torch's `update_bn` passes over instance normalization with `track_running_stats`.",
-        NO_ISSUE,
-        "tests/parity/fixes/test_swa_update_bn.py::test_instance_normalization_gets_statistics_too",
     ),
     _row(
         "lightzero",
@@ -459,8 +395,9 @@ ROWS: Final = (
     ),
     _row(
         "lightzero",
-        "LightZero adds the shortcut of `DynamicsNetwork` into the output of `norm_common`: hooks see "
-        "it overwritten, and backward hooks raise. Modkit adds out of place, with the same bits.",
+        "The shortcut of `DynamicsNetwork` is added in place to the output of `norm_common`: "
+        "hooks see it overwritten, backward hooks raise | It is added out of place, bitwise "
+        "identical",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_output_of_the_first_normalization",
         "tests/unit/models/test_differences.py::test_backward_hook_on_the_first_normalization",

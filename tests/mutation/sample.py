@@ -61,24 +61,23 @@ _MODULES = {
 }
 _AVERAGES = {
     "averages": "test_ema_update test_ema_precision test_flat_buffers test_ema_rebind test_ema_to "
-    "test_ema_window test_ema_bema test_ema_resume test_broken_states test_devices",
+    "test_ema_resume test_broken_states test_devices",
     "callback": "test_callback test_attach",
     "checkpoints": "test_checkpoints",
     "ema": "test_ema_update test_ema_swap test_ema_module test_attach test_ema_resume test_broken_states",
     "engine": "test_ema_update test_watch test_masked_steps test_ema_rebind test_ema_to test_ema_resume "
-    "test_ema_offload test_both_faces test_ema_swap test_averaged_model_options",
+    "test_both_faces test_ema_swap test_averaged_model_options",
     "named_tensors": "test_ema_update test_watch test_load_averages test_ema_rebind test_both_faces "
     "test_ema_module test_sharded",
-    "offload": "test_ema_offload",
     "posthoc": "test_posthoc_files test_posthoc_fit test_posthoc_training",
     "precision": "test_ema_precision test_masked_steps test_ema_update test_averaged_model_options "
     "test_posthoc_files",
-    "schedules": "test_schedules test_schedules_in_ema test_ema_bema test_ema_window",
+    "schedules": "test_schedules test_schedules_in_ema",
     "sharding": "test_sharded test_export_average",
     "state": "test_broken_states test_load_averages test_ema_resume test_other_libraries",
     "swap": "test_ema_swap test_ema_module test_callback test_sharded",
 }
-# For each part and file, the tests of it; those of no other file are run for its mutants.
+# The tests of each part and file, which alone are run for its mutants.
 PARTS = {
     "nn": {file: [f"tests/parity/{t}.py" for t in all_.split()] for file, all_ in _MODULES.items()},
     "averaging": {
@@ -90,7 +89,7 @@ LIMIT = 900.0
 
 
 class _Visitor(MutationVisitor):  # type: ignore[misc]
-    """Finds mutations in decorated functions too; here the source is changed, so nothing is in the way."""
+    """Finds mutations in decorated functions too, since the source itself is changed."""
 
     def _skip_node_and_children(self, node: cst.CSTNode) -> bool:
         if isinstance(node, cst.FunctionDef) and node.decorators:

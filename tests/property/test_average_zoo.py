@@ -42,19 +42,6 @@ def mean_of_all(models: list[Tensor], every: int) -> Tensor:
     return torch.stack(models).mean(0)
 
 
-def mean_of_latest(models: list[Tensor], every: int) -> Tensor:
-    """Return the mean of the latest three models."""
-    return torch.stack(models[-3:]).mean(0)
-
-
-def bias_corrected(models: list[Tensor], every: int) -> Tensor:
-    """Return the average of the BEMA paper, with a lag of 2 and the paper's powers."""
-    plain, n = models[0], 0
-    for n, model in zip(itertools.count(every, every), models[1:], strict=False):
-        plain = plain + (2 + n) ** -0.5 * (model - plain)
-    return plain + (2 + n) ** -0.2 * (models[-1] - models[0]) if n else plain
-
-
 SCHEDULES: dict[str, tuple[schedules.Schedule, Reference]] = {
     "Constant": (schedules.Constant(0.9), by_decay(lambda n: 0.9)),
     "CountWarmup": (schedules.CountWarmup(0.5), by_decay(lambda n: min(0.5, (1 + n) / (10 + n)))),
@@ -63,8 +50,6 @@ SCHEDULES: dict[str, tuple[schedules.Schedule, Reference]] = {
         by_decay(lambda n: min(0.9999, 1 - (1 + n) ** -0.75)),
     ),
     "Equal": (schedules.Equal(), mean_of_all),
-    "Window": (schedules.Window(3), mean_of_latest),
-    "BEMA": (schedules.BEMA(lag=2), bias_corrected),
 }
 PRECISIONS = ("same", "fp32", "fp64", "stochastic", "compensated")
 INTERVALS = (1, 3)
@@ -146,9 +131,6 @@ class Walk:
                 continue
             expected = SCHEDULES[self.case.schedule][1](models, self.case.every)
             size = max((float(model.abs().max()) for model in models if model.numel()), default=0.0)
-            if self.case.schedule == "BEMA":
-                # The correction adds up to a difference of two models.
-                size *= 3
             allowed = size * tolerance(tensor.dtype, self.case.precision, len(models))
             error = (wide(averages[name]) - expected).abs()
             assert averages[name].shape == tensor.shape

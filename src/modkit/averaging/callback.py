@@ -7,8 +7,9 @@ from typing import Any, Final, Generic
 import torch
 from typing_extensions import TypeVar, Unpack
 
+from modkit._namespace import publish
 from modkit.averaging.ema import EMA, Decays, EMAOptions, checked_count
-from modkit.averaging.named_tensors import NamedTensors, Selection
+from modkit.averaging.named_tensors import NamedTensors, Options
 from modkit.averaging.swap import exchanged, pairs_for, raw_values
 
 
@@ -23,7 +24,7 @@ NO_AVERAGES: Final = (
 
 def check_options(decay: Decays, index: int, options: EMAOptions) -> None:
     """Raise TypeError or ValueError if ``EMA`` would refuse the options, without a model."""
-    Selection(options.get("include"), options.get("exclude"))
+    Options(options.get("include"), options.get("exclude"))
     probe: EMAOptions = {**options, "include": None, "exclude": None}
     _check_index(index, EMA(torch.nn.Linear(1, 1), decay, **probe))
 
@@ -82,7 +83,7 @@ class Evaluation:
                 block.__exit__(None, None, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return no state: ``EMA`` gives the copy of a model its training weights."""
+        # ``EMA`` gives the copy of a model its training weights.
         return {"_block": None}
 
 
@@ -93,16 +94,16 @@ class EMACallback(Generic[ModelT]):
     validation. A loop that calls hooks calls the methods below, with any arguments.
 
     Args:
-        model: The model in training.
+        model: Model in training.
         optimizer: The optimizer, or a sequence of all optimizers of the model. None to call
             :meth:`step` or :meth:`on_train_batch_end` instead.
         decay: Decay factor, or a list of them for several averages.
-        index: Index of the average to evaluate, if there are several.
+        index: Index of the average to evaluate.
         swap_to_average_at_end: If True, :meth:`on_train_end` copies the average into the model.
-        **options: All other options of :class:`~modkit.averaging.ema.EMA`.
+        **options: All other options of :class:`~modkit.EMA`.
 
     Attributes:
-        ema: The :class:`~modkit.averaging.ema.EMA`.
+        ema: The :class:`~modkit.EMA`.
 
     Raises:
         TypeError, ValueError: If an argument is invalid or no parameter is selected.
@@ -111,19 +112,15 @@ class EMACallback(Generic[ModelT]):
         >>> import torch
         >>> from modkit import EMACallback, nn
         >>> model = nn.Linear(1, 1, bias=False)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        >>> ema = EMACallback(model, optimizer, decay=0.75)
-        >>> for _ in range(2):
-        ...     optimizer.zero_grad()
-        ...     model(torch.ones(1, 1)).backward()
-        ...     _ = optimizer.step()
-        >>> trained = model.weight.item()
+        >>> ema = EMACallback(model, torch.optim.SGD(model.parameters()), decay=0.75)
         >>> with ema.evaluating():
-        ...     print(round(model.weight.item() - trained, 4), model.training)
-        0.75 False
-        >>> model.weight.item() == trained, model.training
-        (True, True)
+        ...     model.training
+        False
     """
+
+    ema: EMA[ModelT]
+    index: int
+    swap_to_average_at_end: bool
 
     def __init__(
         self,
@@ -141,10 +138,13 @@ class EMACallback(Generic[ModelT]):
         self.swap_to_average_at_end = swap_to_average_at_end
         self._evaluation = Evaluation()
         several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-        optimizers = [check_optimizer(one) for one in several if one is not None]
+        optimizers = [one for one in several if one is not None]
         self._attached = bool(optimizers)
         if optimizers:
             self.ema.attach(*optimizers)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.ema!r}, index={self.index})"
 
     @property
     def model(self) -> ModelT:
@@ -168,11 +168,7 @@ class EMACallback(Generic[ModelT]):
 
     @contextmanager
     def evaluating(self) -> Generator[ModelT]:
-        """Swap the average in and set evaluation mode, for a ``with`` block, as ``EMA.applied``.
-
-        It yields the model. At the end, even after an error, the training weights and the mode of
-        each module are restored; if the block has written to the weights, it is a RuntimeError.
-        """
+        """Swap the average in and set evaluation mode for a ``with`` block. See ``EMA.applied``."""
         modes = [(module, module.training) for module in self.model.modules()]
         try:
             with self.ema.applied(index=self.index):
@@ -190,22 +186,25 @@ class EMACallback(Generic[ModelT]):
         """Restore the training weights; without effect outside an evaluation."""
         self._evaluation.end()
 
-    on_test_start = on_predict_start = on_validation_start
-    on_test_end = on_predict_end = on_validation_end
+    on_test_start = on_validation_start
+    on_predict_start = on_validation_start
+    on_test_end = on_validation_end
+    on_predict_end = on_validation_end
     # Where an evaluation was left without its end hook.
-    on_train_batch_start = on_exception = on_validation_end
+    on_train_batch_start = on_validation_end
+    on_exception = on_validation_end
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the averages, and during an evaluation the training weights."""
+        """Return the state of the averages. See ``EMA.state_dict``."""
         return self.ema.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state. Load the model first: if it was saved in an evaluation, it has the average.
-
-        This method then restores the training weights, with a warning.
-        """
+        """Load a state, after the model. See ``EMA.load_state_dict``."""
         self.ema.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle or copy. A copy has no optimizer."""
+        # A copy has no optimizer.
         return {**vars(self), "_attached": False}
+
+
+publish("modkit", EMACallback)

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from modkit._namespace import publish
+from modkit._types import Tensor
 from modkit.averaging.named_tensors import check_match, is_averaged
 from modkit.averaging.precision import kept_dtype
 from modkit.files.checkpoint_files import Checkpoint
@@ -30,20 +31,18 @@ def average_checkpoints(
 ) -> dict[str, Tensor]:
     """Return the weighted average of checkpoints: a model soup, or the last checkpoints of a run.
 
-    The files are read one after the other: memory holds the sum and one checkpoint. All names and
-    shapes are compared before the first tensor is read. Sums are kept in float32 or wider. Integer
-    and boolean tensors are those of the last file. Names that are tied in all files share a tensor
-    of the result, which ``load_state_dict`` takes. Sources: https://arxiv.org/abs/2203.05482 (model
+    Memory holds the sum, in float32 or wider, and one checkpoint. All names and shapes are compared
+    before the first tensor is read. Integer and boolean tensors are those of the last file. Names
+    that are tied in all files share a tensor. Sources: https://arxiv.org/abs/2203.05482 (model
     soups), https://arxiv.org/abs/2209.14981 (LAWA).
 
     Args:
         paths: Files of ``torch.save`` (loaded with ``weights_only=True``), ``.safetensors`` files,
             the ``.index.json`` of a sharded checkpoint, or directories written by transformers.
-        weights: The weight of each file, normalized by their sum. Default: equal weights.
-        key: The path of the state dict in a torch file: ``"model"``, ``"ema.averages.0.tensors"``.
-        dtype: The dtype of the averages, by default that of each tensor in the first file. A real
-            dtype is not applied to complex tensors, nor a complex one to real tensors.
-        device: The device on which the sums are kept.
+        weights: Weight of each file, normalized by their sum. Default: equal weights.
+        key: Path of the state dict in a torch file: ``"model"``, ``"ema.averages.0.tensors"``.
+        dtype: Dtype of the averages. Default: that of each tensor in the first file.
+        device: Device of the sums.
         progress: Called after each tensor with the fraction of all tensors that has been read.
 
     Raises:
@@ -55,8 +54,8 @@ def average_checkpoints(
         >>> import torch
         >>> paths = [tmp_path / f"{name}.pt" for name in "ab"]
         >>> for path, value in zip(paths, (1.0, 2.0)):
-        ...     torch.save({"model": {"weight": torch.tensor([value])}}, path)
-        >>> average_checkpoints(paths, weights=[3, 1], key="model")
+        ...     torch.save({"weight": torch.tensor([value])}, path)
+        >>> average_checkpoints(paths, weights=[3, 1])
         {'weight': tensor([1.2500])}
     """
     if isinstance(paths, (str, os.PathLike)):
@@ -114,7 +113,6 @@ def _fitting(
     shapes: Mapping[str, torch.Size],
     dtypes: Mapping[str, str],
 ) -> Checkpoint:
-    """Open a file, and raise if it does not have the names, shapes and kinds of the first one."""
     found = Checkpoint(path, key)
     check_match(f"{path} does not fit {first}", shapes, found.shapes)
     floats = ("float", "bfloat", "complex")
@@ -145,3 +143,6 @@ def _finished(name: str, average: Tensor, first: str, dtype: torch.dtype | None)
         if lost.any():
             raise ValueError(f"{name} has the value {average[lost][0]}, too large for {dtype}")
     return found
+
+
+publish("modkit", average_checkpoints)

@@ -6,17 +6,17 @@ from contextlib import contextmanager
 from typing import Any, Final, Generic, TypeAlias, TypedDict, cast
 
 import torch
-from torch import Tensor
 from typing_extensions import Self, TypeVar
 
+from modkit._namespace import publish
+from modkit._types import Tensor
 from modkit._upstream import RemovableHandle
 from modkit.averaging import state as ema_state
-from modkit.averaging.averages import Options
 from modkit.averaging.engine import Engine
-from modkit.averaging.named_tensors import Buffers, NamedTensors, Names
+from modkit.averaging.named_tensors import Buffers, NamedTensors, Names, Options
 from modkit.averaging.precision import OnNonfinite, Precision
 from modkit.averaging.schedules import Decay, Schedule, as_schedule
-from modkit.averaging.sharding import is_sharded, resharded, shards_of
+from modkit.averaging.sharding import resharded, shards_of
 from modkit.averaging.swap import any_swapped, copy_of, exchanged, raw_values, write
 
 
@@ -32,7 +32,7 @@ _LEAST_PLAUSIBLE: Final = 0.1
 
 
 class EMAOptions(TypedDict, total=False):
-    """The keywords of :class:`EMA`, which every callback takes."""
+    """Keywords of :class:`EMA` that each callback takes. See EMA."""
 
     schedule: Decay | Sequence[Decay] | None
     update_after_step: int
@@ -45,7 +45,6 @@ class EMAOptions(TypedDict, total=False):
     trainable_only: bool
     on_nonfinite: OnNonfinite
     seed: int
-    asynchronous: bool
 
 
 class EMA(Generic[ModelT]):
@@ -53,36 +52,32 @@ class EMA(Generic[ModelT]):
 
     Call :meth:`update` after each optimizer step, or :meth:`attach` the optimizer once. To evaluate
     an average, swap it into the model with :meth:`applied`. The first update copies the parameters;
-    each later one computes ``average = decay * average + (1 - decay) * parameter``.
+    each later one computes ``average = decay * average + (1 - decay) * parameter``. Tied tensors
+    are averaged once. If the names or shapes of a model do not match, a method raises
+    ``NameMismatchError`` before anything changes.
 
-    Tensors are matched by name; tied tensors are averaged once. If the names or shapes of a model
-    do not match, a method raises ``NameMismatchError`` before anything changes; :meth:`rebind`
-    adapts the averages. No update synchronizes with an accelerator, except with
-    ``on_nonfinite="raise"``, and the first one with ``"skip"``.
+    No update synchronizes with an accelerator, except with ``on_nonfinite="raise"``, and the first
+    one with ``"skip"``.
 
     Args:
         model: Model to track. It is neither copied nor modified.
-        decay: Decay factor in [0, 1], by default 0.999. A list gives several averages of one model,
-            which the methods number by ``index``.
-        schedule: A decay that changes, instead of ``decay``; see :mod:`modkit.schedules`.
+        decay: Decay factor in [0, 1], by default 0.999. A list gives several averages, numbered by
+            ``index``.
+        schedule: Decay that changes, instead of ``decay``; see :mod:`modkit.schedules`.
         update_after_step: Number of updates to ignore before the parameters are copied.
         update_every: Average once every ``update_every`` updates, with ``decay ** update_every``.
         precision: ``"fp32"`` and ``"fp64"`` keep the average in at least that precision. ``"same"``
             keeps the parameter's dtype: bf16 and fp16 averages stall for decays close to 1.
             ``"stochastic"`` rounds stochastically; ``"compensated"`` adds a low-order error term.
         device: Device of the averages. Default: that of each parameter.
-        buffers: ``"copy"`` copies the latest buffers, ``"average"`` averages floating-point ones,
-            ``"ignore"`` leaves those out, and a dict maps globs of names to one of the three.
-            Integer buffers are always copied.
+        buffers: ``"copy"``, ``"average"`` or ``"ignore"`` floating-point buffers, or a dict from
+            globs of names to one of the three. Integer buffers are always copied.
         include: Globs of names, or a predicate: parameters to average. Default: all.
         exclude: Globs of names, or a predicate: parameters not to average.
-        trainable_only: Average only parameters that require gradients at the first update. One that
-            is frozen later is still averaged; after unfreezing another, call :meth:`rebind`.
-        on_nonfinite: ``"ignore"`` averages parameters that are infinite or NaN, ``"skip"`` skips
-            the step, ``"raise"`` raises and synchronizes with the device each time.
+        trainable_only: Average only parameters that require gradients at the first update.
+        on_nonfinite: ``"ignore"`` averages infinite and NaN parameters, ``"skip"`` skips the step,
+            ``"raise"`` raises.
         seed: Seed for stochastic rounding.
-        asynchronous: With ``device="cpu"``, average in a worker thread: an update copies the
-            parameters into pinned memory without a host sync. Results are the same.
 
     Attributes:
         step: Number of updates that were requested.
@@ -101,9 +96,14 @@ class EMA(Generic[ModelT]):
         >>> with ema.applied():
         ...     model.weight.item()
         1.25
-        >>> model.weight.item()
-        2.0
     """
+
+    model: ModelT
+    step: int
+    n_averaged: int
+    schedules: list[Schedule]
+    update_after_step: int
+    update_every: int
 
     def __init__(
         self,
@@ -121,7 +121,6 @@ class EMA(Generic[ModelT]):
         trainable_only: bool = False,
         on_nonfinite: OnNonfinite = "ignore",
         seed: int = 0,
-        asynchronous: bool = False,
     ) -> None:
         if not isinstance(cast("object", model), torch.nn.Module):
             raise TypeError(
@@ -144,26 +143,27 @@ class EMA(Generic[ModelT]):
             trainable_only=trainable_only,
             on_nonfinite=on_nonfinite,
             seed=seed,
-            asynchronous=asynchronous,
         )
-        self._engine = Engine(model, self.schedules, options)
+        self._engine = Engine(model, len(self.schedules), options)
         self._stored: dict[str, Tensor] = {}
-        self._attached = _Attached()
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._handles: list[RemovableHandle] = []
+        self._stepped: set[int] = set()
         self._module: ModelT | None = None
         self._check_selection()
 
     def _check_selection(self) -> None:
         parameters = NamedTensors(self.model).parameters.values()
+        options = self._engine.options
         if not parameters:
             raise ValueError(
                 f"EMA: {type(self.model).__name__} has no parameters to average. Create the EMA "
                 "when the model has its parameters; a quantized model keeps its weights elsewhere."
             )
-        selection = self._engine.options
-        if not any(map(selection.chooses, parameters)):
+        if not any(map(options.chooses, parameters)):
             raise ValueError(
-                f"EMA: include={selection.include!r}, exclude={selection.exclude!r}, "
-                f"trainable_only={selection.trainable_only} select none of the "
+                f"EMA: include={options.include!r}, exclude={options.exclude!r}, "
+                f"trainable_only={options.trainable_only} select none of the "
                 f"{len(parameters)} parameters"
             )
 
@@ -184,13 +184,6 @@ class EMA(Generic[ModelT]):
         parts += [f"step={self.step}", f"n_averaged={self.n_averaged}"]
         return f"{type(self).__name__}({', '.join(parts)})"
 
-    # Averaging.
-
-    @property
-    def decay(self) -> float:
-        """Decay of the latest step of the first average; 0 before the first."""
-        return 0.0 if self._start is None else self.schedules[0](self.step - self._start)
-
     def update(self, model: torch.nn.Module | None = None) -> None:
         """Update the averages with the present parameters; call it after ``optimizer.step()``.
 
@@ -198,49 +191,27 @@ class EMA(Generic[ModelT]):
             model: Another model of the same names and shapes to take the parameters from.
 
         Raises:
-            ValueError: If ``trainable_only=True`` and no parameter requires gradients.
-            RuntimeError: If called inside :meth:`applied`, if a parameter is uninitialized or on
-                the meta device, or if one is not finite and ``on_nonfinite="raise"``.
+            RuntimeError: If called inside :meth:`applied`, or a parameter has no values yet.
         """
         source = self.model if model is None else model
         self._check_restored("update", source)
-        # In this order: leaving inference mode turns gradients on.
-        with torch.inference_mode(False), torch.no_grad():
-            self._update(source, self.step + 1)
-        self.step += 1
-
-    def _update(self, model: torch.nn.Module, step: int) -> None:
-        start = self._start
+        step, start, every = self.step + 1, self._start, self.update_every
         early = start is None and step <= self.update_after_step
-        if early or (start is not None and (step - start) % self.update_every):
-            return
-        plan = self._engine.bind(model)
-        if start is not None:
-            n = step - start
-            weights = [1.0 - one.over(n, self.update_every) for one in self.schedules]
-            self._engine.step(plan, weights, n)
-        elif self._engine.begin(plan):
-            self._start = step
-        else:
-            return
-        self.n_averaged += 1
-
-    def flush(self) -> None:
-        """Wait for the update in progress, with ``asynchronous=True``; each read calls this.
-
-        Raises:
-            RuntimeError: If it failed. Later updates and reads raise too, until a state is loaded.
-        """
-        self._engine.flush()
+        if not early and (start is None or (step - start) % every == 0):
+            # In this order: leaving inference mode turns gradients on.
+            with torch.inference_mode(False), torch.no_grad():
+                plan = self._engine.bind(source)
+                if start is not None:
+                    weights = [1.0 - one.over(step - start, every) for one in self.schedules]
+                    self._engine.step(plan, weights)
+                    self.n_averaged += 1
+                elif self._engine.begin(plan):
+                    self._start = step
+                    self.n_averaged += 1
+        self.step = step
 
     def rebind(self) -> None:
-        """Adapt the averages to the model's present parameters: copy new ones, drop missing ones.
-
-        Raises:
-            ValueError, RuntimeError: If no parameter is selected, one is not finite and
-                ``on_nonfinite`` is not ``"ignore"``, or it is called inside :meth:`applied`.
-                Nothing has been changed.
-        """
+        """Adapt the averages to the model's present parameters: copy new ones, drop missing ones."""
         self._check_restored("rebind", self.model)
         with torch.inference_mode(False), torch.no_grad():
             self._engine.rebind()
@@ -249,29 +220,63 @@ class EMA(Generic[ModelT]):
     def attach(self, *optimizers: torch.optim.Optimizer) -> Self:
         """Update after each step that the optimizer really takes, until :meth:`detach`.
 
-        Accumulated gradients count as one step; a step that a ``GradScaler`` skips does not count.
-        Pass all optimizers of the model at once: the averages are then updated once per training
-        step, when each has stepped or one steps again.
+        A step that a ``GradScaler`` skips does not count. Pass all optimizers of the model at once:
+        the averages are then updated once per training step, when each has stepped or one steps
+        again.
 
         Raises:
             TypeError, ValueError: If one is not a ``torch.optim.Optimizer``, is attached already,
                 or has no averaged parameter. None is attached then.
         """
+        if not optimizers:
+            raise ValueError("EMA.attach() needs an optimizer")
         named = NamedTensors(self.model).parameters.values()
-        chosen = {id(one.tensor) for one in named if self._engine.options.chooses(one)}
-        self._attached.add(self, optimizers, chosen)
+        averaged = {id(one.tensor) for one in named if self._engine.options.chooses(one)}
+        for place, one in enumerate(optimizers):
+            what = f"EMA.attach(): {type(one).__name__}"
+            if not isinstance(cast("object", one), torch.optim.Optimizer):
+                raise TypeError(
+                    f"{what} is not a torch.optim.Optimizer, so its steps cannot be tracked. Call "
+                    "update() after each step instead."
+                )
+            if any(one is other for other in (*self._optimizers, *optimizers[:place])):
+                raise ValueError(f"{what} is attached already, or given twice")
+            groups = one.param_groups
+            if averaged.isdisjoint(id(each) for group in groups for each in group["params"]):
+                raise ValueError(
+                    f"{what} has no averaged parameter of the model. Attach the optimizer that "
+                    "trains it, after the model is where it is trained."
+                )
+        self._optimizers += optimizers
+        for one in optimizers:
+            self._handles.append(one.register_step_pre_hook(self._before_step))
+            self._handles.append(one.register_step_post_hook(self._after_step))
         return self
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if any_swapped(self.model):
+            text = "EMA: optimizer.step() was called inside applied()"
+            raise RuntimeError(f"{text}, where it would train the average")
+        if id(optimizer) in self._stepped:
+            self._stepped.clear()
+            self.update()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self._optimizers):
+            self._stepped.clear()
+            self.update()
 
     def detach(self) -> None:
         """Stop updating after the steps of attached optimizers."""
-        self._attached.remove()
-
-    # Reading.
+        for handle in self._handles:
+            handle.remove()
+        self._optimizers, self._handles, self._stepped = [], [], set()
 
     def named_averages(self, index: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``(name, tensor)`` of the averages, then of the copied buffers, without copying.
+        """Yield ``(name, tensor)`` of the averages and copied buffers; none before the first update.
 
-        Before the first update there are none.
+        Tensors are not copied.
         """
         yield from self._engine.named(index).items()
 
@@ -279,10 +284,8 @@ class EMA(Generic[ModelT]):
     def applied(self, model: torch.nn.Module | None = None, *, index: int = 0) -> Generator[None]:
         """Swap an average into the model for the length of a ``with`` block; blocks may be nested.
 
-        The swap exchanges storage: nothing is copied (unless dtype or device differ), and
-        parameters stay the same objects. Before the first update the block sees the training
-        weights. A checkpoint written inside contains the training weights too, which
-        :meth:`load_state_dict` restores.
+        The swap exchanges storage: nothing is copied unless dtype or device differ, and parameters
+        stay the same objects. Before the first update the block sees the training weights.
 
         Args:
             model: Another model to swap into, such as the wrapped one in distributed training.
@@ -326,68 +329,34 @@ class EMA(Generic[ModelT]):
 
     @property
     def module(self) -> ModelT:
-        """A copy of the model that holds the first average, in eval mode, without gradients.
+        """A copy of the model with the first average, in eval mode, without gradients.
 
-        Reading it brings it up to date, with the model's present values of what is not averaged. It
-        shares memory with the averages of the same dtype and device. It is another object after
-        :meth:`load_state_dict`, :meth:`rebind`, :meth:`to` and changes of the model.
+        Each access copies the averages, and what is not averaged, into it.
         """
         # Tensors that are made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
             found = NamedTensors(self.model)
             if self._module is None or not found.is_like(NamedTensors(self._module)):
                 self._module = self.averaged_model()
-            self._refresh(self._module, found)
+            averages = self._engine.named(0)
+            for name, member in NamedTensors(self._module).all().items():
+                write(member.tensor, averages[name] if name in averages else found.tensor(name))
         return self._module
-
-    def _refresh(self, module: ModelT, found: NamedTensors) -> None:
-        """Let a copy of the model have the averages, and the other tensors that were found."""
-        pairs = self._engine.pairs(module, 0)
-        for _, tensor, value in pairs:
-            shares = (tensor.dtype, tensor.device) == (value.dtype, value.device)
-            if not shares or is_sharded(tensor):
-                write(tensor, value)
-            elif tensor.data_ptr() != value.data_ptr() or tensor.shape != value.shape:
-                tensor.data = value
-        others = found.all().keys() - {name for name, _, _ in pairs}
-        if others:
-            own = NamedTensors(module)
-            for name in others:
-                write(own.tensor(name), found.tensor(name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call :attr:`module`, the averaged model."""
         return self.module(*args, **kwargs)
 
-    def to(self, device: Device = None, dtype: torch.dtype | None = None) -> Self:
-        """Move and cast the averages, and keep later ones there; None leaves device or dtype.
-
-        Raises:
-            ValueError: If ``dtype`` is not a floating-point dtype of 16 bits or more, or the EMA is
-                asynchronous and ``device`` is not the CPU.
-        """
-        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
-            raise ValueError(f"EMA.to(): dtype must be a floating-point dtype, got {dtype}")
-        with torch.inference_mode(False), torch.no_grad():
-            self._engine.to(None if device is None else torch.device(device), dtype)
-        self._module = None
-        return self
-
-    # Saving and loading.
-
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next update depends on: numbers, strings and tensors, not copied.
 
-        Inside :meth:`applied` the training weights are part of it. The state can be saved with
-        ``torch.save`` and loaded with ``weights_only=True``.
+        Inside :meth:`applied` it includes the training weights.
         """
+        own = "step", "n_averaged", "update_every", "update_after_step"
         state: dict[str, Any] = {
             "version": ema_state.VERSION,
-            "step": self.step,
             "start": self._start,
-            "n_averaged": self.n_averaged,
-            "update_every": self.update_every,
-            "update_after_step": self.update_after_step,
+            **{name: getattr(self, name) for name in own},
             "schedules": [schedule.to_config() for schedule in self.schedules],
             **self._engine.state_dict(),
         }
@@ -397,17 +366,15 @@ class EMA(Generic[ModelT]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of an ``EMA``, averages of another library, or plain averaged weights.
 
-        The next update is then the one that would have followed when the state was saved. Schedule,
-        ``update_every`` and ``update_after_step`` are those of the state, with a warning where they
-        differ; precision and device stay. Supported are the states of torch's ``AveragedModel``,
-        timm's ``ModelEmaV3``, diffusers' ``EMAModel``, ema-pytorch, torch_ema and Lightning.
-
-        An empty state starts averaging anew, with a warning. If the state was saved inside
-        :meth:`applied`, its training weights are loaded into the model, with a warning.
+        Averaging resumes with bitwise identical results. Schedule, ``update_every`` and
+        ``update_after_step`` are those of the state, with a warning where they differ; precision
+        and device stay. Supported are torch's ``AveragedModel``, timm's ``ModelEmaV3``, diffusers'
+        ``EMAModel``, ema-pytorch, torch_ema and Lightning. An empty state starts anew, with a
+        warning. A state from inside :meth:`applied` also loads its training weights into the model.
 
         Raises:
-            ValueError: If the state is not of a supported kind, not valid, or of another number of
-                averages. Nothing has been changed.
+            ValueError: If the state is not valid, or not of a supported kind. Nothing has been
+                changed.
             RuntimeError: If called inside :meth:`applied`.
         """
         self._check_restored("load_state_dict", self.model)
@@ -442,13 +409,13 @@ class EMA(Generic[ModelT]):
             warnings.warn(f"{text} into the model", stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled and copied: all but the attached optimizers."""
-        left_out = {"_attached": _Attached(), "_module": None, "_raw": raw_values(self.model)}
-        return {**vars(self), **left_out}
+        # Attached optimizers are not copied.
+        detached: dict[str, Any] = {"_optimizers": [], "_handles": [], "_stepped": set()}
+        return {**vars(self), **detached, "_module": None, "_raw": raw_values(self.model)}
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, with the training weights if it was made inside ``applied``."""
+        # There are training weights if the copy was made inside ``applied()``.
         raw: dict[str, Tensor] = state.pop("_raw")
         self.__dict__.update(state)
         _write(self.model, raw)
@@ -458,65 +425,6 @@ def _write(model: torch.nn.Module, values: Mapping[str, Tensor]) -> None:
     named = NamedTensors(model)
     for name, value in values.items():
         write(named.tensor(name), value)
-
-
-class _Attached:
-    """Optimizers whose steps update an ``EMA``: once all have stepped, or one steps again."""
-
-    def __init__(self) -> None:
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._handles: list[RemovableHandle] = []
-        self._stepped: set[int] = set()
-
-    def add(
-        self, ema: EMA[Any], optimizers: Sequence[torch.optim.Optimizer], averaged: set[int]
-    ) -> None:
-        """Attach optimizers that have averaged parameters, given by ``id``."""
-        if not optimizers:
-            raise ValueError("EMA.attach() needs an optimizer")
-        for place, one in enumerate(optimizers):
-            what = f"EMA.attach(): {type(one).__name__}"
-            if not isinstance(cast("object", one), torch.optim.Optimizer):
-                raise TypeError(
-                    f"{what} is not a torch.optim.Optimizer, so its steps cannot be tracked. Call "
-                    "update() after each step instead."
-                )
-            if any(one is other for other in (*self._optimizers, *optimizers[:place])):
-                raise ValueError(f"{what} is attached already, or given twice")
-            mine = {id(parameter) for group in one.param_groups for parameter in group["params"]}
-            if averaged.isdisjoint(mine):
-                raise ValueError(
-                    f"{what} has no averaged parameter of the model. Attach the optimizer that "
-                    "trains it, after the model is where it is trained."
-                )
-        self._optimizers += optimizers
-        for one in optimizers:
-            self._watch(ema, one)
-
-    def _watch(self, ema: EMA[Any], optimizer: torch.optim.Optimizer) -> None:
-        def before(*_: object) -> None:
-            if any_swapped(ema.model):
-                text = "EMA: optimizer.step() was called inside applied()"
-                raise RuntimeError(f"{text}, where it would train the average")
-            if id(optimizer) in self._stepped:
-                self._stepped.clear()
-                ema.update()
-
-        def after(*_: object) -> None:
-            self._stepped.add(id(optimizer))
-            if len(self._stepped) == len(self._optimizers):
-                self._stepped.clear()
-                ema.update()
-
-        self._handles.append(optimizer.register_step_pre_hook(before))
-        self._handles.append(optimizer.register_step_post_hook(after))
-
-    def remove(self) -> None:
-        """Detach all optimizers."""
-        for handle in self._handles:
-            handle.remove()
-        self._optimizers, self._handles = [], []
-        self._stepped.clear()
 
 
 def checked_count(name: str, value: int, least: int) -> int:
@@ -541,3 +449,6 @@ def schedules_of(decay: Decays, schedule: Decay | Sequence[Decay] | None) -> lis
             text = f"EMA: decay={one} keeps {one:.2%} of the average in each update. If that is a "
             warnings.warn(f"{text}momentum, pass decay={1 - one:g}.", stacklevel=3)
     return [as_schedule(one) for one in several]
+
+
+publish("modkit", EMA)

@@ -8,12 +8,13 @@ from itertools import chain
 from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 import torch
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from modkit._types import Tensor
 from modkit._upstream import foreach_copy_, tensor_guard
+from modkit.averaging.precision import PRECISIONS, OnNonfinite, Precision
 from modkit.averaging.sharding import is_sharded, local_shard, reshard
 from modkit.errors import NameMismatchError
 
@@ -30,12 +31,7 @@ PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 def canonical_name(name: str) -> str:
-    """Return a tensor's name without the parts that compilers and distributed wrappers add.
-
-    Example:
-        >>> canonical_name("module._orig_mod.layers.0._checkpoint_wrapped_module.weight")
-        'layers.0.weight'
-    """
+    """Return a tensor's name without the parts that compilers and distributed wrappers add."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     while len(parts) > 1 and parts[0] == "module":
         del parts[0]
@@ -43,10 +39,8 @@ def canonical_name(name: str) -> str:
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
-    """Map each name to its canonical name, or to itself if two names would collide.
-
-    They collide where a user's model has a child that is called ``module``.
-    """
+    """Map each name to its canonical name, or to itself if two names would collide."""
+    # They collide where a user's model has a child that is called ``module``.
     found = {name: canonical_name(name) for name in names}
     return found if len(set(found.values())) == len(found) else {name: name for name in found}
 
@@ -56,11 +50,7 @@ def check_match(
     expected: Mapping[str, torch.Size | None],
     found: Mapping[str, torch.Size | None],
 ) -> None:
-    """Raise unless the found names and shapes are the expected ones; None stands for any shape.
-
-    Raises:
-        NameMismatchError: It lists the names that are missing, unexpected, or of another shape.
-    """
+    """Raise NameMismatchError unless names and shapes agree; None stands for any shape."""
     missing = [name for name in expected if name not in found]
     unexpected = [name for name in found if name not in expected]
     shapes: list[str] = []
@@ -72,18 +62,14 @@ def check_match(
         raise NameMismatchError(what, missing=missing, unexpected=unexpected, shapes=shapes)
 
 
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Return the shapes of named tensors."""
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A tensor of a model, and where it is registered.
-
-    Attributes:
-        name: Canonical name.
-        tensor: What was registered when the model was walked; None in an empty slot.
-        registry: ``_parameters`` or ``_buffers`` of its module.
-        key: Its key there.
-        is_parameter: Whether it is a parameter or a buffer.
-        persistent: Whether ``state_dict()`` has it.
-    """
+    """A tensor of a model, and the registry and key under which its module has it."""
 
     name: str
     tensor: Any
@@ -101,17 +87,8 @@ class Member:
 class NamedTensors:
     """All parameters and buffers of a model by canonical name, at one moment.
 
-    Tied tensors are listed once, under their first name. Of a sharded model these are the shards.
-
-    Args:
-        model: The model.
-        leave_out: A module below it that is passed over, with all that it contains.
-
-    Attributes:
-        parameters: Parameters by name.
-        buffers: Buffers by name, including those that are not persistent.
-        aliases: Maps each further name of a tied tensor to its first name.
-        empty: Buffers that are None.
+    Tied tensors are listed once, under their first name; ``aliases`` maps further names to it.
+    ``empty`` holds buffers that are None. The child ``leave_out`` is skipped.
     """
 
     def __init__(self, model: torch.nn.Module, leave_out: torch.nn.Module | None = None) -> None:
@@ -123,10 +100,8 @@ class NamedTensors:
         self.empty: dict[str, Member] = {}
         self.registries: list[Registry] = []
         self.buffer_registries: list[Registry] = []
-        self.scripted = False
-        slots: list[tuple[str, Registry, str, Any, bool, bool]] = []
-        for prefix, module in places:
-            slots.extend(self._slots_of(prefix, module))
+        self.scripted: bool = False
+        slots = [slot for prefix, module in places for slot in self._slots_of(prefix, module)]
         names = canonical_names(slot[0] for slot in slots)
         first: dict[int, str] = {}
         for name, registry, key, tensor, is_parameter, persistent in slots:
@@ -174,16 +149,11 @@ class NamedTensors:
         return self.parameters.get(name) or self.buffers.get(name)
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor of a name.
-
-        Raises:
-            NameMismatchError: The model has no tensor of that name.
-        """
+        """Return the tensor of a name, or raise NameMismatchError."""
         member = self.member(name)
         if member is None:
-            raise NameMismatchError(
-                "EMA: the state does not fit the model", missing=[], unexpected=[name], shapes=[]
-            )
+            what = "EMA: the state does not fit the model"
+            raise NameMismatchError(what, missing=[], unexpected=[name], shapes=[])
         tensor: Tensor = member.tensor
         return tensor
 
@@ -191,12 +161,10 @@ class NamedTensors:
         """Return True if another model has the same names, and parameters of the same metadata."""
         if self.has_lazy() or other.has_lazy():
             return False
-        names = self.parameters.keys(), self.buffers.keys(), self.aliases
-        if names != (other.parameters.keys(), other.buffers.keys(), other.aliases):
+        if (self.names(), self.aliases) != (other.names(), other.aliases):
             return False
-        mine = [member.tensor for member in self.parameters.values()]
         theirs = [other.parameters[name].tensor for name in self.parameters]
-        return _facts_of(mine) == _facts_of(theirs)
+        return _facts_of([one.tensor for one in self.parameters.values()]) == _facts_of(theirs)
 
     def has_lazy(self) -> bool:
         """Return True if a tensor has no shape yet, because its module has not been called."""
@@ -220,8 +188,7 @@ def _walk(
 class Watch:
     """Detects tensors that were added, removed, replaced, tied, renamed, moved, cast or reshaped.
 
-    Assigning to ``parameter.data`` is no change if shape, dtype and device stay, because the parameter is
-    the same object.
+    Assigning to ``parameter.data`` is no change if shape, dtype and device stay.
 
     Args:
         models: The models as they were found.
@@ -268,11 +235,7 @@ class Watch:
 
 
 class IdentityOnly(TorchFunctionMode):
-    """Lets tables of tensors be compared: a tensor equals itself alone, whatever its elements.
-
-    Comparing tables first tests for identity, and only then for equality, which for tensors would
-    return a tensor.
-    """
+    """Makes a tensor equal to itself alone, so that tables of tensors can be compared."""
 
     @override
     def __torch_function__(self, *_: Any, **__: Any) -> bool:
@@ -293,7 +256,7 @@ def metadata_guard(tensors: list[Tensor]) -> Callable[[], bool]:
 
 
 def _alike_with_shards(tensors: list[Tensor], sharded: list[Tensor]) -> Callable[[], bool]:
-    """Return the same function for sharded tensors: FSDP may replace the shards as well."""
+    # FSDP may replace the shards.
     alike = metadata_guard([local_shard(tensor) for tensor in tensors])
     here = [local_shard(tensor) for tensor in sharded]
 
@@ -318,8 +281,8 @@ class Copies:
 
     Args:
         pairs: Where each copy is kept (a dict and its key), and what is copied there.
-        device: Where new copies go; None for the device of what is copied.
-        follow: Whether a copy takes over another dtype or device of what is copied.
+        device: Device of new copies. Default: that of their source.
+        follow: Whether a copy takes over another dtype or device of its source.
     """
 
     def __init__(
@@ -329,12 +292,13 @@ class Copies:
         *,
         follow: bool = True,
     ) -> None:
-        self.pairs = list(pairs)
+        self.pairs: list[tuple[dict[str, Any], str, Member]] = list(pairs)
         self._device = device
         self._follow = follow
         self._tables: list[Any] = []
         self._were: list[Any] = []
-        self._alike: Callable[[], bool] = bool
+        # Without pairs there is nothing to plan.
+        self._alike: Callable[[], bool] = lambda: not self.pairs
         self._lists: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def sources(self) -> list[Any]:
@@ -342,18 +306,13 @@ class Copies:
         return [member.registry.get(member.key) for _, _, member in self.pairs]
 
     def run(self) -> None:
-        """Bring all copies up to date. A copy is replaced if what is copied has another shape."""
-        if not self.pairs:
-            return
-        if not self._planned():
+        """Bring all copies up to date. A copy is replaced if its source has another shape."""
+        with IdentityOnly():
+            planned = self._tables == self._were
+        if not planned or not self._alike():
             self._plan(self.sources())
         for kept, found in self._lists:
             foreach_copy_(kept, found)
-
-    def _planned(self) -> bool:
-        """Return True if the tensors are still those of the lists, and have their shapes."""
-        with IdentityOnly():
-            return bool(self._were) and self._tables == self._were and self._alike()
 
     def _plan(self, sources: list[Any]) -> None:
         lists: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
@@ -385,19 +344,12 @@ class Copies:
         if source is None or kept is source:
             registry[key] = source
             return None
-        if kept is None or kept.shape != source.shape or self._differs(kept, source):
-            kept = registry[key] = self._copy_of(source, kept)
-        return kept
-
-    def _differs(self, kept: Tensor, source: Tensor) -> bool:
-        if not self._follow:
-            return False
-        return kept.dtype != source.dtype or kept.device != (self._device or source.device)
-
-    def _copy_of(self, source: Tensor, kept: Tensor | None) -> Tensor:
+        device, dtype = self._device or source.device, source.dtype
         if kept is not None and not self._follow:
-            return source.detach().to(kept.device, kept.dtype, copy=True)
-        return source.detach().to(self._device or source.device, copy=True)
+            device, dtype = kept.device, kept.dtype
+        if kept is None or (kept.shape, kept.device, kept.dtype) != (source.shape, device, dtype):
+            registry[key] = kept = source.detach().to(device, dtype, copy=True)
+        return kept
 
 
 # Selection.
@@ -416,67 +368,55 @@ def check_choice(owner: str, name: str, value: str, choices: Iterable[str]) -> N
 
 
 @dataclass(frozen=True)
-class Selection:
-    """Which tensors of a model are averaged, which are copied, and which are left out.
+class Options:
+    """Options of an average, validated. See ``EMA``.
 
-    Args:
-        include: Parameters to average; None for all.
-        exclude: Parameters not to average; None for none.
-        buffers: What happens to buffers.
-        trainable_only: Average only parameters that require gradients when averaging begins.
-        copy_rest: Copy the parameters that are not averaged, rather than leave them out.
-        integers: Average integer parameters as well, which truncates.
-        owner: Class that error messages name.
+    ``copy_rest`` copies parameters that are not averaged, ``integers`` averages integer parameters
+    too, which truncates, and ``owner`` is the class that error messages name.
     """
 
     include: Names = None
     exclude: Names = None
     buffers: Buffers = "copy"
     trainable_only: bool = False
+    precision: Precision = "fp32"
+    device: torch.device | None = None
+    on_nonfinite: OnNonfinite = "ignore"
+    seed: int = 0
     copy_rest: bool = False
     integers: bool = False
     owner: str = "EMA"
 
     def __post_init__(self) -> None:
-        """Refuse policies that do not exist, and make lists of globs that can be read again."""
         policies = [self.buffers] if isinstance(self.buffers, str) else self.buffers.values()
         for policy in policies:
             check_choice(self.owner, "buffers", policy, get_args(BufferPolicy))
+        check_choice(self.owner, "precision", self.precision, PRECISIONS)
+        check_choice(self.owner, "on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
         for field in ("include", "exclude"):
             names = getattr(self, field)
             if names is not None and not isinstance(names, str) and not callable(names):
+                # Globs may come from an iterator.
                 object.__setattr__(self, field, tuple(names))
-
-    def includes(self, name: str) -> bool:
-        """Return True if the parameter ``name`` passes ``include`` and ``exclude``."""
-        return _matches(self.include, name, default=True) and not _matches(
-            self.exclude, name, default=False
-        )
 
     def chooses(self, member: Member, known: Iterable[str] = ()) -> bool:
         """Return True if a parameter is averaged; one that is averaged already stays so."""
-        if not self.includes(member.name):
+        name = member.name
+        if not _matches(self.include, name, default=True):
             return False
-        return not self.trainable_only or member.tensor.requires_grad or member.name in known
+        trains = not self.trainable_only or member.tensor.requires_grad or name in known
+        return trains and not _matches(self.exclude, name, default=False)
 
-    def policy(self, name: str) -> BufferPolicy:
-        """Return the policy for the buffer ``name``."""
+    def _policy(self, name: str) -> BufferPolicy:
         if isinstance(self.buffers, str):
             return self.buffers
-        for glob, policy in self.buffers.items():
-            if fnmatch.fnmatchcase(name, glob):
-                return policy
-        return "copy"
+        found = (one for glob, one in self.buffers.items() if fnmatch.fnmatchcase(name, glob))
+        return next(found, "copy")
 
     def split(
         self, model: NamedTensors, known: Iterable[str] = ()
     ) -> tuple[dict[str, Tensor], list[Member]]:
-        """Return the tensors to average by name, and those to copy.
-
-        Args:
-            model: The tensors of a model.
-            known: Names that are averaged already.
-        """
+        """Return the tensors to average by name, and those to copy; ``known`` are averaged already."""
         averaged: dict[str, Tensor] = {}
         copied: list[Member] = []
         for name, member in model.parameters.items():
@@ -488,7 +428,7 @@ class Selection:
             else:
                 copied.append(member)
         for name, member in model.buffers.items():
-            policy = self.policy(name) if is_averaged(member.tensor) else "copy"
+            policy = self._policy(name) if is_averaged(member.tensor) else "copy"
             if policy == "average":
                 averaged[name] = member.tensor
             elif policy == "copy":

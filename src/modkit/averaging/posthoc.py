@@ -2,19 +2,8 @@
 
 Training keeps a narrow and a wide power average, and saves a snapshot of each at intervals. Then
 the average of nearly any width, at nearly any step, is a linear combination of snapshots.
-
-Example:
-    >>> model = torch.nn.Linear(1, 1, bias=False)
-    >>> averages = PostHocEMA(model, tmp_path, snapshot_every=100)
-    >>> for step in range(1, 1001):
-    ...     weight = torch.nn.init.constant_(model.weight, step)
-    ...     averages.update()
-    >>> wide = averages.reconstruct(sigma_rel=0.15)
-    >>> wide.step, round(wide.averages["weight"].item()), round(wide.fit.error, 3)
-    (1000, 821, 0.022)
 """
 
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,41 +12,22 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
+from modkit._namespace import publish
+from modkit._types import Tensor
 from modkit.averaging.ema import EMA
-from modkit.averaging.named_tensors import NamedTensors, check_match
-from modkit.averaging.precision import narrowed
+from modkit.averaging.named_tensors import NamedTensors, check_match, shapes_of
+from modkit.averaging.precision import compact
 from modkit.averaging.schedules import Power, gamma_of
-from modkit.files.checkpoint_files import safetensors_file, save_safetensors
 from modkit.files.torch_files import read_mapped, save_checkpoint
 
 
-__all__ = [
-    "Fit",
-    "PostHocEMA",
-    "Reconstruction",
-    "Snapshot",
-    "find_snapshots",
-    "fit_power",
-    "reconstruct",
-    "save_snapshot",
-]
-
 PathLike: TypeAlias = str | os.PathLike[str]
-_FORMATS = ("pt", "safetensors")
-
-
-def _saved(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of a model; tied tensors once."""
-    named = NamedTensors(model)
-    members = {**named.parameters, **named.buffers}
-    return {name: member.current() for name, member in members.items() if member.persistent}
 
 
 @dataclass(frozen=True, order=True)
 class Snapshot:
-    """A file with one power average; ``.pt`` is read by ``torch.load(weights_only=True)``.
+    """A file with one power average, which ``torch.load(weights_only=True)`` reads.
 
     ``step`` is the number of steps that the average spans, the initial copy included; ``sigma_rel``
     is its relative width.
@@ -75,54 +45,25 @@ def save_snapshot(
     step: int,
     sigma_rel: float,
     buffers: Mapping[str, Tensor] | None = None,
-    dtype: torch.dtype | None = None,
-    file_format: str = "pt",
 ) -> Snapshot:
-    """Write an average to a file named by its step and width, see :class:`Snapshot`.
-
-    The write is atomic, and replaces a file of the same name. ``buffers`` are not averaged.
-    ``dtype`` is a narrower floating dtype; a tensor with values too large or too small for it,
-    which would lose more than half a unit in the last place, keeps its own. ``file_format`` is
-    ``"pt"`` or ``"safetensors"``.
-    """
-    _check_options(dtype, file_format)
-    tensors = {name: narrowed(tensor, dtype) for name, tensor in averages.items()}
-    others = {name: narrowed(tensor, None) for name, tensor in (buffers or {}).items()}
-    path = Path(directory) / f"ema-{step:010d}-{sigma_rel:.6g}.{file_format}"
+    """Write an average, and buffers that are not averaged, atomically to a file in a directory."""
+    path = Path(directory) / f"ema-{step:010d}-{sigma_rel:.6g}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    if file_format == "pt":
-        content = {"step": step, "sigma_rel": sigma_rel, "averages": tensors, "buffers": others}
-        save_checkpoint(content, path)
-    else:
-        # The tensors have their own names, so that any reader of safetensors can use the file.
-        names = json.dumps([*others])
-        header = {"step": str(step), "sigma_rel": repr(sigma_rel), "buffers": names}
-        save_safetensors({**tensors, **others}, path, header)
+    content: dict[str, Any] = {"step": step, "sigma_rel": sigma_rel}
+    for part, tensors in (("averages", averages), ("buffers", buffers or {})):
+        content[part] = {name: compact(one.detach().cpu()) for name, one in tensors.items()}
+    save_checkpoint(content, path)
     return Snapshot(step, sigma_rel, path)
 
 
-def _check_options(dtype: torch.dtype | None, file_format: str) -> None:
-    """Raise for a dtype or a format that no average can be saved in."""
-    if file_format not in _FORMATS:
-        raise ValueError(f"file_format must be one of {_FORMATS}, got {file_format!r}")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
-
-
 def find_snapshots(directory: PathLike) -> list[Snapshot]:
-    """Return the snapshots in a directory, ordered by the step and width stored in the files."""
-    files = [path for kind in _FORMATS for path in Path(directory).glob(f"ema-*.{kind}")]
-    return sorted(_read_facts(path) for path in files)
+    """Return the snapshots in a directory, ordered by step and width."""
+    return sorted(map(_read_facts, Path(directory).glob("ema-*.pt")))
 
 
 def _read_facts(path: Path) -> Snapshot:
-    """Return the snapshot in a file, without reading its tensors."""
     try:
-        if path.suffix == ".safetensors":
-            with safetensors_file(path) as file:
-                facts = file.metadata() or {}
-        else:
-            facts = read_mapped(path)[0]
+        facts = read_mapped(path)[0]
         return Snapshot(int(facts["step"]), float(facts["sigma_rel"]), path)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a snapshot of an average") from error
@@ -130,12 +71,6 @@ def _read_facts(path: Path) -> Snapshot:
 
 def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield each name, its verified tensor, and True if it is averaged; one in memory at a time."""
-    if path.suffix == ".safetensors":
-        with safetensors_file(path) as file:
-            buffers = set(json.loads(file.metadata()["buffers"]))
-            for name in file.keys():  # noqa: SIM118 - it is not a mapping
-                yield name, file.get_tensor(name), name not in buffers
-        return
     content, checksums = read_mapped(path)
     for part in ("averages", "buffers"):
         for name, tensor in content[part].items():
@@ -149,8 +84,8 @@ class Fit:
 
     The ``coefficients`` have the sum 1. ``error`` is the root mean square over time of the
     difference of the profiles, relative to that of the wanted one: 0 is exact, 0.01 is very good.
-    ``bound`` is the largest error of a parameter, in units of the root mean square, over all steps,
-    of its distance to its wanted average.
+    ``bound`` limits the error of a parameter, in units of the root mean square of its distance to
+    the wanted average over all steps.
     """
 
     coefficients: tuple[float, ...]
@@ -162,8 +97,8 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
     """Find the combination of power averages that is nearest to another one.
 
     The power average at step ``T`` with exponent ``g`` weighs the model of time ``t`` by
-    ``(g + 1) / T * (t / T) ** g``. The integrals of products of two such profiles have closed forms
-    (section 3.2 of the paper), exact for averages of every step.
+    ``(g + 1) / T * (t / T) ** g``. Integrals of products of two such profiles have closed forms
+    (section 3.2 of the paper).
 
     ``averages`` holds the ``sigma_rel`` and step of each; later ones get the coefficient 0.
     """
@@ -188,14 +123,14 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
 
     size = _products(gamma, end, gamma, end)
     rest = solution @ between @ solution - 2 * (solution @ wanted) + size
-    distance = math.sqrt(max(0.0, float(rest)))
     shares = dict(zip(used, solution.tolist(), strict=True))
     coefficients = tuple(shares.get(pair, 0.0) for pair in averages)
+    distance = math.sqrt(max(0.0, float(rest)))
     return Fit(coefficients, distance / math.sqrt(float(size)), distance)
 
 
 def _products(gammas: Tensor, ends: Tensor, other_gammas: Tensor, other_ends: Tensor) -> Tensor:
-    """Return the integrals of products of two profiles, for exponents and ends that broadcast."""
+    # The integrals of products of two profiles; exponents and ends broadcast.
     common = torch.minimum(ends, other_ends)
     powers = (common / ends) ** (gammas + 1) * (common / other_ends) ** (other_gammas + 1)
     return (gammas + 1) * (other_gammas + 1) / (gammas + other_gammas + 1) * powers / common
@@ -203,11 +138,7 @@ def _products(gammas: Tensor, ends: Tensor, other_gammas: Tensor, other_ends: Te
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """An average combined from ``snapshots``, which are in the order of ``fit.coefficients``.
-
-    ``averages`` holds the averaged tensors in float32 or wider; ``buffers`` holds the tensors that
-    are not averaged, from the latest of the snapshots.
-    """
+    """An average of ``snapshots``, in float32 or wider, with the buffers of the latest of them."""
 
     averages: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -218,13 +149,13 @@ class Reconstruction:
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module) -> None:
-        """Write the average and the buffers into a model, of any dtype and device.
+        """Write the average and the buffers into a model of any dtype and device.
 
-        A model with other parameters or buffers is a NameMismatchError, and unchanged.
+        Raises:
+            NameMismatchError: If names or shapes do not match. The model is unchanged.
         """
-        own, found = {**self.averages, **self.buffers}, _saved(model)
-        shapes = ({name: tensor.shape for name, tensor in each.items()} for each in (own, found))
-        check_match("the snapshots", *shapes)
+        own, found = {**self.averages, **self.buffers}, _persistent(model)
+        check_match("the snapshots", shapes_of(own), shapes_of(found))
         for name, tensor in found.items():
             tensor.copy_(own[name])
 
@@ -267,9 +198,9 @@ def reconstruct(
             f"snapshot is of step {usable[-1].step}; more frequent snapshots make the error smaller"
         )
     result = Reconstruction({}, {}, sigma_rel, step, fit, tuple(usable))
-    pairs = zip(usable, fit.coefficients, strict=True)
-    for index, (snapshot, share) in enumerate(pair for pair in pairs if pair[1] != 0):
-        _add(result, snapshot.path, share, is_first=index == 0)
+    used = [pair for pair in zip(usable, fit.coefficients, strict=True) if pair[1]]
+    for snapshot, share in used:
+        _add(result, snapshot.path, share, is_first=snapshot is used[0][0])
     return result
 
 
@@ -293,19 +224,34 @@ def _add(result: Reconstruction, path: Path, coefficient: float, *, is_first: bo
         raise ValueError(f"{path} has no tensor {min(missing)!r}")
 
 
+def _persistent(model: torch.nn.Module) -> dict[str, Tensor]:
+    members = NamedTensors(model).all().items()
+    return {name: member.current() for name, member in members if member.persistent}
+
+
 class PostHocEMA:
     """Power averages of a model in training, with snapshots at intervals.
 
     Args:
-        model: The model in training.
-        directory: The folder of the snapshots, created if missing.
-        sigma_rels: The relative widths, below 0.2886; no narrower average can be reconstructed.
+        model: Model in training.
+        directory: Folder of the snapshots, created if missing.
+        sigma_rels: Relative widths, below 0.2886; no narrower average can be reconstructed.
         snapshot_every: Number of steps between snapshots, a multiple of ``update_every``; ten or
             more in a run make the error small. None saves in calls of :meth:`snapshot` only.
         update_every: Number of steps between updates; the width does not depend on it.
-        dtype: A narrower dtype for the files, see :func:`save_snapshot`.
-        file_format: ``"pt"`` or ``"safetensors"``.
+
+    Example:
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> averages = PostHocEMA(model, tmp_path, snapshot_every=100)
+        >>> for step in range(1, 1001):
+        ...     weight = torch.nn.init.constant_(model.weight, step)
+        ...     averages.update()
+        >>> round(averages.reconstruct(sigma_rel=0.15).averages["weight"].item())
+        821
     """
+
+    directory: Path
+    snapshot_every: int | None
 
     def __init__(
         self,
@@ -315,8 +261,6 @@ class PostHocEMA:
         *,
         snapshot_every: int | None = None,
         update_every: int = 1,
-        dtype: torch.dtype | None = None,
-        file_format: str = "pt",
     ) -> None:
         if not sigma_rels:
             raise ValueError("PostHocEMA: sigma_rels must name one width or more")
@@ -325,11 +269,8 @@ class PostHocEMA:
         if snapshot_every is not None and (snapshot_every < 1 or snapshot_every % update_every):
             text = f"a multiple of update_every={update_every}, got {snapshot_every}"
             raise ValueError(f"PostHocEMA: snapshot_every must be {text}")
-        _check_options(dtype, file_format)
         self.directory = Path(directory)
         self.snapshot_every = snapshot_every
-        self.dtype = dtype
-        self.file_format = file_format
         self._sigma_rels = [float(sigma_rel) for sigma_rel in sigma_rels]
         self._update_every = update_every
         # It is updated at every step that update_every divides. As Power only depends on the ratio
@@ -337,18 +278,21 @@ class PostHocEMA:
         self._ema = EMA(model, schedule=[*map(Power, self._sigma_rels)], buffers="ignore")
         self._step = 0
 
+    def __repr__(self) -> str:
+        options = f"sigma_rels={self._sigma_rels}, step={self._step}"
+        return f"{type(self).__name__}({type(self._ema.model).__name__}, {options})"
+
     @property
     def step(self) -> int:
         """Number of steps so far."""
         return self._step
 
     def _tensors(self) -> list[dict[str, Tensor]]:
-        """Return the tensors of each average; an empty list before the first update."""
         averages = self._ema.state_dict()["averages"] if self._ema.n_averaged else []
         return [dict(average["tensors"]) for average in averages]
 
     def update(self) -> None:
-        """Count a step of training, after each step of the optimizer; see ``EMA.update()``."""
+        """Count a step of training; call it after each step of the optimizer."""
         if (self._step + 1) % self._update_every == 0:
             self._ema.update()
         self._step += 1
@@ -360,35 +304,35 @@ class PostHocEMA:
         averages = self._tensors()
         if not averages:
             raise RuntimeError("PostHocEMA: there is no average to save before the first update")
-        saved = _saved(self._ema.model)
-        options: dict[str, Any] = {"dtype": self.dtype, "file_format": self.file_format}
-        options["buffers"] = {name: saved[name] for name in saved if name not in averages[0]}
-        options["step"] = self._step - self._step % self._update_every
+        saved = _persistent(self._ema.model)
+        buffers = {name: saved[name] for name in saved if name not in averages[0]}
+        step = self._step - self._step % self._update_every
         return [
-            save_snapshot(self.directory, tensors, sigma_rel=sigma_rel, **options)
-            for tensors, sigma_rel in zip(averages, self._sigma_rels, strict=True)
+            save_snapshot(self.directory, tensors, step=step, sigma_rel=width, buffers=buffers)
+            for tensors, width in zip(averages, self._sigma_rels, strict=True)
         ]
 
     def reconstruct(
         self, sigma_rel: float, step: int | None = None, *, max_error: float = 0.1
     ) -> Reconstruction:
-        """Combine the snapshots up to the present step, see :func:`reconstruct`.
+        """Combine the snapshots up to the present step. See ``modkit.averaging.posthoc.reconstruct``.
 
-        Later snapshots are ignored: they are of a run that was resumed from an earlier checkpoint.
+        Later snapshots, of a run that was resumed from an earlier checkpoint, are ignored.
         """
         found = [each for each in find_snapshots(self.directory) if each.step <= self._step]
         return reconstruct(found, sigma_rel, step, max_error=max_error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume from; ``torch.load(weights_only=True)`` reads it."""
-        options = {"update_every": self._update_every, "sigma_rels": [*self._sigma_rels]}
-        return {"step": self._step, **options, "averages": self._tensors()}
+        """Return the state to resume from."""
+        return {
+            "step": self._step,
+            "update_every": self._update_every,
+            "sigma_rels": [*self._sigma_rels],
+            "averages": self._tensors(),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from the result of :meth:`state_dict`.
-
-        A state of other options or of another model is a ValueError, and changes nothing.
-        """
+        """Resume from a state of equal options and the same model; else ValueError."""
         for key, own in (("sigma_rels", self._sigma_rels), ("update_every", self._update_every)):
             if state_dict[key] != own:
                 found = f"{key}={state_dict[key]!r}"
@@ -400,3 +344,6 @@ class PostHocEMA:
         state["averages"] = [{"tensors": one, "rests": {}, "generators": {}} for one in averages]
         self._ema.load_state_dict(state)
         self._step = state_dict["step"]
+
+
+publish("modkit", PostHocEMA)

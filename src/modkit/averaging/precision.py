@@ -3,32 +3,19 @@
 An average moves by a small fraction of a small difference. In bf16 and fp16 that is often below the
 rounding error, and the average stalls: bf16 from a decay of 0.99 on, fp32 from about 0.99999 on.
 
-=============== =====================================================================================
-``precision``   how the average is kept
-=============== =====================================================================================
-same            in the dtype of the parameter
-fp32            in float32 or wider (float64 stays)
-fp64            in float64
-stochastic      in the dtype of the parameter, with stochastic rounding (bf16, fp16; others as fp32)
-compensated     in the dtype of the parameter, with a low-order error term (Kahan compensation)
-=============== =====================================================================================
-
 Steps of :class:`~modkit.optim.swa_utils.AveragedModel` are bitwise identical to torch's, so each function
 computes in torch's form: ``a + (b - a) / n``, ``lerp`` and ``w * a + (1 - w) * b`` round differently.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal, TypeAlias, cast, get_args
 
 import torch
-from torch import Tensor
 
-from modkit._upstream import (
-    foreach_copy_,
-    foreach_lerp_,
-    foreach_norm,
-)
+from modkit._types import Tensor
+from modkit._upstream import foreach_copy_, foreach_lerp_, foreach_norm
+from modkit.averaging.sharding import local_shard, meshes_of, true_everywhere
 
 
 Precision: TypeAlias = Literal["same", "fp32", "fp64", "stochastic", "compensated"]
@@ -52,7 +39,8 @@ def kept_dtype(dtype: torch.dtype, precision: Precision) -> torch.dtype:
     if not (dtype.is_floating_point or dtype.is_complex):
         return dtype
     wide = torch.float64 if precision == "fp64" else torch.float32
-    if is_8bit(dtype):
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        # These dtypes have no arithmetic.
         return wide
     if precision == "same" or (precision == "compensated" and dtype != torch.complex32):
         return dtype
@@ -61,20 +49,7 @@ def kept_dtype(dtype: torch.dtype, precision: Precision) -> torch.dtype:
     return torch.promote_types(dtype, wide)
 
 
-def is_8bit(dtype: torch.dtype) -> bool:
-    """Return True for floating-point dtypes of 8 bits, which have no arithmetic."""
-    return dtype.is_floating_point and dtype.itemsize == 1
-
-
-def computable(tensor: Tensor) -> Tensor:
-    """Return the tensor, cast to float32 if its dtype has no arithmetic."""
-    return tensor.float() if is_8bit(tensor.dtype) else tensor
-
-
 # One step of averages, each a list of tensors of one dtype and device, towards the same current values.
-
-# A step of one average: its tensors, their error terms (or none), and the current values.
-Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Tensor]], None]
 
 
 def copy_(averages: list[Tensor], errors: list[Tensor], currents: list[Tensor]) -> None:
@@ -87,17 +62,12 @@ def copy_(averages: list[Tensor], errors: list[Tensor], currents: list[Tensor]) 
 def lerp_(
     averages: Sequence[list[Tensor]], currents: list[Tensor], weights: Sequence[Weight]
 ) -> None:
-    """Move each average by its weight towards the current values, in place.
+    """Move each average by its weight towards the current values, in place; 1 copies.
 
-    Args:
-        averages: Averages, each a list of tensors; all of one device and dtype.
-        currents: Current values of one device and dtype, which may differ from those of the averages.
-        weights: How far each average moves; 0 stays, 1 copies.
+    ``averages`` have one device and dtype, and ``currents`` one that may differ.
     """
     like, current = averages[0][0], currents[0]
-    if is_8bit(like.dtype):
-        _lerp_8bit_(averages, currents, weights)
-    elif like.dtype == current.dtype and like.device == current.device:
+    if like.dtype == current.dtype and like.device == current.device:
         # Nothing is created here, and autograd takes a tenth of the time of small tensors.
         with torch.inference_mode():
             for average, weight in zip(averages, weights, strict=True):
@@ -124,22 +94,10 @@ def _moved(tensors: list[Tensor], scratch: Tensor) -> list[Tensor]:
     return views
 
 
-def _lerp_8bit_(
-    averages: Sequence[list[Tensor]], currents: list[Tensor], weights: Sequence[Weight]
-) -> None:
-    for average, weight in zip(averages, weights, strict=True):
-        for target, source in zip(average, currents, strict=True):
-            wide = computable(target)
-            target.copy_(wide.lerp_(source.to(wide.device, wide.dtype), cast("float", weight)))
-
-
 def parts(*lists: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     """Cut parallel lists of tensors into parts of at most ``CHUNK`` elements, which bounds temporaries.
 
     Small tensors are batched, and large ones are cut into flat views if they are contiguous.
-
-    Args:
-        lists: Lists of equal length; tensors at the same place have the same shape.
     """
     batch: list[tuple[Tensor, ...]] = []
     size = 0
@@ -159,22 +117,20 @@ def parts(*lists: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
         yield tuple(map(list, zip(*batch, strict=True)))
 
 
-def stochastic_(weight: Weight, generator: torch.Generator) -> Kernel:
-    """Return the step of a 16-bit average that is computed in float32 and rounded stochastically."""
-
-    def step(averages: list[Tensor], errors: list[Tensor], currents: list[Tensor]) -> None:
-        for targets, sources in parts(averages, currents):
-            for average, current in zip(targets, sources, strict=True):
-                wide = average.float()
-                wide.lerp_(current.to(average.device, torch.float32), cast("float", weight))
-                cut = _ROUNDED[average.dtype]
-                noise = torch.randint(
-                    1 << cut, wide.shape, dtype=torch.int32, device=wide.device, generator=generator
-                )
-                bits = wide.view(torch.int32).add_(noise).bitwise_and_(-(1 << cut))
-                average.copy_(bits.view(torch.float32))
-
-    return step
+def stochastic_(
+    averages: list[Tensor], currents: list[Tensor], weight: Weight, generator: torch.Generator
+) -> None:
+    """Move a 16-bit average, computed in float32 and rounded stochastically."""
+    for targets, sources in parts(averages, currents):
+        for average, current in zip(targets, sources, strict=True):
+            wide = average.float()
+            wide.lerp_(current.to(average.device, torch.float32), cast("float", weight))
+            cut = _ROUNDED[average.dtype]
+            noise = torch.randint(
+                1 << cut, wide.shape, dtype=torch.int32, device=wide.device, generator=generator
+            )
+            bits = wide.view(torch.int32).add_(noise).bitwise_and_(-(1 << cut))
+            average.copy_(bits.view(torch.float32))
 
 
 def is_rounded(dtype: torch.dtype) -> bool:
@@ -182,32 +138,24 @@ def is_rounded(dtype: torch.dtype) -> bool:
     return dtype in _ROUNDED
 
 
-def compensated_(weight: Weight) -> Kernel:
-    """Return the step of an average with error terms.
-
-    Source: Kahan's summation, https://doi.org/10.1145/363707.363723.
-    """
-
-    def step(averages: list[Tensor], errors: list[Tensor], currents: list[Tensor]) -> None:
-        for rows in parts(averages, errors, currents):
-            for average, error, current in zip(*rows, strict=True):
-                _compensate_(average, error, current.to(average.device), weight)
-
-    return step
-
-
-def _compensate_(average: Tensor, error: Tensor, current: Tensor, weight: Weight) -> None:
+def compensated_(
+    averages: list[Tensor], errors: list[Tensor], currents: list[Tensor], weight: Weight
+) -> None:
+    """Move an average with error terms by Kahan's summation, https://doi.org/10.1145/363707.363723."""
     fraction = cast("float", weight)
-    if average.dtype in _NARROW:
-        wide = average.float().add_(error)
-        wide.lerp_(current.float(), fraction)
-        average.copy_(wide)
-        error.copy_(wide.sub_(average))
-        return
-    step = (current.to(average.dtype) - average).sub_(error).mul_(fraction).add_(error)
-    total = average + step
-    error.copy_(step.sub_(total - average))
-    average.copy_(total)
+    for rows in parts(averages, errors, currents):
+        for average, error, source in zip(*rows, strict=True):
+            current = source.to(average.device)
+            if average.dtype in _NARROW:
+                wide = average.float().add_(error)
+                wide.lerp_(current.float(), fraction)
+                average.copy_(wide)
+                error.copy_(wide.sub_(average))
+                continue
+            step = (current.to(average.dtype) - average).sub_(error).mul_(fraction).add_(error)
+            total = average + step
+            error.copy_(step.sub_(total - average))
+            average.copy_(total)
 
 
 def full_value(average: Tensor, error: Tensor | None) -> Tensor:
@@ -227,8 +175,6 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     only then are the elements of that tensor tested.
     """
     real = [_as_real(tensor) for tensor in tensors if tensor.numel()]
-    if not real:
-        return torch.ones((), dtype=torch.bool, device="cpu")
     if all(reads_are_free(tensor.device) for tensor in real):
         return torch.tensor(all(map(_has_finite_elements, real)), device="cpu")
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -236,32 +182,42 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     # The largest magnitude is NaN if any element is.
     largest = [norm for group in groups.values() for norm in foreach_norm(group, math.inf)]
-    return (
-        torch.stack([norm.to(real[0].device, torch.float64) for norm in largest]).isfinite().all()
-    )
+    norms = torch.stack([norm.to(real[0].device, torch.float64) for norm in largest])
+    return norms.isfinite().all()
 
 
 def _has_finite_elements(tensor: Tensor) -> bool:
-    if math.isfinite(_sum_of(tensor)):
+    # A sum in float16 overflows from 65,504 on.
+    total = tensor.sum(dtype=torch.float32 if tensor.dtype == torch.float16 else None)
+    if math.isfinite(total):
         return True
     return all(bool(one.isfinite().all()) for (part,) in parts([tensor]) for one in part)
 
 
-def _sum_of(tensor: Tensor) -> float:
-    # A sum in float16 overflows from 65,504 on.
-    return float(tensor.sum(dtype=torch.float32 if tensor.dtype == torch.float16 else None))
-
-
 def _as_real(tensor: Tensor) -> Tensor:
-    tensor = computable(tensor.detach())
+    tensor = tensor.detach().float() if tensor.dtype.itemsize == 1 else tensor.detach()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def first_nonfinite(tensors: Sequence[tuple[str, Tensor]]) -> str | None:
-    """Return the first name whose elements are not all finite. This is a host sync."""
-    if bool(all_finite([tensor for _, tensor in tensors])):
-        return None
-    return next((name for name, tensor in tensors if not bool(all_finite([tensor]))), None)
+def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the first name with elements that are not finite. This is a host sync.
+
+    Of sharded tensors it tests the local shards; ranks that share tensors agree on the result.
+    """
+    local = {name: local_shard(tensor) for name, tensor in tensors.items()}
+    bad = None
+    if not bool(all_finite([*local.values()])):
+        bad = next((name for name, one in local.items() if not bool(all_finite([one]))), None)
+    flag = torch.tensor(bad is None, device="cpu")
+    fine = true_everywhere(flag, meshes_of(tensors.values()))
+    return None if fine else bad or "a parameter on another rank"
+
+
+def check_finite(owner: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise RuntimeError if a value is not finite. This is a host sync."""
+    bad = first_nonfinite(tensors)
+    if bad is not None:
+        raise RuntimeError(f"{owner}: {bad} is not finite. Nothing has been changed.")
 
 
 def reads_are_free(device: torch.device) -> bool:
@@ -274,15 +230,3 @@ def compact(tensor: Tensor) -> Tensor:
     tensor = tensor.contiguous()
     alone = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if alone else tensor.clone()
-
-
-def narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the tensor on the CPU, in a narrower dtype if its values survive that."""
-    own = tensor.detach().cpu()
-    if dtype is None or not own.is_floating_point() or dtype.itemsize >= own.dtype.itemsize:
-        return compact(own)
-    narrower = own.to(dtype)
-    lost = torch.linalg.vector_norm(narrower.to(own.dtype) - own, dtype=torch.float64)
-    allowed = torch.finfo(dtype).eps / 2 * torch.linalg.vector_norm(own, dtype=torch.float64)
-    # An overflow makes the left side infinite, and a NaN the comparison false.
-    return compact(narrower if bool(lost <= allowed) else own)

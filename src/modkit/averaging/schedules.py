@@ -6,7 +6,6 @@ Everything in ``__all__`` is public as :mod:`modkit.schedules`, whose docstring 
 import math
 import numbers
 import operator
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -15,9 +14,10 @@ from typing import Any, Final, TypeAlias, cast
 
 from typing_extensions import override
 
+from modkit._namespace import publish
+
 
 __all__ = [
-    "BEMA",
     "Constant",
     "CountWarmup",
     "Custom",
@@ -27,7 +27,6 @@ __all__ = [
     "PerUpdate",
     "Power",
     "Schedule",
-    "Window",
     "as_schedule",
     "bounds",
     "from_config",
@@ -42,45 +41,40 @@ Decay: TypeAlias = float | Callable[[int], float]
 _WIDEST: Final = 1 / math.sqrt(12)
 
 
-def bounds(
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-) -> dict[str, Any]:
-    """Return metadata that limits a dataclass field: ``field(metadata=bounds(above=0))``."""
-    lower = ("at least", operator.ge, at_least), ("more than", operator.gt, above)
-    upper = ("at most", operator.le, at_most), ("less than", operator.lt, below)
-    return {"bounds": [limit for limit in (*lower, *upper) if limit[2] is not None]}
+_LIMITS: Final[dict[str, tuple[str, Callable[[Any, float], bool]]]] = {
+    "at_least": ("at least", operator.ge),
+    "above": ("more than", operator.gt),
+    "at_most": ("at most", operator.le),
+    "below": ("less than", operator.lt),
+}
+
+
+def bounds(**limits: float) -> dict[str, Any]:
+    """Return metadata that limits a dataclass field: ``field(metadata=bounds(above=0))``.
+
+    Limits are ``at_least``, ``above``, ``at_most`` and ``below``.
+    """
+    return {"bounds": [(*_LIMITS[name], limit) for name, limit in limits.items()]}
 
 
 _FRACTION: Final = bounds(at_least=0, at_most=1)
 _POSITIVE: Final = bounds(above=0)
-_NOT_NEGATIVE: Final = bounds(at_least=0)
-_OPTIONAL: Final = {"None", "NoneType", "Optional", "Union", "typing"}
 
 
 def _checked(owner: str, declared: "Field[Any]", value: Any) -> Any:
     """Return a valid value of a field, a number as a plain ``int`` or ``float``."""
-    # As text, so that unions and annotations that are not evaluated can be read.
-    words = set(re.findall(r"[A-Za-z_]\w*", str(declared.type))) - {"class"}
-    if value is None and words & _OPTIONAL:
-        return None
     limits = declared.metadata.get("bounds", [])
-    kinds = words - _OPTIONAL
-    is_whole = kinds == {"int"}
-    is_number = bool(limits) or is_whole or kinds in ({"float"}, {"int", "float"})
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        if is_number:
+        if limits and not (value is None and declared.default is None):
             raise TypeError(f"{owner}: {declared.name} must be a number, got {value!r}")
         return value
-    allowed = math.isfinite(value) and all(allows(value, limit) for _, allows, limit in limits)
-    if not allowed or (is_whole and not float(value).is_integer()):
-        wanted = ["a whole number"] if is_whole else [] if limits else ["a finite number"]
-        text = " and ".join([*wanted, *(f"{words} {limit:g}" for words, _, limit in limits)])
-        raise ValueError(f"{owner}: {declared.name} must be {text}, got {value!r}")
-    return int(float(value)) if is_whole else float(value) if is_number else value
+    if not math.isfinite(value) or not all(allows(value, limit) for _, allows, limit in limits):
+        text = " and ".join(f"{words} {limit:g}" for words, _, limit in limits)
+        wanted = text or "a finite number"
+        raise ValueError(f"{owner}: {declared.name} must be {wanted}, got {value!r}")
+    if isinstance(value, numbers.Integral) and not limits:
+        return int(value)
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -155,12 +149,8 @@ class _Clamped(Schedule):
             text = f"min_decay must not exceed decay={self.decay}, got {self.min_decay}"
             raise ValueError(f"{type(self).__name__}: {text}")
 
-    @override
-    def decay_at(self, n: int) -> float:
-        return max(self.min_decay, min(self.decay, self._grown(n)))
-
-    @abstractmethod
-    def _grown(self, n: int) -> float: ...
+    def _clamped(self, decay: float) -> float:
+        return max(self.min_decay, min(self.decay, decay))
 
 
 @dataclass(frozen=True)
@@ -189,8 +179,8 @@ class HalfLife(_ClosedForm):
 class InverseGamma(_Clamped):
     """A decay that approaches 1 by an inverse power: ``d = 1 - (1 + n / inv_gamma) ** -power``.
 
-    It is clamped to ``min_decay`` and ``decay``, as in k-diffusion (``EMAWarmup``). Use a power of
-    2/3 for runs of a million steps (0.999 after 31,600 steps), 3/4 for shorter ones (after 10,000).
+    It is clamped to ``min_decay`` and ``decay``, as in k-diffusion. Use a power of 2/3 for runs of a
+    million steps, 3/4 for shorter ones.
     """
 
     inv_gamma: float = field(default=1.0, metadata=_POSITIVE)
@@ -199,16 +189,15 @@ class InverseGamma(_Clamped):
     decay: float = field(default=0.9999, metadata=_FRACTION)
 
     @override
-    def _grown(self, n: int) -> float:
-        return -math.expm1(-self.power * math.log1p(n / self.inv_gamma))
+    def decay_at(self, n: int) -> float:
+        return self._clamped(-math.expm1(-self.power * math.log1p(n / self.inv_gamma)))
 
 
 @dataclass(frozen=True)
 class CountWarmup(_Clamped):
     """TensorFlow's warm-up, also in torch_ema, diffusers and d2go: ``d = (1 + n) / (offset + n)``.
 
-    A larger ``offset`` slows the growth; it is 1 or more. The decay is clamped to ``min_decay`` and
-    ``decay``; with the default offset, 0.999 is reached after 9,000 steps, 0.9999 after 90,000.
+    It is clamped to ``min_decay`` and ``decay``; 0.999 is reached after 9,000 steps.
     """
 
     decay: float = field(default=0.999, metadata=_FRACTION)
@@ -216,8 +205,8 @@ class CountWarmup(_Clamped):
     min_decay: float = field(default=0.0, metadata=_FRACTION)
 
     @override
-    def _grown(self, n: int) -> float:
-        return (1 + n) / (self.offset + n)
+    def decay_at(self, n: int) -> float:
+        return self._clamped((1 + n) / (self.offset + n))
 
 
 @dataclass(frozen=True)
@@ -236,14 +225,13 @@ class Equal(_ClosedForm):
 class Power(_ClosedForm):
     """An average that spans a fixed part of the run, from Karras et al. 2024 (EDM2).
 
-    The model of training step ``t`` has a weight proportional to ``t ** gamma``. The decay of ``k``
-    steps is ``(1 - k / t) ** (gamma + 1)`` with ``t = n + 1``, since the copy is the first model.
-    Give ``gamma`` or ``sigma_rel``, the standard deviation of that profile divided by the length of
-    the run. It is below 0.288675, that of the equal average; 0.05 and 0.1 are usual.
+    The model of training step ``t`` has a weight proportional to ``t ** gamma``. Give ``gamma`` or
+    ``sigma_rel``, the standard deviation of that profile divided by the length of the run: below
+    0.288675, that of the equal average; 0.05 and 0.1 are usual.
     """
 
     sigma_rel: float | None = field(default=None, metadata=bounds(above=0, below=_WIDEST))
-    gamma: float | None = field(default=None, metadata=_NOT_NEGATIVE)
+    gamma: float | None = field(default=None, metadata=bounds(at_least=0))
     exponent: float = field(init=False, repr=False, compare=False)
 
     @override
@@ -260,62 +248,14 @@ class Power(_ClosedForm):
 
 
 @dataclass(frozen=True)
-class Window(_ClosedForm):
-    """The mean of the latest ``window`` models of ``EMA``: LAWA, https://arxiv.org/abs/2209.14981.
-
-    A copy of the weights of each is kept. The decay is the weight of all models but the latest one.
-    """
-
-    window: int = field(metadata=bounds(at_least=1))
-
-    @override
-    def decay_over(self, n: int, k: int) -> float:
-        return 1 - 1 / min(n // k + 1, self.window)
-
-
-@dataclass(frozen=True)
-class BEMA(_ClosedForm):
-    """A bias-corrected average, without the lag of an EMA: BEMA, https://arxiv.org/abs/2508.00180.
-
-    With ``t = lag + multiplier * n`` it is ``average + t**-bias_power * (model - first)``. An
-    update moves the average by ``t**-ema_power``, but ``min_ema_multiplier`` or more, of the way to
-    the model, for any ``update_every``: 400 in the paper, where ``first`` are the initial weights
-    (call ``EMA.update()`` before training). trl counts from the start of training: its
-    ``update_after=a`` is ``update_after_step=a`` with the lag ``lag + multiplier * a``.
-    """
-
-    ema_power: float = field(default=0.5, metadata=_NOT_NEGATIVE)
-    bias_power: float = field(default=0.2, metadata=_NOT_NEGATIVE)
-    lag: float = field(default=10.0, metadata=_POSITIVE)
-    multiplier: float = field(default=1.0, metadata=_NOT_NEGATIVE)
-    min_ema_multiplier: float = field(default=0.0, metadata=_FRACTION)
-
-    @override
-    def decay_over(self, n: int, k: int) -> float:
-        part = float((self.lag + self.multiplier * n) ** -self.ema_power)
-        return 1 - min(max(part, self.min_ema_multiplier), 1.0)
-
-    def correction(self, n: int) -> float:
-        """Return the factor of the change since the first update at step ``n``; 0 at the first."""
-        return float((self.lag + self.multiplier * n) ** -self.bias_power) if n > 0 else 0.0
-
-
-@dataclass(frozen=True)
 class PerUpdate(_ClosedForm):
-    """A schedule, a decay or a function whose decay counts once per update, as in ema-pytorch.
-
-    With ``update_every=k``, the update at step ``n`` uses ``schedule(n)`` alone, and not
-    ``schedule.over(n, k)``. :class:`Window` and :class:`BEMA` count updates anyway.
-    """
+    """A schedule whose decay counts once per update, as in ema-pytorch, for any ``update_every``."""
 
     schedule: Decay
 
     @override
     def __post_init__(self) -> None:
-        inner = as_schedule(self.schedule)
-        if isinstance(inner, (Window, BEMA)):
-            raise TypeError(f"PerUpdate: {inner} counts updates already; use it without PerUpdate")
-        object.__setattr__(self, "schedule", inner)
+        object.__setattr__(self, "schedule", as_schedule(self.schedule))
 
     @override
     def decay_over(self, n: int, k: int) -> float:
@@ -370,24 +310,15 @@ def as_schedule(decay: Decay) -> Schedule:
 
 
 def profile(decay: Decay, n: int, update_every: int = 1) -> list[float]:
-    """Return the weight that the model of each update has in the average, the copy first.
+    """Return the weight of each update's model in the average after ``n`` steps, the copy first.
 
-    The weights are those after ``n`` steps: ``profile(0.5, 2)`` is ``[0.25, 0.25, 0.5]``. Their sum
-    is 1. The correction of :class:`BEMA` may make that of the copy negative.
+    ``profile(0.5, 2)`` is ``[0.25, 0.25, 0.5]``. The sum is 1.
     """
     schedule, last = as_schedule(decay), n - n % update_every
-    if isinstance(schedule, Window):
-        count = n // update_every + 1
-        kept = min(count, schedule.window)
-        return [0.0] * (count - kept) + [1 / kept] * kept
     # From the last update to the copy: how much of the average is older than each update.
     decays = [schedule.over(step, update_every) for step in range(last, 0, -update_every)]
     older = [1.0, *accumulate(decays, operator.mul)]
-    weights = [older[-1], *(new - old for old, new in pairwise(reversed(older)))]
-    if isinstance(schedule, BEMA):
-        weights[0] -= schedule.correction(last)
-        weights[-1] += schedule.correction(last)
-    return weights
+    return [older[-1], *(new - old for old, new in pairwise(reversed(older)))]
 
 
 def gamma_of(sigma_rel: float) -> float:
@@ -412,3 +343,6 @@ def sigma_rel_of(gamma: float) -> float:
     if not gamma >= 0:
         raise ValueError(f"gamma must be 0 or more, got {gamma!r}")
     return math.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2)
+
+
+publish("modkit.schedules", *(globals()[_name] for _name in __all__))

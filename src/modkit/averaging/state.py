@@ -1,41 +1,30 @@
 """Read and validate the states that ``EMA.load_state_dict`` accepts.
 
 These are the states of ``modkit.EMA``, of other libraries (which need not be installed), and plain
-averaged weights: a mapping from the names of a model to tensors. Supported libraries are torch
-(``AveragedModel``), timm (``ModelEmaV3`` and V2), diffusers (``EMAModel``), ema-pytorch (``EMA``),
-torch_ema (``ExponentialMovingAverage``) and Lightning (checkpoints of ``WeightAveraging``). An
-invalid state is a ``ValueError``, raised before anything changes.
-
-Example:
-    >>> import torch
-    >>> model = torch.nn.Linear(2, 1)
-    >>> average = torch.optim.swa_utils.AveragedModel(model)
-    >>> average.update_parameters(model)
-    >>> converted = convert(average.state_dict(), model)
-    >>> converted.source, converted.n_averaged, sorted(converted.averages)
-    ('torch', 1, ['bias', 'weight'])
+averaged weights: a mapping from the names of a model to tensors. An invalid state is a
+``ValueError``, raised before anything changes.
 """
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias, cast
 
 import torch
-from torch import Tensor
 
+from modkit._types import Tensor
 from modkit.averaging import schedules as decays
 from modkit.averaging.named_tensors import (
     NamedTensors,
-    Selection,
+    Options,
     canonical_names,
     check_match,
     is_averaged,
+    shapes_of,
 )
 from modkit.averaging.precision import first_nonfinite
 from modkit.averaging.schedules import Schedule
-from modkit.averaging.sharding import local_shard, meshes_of, true_everywhere
 
 
 __all__ = ["Converted", "convert", "recognise"]
@@ -64,15 +53,9 @@ class LoadedState:
 
 @dataclass(frozen=True)
 class Converted:
-    """Averages that another library saved.
+    """Averages that another library saved; ``source`` is as in :func:`recognise`.
 
-    Args:
-        source: ``"torch"``, ``"timm"``, ``"diffusers"``, ``"ema_pytorch"``, ``"torch_ema"``,
-            ``"lightning"``, or ``"weights"`` for plain weights.
-        averages: Averaged parameters, and buffers if the library saves them, by name.
-        n_averaged: Number of models in the average, including the initial copy; the next decay of
-            a schedule is that of this step. None if unknown (timm); 1 for plain weights.
-        schedule: The decay, if the state contains it (diffusers, torch_ema).
+    ``n_averaged`` includes the initial copy, and is None if unknown.
     """
 
     source: str
@@ -110,7 +93,7 @@ _AVERAGE: Final = (*_TENSOR, "of a floating point or complex dtype")
 
 @dataclass(frozen=True)
 class _Part:
-    """A mapping within a state, at a path. The methods return valid values, or raise."""
+    """A mapping within a state, at a path. Its methods return valid values, or raise."""
 
     source: str
     values: Mapping[Any, Any]
@@ -129,7 +112,7 @@ class _Part:
             raise _error(f"the state of {self.source} has no {', '.join(missing)}")
 
     def get(self, name: Any, kind: str | None = None) -> Any:
-        """Return a value; other libraries may save a number as a tensor with one element."""
+        # Other libraries may save a number as a tensor with one element.
         self.require([name])
         found = self.values[name]
         if isinstance(found, Tensor) and found.numel() == 1 and self.source != _OWN:
@@ -149,12 +132,10 @@ class _Part:
         return _Part(self.source, self.get(name, "a mapping"), self.key(name))
 
     def each(self, name: str) -> "list[_Part]":
-        """Return the mappings in a list."""
         found = _Part(self.source, dict(enumerate(self.get(name, "a list"))), self.key(name))
         return [found.inside(index) for index in found.values]
 
     def tensors(self, kinds: Iterable[str] = _TENSOR) -> dict[str, Tensor]:
-        """Return the values, all of which must be tensors by name."""
         for key, value in self.values.items():
             if not isinstance(key, str):
                 self.refuse(key, "a tensor under a name of type str")
@@ -163,9 +144,7 @@ class _Part:
                     self.refuse(key, kind)
         return dict(self.values)
 
-    def averages(self, like: Mapping[str, Tensor], *, every: bool = True) -> dict[str, Tensor]:
-        """Return tensors of these names and shapes: of every name, or of some."""
-        self.require(like if every else ())
+    def averages(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = self.tensors(_AVERAGE)
         for key, value in found.items():
             if key not in like:
@@ -187,12 +166,7 @@ def read(
     update_after_step: int,
     on_nonfinite: str = "ignore",
 ) -> LoadedState:
-    """Read and validate a state for an ``EMA`` that averages ``model`` with these options.
-
-    Raises:
-        ValueError: If the state is of another kind, version or number of averages, or a part is
-            missing, invalid, or not finite unless ``on_nonfinite`` is ``"ignore"``.
-    """
+    """Read and validate a state for an ``EMA`` that averages ``model`` with these options."""
     if not isinstance(cast("object", state), Mapping):
         raise _error(f"the state must be a mapping, got {_shown(state)}")
     foreign = "version" not in state and not {"averages", "schedules"} <= state.keys()
@@ -202,11 +176,13 @@ def read(
     else:
         loaded = _read_own(state, model, schedules)
     if on_nonfinite != "ignore" and loaded.start is not None:
-        _check_finite(loaded, on_nonfinite)
-    names = [*["the schedule"] * len(schedules), "update_every", "update_after_step"]
-    now = [*loaded.schedules, loaded.update_every, loaded.update_after_step]
-    before = [*schedules, update_every, update_after_step]
-    for name, new, old in zip(names, now, before, strict=True):
+        _check_finite(loaded.averages, on_nonfinite)
+    pairs: list[tuple[str, Any, Any]] = [
+        *(("the schedule", *pair) for pair in zip(loaded.schedules, schedules, strict=True)),
+        ("update_every", loaded.update_every, update_every),
+        ("update_after_step", loaded.update_after_step, update_after_step),
+    ]
+    for name, new, old in pairs:
         if new != old and not foreign:
             text = f"EMA: {name} is {new} from here on, as in the loaded state, and not {old}"
             warnings.warn(text, stacklevel=3)
@@ -239,9 +215,7 @@ def _read_own(state: State, model: torch.nn.Module, schedules: list[Schedule]) -
         **values,
         start=start,
         schedules=saved,
-        averages=[
-            _average(*pair, values["n_averaged"]) for pair in zip(averages, saved, strict=True)
-        ],
+        averages=[_average(one) for one in averages],
         buffers=part.inside("buffers").tensors(),
         raw=_raw(part.inside("raw"), model) if "raw" in state else {},
     )
@@ -271,48 +245,33 @@ def _schedule(part: _Part, own: Schedule) -> Schedule:
     raise _error(f"{what}: {error}. {remedy}; this one has {own}")
 
 
-def _average(part: _Part, schedule: Schedule | None, n_averaged: int) -> dict[str, Any]:
-    """Return the valid state of one average, with the parts that its schedule adds."""
+def _average(part: _Part) -> dict[str, Any]:
     part.require(("tensors", "rests", "generators"))
     tensors = part.inside("tensors").tensors(_AVERAGE)
-    found: dict[str, Any] = {
-        "tensors": tensors,
-        "rests": part.inside("rests").averages(tensors, every=False),
-        "generators": _generators(part.inside("generators")),
-    }
-    # A plain average that BEMA or Window begins with has none of these.
-    if isinstance(schedule, decays.BEMA) and part.values.keys() & {"plain", "first"}:
-        found["first"] = part.inside("first").averages(tensors)
-        found["plain"] = _average(part.inside("plain"), None, n_averaged)
-        part.inside("plain").inside("tensors").averages(tensors)
-    if isinstance(schedule, decays.Window) and part.values.keys() & {"ring", "seen"}:
-        found["seen"] = part.integer("seen", min(n_averaged, 1), n_averaged)
-        kept = min(found["seen"], schedule.window)
-        found["ring"] = [one.averages(tensors) for one in part.each("ring")]
-        if len(found["ring"]) != kept:
-            part.refuse("ring", f"a list of {kept}, the smaller of seen and the window")
-    return found
+    rests = part.inside("rests").averages(tensors)
+    generators = _generators(part.inside("generators"))
+    return {"tensors": tensors, "rests": rests, "generators": generators}
 
 
 def _generators(part: _Part) -> dict[str, Tensor]:
     """Return the states of random generators, without those of devices that do not exist here."""
-    found: dict[str, Tensor] = {}
-    for name, value in part.tensors().items():
+    found = part.tensors()
+    for name, value in [*found.items()]:
+        if value.dtype != torch.uint8 or value.dim() != 1:
+            part.refuse(name, "a one-dimensional tensor of dtype torch.uint8")
         try:
             device = torch.device(name)
         except RuntimeError:
             part.refuse(name, "under the name of a device")
-        if value.dtype != torch.uint8 or value.dim() != 1:
-            part.refuse(name, "a one-dimensional tensor of dtype torch.uint8")
         try:
             generator = torch.Generator(device=device)
         except RuntimeError:
+            del found[name]
             continue
         try:
             generator.set_state(value.cpu())
         except RuntimeError as error:
             part.refuse(name, f"the state of a generator ({str(error).splitlines()[0]})")
-        found[name] = value
     return found
 
 
@@ -325,7 +284,7 @@ def _raw(part: _Part, model: torch.nn.Module) -> dict[str, Tensor]:
         # A buffer may have had another shape.
         expected = {n: one.tensor.shape if one.is_parameter else None for n, one in known.items()}
         what = "EMA: the training weights of the state do not fit the model"
-        check_match(what, expected, _shapes(found))
+        check_match(what, expected, shapes_of(found))
         for name, member in known.items():
             if found[name].is_complex() != member.tensor.is_complex():
                 part.refuse(name, f"of a dtype like {member.tensor.dtype}")
@@ -342,24 +301,21 @@ def with_empty_parts(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_empty_dicts(average: Any) -> Any:
-    if not isinstance(average, Mapping):
-        return average
-    plain = {"plain": _with_empty_dicts(average["plain"])} if "plain" in average else {}
-    return {"tensors": {}, "rests": {}, "generators": {}, **average, **plain}
+    is_state = isinstance(average, Mapping)
+    return {"tensors": {}, "rests": {}, "generators": {}, **average} if is_state else average
 
 
 def matched(
-    loaded: LoadedState, members: NamedTensors, selection: Selection
+    loaded: LoadedState, members: NamedTensors, options: Options
 ) -> tuple[dict[str, Tensor], set[str], list[dict[str, Tensor]]]:
     """Match a state with the tensors of the model by name; a lazy model takes every name.
 
-    Returns:
-        The averaged tensors, the names of the copied buffers, and the tensors of each average.
+    Returns the averaged tensors, the names of copied buffers, and the tensors of each average.
     """
     averaged: dict[str, Tensor] = dict(loaded.averages[0]["tensors"])
     copied = set(loaded.buffers)
     if not members.has_lazy():
-        averaged, others = selection.split(members, averaged)
+        averaged, others = options.split(members, averaged)
         copied = {member.name for member in others}
     found = [dict(average["tensors"]) for average in loaded.averages]
     for tensors in found:
@@ -370,7 +326,8 @@ def matched(
                     tensors.setdefault(name, tensors[alias])
             for name in tensors.keys() & (members.names() - averaged.keys()):
                 del tensors[name]
-        check_match("EMA: the state does not fit the model", _shapes(averaged), _shapes(tensors))
+        what = "EMA: the state does not fit the model"
+        check_match(what, shapes_of(averaged), shapes_of(tensors))
         for name, tensor in averaged.items():
             one = tensors[name]
             if not is_averaged(one) or one.is_complex() != tensor.is_complex():
@@ -379,28 +336,17 @@ def matched(
     return averaged, copied, found
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
-
-
-def _check_finite(loaded: LoadedState, on_nonfinite: str) -> None:
-    """Raise if an average is not finite; the ranks that share a tensor decide together."""
-    tensors = list(_floats_in(loaded.averages, "averages"))
-    bad = first_nonfinite([(key, local_shard(tensor)) for key, tensor in tensors])
-    meshes = meshes_of(tensor for _, tensor in tensors)
-    if not true_everywhere(torch.tensor(bad is None, device="cpu"), meshes):
-        where = bad or "the shard of another rank"
+def _check_finite(averages: list[Mapping[str, Any]], on_nonfinite: str) -> None:
+    tensors = {
+        f"averages[{index}][{part!r}][{name!r}]": tensor
+        for index, average in enumerate(averages)
+        for part in ("tensors", "rests")
+        for name, tensor in average[part].items()
+    }
+    bad = first_nonfinite(tensors)
+    if bad is not None:
         wanted = f"the loaded averages must be finite with on_nonfinite={on_nonfinite!r}"
-        raise _error(f"{wanted}: {where} contains inf or nan")
-
-
-def _floats_in(part: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(part, Tensor):
-        if is_averaged(part):
-            yield path, part
-    elif isinstance(part, (Mapping, list)):
-        for key, value in part.items() if isinstance(part, Mapping) else enumerate(part):
-            yield from _floats_in(value, f"{path}[{key!r}]")
+        raise _error(f"{wanted}: {bad} contains inf or nan")
 
 
 # The states of other libraries.
@@ -410,15 +356,13 @@ def _started(found: Converted, own: list[Schedule], every: int, after: int) -> L
     """Return the state of an ``EMA`` with these options whose averages have been converted."""
     count = 1 if found.n_averaged is None else found.n_averaged
     average = {"tensors": found.averages, "rests": {}, "generators": {}}
-    # BEMA and Window stay, because a saved decay says nothing about the models that they keep.
-    keeps_models = (decays.BEMA, decays.Window)
     return LoadedState(
         step=after + 1 + (count - 1) * every if count else 0,
         start=after + 1 if count else None,
         n_averaged=count,
         update_every=every,
         update_after_step=after,
-        schedules=[one if isinstance(one, keeps_models) else found.schedule or one for one in own],
+        schedules=[found.schedule or one for one in own],
         averages=[average] * len(own),
         buffers=found.averages,
         raw={},
@@ -426,29 +370,29 @@ def _started(found: Converted, own: list[Schedule], every: int, after: int) -> L
     )
 
 
-def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
-    """Return where a state is from, or None if it is unknown.
+_MARKS: Final = {
+    "diffusers": {"shadow_params", "optimization_step"},
+    "torch_ema": {"shadow_params", "num_updates"},
+    "lightning": {"averaging_state", "state_dict"},
+}
 
-    With a model, plain weights under the names of its parameters are recognised too.
+
+def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
+    """Return the library that a state is from, or None if it is unknown.
+
+    With a model, plain weights under the names of its parameters are ``"weights"``.
 
     Example:
         >>> import torch
         >>> recognise({"n_averaged": torch.tensor(3), "module.weight": torch.zeros(1)})
         'torch'
-        >>> recognise({"weight": torch.zeros(1)}) is None
-        True
-        >>> recognise({"weight": torch.zeros(1, 2)}, torch.nn.Linear(2, 1, bias=False))
-        'weights'
     """
     keys = state.keys()
     if not all(isinstance(cast("object", key), str) for key in keys):
         return None
-    if {"shadow_params", "optimization_step"} <= keys:
-        return "diffusers"
-    if {"shadow_params", "num_updates"} <= keys:
-        return "torch_ema"
-    if {"averaging_state", "state_dict"} <= keys:
-        return "lightning"
+    for source, marks in _MARKS.items():
+        if marks <= keys:
+            return source
     if {"initted", "step"} <= keys and any(key.startswith("ema_model.") for key in keys):
         return "ema_pytorch"
     members = keys - {"n_averaged"}
@@ -464,11 +408,8 @@ def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
 def convert(state: State, model: torch.nn.Module, *, update_after_step: int = 0) -> Converted:
     """Read the state of another library, or plain averaged weights. Tensors are not copied.
 
-    Args:
-        state: The result of its ``state_dict()``, or a checkpoint of Lightning.
-        model: The model that was averaged, or one like it. Lists without names (diffusers,
-            torch_ema) get the names of its parameters, in order.
-        update_after_step: The option of ema-pytorch, which its state does not contain.
+    Lists without names (diffusers, torch_ema) get the names of the model's parameters, in order.
+    ``update_after_step`` is the option of ema-pytorch, which its state does not contain.
 
     Raises:
         ValueError: If the state is unknown, a part of it is missing or invalid, or a list does not
@@ -476,11 +417,8 @@ def convert(state: State, model: torch.nn.Module, *, update_after_step: int = 0)
     """
     source = recognise(state, model)
     part = _Part(source or "", state)
-    count: int | None = None
-    schedule: Schedule | None = None
     match source:
         case "diffusers":
-            averages = _named_in_order(part, model)
             # The first step copies, and so does each up to ``update_after_step``.
             steps = part.integer("optimization_step")
             count = max(steps - part.integer("update_after_step"), min(steps, 1))
@@ -489,30 +427,29 @@ def convert(state: State, model: torch.nn.Module, *, update_after_step: int = 0)
             warmup = part.get("use_ema_warmup", "True or False")
             kind = decays.InverseGamma if warmup else decays.CountWarmup
             schedule = _decay(part, kind, names if warmup else names[:2])
+            return Converted(source, _named_in_order(part, model), count, schedule)
         case "torch_ema":
-            averages = _named_in_order(part, model)
             # It copies when it is created, before the first step.
             counts = state["num_updates"] is not None
-            count = part.integer("num_updates") + 1 if counts else None
+            found = part.integer("num_updates") + 1 if counts else None
             schedule = _decay(part, decays.CountWarmup if counts else decays.Constant, ["decay"])
+            return Converted(source, _named_in_order(part, model), found, schedule)
         case "lightning":
-            averages = _below("", part.inside("state_dict"))
             count = part.inside("averaging_state").integer("n_averaged")
+            return Converted(source, _below("", part.inside("state_dict")), count)
         case "ema_pytorch":
-            averages = _below("ema_model.", part)
             # The first call copies.
             counted = max(part.integer("step") - update_after_step, 1)
             count = counted if part.get("initted", "True or False") else 0
+            return Converted(source, _below("ema_model.", part), count)
         case "torch" | "timm":
-            averages = _below("module.", part)
-            count = part.integer("n_averaged") if source == "torch" else None
+            found = part.integer("n_averaged") if source == "torch" else None
+            return Converted(source, _below("module.", part), found)
         case "weights":
-            averages, count = _below("", part), 1
-        case _:
-            what = "the state is neither from modkit.EMA, nor from a supported library"
-            some = ", ".join(map(repr, list(state)[:5])) or "nothing"
-            raise _error(f"{what}, nor are its names those of the model: it begins with {some}")
-    return Converted(source, averages, count, schedule)
+            return Converted(source, _below("", part), 1)
+    what = "the state is neither from modkit.EMA, nor from a supported library"
+    some = ", ".join(map(repr, list(state)[:5])) or "nothing"
+    raise _error(f"{what}, nor are its names those of the model: it begins with {some}")
 
 
 def _decay(part: _Part, kind: type[Schedule], names: Iterable[str]) -> Schedule:
@@ -544,16 +481,14 @@ def _named_in_order(part: _Part, model: torch.nn.Module) -> dict[str, Tensor]:
     names = canonical_names(named)
     trained = {name: value for name, value in named.items() if value.requires_grad}
     parameters = named if len(named) == len(found) else trained
+    what = f"the state of {part.source}"
     if len(parameters) != len(found):
-        raise _error(
-            f"the state of {part.source} holds {len(found)} tensors without names, and the model "
-            f"has {len(named)} parameters, {len(trained)} of which train"
-        )
+        counts = f"the model has {len(named)} parameters, {len(trained)} of which train"
+        raise _error(f"{what} holds {len(found)} tensors without names, and {counts}")
     for (name, value), tensor in zip(parameters.items(), found, strict=True):
         if value.shape != tensor.shape:
             shapes = f"has the shape {tuple(value.shape)} it has {tuple(tensor.shape)}"
             raise _error(
-                f"the state of {part.source} has no names, and its order is not that of the model: "
-                f"where {names[name]!r} {shapes}"
+                f"{what} has no names, and its order is not that of the model: where {names[name]!r} {shapes}"
             )
     return {names[n]: tensor.detach() for n, tensor in zip(parameters, found, strict=True)}

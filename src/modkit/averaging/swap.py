@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
@@ -17,15 +16,9 @@ from modkit._messages import (
     MSG_WRITTEN_INSIDE,
     add_note,
 )
+from modkit._types import Tensor
 from modkit.averaging.named_tensors import NamedTensors
-from modkit.averaging.sharding import (
-    copy_fully_sharded,
-    is_fully_sharded,
-    is_sharded,
-    local_shard,
-    reshard,
-    sharded_places,
-)
+from modkit.averaging.sharding import local_shard, reshard, sharded_places
 from modkit.errors import NameMismatchError
 
 
@@ -35,56 +28,37 @@ ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 Pair: TypeAlias = tuple[str, Tensor, Tensor]
 
 
-class Pairs(list[Pair]):
-    """Pairs of tensors and values; ``alike`` if dtypes and devices are the same in each pair."""
-
-    alike = False
+Pairs: TypeAlias = list[Pair]
 
 
 def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> Pairs:
-    """Pair values with the tensors of a model by name; buffers may have another shape.
+    """Pair values with the tensors of a model by name, or raise NameMismatchError.
 
-    Raises:
-        NameMismatchError: A name is missing, or a parameter has another shape.
+    A buffer may have another shape.
     """
-    parameters, buffers = named.parameters, named.buffers
-    pairs = Pairs()
+    pairs: Pairs = []
     missing: list[str] = []
     shapes: list[str] = []
     for name, value in values.items():
-        member = parameters.get(name)
-        if member is not None:
-            tensor: Tensor = member.tensor
-            if tensor.shape != value.shape:
-                shapes.append(f"{name} ({tuple(tensor.shape)} instead of {tuple(value.shape)})")
-        elif name in buffers:
-            tensor = buffers[name].current()
-        elif name in named.aliases:
-            tensor = named.tensor(name)
-        else:
+        member = named.member(name)
+        if member is None:
             missing.append(name)
             continue
+        tensor = member.current()
+        if member.is_parameter and tensor.shape != value.shape:
+            shapes.append(f"{name} ({tuple(tensor.shape)} instead of {tuple(value.shape)})")
         pairs.append((name, tensor, value))
     if missing or shapes:
         what = "EMA: the averages do not fit the model"
         raise NameMismatchError(what, missing=missing, unexpected=[], shapes=shapes)
-    pairs.alike = all(
-        tensor.dtype == value.dtype and tensor.device == value.device for _, tensor, value in pairs
-    )
     return pairs
 
 
 class _DetachedCopies(TorchFunctionMode):
-    """Lets results of autograd be deep-copied, as values: modules keep such results as attributes."""
+    """Deep-copies results of autograd, which modules may hold as attributes, as values."""
 
     @override
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__ and not args[0].is_leaf:
             tensor, memo = args
             memo[id(tensor)] = tensor.detach().clone()
@@ -93,21 +67,19 @@ class _DetachedCopies(TorchFunctionMode):
 
 
 def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT:
-    """Return a deep copy of a model, which may be sharded or hold results of autograd.
+    """Return a deep copy of a model, which may hold results of autograd.
 
-    Args:
-        model: The model.
-        copies: Copies of its parameters that were made already, by the ``id`` of the parameter.
+    ``copies`` are copies of its parameters that were made already, by the ``id`` of the parameter.
     """
-    if is_fully_sharded(model):
-        with _DetachedCopies():
-            return copy_fully_sharded(model, dict(copies or {}))
     try:
         return copy.deepcopy(model, dict(copies or {}))
     except RuntimeError:
         # ``weight_norm``, for one, leaves a computed tensor in its module, which torch refuses to copy.
         with _DetachedCopies():
             return copy.deepcopy(model, dict(copies or {}))
+    except AssertionError as error:
+        add_note(error, "modkit.EMA averages a sharded model without a copy of it.")
+        raise
 
 
 def write(tensor: Tensor, value: Tensor) -> None:
@@ -121,20 +93,16 @@ def write(tensor: Tensor, value: Tensor) -> None:
 class Swap:
     """An exchange of the data of tensors for other data, which can be undone.
 
-    The tensors stay the same objects, so optimizers, hooks and tied names are not affected. Data of the
-    same dtype and device change places as pointers; other data are cast or moved first.
-
-    Args:
-        pairs: Name, tensor of a model, and what it is to hold.
+    The tensors stay the same objects, so optimizers, hooks and tied names are not affected. Data of
+    the same dtype and device are exchanged as pointers; other data are cast or moved first.
     """
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
-        self._alike = isinstance(pairs, Pairs) and pairs.alike
         self._pairs = list(pairs)
         self._tensors = [tensor for _, tensor, _ in self._pairs]
-        self._sharded = sharded_places(self._tensors)
+        self._sharded = frozenset(sharded_places(self._tensors))
         self.raws: list[Tensor] = []
-        self._held = self._tensors
+        self._held = list(self._tensors)
         self._pointers: list[int] = []
         self.versions: list[int] = []
         self._index: dict[int, int] = {}
@@ -150,16 +118,9 @@ class Swap:
             self._note()
 
     def _swap_in(self) -> None:
-        if self._alike and not self._sharded:
-            self.raws = [tensor.data for tensor in self._tensors]
-            for _, tensor, value in self._pairs:
-                tensor.data = value
-            return
-        self._held = list(self._tensors)
-        sharded = frozenset(self._sharded)
         for place, (_, tensor, value) in enumerate(self._pairs):
-            if place in sharded:
-                # FSDP has a pointer of its own to the shard, so the elements change places instead.
+            if place in self._sharded:
+                # FSDP has a pointer of its own to the shard, so the elements are exchanged instead.
                 self.raws.append(tensor.detach().clone())
                 _write_shard(tensor, value)
                 self._held[place] = local_shard(tensor)
@@ -171,7 +132,6 @@ class Swap:
             self.raws.append(raw)
 
     def _note(self) -> None:
-        """Note what the tensors hold now, and that they are swapped."""
         self._held = self._held[: len(self._tensors)]
         self._pointers = list(map(Tensor.data_ptr, self._held))
         self.versions = _versions(self._held)
@@ -185,53 +145,52 @@ class Swap:
 
     @torch.no_grad()
     def undo(self) -> str | None:
-        """Restore the data; return what is wrong if the tensors were changed in between.
+        """Restore the data; return a message if the tensors were changed in between.
 
-        Swaps need not be undone in order: the data that a later swap found are then restored by that.
+        Swaps may be undone in any order: a later one then restores the data that it has found.
         """
         with _lock:
-            return self._undo()
-
-    def _undo(self) -> str | None:
-        problem = None
-        later = _active[_active.index(self) + 1 :]
-        pointers, versions = list(map(Tensor.data_ptr, self._held)), _versions(self._held)
-        unchanged = pointers == self._pointers and versions == self.versions
-        if unchanged and not later and not self._sharded:
-            for tensor, raw in zip(self._tensors, self.raws, strict=True):
-                tensor.data = raw
+            later = _active[_active.index(self) + 1 :]
+            problem = self._problem()
+            if later or self._sharded:
+                self._undo_each(later)
+            else:
+                for tensor, raw in zip(self._tensors, self.raws, strict=True):
+                    tensor.data = raw
             _active.remove(self)
-            return None
+            return problem
+
+    def _undo_each(self, later: list["Swap"]) -> None:
         for place in reversed(range(len(self._tensors))):
             tensor, raw = self._tensors[place], self.raws[place]
-            above = next((one for one in later if one.position(tensor) is not None), None)
-            if above is not None:
-                above.raws[above.position(tensor) or 0] = raw
-                continue
-            if not unchanged:
-                moved = pointers[place] != self._pointers[place]
-                written = versions[place] != self.versions[place]
-                problem = self._problem(place, moved=moved, written=written) or problem
-            if is_sharded(tensor):
+            found = [(one, n) for one in later if (n := one.position(tensor)) is not None]
+            if found:
+                above, position = found[0]
+                above.raws[position] = raw
+            elif place in self._sharded:
                 _write_shard(tensor, raw)
             else:
                 tensor.data = raw
-        _active.remove(self)
-        return problem
 
-    def _problem(self, place: int, *, moved: bool, written: bool) -> str | None:
-        name, _, value = self._pairs[place]
-        if moved:
-            return MSG_CONVERTED_INSIDE.format(name=name)
-        if not written:
+    def _problem(self) -> str | None:
+        """Return a message for the first tensor that was changed and is not swapped again."""
+        pointers, versions = list(map(Tensor.data_ptr, self._held)), _versions(self._held)
+        if pointers == self._pointers and versions == self.versions:
             return None
-        shared = value.data_ptr() == self._pointers[place]
-        return (MSG_WRITTEN_INSIDE if shared else MSG_WRITTEN_IN_VAIN).format(name=name)
+        later = _active[_active.index(self) + 1 :]
+        for place, (name, tensor, value) in enumerate(self._pairs[: len(self._tensors)]):
+            if any(one.position(tensor) is not None for one in later):
+                continue
+            if pointers[place] != self._pointers[place]:
+                return MSG_CONVERTED_INSIDE.format(name=name)
+            if versions[place] != self.versions[place]:
+                shared = value.data_ptr() == self._pointers[place]
+                return (MSG_WRITTEN_INSIDE if shared else MSG_WRITTEN_IN_VAIN).format(name=name)
+        return None
 
 
-# All swaps that have not been undone, in order. Those of several averages, and of several models that
-# share tensors, see one another here, so that no training weights are lost. Threads take turns in
-# swapping; a reader goes through a copy, since a swap that is undone meanwhile moves the others.
+# All swaps that have not been undone, in order, so that several averages, and models that share
+# tensors, lose no training weights. Readers go through a copy, since an undone swap moves the others.
 _active: list[Swap] = []
 _lock: Final = threading.RLock()
 
@@ -254,7 +213,7 @@ def any_swapped(model: torch.nn.Module) -> bool:
 
 
 def _write_shard(tensor: Tensor, value: Tensor) -> None:
-    """Copy into a shard, without making it look as if the user had written to it."""
+    """Copy into a shard, and adapt the versions by which writes of the user are detected."""
     held = local_shard(tensor)
     (before,) = _versions([held])
     held.copy_(local_shard(value))
@@ -276,20 +235,16 @@ def _versions(tensors: list[Tensor]) -> list[int]:
 def exchanged(pairs: Iterable[Pair]) -> Generator[None]:
     """Exchange data for the length of a block.
 
-    Raises:
-        RuntimeError: At the end: the block has changed the tensors. If it has raised an error of its
-            own, that one gets a note.
+    A block that changes the tensors ends with a RuntimeError, or with a note on its own error.
     """
     swap = Swap(pairs)
     try:
         yield
     except BaseException as error:
-        problem = swap.undo()
-        if problem is not None:
+        if (problem := swap.undo()) is not None:
             add_note(error, problem)
         raise
-    problem = swap.undo()
-    if problem is not None:
+    if (problem := swap.undo()) is not None:
         raise RuntimeError(problem)
 
 

@@ -3,30 +3,29 @@
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Generic, cast
+from typing import Any, Generic, TypeAlias, TypeGuard, cast
 
 import torch
-from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.optim.swa_utils import AveragedModel as _TorchAveragedModel
+from torch.optim.swa_utils import (
+    AveragedModel as _TorchAveragedModel,
+    get_swa_avg_fn,
+    get_swa_multi_avg_fn,
+)
 from typing_extensions import TypeVar, override
 
 from modkit._messages import add_note
+from modkit._types import Tensor
 from modkit._upstream import foreach_devices, make_parameter
-from modkit.averaging.averages import Average, Options, flat_buffers
-from modkit.averaging.engine import (
-    Group,
-    Plan,
-    PlanCache,
-    first_nonfinite_of,
-    step,
-)
+from modkit.averaging.averages import Average, flat_buffers
+from modkit.averaging.engine import Cache, Group, Plan
 from modkit.averaging.named_tensors import (
     Buffers,
     Copies,
     Member,
     NamedTensors,
     Names,
+    Options,
     canonical_names,
     check_match,
     is_averaged,
@@ -34,58 +33,88 @@ from modkit.averaging.named_tensors import (
 from modkit.averaging.precision import (
     OnNonfinite,
     Precision,
+    TensorList,
     Weight,
-    computable,
-    is_8bit,
+    check_finite,
+    first_nonfinite,
     kept_dtype,
     reads_are_free,
 )
 from modkit.averaging.swap import copy_of
 from modkit.nn.module import Module
-from modkit.optim._averaging_functions import AvgFn, MultiAvgFn, swa_, swa_of
 
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
+AvgFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | int], Tensor]
+MultiAvgFn: TypeAlias = Callable[[TensorList, TensorList, Tensor | int], None]
+
+_swa_ = get_swa_multi_avg_fn()
+_swa_of = get_swa_avg_fn()
+
+
+class AveragingFunction:
+    """Calls torch's function, and shows and pickles how it was made."""
+
+    def __init__(self, name: str, decay: float | None = None) -> None:
+        self.name, self.decay = name, decay
+        self._arguments = () if "swa" in name else (decay,)
+        self._function = getattr(torch.optim.swa_utils, name)(*self._arguments)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AveragingFunction) and repr(self) == repr(other)
+
+    @override
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    @override
+    def __repr__(self) -> str:
+        return f"{self.name}({f'decay={self.decay}' if self._arguments else ''})"
+
+    @override
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[float | None, ...]]:
+        # The public function: pickles stay readable if this class moves.
+        from modkit.optim import swa_utils
+
+        return getattr(swa_utils, self.name), self._arguments
+
+
+def is_known(function: object) -> TypeGuard[AveragingFunction]:
+    """Return True for the ``multi_avg_fn`` of this library, which the engine has kernels for."""
+    return isinstance(function, AveragingFunction) and "multi" in function.name
 
 
 class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     """Running average of a model's weights, as a model of its own.
 
-    Use it for stochastic weight averaging (SWA, the equal mean of the weights at the end of
-    training: https://arxiv.org/abs/1803.05407) and for exponential moving averages (EMA). The
-    averaged copy is the attribute ``module``; calling the averaged model calls that copy.
-
-    The first ``update_parameters`` copies the weights, each later one averages. Without an
-    averaging function all updates have the same weight. The functions are not part of
-    ``state_dict()``: pass them again to load an average.
-
-    With ``use_buffers=False`` each update copies the buffers, so the batch normalization statistics
-    are those of the last model seen and not of the averaged weights: call ``update_bn`` at the end
-    of training. With ``use_buffers=True`` they are averaged along the way. Integer and boolean
-    buffers are always copied.
+    Use it for stochastic weight averaging (SWA, https://arxiv.org/abs/1803.05407) and exponential
+    moving averages (EMA). The averaged copy is the attribute ``module``; calling the averaged model
+    calls that copy. The first ``update_parameters`` copies the weights, each later one averages.
+    Averaging functions are not part of ``state_dict()``: pass them again to load an average.
 
     Args:
         model: Model to average. It is deep-copied and not modified.
         device: Device of the average. Default: that of the model.
         avg_fn: Returns the new average from the averaged tensor, the model's tensor and the number
-            of models averaged so far. Excludes ``multi_avg_fn``.
-        multi_avg_fn: Averages a list of tensors in place, from a list of averaged tensors, a list of
-            the model's tensors, all of one device and dtype, and the number of models so far.
-        use_buffers: Whether buffers are averaged, not copied.
-        precision: ``"fp32"`` and ``"fp64"`` keep floating-point weights in at least that precision;
-            the averaged model then computes in that dtype. ``"same"`` stalls for bf16 and fp16 models
-            from a decay of 0.99 on; ``"stochastic"`` rounds stochastically, and ``"compensated"``
-            keeps a low-order error term in the child module ``compensation``.
-        on_nonfinite: What happens if a weight is infinite or NaN: ``"ignore"`` averages it,
-            ``"skip"`` leaves the average as it is, ``"raise"`` raises and synchronizes with the device.
-        buffers: ``"copy"``, ``"average"``, ``"ignore"``, or a dict of globs, instead of ``use_buffers``.
+            of models averaged so far. Default: the equal average.
+        multi_avg_fn: Averages lists of tensors of one device and dtype in place, instead of ``avg_fn``.
+        use_buffers: Whether buffers are averaged. If False they are copied: call ``update_bn``
+            at the end of training. Integer and boolean buffers are always copied.
+        precision: See :class:`modkit.EMA`. The averaged model computes in the dtype of the average;
+            ``"compensated"`` keeps the error terms in the child module ``compensation``.
+        on_nonfinite: See :class:`modkit.EMA`.
+        buffers: Policy of ``EMA``, instead of ``use_buffers``.
         include: Globs of names, or a predicate: parameters to average. The others are copied.
         exclude: Globs of names, or a predicate: parameters to copy.
         trainable_only: Average only parameters that require gradients now, and copy the others.
         seed: Seed for stochastic rounding.
 
     Attributes:
-        module: The averaged copy; a type checker knows it by the type of ``model``.
+        module: The averaged copy, typed by the class of ``model``.
         n_averaged: Buffer, a 0-dimensional ``int64`` tensor: number of updates.
 
     Raises:
@@ -97,24 +126,18 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         >>> from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
         >>> model = nn.Linear(1, 1, bias=False)
         >>> ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
-        >>> for value in 1.0, 2.0:
-        ...     _ = nn.init.constant_(model.weight, value)
-        ...     ema.update_parameters(model)
-        >>> ema.module.weight.item(), ema.n_averaged.item()
-        (1.25, 2)
+        >>> ema.update_parameters(model)
 
-    Differs from torch: it is typed by the class of the model, pairs tensors by name, does not
-    synchronize with accelerators, and takes models that cannot be deep-copied because they hold
-    results of autograd or are sharded by ``fully_shard``: the copy is sharded in the same way.
+    Differs from torch: it pairs tensors by name, does not synchronize with accelerators, and copies
+    models that hold results of autograd.
     """
-
-    __module__ = "modkit.optim.swa_utils"
 
     module: ModelT
     n_averaged: Tensor
     avg_fn: AvgFn | None
     multi_avg_fn: MultiAvgFn | None
     use_buffers: bool
+    compensation: Module
 
     def __init__(
         self,
@@ -154,52 +177,54 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                 owner="AveragedModel",
             )
         )
-        if trainable_only and isinstance(cast("object", model), torch.nn.Module):
-            self._runtime.frozen = frozenset(
-                name
-                for name, one in NamedTensors(model).parameters.items()
-                if not one.tensor.requires_grad
-            )
+        if trainable_only:
+            parameters = NamedTensors(model).parameters.items()
+            frozen = (name for name, one in parameters if not one.tensor.requires_grad)
+            self._runtime.frozen = frozenset(frozen)
         self._device = device
         self.avg_fn = avg_fn
         self.multi_avg_fn = multi_avg_fn
         self.use_buffers = use_buffers
-        if precision in {"stochastic", "compensated"}:
-            self._check_rule()
+        if precision in {"stochastic", "compensated"} and self._has_own_function():
+            raise ValueError(
+                f"AveragedModel: precision={precision!r} works with get_ema_multi_avg_fn(), "
+                "get_swa_multi_avg_fn() or no averaging function"
+            )
         # Tensors that are made in inference mode could never be updated outside of it.
         with torch.inference_mode(False):
             self.module = self._copy_of(model)
             self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
             if precision == "compensated":
-                self.compensation = self._error_terms()
+                self.compensation = Module()
+                named = NamedTensors(self.module)
+                members = {} if named.has_lazy() else named.all()
+                self._errors_for({name: member.tensor for name, member in members.items()})
 
-    @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._runtime.share(self.module)
-
-    def _check_rule(self) -> None:
-        if self.avg_fn is not None or not (
-            self.multi_avg_fn is None or _is_known(self.multi_avg_fn)
-        ):
-            raise ValueError(
-                f"AveragedModel: precision={self._runtime.options.precision!r} works with "
-                "get_ema_multi_avg_fn(), get_swa_multi_avg_fn() or no averaging function"
-            )
+    def _has_own_function(self) -> bool:
+        """Return True for averaging functions that the engine has no kernel for."""
+        if self.multi_avg_fn is None:
+            return self.avg_fn is not None
+        return not is_known(self.multi_avg_fn)
 
     def _copy_of(self, model: ModelT) -> ModelT:
         """Return a copy of the model, on the device and in the dtypes of the average."""
         precision = self._runtime.options.precision
 
-        def dtype_of(tensor: Tensor) -> torch.dtype:
-            return tensor.dtype if precision == "same" else kept_dtype(tensor.dtype, precision)
-
         copies: dict[int, Tensor] = {}
-        if isinstance(cast("object", model), torch.nn.Module) and str(self._device) in {
-            "None",
-            "cpu",
-        }:
-            copies = self._runtime.flat_copies(model, dtype_of)
+        is_flat = precision not in {"compensated", "stochastic"}
+        if is_flat and str(self._device) in {"None", "cpu"} and hasattr(model, "parameters"):
+            plain = {
+                str(number): parameter
+                for number, parameter in enumerate(model.parameters())
+                if type(parameter) is torch.nn.Parameter
+            }
+            self._runtime.average.flats = flat_buffers(
+                plain, precision, lambda name, one: make_parameter(one, plain[name].requires_grad)
+            )
+            with torch.no_grad():
+                for flat in self._runtime.average.flats:
+                    flat.fill(plain)
+                    copies.update({id(plain[name]): one for name, one in flat.tensors.items()})
         copy = copy_of(model, copies)
         if self._device is not None:
             try:
@@ -209,29 +234,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                     add_note(error, "device is an averaging function: pass it as multi_avg_fn=")
                 raise
         if precision != "same":
-
-            def widened(tensor: Tensor) -> Tensor:
-                return tensor.to(dtype_of(tensor))
-
-            cast("Any", copy)._apply(widened)
+            cast("Any", copy)._apply(lambda one: one.to(kept_dtype(one.dtype, precision)))
         return copy
-
-    def _error_terms(self) -> Module:
-        """Return a tree of buffers, which has the same names as the parameters that it belongs to."""
-        root: Module = Module()
-        named = NamedTensors(self.module)
-        # Those of a lazy model are made when it has its shapes.
-        members = {} if named.has_lazy() else named.all()
-        for name, member in members.items():
-            if is_averaged(member.tensor):
-                *path, last = name.split(".")
-                node = root
-                for part in path:
-                    if part not in node._modules:
-                        node.add_module(part, Module())
-                    node = cast("Module", node._modules[part])
-                node.register_buffer(last, torch.zeros_like(member.tensor, requires_grad=False))
-        return root
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -240,19 +244,14 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
 
     @override
     def update_parameters(self, model: torch.nn.Module) -> None:
-        """Update the average with the present weights of a model.
+        """Update the average with the present weights of a model, on any device.
 
-        Call it after ``optimizer.step()`` (EMA) or at the end of an epoch (SWA). The first call
-        copies. Parameters and buffers are paired by name, without the parts of names that
-        ``torch.compile``, data-parallel and checkpoint wrappers add. Buffers that are not persistent may
-        come and go, and copied buffers may change their shape.
-
-        Args:
-            model: The model in training, on any device.
+        Call it after ``optimizer.step()`` (EMA) or at the end of an epoch (SWA). Names are compared
+        without the parts that ``torch.compile``, data-parallel and checkpoint wrappers add.
 
         Raises:
-            NameMismatchError: If tensors are missing, unexpected, or of another shape. It is a
-                ValueError and lists their names. Nothing has been changed.
+            NameMismatchError: If tensors are missing, unexpected, or of another shape. Nothing has
+                been changed.
             RuntimeError: If a weight is not finite and ``on_nonfinite="raise"``.
 
         Differs from torch, which pairs tensors by position and broadcasts their shapes.
@@ -267,9 +266,9 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         if count == 0:
             self._materialize(model)
         # Functions of the user get the tensors one by one, or as lists.
-        flat = self.avg_fn is None if self.multi_avg_fn is None else _is_known(self.multi_avg_fn)
+        flat = not self._has_own_function()
         key = id(self.module), self.use_buffers, flat
-        plan = runtime.plans.get(model, lambda: self._plan(model, flat=flat), key)
+        plan: Plan = runtime.plans.get(model, key, lambda: self._plan(model, flat=flat))
         if self._take(plan, count):
             plan.mark_written()
             with torch.no_grad():
@@ -278,121 +277,143 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
 
     def _take(self, plan: Plan, count: int) -> bool:
         """Take a step; return False if there is still nothing to average."""
-        policy = self._runtime.options.on_nonfinite
-        if policy == "raise" or (policy == "skip" and count == 0):
+        options = self._runtime.options
+        policy = options.on_nonfinite
+        if policy == "raise":
+            check_finite("AveragedModel", plan.currents)
+        elif policy == "skip" and count == 0 and first_nonfinite(plan.currents) is not None:
             # The first update of an average is the only one that reads a flag on the host.
-            bad = first_nonfinite_of(plan)
-            if bad is not None and policy == "raise":
-                raise RuntimeError(f"AveragedModel: {bad} is not finite. Nothing has been changed.")
-            if bad is not None:
-                return False
-        if self._runtime.options.precision == "stochastic":
+            return False
+        if options.precision == "stochastic":
             # A seed for each step is all the state that there is.
-            self._runtime.average.seed(self._runtime.options.seed + count)
-        step(plan, lambda group, finite: self._step(group, count, finite), policy)
+            self._runtime.average.seed(options.seed + count)
+        plan.step(lambda group, finite: self._step(group, count, finite), policy)
         return True
 
     def _step(self, group: Group, count: int, finite: Tensor | None) -> None:
-        weight = 1.0 if count == 0 else self._weight(count, group)
+        averages, currents = group.averages[0], group.currents
+        weight = 1.0 if count == 0 else self._weight(count, averages[0])
         if weight is not None:
             with torch.no_grad():
                 group.step([weight], finite)
-        elif finite is not None:
-            whole = self.multi_avg_fn is not None and not _is_known(self.multi_avg_fn)
-            _step_masked(group, finite, lambda one: self._apply_rule(one, count), whole=whole)
-        else:
-            self._apply_rule(group, count)
-
-    def _weight(self, count: Tensor | int, group: Group) -> Weight | None:
-        """Return how far a step moves, for the rules of this library; None for other functions."""
-        if not is_averaged(group.averages[0][0]):
-            return None
-        if self.multi_avg_fn is None:
-            if self.avg_fn is not None:
-                return None
-            exact = self._runtime.options.precision in {"stochastic", "compensated"}
-            fused = has_foreach_kernels(group.averages[0][0].device)
-            return _swa_weight(count) if fused or exact else None
-        if not _is_known(self.multi_avg_fn):
-            return None
-        rule = cast("Any", self.multi_avg_fn)
-        return _swa_weight(count) if rule.modkit_rule == "swa" else 1 - rule.decay
-
-    def _apply_rule(self, group: Group, count: int) -> None:
-        """Take a step by a function of the user, or by torch's rule for CPU and integers."""
-        averages = group.averages[0]
+            return
+        before = [] if finite is None else [one.detach().clone() for one in averages]
+        targets = [one.detach() for one in averages]
+        sources = [
+            one.detach().to(target.device) for one, target in zip(currents, targets, strict=True)
+        ]
         if self.multi_avg_fn is not None:
-            _step_lists(averages, group.currents, self.n_averaged, self.multi_avg_fn)
+            count_ = self.n_averaged.to(targets[0].device, copy=True)
+            self.multi_avg_fn(targets, sources, count_)
         elif self.avg_fn is not None:
-            _step_each(averages, group.currents, self.n_averaged, self.avg_fn)
+            for target, source in zip(targets, sources, strict=True):
+                count_ = self.n_averaged.to(target.device, copy=True)
+                target.copy_(self.avg_fn(target, source, count_))
         elif has_foreach_kernels(averages[0].device):
-            with torch.no_grad():
-                swa_(averages, group.currents, self.n_averaged)
+            _swa_(averages, currents, self.n_averaged)
         else:
-            with torch.no_grad():
-                _swa_step(averages, group.currents, count)
+            _swa_step(averages, currents, count)
+        for target, old in zip(averages, before, strict=False):
+            flag = cast("Tensor", finite).to(target.device)
+            target.detach().copy_(torch.where(flag, target.detach(), old))
+
+    def _weight(self, count: Tensor | int, average: Tensor) -> Weight | None:
+        """Return how far a step moves; None for other functions and torch's rule on CPU."""
+        rule = self.multi_avg_fn
+        if not is_averaged(average) or self._has_own_function():
+            return None
+        if is_known(rule):
+            return _swa_weight(count) if rule.decay is None else 1 - rule.decay
+        exact = self._runtime.options.precision in {"stochastic", "compensated"}
+        fused = has_foreach_kernels(average.device)
+        return _swa_weight(count) if fused or exact else None
 
     def _update_traced(self, model: torch.nn.Module) -> None:
         """Take a first or a later step in operations that can be compiled: nothing reads the count."""
-        pairs = _Pairs(self, model)
+        averages, currents, copies, _ = self._paired(model)
         counter = self.n_averaged
         first = counter == 0
-        for name, found in pairs.currents.items():
-            target = pairs.averages[name].detach()
+        for name, found in currents.items():
+            target = averages[name].detach()
             source = found.detach().to(target.device)
-            averages, currents = [target], [source]
             count = counter.to(target.device, copy=True)
-            weight = self._weight(counter, Group([], [averages], [[]], currents))
+            weight = self._weight(counter, target)
             if weight is not None:
                 value = torch.lerp(target, source.to(target.dtype), cast("float", weight))
             elif self.multi_avg_fn is not None:
-                self.multi_avg_fn(averages, currents, count)
+                self.multi_avg_fn([target], [source], count)
                 value = target
-            elif self.avg_fn is not None:
-                value = self.avg_fn(target, source, count)
             else:
-                value = swa_of(target, source, count)
+                value = (self.avg_fn or _swa_of)(target, source, count)
             target.copy_(torch.where(first.to(target.device), source.to(value.dtype), value))
-        Copies(pairs.copied, follow=False).run_traced()
+        copies.run_traced()
         counter.add_(1)
 
     def _plan(self, model: torch.nn.Module, *, flat: bool) -> Plan:
-        pairs = _Pairs(self, model)
+        averages, currents, copies, models = self._paired(model)
         average = self._runtime.average
-        average.tensors = pairs.averages
-        average.errors = {}
+        average.tensors = averages
         if self._runtime.options.precision == "compensated":
-            average.errors = self._errors_for(pairs.averages)
+            average.errors = self._errors_for(averages)
         average.expose()
-        names = {id(tensor): name for name, tensor in pairs.averages.items()}
+        names = {id(tensor): name for name, tensor in averages.items()}
         for flat_buffer in average.flats:
             flat_buffer.rename(names)
-        copies = Copies(pairs.copied, follow=False)
-        models = pairs.models
         return Plan(
             model,
             [average],
-            pairs.currents,
+            currents,
             copies,
             models=models,
-            more=pairs.averages.values(),
+            more=averages.values(),
             flat=flat,
             buffers=self.use_buffers,
         )
 
+    def _paired(
+        self, model: torch.nn.Module
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Copies, tuple[NamedTensors, NamedTensors]]:
+        """Pair the copy with a model: averages, and current values, by name; copies; both models."""
+        kept, found = NamedTensors(self.module), NamedTensors(model, leave_out=self)
+        _check_pairs(kept, found)
+        options = self._runtime.options
+        if self.use_buffers:
+            options = replace(options, buffers="average")
+        averaged, copied = options.split(kept)
+        averages: dict[str, Tensor] = {}
+        currents: dict[str, Tensor] = {}
+        for name, target in averaged.items():
+            source, member = found.member(name), cast("Member", kept.member(name))
+            # The copy may be frozen as a whole, so what counts is what the model was when copied.
+            if (
+                source is None
+                or name in self._runtime.frozen
+                or not (member.is_parameter or _have_average(target, source.tensor))
+            ):
+                copied.append(member)
+            else:
+                averages[name], currents[name] = target, source.tensor
+        pairs: list[tuple[dict[str, Any], str, Member]] = []
+        for place in (*copied, *kept.empty.values()):
+            source = found.member(place.name) or found.empty.get(place.name)
+            if source is not None:
+                pairs.append((cast("dict[str, Any]", place.registry), place.key, source))
+        return averages, currents, Copies(pairs, follow=False), (kept, found)
+
     def _errors_for(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the error terms of averages; those of replaced tensors start at zero."""
-        terms = _buffers_of(self.compensation)
-        floats = {name: tensor for name, tensor in averages.items() if is_averaged(tensor)}
-        if any(name not in terms or not _fits(terms[name], t) for name, t in floats.items()):
-            with torch.inference_mode(False), torch.no_grad():
-                self.compensation = self._error_terms()
-                new = _buffers_of(self.compensation)
-                for name in terms.keys() & new.keys():
-                    if _fits(terms[name], new[name]):
-                        new[name].copy_(terms[name])
-            terms = new
-        return {name: terms[name] for name in floats}
+        """Return the error terms of averages: buffers, named with / for a dot, that start at zero."""
+        terms: dict[str, Tensor] = {}
+        for name, tensor in averages.items():
+            key = name.replace(".", "/")
+            term = self.compensation._buffers.get(key)
+            known = term is not None and (term.shape, term.device) == (tensor.shape, tensor.device)
+            if is_averaged(tensor) and not known:
+                with torch.inference_mode(False), torch.no_grad():
+                    term = torch.zeros_like(tensor, requires_grad=False)
+                    self.compensation.register_buffer(key, term)
+            if term is not None:
+                terms[name] = term
+        return terms
 
     def _materialize(self, model: torch.nn.Module) -> None:
         """Copy the model again if the copy was made before the model had got its shapes."""
@@ -403,10 +424,9 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     def sync_n_averaged(self) -> None:
         """Read ``n_averaged`` from the device in the next update.
 
-        On CPU each update reads it. On accelerators an update reads it only if the buffer is another
-        tensor or was written by an operation on it: reading is a host sync. Call this after any other
-        write: through ``.data``, by a collective or another process, or in a CUDA graph. ``state_dict()``
-        calls it, and after ``load_state_dict()`` it is not needed.
+        On accelerators an update reads the buffer, a host sync, only if an operation on it has
+        written to it. Call this after a write through ``.data``, by a collective, by another
+        process, or in a CUDA graph.
         """
         self._runtime.counter.forget()
 
@@ -421,17 +441,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     def export_state_dict(self) -> dict[str, Tensor]:
         """Return the averaged weights and buffers as the plain model names them.
 
-        Where the model was compiled or wrapped, the names that wrappers add are left out, so that
-        ``plain.load_state_dict(averaged.export_state_dict())`` works for the model inside.
-
-        Returns:
-            A new mapping; the tensors are those of the average.
-
-        Example:
-            >>> from modkit import nn
-            >>> from modkit.optim.swa_utils import AveragedModel
-            >>> list(AveragedModel(nn.Linear(2, 1)).export_state_dict())
-            ['weight', 'bias']
+        Names have no parts that wrappers add: ``plain.load_state_dict(ema.export_state_dict())``.
         """
         state: dict[str, Tensor] = self.module.state_dict()
         names = canonical_names(state)
@@ -446,103 +456,15 @@ class _Runtime:
         # Parameters that ``trainable_only`` leaves out.
         self.frozen = frozen
         self.average = Average(options)
-        self.plans = PlanCache()
+        self.plans = Cache()
         self.counter = _Counter()
 
-    def flat_copies(
-        self, model: torch.nn.Module, dtype_of: Callable[[Tensor], torch.dtype]
-    ) -> dict[int, Tensor]:
-        """Copy small parameters into flat buffers; return the copies by the ``id`` of the parameter."""
-        plain = {
-            str(number): parameter
-            for number, parameter in enumerate(model.parameters())
-            if type(parameter) is torch.nn.Parameter
-        }
-
-        def as_parameter(name: str, tensor: Tensor) -> Tensor:
-            return make_parameter(tensor, plain[name].requires_grad)
-
-        self.average.flats = flat_buffers(plain, dtype_of, as_parameter)
-        copies: dict[int, Tensor] = {}
-        with torch.no_grad():
-            for flat in self.average.flats:
-                flat.fill(plain)
-                copies.update({id(plain[name]): tensor for name, tensor in flat.tensors.items()})
-        return copies
-
-    @torch.no_grad()
-    def share(self, module: torch.nn.Module) -> None:
-        """Let the small parameters of a new copy use flat buffers, unless they are in shared memory."""
-        plain = {
-            name: one.tensor
-            for name, one in NamedTensors(module).parameters.items()
-            if type(one.tensor) is torch.nn.Parameter and not one.tensor.is_shared()
-        }
-
-        def moved(name: str, tensor: Tensor) -> Tensor:
-            tensor.copy_(plain[name])
-            plain[name].data = tensor
-            return plain[name]
-
-        self.average.flats = flat_buffers(plain, lambda tensor: tensor.dtype, moved)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Runtime":
-        return _Runtime(self.options, self.frozen)
-
+    @override
     def __reduce__(self) -> tuple[type["_Runtime"], tuple[Options, frozenset[str]]]:
         return _Runtime, (self.options, self.frozen)
 
 
-class _Pairs:
-    """The tensors of an averaged copy and of a model, paired by name at one moment.
-
-    Attributes:
-        averages: Tensors of the copy that are averaged, by name, tied ones once.
-        currents: Those of the model, by the same names.
-        copied: Where each copied tensor is in the copy, and in the model.
-        models: Both models.
-    """
-
-    def __init__(self, owner: AveragedModel[Any], model: torch.nn.Module) -> None:
-        kept, found = NamedTensors(owner.module), NamedTensors(model, leave_out=owner)
-        self.models = kept, found
-        _check_pairs(kept, found)
-        options = owner._runtime.options
-        if owner.use_buffers:
-            options = replace(options, buffers="average")
-        averaged, copied = options.split(kept)
-        # The copy may be frozen as a whole, so what counts is what the model was when it was copied.
-        for name in owner._runtime.frozen & averaged.keys():
-            del averaged[name]
-            copied.append(kept.parameters[name])
-        self.averages: dict[str, Tensor] = {}
-        self.currents: dict[str, Tensor] = {}
-        for name, target in averaged.items():
-            source = found.member(name)
-            if source is None or not _have_average(target, source.tensor, kept.member(name)):
-                copied.append(cast("Member", kept.member(name)))
-            else:
-                self.averages[name], self.currents[name] = target, source.tensor
-        self.copied: list[tuple[dict[str, Any], str, Member]] = []
-        for place in (*copied, *kept.empty.values()):
-            source = found.member(place.name) or found.empty.get(place.name)
-            if source is not None:
-                self.copied.append((cast("dict[str, Any]", place.registry), place.key, source))
-
-
-def _buffers_of(module: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: member.tensor for name, member in NamedTensors(module).buffers.items()}
-
-
-def _fits(error: Tensor, average: Tensor) -> bool:
-    """Return True if a tensor can be the error term of an average."""
-    return (error.shape, error.device) == (average.shape, average.device)
-
-
-def _have_average(target: Tensor, source: Tensor, member: Member | None) -> bool:
-    """Return True unless these are buffers without an average: integers, or of different shapes."""
-    if member is not None and member.is_parameter:
-        return True
+def _have_average(target: Tensor, source: Tensor) -> bool:
     return is_averaged(target) and is_averaged(source) and target.shape == source.shape
 
 
@@ -550,17 +472,15 @@ def _check_pairs(kept: NamedTensors, found: NamedTensors) -> None:
     """Raise unless both have the same names and shapes; buffers that are not saved may come and go."""
     facts: list[dict[str, torch.Size | None]] = []
     for one, other in ((kept, found), (found, kept)):
-        names = other.names() | set(other.empty)
-        shapes: dict[str, torch.Size | None] = {
-            name: member.tensor.shape if member.is_parameter else None
-            for name, member in one.all().items()
-            if member.persistent or name in names
-        }
-        for alias in one.aliases:
-            member = cast("Member", one.member(alias))
-            shapes[alias] = member.tensor.shape if member.is_parameter else None
-        shapes.update({name: None for name in one.empty if name in other.names()})
-        facts.append(shapes)
+        there = other.names() | other.empty.keys()
+        aliased = {name: cast("Member", one.member(name)) for name in one.aliases}
+        facts.append(
+            {
+                name: member.tensor.shape if member.is_parameter else None
+                for name, member in {**one.all(), **aliased, **one.empty}.items()
+                if name in there or (member.persistent and name not in one.empty)
+            }
+        )
     what = "AveragedModel: the model is not the one that is averaged"
     check_match(what, *facts)
     untied = [
@@ -568,13 +488,7 @@ def _check_pairs(kept: NamedTensors, found: NamedTensors) -> None:
         for alias, first in kept.aliases.items()
         if found.tensor(alias) is not found.tensor(first)
     ]
-    if untied:
-        check_match(what, {}, dict.fromkeys(untied))
-
-
-def _is_known(multi_avg_fn: MultiAvgFn) -> bool:
-    """Return True for the functions of this library, which the engine has kernels for."""
-    return hasattr(multi_avg_fn, "modkit_rule")
+    check_match(what, {}, dict.fromkeys(untied))
 
 
 class _Counter:
@@ -617,69 +531,19 @@ def _swa_weight(count: Tensor | int) -> Weight:
         return (1 / torch.tensor(count + 1, device="cpu")).item()
     weight = 1 / (count + 1)
     if size == torch.float32.itemsize:
-        (rounded,) = struct.unpack("f", struct.pack("f", weight))
-        return float(rounded)
+        return float(struct.unpack("f", struct.pack("f", weight))[0])
     return weight
 
 
 def _swa_step(averages: list[Tensor], currents: list[Tensor], count: int) -> None:
     """Take one step of the equal average in the form that torch uses on CPU."""
-    plain = averages[0].dtype == currents[0].dtype and not is_8bit(averages[0].dtype)
-    plain = plain and averages[0].device == currents[0].device
-    for target, source in zip(averages, currents, strict=True):
-        if plain and is_averaged(target):
-            target.add_(source.sub(target).div_(count + 1))
-        else:
-            current = computable(source.to(target.device))
-            target.copy_(swa_of(computable(target), current, count))
-
-
-# Steps by functions of the user.
-
-
-def _step_each(
-    averages: list[Tensor], currents: list[Tensor], counter: Tensor, avg_fn: AvgFn
-) -> None:
-    device = averages[0].device
-    for target, source in zip(averages, currents, strict=True):
-        averaged, current = target.detach(), source.detach().to(device)
-        count = counter.to(device, copy=True)
-        averaged.copy_(avg_fn(computable(averaged), computable(current), count))
-
-
-def _step_lists(
-    averages: list[Tensor], currents: list[Tensor], counter: Tensor, multi_avg_fn: MultiAvgFn
-) -> None:
-    device = averages[0].device
-    targets = [target.detach() for target in averages]
-    wide = [computable(target) for target in targets]
-    sources = [computable(source.detach().to(device)) for source in currents]
-    multi_avg_fn(wide, sources, counter.to(device, copy=True))
-    for target, value in zip(targets, wide, strict=True):
-        if value is not target:
-            target.copy_(value)
-
-
-def _step_masked(
-    group: Group, finite: Tensor, take: Callable[[Group], None], *, whole: bool
-) -> None:
-    """Take a step, and undo it where the model has values that are not finite.
-
-    Args:
-        group: The tensors.
-        finite: The flag.
-        take: Takes the step.
-        whole: Whether it needs all tensors at once, of which as many copies are then held.
-    """
-    averages, currents = group.averages[0], group.currents
-    good = finite.to(averages[0].device)
-    rows = [slice(None)] if whole else [slice(n, n + 1) for n in range(len(averages))]
-    for row in rows:
-        before = [tensor.detach().clone() for tensor in averages[row]]
-        take(Group(group.owners, [averages[row]], [[]], currents[row]))
-        with torch.no_grad():
-            for tensor, old in zip(averages[row], before, strict=True):
-                tensor.copy_(torch.where(good, tensor, old))
+    plain = averages[0].dtype == currents[0].dtype and averages[0].device == currents[0].device
+    with torch.no_grad():
+        for target, source in zip(averages, currents, strict=True):
+            if plain and is_averaged(target):
+                target.add_(source.sub(target).div_(count + 1))
+            else:
+                target.copy_(_swa_of(target, source.to(target.device), count))
 
 
 def has_foreach_kernels(device: torch.device) -> bool:

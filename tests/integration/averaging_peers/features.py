@@ -224,13 +224,6 @@ def mismatch(make):
     return False
 
 
-def asynchronous(make):
-    """A thread computes the average while training goes on, with the same result."""
-    model = named(a=weight(0))
-    peer = updated(make(model, 0.5, device="cpu", asynchronous=True), 0, 1)
-    return float_of(peer) == 0.5
-
-
 def later_parameters(make):
     """The average takes in a parameter that the model got later, and keeps the others."""
     peer = updated(make(named(a=weight(0))), 0)
@@ -451,7 +444,6 @@ FEATURES = {
     "updates from another model object": another_object,
     "updates match parameters by name": names,
     "an update that does not fit is refused atomically": mismatch,
-    "asynchronous updates in host memory": asynchronous,
     "parameters that appear later": later_parameters,
     "lazy modules": lazy_modules,
     "models that `deepcopy` refuses": not_copyable,

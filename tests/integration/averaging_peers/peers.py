@@ -50,7 +50,7 @@ class Peer:
         **options: `update_every`, `update_after_step`, `warmup=True`, `rule` (a function of the number of
             averaged models that returns the decay), `average_buffers`, `copy_by_name` (names of buffers to
             copy while others are averaged), `decays` (several averages), `trainable_only`, `skip_nonfinite`,
-            `asynchronous`, and `device`.
+            and `device`.
     """
 
     distribution = None
@@ -139,6 +139,9 @@ class Modkit(Peer):
 
     def replace(self):
         self.average.copy_to()
+
+    def to(self, dtype):
+        raise Missing
 
     def rebind(self):
         self.average.rebind()

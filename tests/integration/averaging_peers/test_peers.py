@@ -1,12 +1,10 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 import modkit
 from modkit.averaging.state import convert
-from modkit.schedules import BEMA, InverseGamma, PerUpdate
+from modkit.schedules import InverseGamma, PerUpdate
 from tests.integration.averaging_peers.peers import (
     Diffusers,
     EmaPytorch,
@@ -225,44 +223,3 @@ class Configured(nn.Sequential):
     def __init__(self, config):
         super().__init__(nn.Linear(config, 4), nn.Tanh(), nn.Linear(4, 1))
         self.config = config
-
-
-BEMA_OPTIONS = [
-    {},
-    {"ema_power": 0.7, "bias_power": 0.4},
-    {"lag": 3, "multiplier": 0.5},
-    {"min_ema_multiplier": 0.3},
-]
-
-
-@pytest.mark.parametrize("update_after", [0, 5])
-@pytest.mark.parametrize("update_freq", [1, 4])
-@pytest.mark.parametrize("options", BEMA_OPTIONS, ids=str)
-def test_trl(options, update_freq, update_after):
-    """With an update before training, and the steps until the copy as lag, BEMA is that of trl."""
-    trl = pytest.importorskip("trl")
-    torch.manual_seed(0)
-    model = Configured(3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    theirs = trl.BEMACallback(update_freq=update_freq, update_after=update_after, **options)
-    lag = options.get("lag", 10) + options.get("multiplier", 1.0) * update_after
-    ours = modkit.EMA(
-        model,
-        schedule=BEMA(**{**options, "lag": lag}),
-        update_every=update_freq,
-        update_after_step=update_after,
-    )
-
-    theirs.on_train_begin(None, SimpleNamespace(global_step=0), None, model)
-    ours.update()
-    for step in range(1, update_after + 21):
-        optimizer.zero_grad()
-        model(torch.randn(8, 3)).square().mean().backward()
-        optimizer.step()
-        theirs.on_step_end(None, SimpleNamespace(global_step=step), None, model)
-        ours.update()
-
-    averages = dict(ours.named_averages())
-    assert ours.n_averaged == 1 + 20 // update_freq
-    for name, value in theirs.running_model.named_parameters():
-        torch.testing.assert_close(averages[name], value.detach(), rtol=1e-5, atol=1e-6)

@@ -1,7 +1,4 @@
-import copy
-import random
 import statistics
-import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +10,6 @@ from torch import nn
 
 import modkit
 from modkit import schedules
-from modkit.averaging.engine import Engine
 from modkit.optim import swa_utils
 from tests.unit.averaging.recipes import PRECISIONS, CountCalls, as_accelerator, model_of
 
@@ -25,8 +21,6 @@ EMA_OPTIONS: list[dict[str, Any]] = [
     *({"precision": precision} for precision in PRECISIONS),
     *({"buffers": buffers} for buffers in ("copy", "average", "ignore")),
     *({"schedule": schedule} for schedule in (schedules.Equal(), schedules.InverseGamma())),
-    {"schedule": schedules.Window(2)},
-    {"schedule": schedules.BEMA()},
     {"decay": [0.9, 0.99, 0.999]},
     {"update_every": 2},
     {"on_nonfinite": "skip"},
@@ -111,42 +105,6 @@ def test_no_update_of_an_averaged_model_waits_for_the_device(
 
     assert count.calls == []
     assert average.n_averaged.item() == 5
-
-
-@DEVICES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_averages_in_host_memory_see_the_weights_of_the_update(
-    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However late the thread is, weights that change at once after an update do not race with it."""
-    step, dice = Engine._step, random.Random(0)
-
-    def late(*args: Any) -> None:
-        time.sleep(dice.random() * 2e-3)
-        step(*args)
-
-    net = nn.Linear(512, 512).to(device, dtype)
-    expected = modkit.EMA(copy.deepcopy(net), decay=0.9, device="cpu")
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "_step", late)
-        ema = modkit.EMA(net, decay=0.9, device="cpu", asynchronous=True)
-        ema.update()
-        ema.flush()
-        with no_waiting(device) as count:
-            for amount in range(1, 20):
-                move(net, amount)
-                ema.update()
-                move(net, 0.0)
-        ema.flush()
-    expected.update()
-    for amount in range(1, 20):
-        move(expected.model, amount)
-        expected.update()
-        move(expected.model, 0.0)
-
-    assert count.calls == []
-    averages = dict(ema.named_averages())
-    assert all(torch.equal(averages[name], value) for name, value in expected.named_averages())
 
 
 @pytest.mark.gpu

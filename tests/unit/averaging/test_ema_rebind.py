@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import modkit
-from modkit import schedules
 from modkit.errors import NameMismatchError
 from tests.cases import for_each
 from tests.unit.averaging.recipes import model_of, set_to
 
 
-DECAYS = {"ema": 0.5, "bema": schedules.BEMA(0.5), "window": schedules.Window(2)}
+DECAYS = {"ema": 0.5}
 PRECISIONS = ["fp32", "compensated", "stochastic"]
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -22,8 +22,6 @@ SCHEDULES: list[Any] = [
     schedules.HalfLife(3),
     schedules.InverseGamma(power=0.75),
     schedules.Power(sigma_rel=0.1),
-    schedules.Window(3),
-    schedules.BEMA(lag=2),
     schedules.PerUpdate(schedules.Equal()),
     [schedules.Constant(0.9), schedules.Equal()],
 ]

@@ -13,13 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import modkit
-from modkit import schedules
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS
 
 
-DECAYS = {"ema": 0.5, "bema": schedules.BEMA(0.5), "window": schedules.Window(2)}
+DECAYS = {"ema": 0.5}
 
 
 def zoo() -> nn.Module:

@@ -23,10 +23,7 @@ KINDS = {
     "several": {"decay": [0.5, 0.9]},
     "rounded": {"decay": 0.9, "precision": "stochastic"},
     "compensated": {"decay": 0.9, "precision": "compensated"},
-    "window": {"schedule": schedules.Window(3)},
-    "bema": {"schedule": schedules.BEMA()},
     "per update": {"schedule": schedules.PerUpdate(schedules.Equal())},
-    "thread": {"decay": 0.9, "device": "cpu", "asynchronous": True},
     "chosen": {"decay": 0.9, "include": "0.*", "buffers": "ignore"},
 }
 

@@ -250,10 +250,8 @@ def test_no_average_yet(tmp_path):
             {"snapshot_every": 15, "update_every": 10},
             "snapshot_every must be a multiple of update_every=10, got 15",
         ),
-        ({"dtype": torch.int8}, "dtype must be a floating-point dtype"),
-        ({"file_format": "npz"}, "file_format must be one of"),
     ],
-    ids=["none", "wide", "interval", "snapshots", "multiple", "dtype", "format"],
+    ids=["none", "wide", "interval", "snapshots", "multiple"],
 )
 def test_refused_options(tmp_path, options, text):
     """Numbers that make no sense are refused when the averages are made."""

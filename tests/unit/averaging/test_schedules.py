@@ -3,7 +3,6 @@ import importlib
 import math
 import pickle
 import random
-import sys
 from fractions import Fraction
 
 import numpy as np
@@ -248,10 +247,6 @@ def test_numbers_of_other_libraries():
         (lambda: Constant(math.nan), "Constant: decay must be at least 0 and at most 1, got nan"),
         (lambda: HalfLife(0), "HalfLife: half_life must be more than 0, got 0"),
         (lambda: HalfLife(math.inf), "HalfLife: half_life must be more than 0, got inf"),
-        (
-            lambda: schedules.BEMA(bias_power=-1),
-            "BEMA: bias_power must be at least 0, got -1",
-        ),
         (lambda: InverseGamma(inv_gamma=0), "InverseGamma: inv_gamma must be more than 0, got 0"),
         (lambda: InverseGamma(power=-2), "InverseGamma: power must be more than 0, got -2"),
         (
@@ -292,10 +287,6 @@ def test_refused_values(make, text):
         (Power, "Power: give either sigma_rel or gamma"),
         (lambda: Power(0.1, gamma=7), "Power: give either sigma_rel or gamma"),
         (lambda: Custom(0.9), "Custom: function must be callable, got 0.9"),
-        (
-            lambda: PerUpdate(schedules.Window(3)),
-            "PerUpdate: Window(window=3) counts updates already; use it without PerUpdate",
-        ),
     ],
 )
 def test_refused_types(make, text):
@@ -387,9 +378,6 @@ class Bounded(schedules.Schedule):
 @for_each(
     ("make", "error", "text"),
     [
-        (lambda: CosineRamp("0.9"), TypeError, "CosineRamp: decay must be a number, got '0.9'"),
-        (lambda: CosineRamp(None), TypeError, "CosineRamp: decay must be a number, got None"),
-        (lambda: CosineRamp(True), TypeError, "CosineRamp: decay must be a number, got True"),
         (
             lambda: CosineRamp(math.nan),
             ValueError,
@@ -401,11 +389,6 @@ class Bounded(schedules.Schedule):
             "CosineRamp: floor must be a finite number, got -inf",
         ),
         (
-            lambda: CosineRamp(ramp_steps=2.5),
-            ValueError,
-            "CosineRamp: ramp_steps must be a whole number, got 2.5",
-        ),
-        (
             lambda: Bounded(1),
             ValueError,
             "Bounded: low must be at least 0 and less than 1, got 1",
@@ -413,7 +396,7 @@ class Bounded(schedules.Schedule):
         (
             lambda: Bounded(count=11),
             ValueError,
-            "Bounded: count must be a whole number and at most 10, got 11",
+            "Bounded: count must be at most 10, got 11",
         ),
         (lambda: Bounded(low=[0.5]), TypeError, "Bounded: low must be a number, got [0.5]"),
         (
@@ -441,7 +424,7 @@ def test_fields_of_other_classes_are_plain_numbers():
         "ramp_steps": 4,
     }
     assert type(schedule.decay) is float
-    assert type(schedule.ramp_steps) is type(CosineRamp(ramp_steps=4.0).ramp_steps) is int
+    assert type(schedule.ramp_steps) is int
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -475,58 +458,7 @@ def test_public_name():
     assert module is modkit.schedules
     assert module.Power is Power
     assert len(set(module.__all__)) == len(module.__all__)
-    assert set(module.__all__) <= set(dir(module))
+    assert dir(module) == sorted(module.__all__)
 
 
 # --- the plot ------------------------------------------------------------------------------------------
-
-
-def test_plot_of_profiles():
-    """Each schedule has a line, whose heights are its weights relative to the plain mean."""
-    (axes,) = schedules.plot([Constant(0.5), Equal()], 3).axes
-    constant, equal = axes.lines
-
-    assert [line.get_label() for line in axes.lines] == ["Constant(decay=0.5)", "Equal()"]
-    assert constant.get_ydata().tolist() == [0.5, 0.5, 1.0, 2.0]
-    assert equal.get_ydata().tolist() == [1.0, 1.0, 1.0, 1.0]
-    assert constant.get_xdata().tolist() == [0.0, 1.0, 2.0, 3.0]
-
-
-def test_plot_with_labels_into_axes():
-    """A dict gives the labels, and the lines go into the axes that are given."""
-    import matplotlib.figure
-
-    figure = matplotlib.figure.Figure()
-    axes = figure.subplots()
-
-    assert schedules.plot({"slow": 0.9}, 20, 2, axes=axes) is figure
-    assert schedules.plot(0.9, 20).axes[0].lines[0].get_label() == "Constant(decay=0.9)"
-    assert [line.get_label() for line in axes.lines] == ["slow"]
-    assert axes.lines[0].get_xdata().tolist() == list(range(0, 21, 2))
-
-
-@for_each("every", [1, 4])
-@for_each("schedule", [Constant(0.999), schedules.Window(50), schedules.BEMA()])
-def test_plot_of_a_long_run(schedule, every):
-    """Each of about a thousand points is the mean of the updates up to it, and none is left out."""
-    n = 10_002 * every
-    weights = np.array(schedules.profile(schedule, n, every)) * 10_003
-    line = schedules.plot(schedule, n, every).axes[0].lines[0]
-    steps, heights = line.get_xdata(), line.get_ydata()
-
-    ends = [int(step) // every + 1 for step in steps]
-    means = [weights[a:b].mean() for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-    assert len(steps) <= 1010
-    assert (steps[0], steps[-1]) == (0, n)
-    assert heights == pytest.approx(means)
-
-
-def test_plot_refuses_bad_numbers(monkeypatch):
-    """The error names the argument; without matplotlib it names the extra."""
-    with pytest.raises(ValueError, match="plot: n must be 1 or more, got 0"):
-        schedules.plot(0.9, 0)
-    with pytest.raises(ValueError, match="plot: update_every must be 1 or more, got 0"):
-        schedules.plot(0.9, 1, 0)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"modkit\[plot\]"):
-        schedules.plot(0.9, 1)

@@ -6,7 +6,6 @@ from torch import nn
 
 import modkit
 from modkit.schedules import (
-    BEMA,
     Constant,
     CountWarmup,
     Custom,
@@ -15,7 +14,6 @@ from modkit.schedules import (
     InverseGamma,
     PerUpdate,
     Power,
-    Window,
     profile,
 )
 from tests.cases import for_each
@@ -29,8 +27,6 @@ SCHEDULES = [
     InverseGamma(power=0.75),
     Power(sigma_rel=0.1),
     Custom(lambda n: n / (n + 2)),
-    Window(3),
-    BEMA(lag=2),
     PerUpdate(InverseGamma(power=0.75)),
 ]
 

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import fully_shard
 
 import modkit
 from modkit.averaging.sharding import has_shards, is_sharded, split_up, whole
-from modkit.averaging.swap import copy_of
 from tests.unit.averaging.recipes import averaged, network, train
 
 
@@ -53,17 +52,6 @@ def test_the_average_of_shards_is_applied(mesh, precision) -> None:
     assert all(map(torch.equal, *seen))
     assert not torch.equal(seen[0][0], seen[0][1])
     assert torch.equal(seen[0][0], seen[0][3])
-
-
-def test_a_copy_of_shards_needs_the_same_gradients(mesh) -> None:
-    """A frozen parameter is frozen in the copy of a sharded model."""
-    net = network()
-    net[0].weight.requires_grad_(False)
-    fully_shard(net, mesh=mesh)
-    copied = copy_of(net)
-    gradients = [[one.requires_grad for one in model.parameters()] for model in (net, copied)]
-
-    assert gradients == [[False, True, True, True, True, True]] * 2
 
 
 def test_a_state_from_inside_has_the_raw_shards(mesh) -> None:
