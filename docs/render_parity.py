@@ -47,13 +47,8 @@ def area(row: Divergence) -> str:
 
 def sides(row: Divergence) -> tuple[str, str]:
     """Return what torch does, and what modkit does."""
-    torch, found, modkit = row.reason.partition(" | ")
-    if not found:
-        torch, found, modkit = re.sub(
-            r"(?:;|\.) ([Mm]odkit|[Ii]n modkit)", r" | \1", row.reason, count=1
-        ).partition(" | ")
-    releases = f" (torch{row.torch})" if row.torch else ""
-    return torch.removesuffix(".") + releases, modkit.removesuffix(".")
+    torch, _, modkit = row.reason.partition(" | ")
+    return torch + (f" (torch{row.torch})" if row.torch else ""), modkit
 
 
 def link(upstream: str) -> str:
