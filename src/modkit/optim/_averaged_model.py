@@ -236,7 +236,11 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                     add_note(error, "device is an averaging function: pass it as multi_avg_fn=")
                 raise
         if precision != "same":
-            cast("Any", copy)._apply(lambda one: one.to(kept_dtype(one.dtype, precision)))
+
+            def widened(one: Tensor) -> Tensor:
+                return one.to(kept_dtype(one.dtype, precision))
+
+            cast("Any", copy)._apply(widened)
         return copy
 
     @override
