@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from modkit import nn as nn
+from modkit._namespace import publish_all as _publish_all
 from modkit.fast_inference import fast_inference as fast_inference
 from modkit.nn._load_state_dict import load_state_dict as load_state_dict
 
@@ -26,20 +27,14 @@ if TYPE_CHECKING:
         save_checkpoint as save_checkpoint,
     )
 
-# Imported when they are asked for, so that a program waits only for what it uses.
+# Imported on first access, so that a program waits only for what it uses.
 _HOMES = {
     "EMA": "averaging.ema",
     "EMACallback": "averaging.callback",
     "PostHocEMA": "averaging.posthoc",
     "average_checkpoints": "averaging.checkpoints",
-    "distributed": "distributed",
-    "errors": "errors",
-    "jit": "jit",
     "load_checkpoint": "files.torch_files",
-    "models": "models",
-    "optim": "optim",
     "save_checkpoint": "files.torch_files",
-    "schedules": "schedules",
 }
 
 __all__ = [
@@ -62,15 +57,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the home of a public name that is read for the first time."""
-    home = _HOMES.get(name)
-    if home is None:
+    """Import a public name on first access."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOMES.get(name, name)
     module = importlib.import_module(f"{__name__}.{home}")
     value = globals()[name] = module if home == name else getattr(module, name)
     return value
 
 
-def __dir__() -> list[str]:
-    """List what is there, and what would be imported."""
-    return sorted({*globals(), *_HOMES})
+_publish_all(globals())

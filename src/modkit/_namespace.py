@@ -1,7 +1,7 @@
-"""Namespaces of modkit that show a namespace of torch: ``modkit.nn`` and ``modkit.jit``.
+"""The public face: public paths of objects, and the namespaces that mirror torch's.
 
-A view has the attributes of the torch module of the same name, live, except for the names that are
-modkit's. Every other module below it is torch's module under a second name.
+``modkit.nn`` and ``modkit.jit`` are views: they have the attributes of the torch module of the same
+name, live, except for modkit's own names. Every other module below them is torch's under an alias.
 """
 
 import importlib
@@ -17,6 +17,32 @@ from typing import Any
 OwnNames = Mapping[str, object]
 
 
+def publish(path: str, *objects: object) -> None:
+    """Set ``__module__`` of modkit's classes, their methods and functions to the public ``path``."""
+    for value in objects:
+        function = getattr(value, "__func__", value)
+        if isinstance(function, (type, types.FunctionType)) and (
+            function.__module__.partition(".")[0] == "modkit"
+        ):
+            function.__module__ = path
+        if isinstance(value, type) and value.__module__ == path:
+            if "__firstlineno__" in vars(value):
+                # Python 3.13 would show that line of the public module as the source of the class.
+                delattr(value, "__firstlineno__")
+            publish(path, *(m for m in vars(value).values() if not isinstance(m, type)))
+
+
+def publish_all(namespace: dict[str, Any]) -> None:
+    """Publish the names in a module's ``__all__``, and let ``dir()`` list nothing else.
+
+    ``namespace`` is the module's ``globals()``; lazily imported names may be missing.
+    """
+    names = namespace["__all__"]
+    publish(namespace["__name__"], *(namespace.get(name) for name in names))
+    dunders = [name for name in namespace if name.startswith("__") and name.endswith("__")]
+    namespace["__dir__"] = lambda: sorted({*names, *dunders})
+
+
 def _torch_name(name: str) -> str:
     return "torch" + name.removeprefix("modkit")
 
@@ -24,8 +50,7 @@ def _torch_name(name: str) -> str:
 class _View(types.ModuleType):
     """A module that reads and assigns the attributes of the torch module of the same name.
 
-    The view's own ``__dict__`` holds the names that are modkit's, the views below it, the files of
-    its folder, and what Python gives to every module.
+    Its ``__dict__`` holds modkit's names, the views below it, the files of its folder, and dunders.
     """
 
     __own__: frozenset[str]
@@ -33,7 +58,7 @@ class _View(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         source = sys.modules[_torch_name(self.__name__)]
         if name == "__all__":
-            # Without it, `from modkit.nn import *` binds what is in the view's own dict alone.
+            # Without it, `from modkit.nn import *` binds only names in the view's own dict.
             return getattr(source, name, [public for public in dir(source) if public[0] != "_"])
         if name.startswith("__") or not hasattr(source, name):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
@@ -55,7 +80,7 @@ class _View(types.ModuleType):
         return sorted({*dir(sys.modules[_torch_name(self.__name__)]), *self.__own__})
 
     def _is_own(self, name: str, value: object) -> bool:
-        # The import system enters each submodule in its package. Those that are torch's are there.
+        # The import system enters each submodule in its package; torch's are there already.
         own_submodule = f"{self.__name__}.{name}"
         return (
             name in self.__own__
@@ -69,10 +94,7 @@ def _reader(source: types.ModuleType, name: str) -> Callable[[object], Any]:
 
 
 def _view_type(source: types.ModuleType, own: OwnNames, kept: Sequence[str]) -> type[_View]:
-    """Return a type of view that reads the names that ``source`` has now in a tenth of the time.
-
-    ``__getattr__`` alone comes after an AttributeError, which takes longer than most layers do.
-    """
+    """Return a type of view with properties: ``__getattr__`` takes ten times as long."""
     names = [name for name in vars(source) if not name.startswith("__") and name not in kept]
     readers = {name: property(_reader(source, name)) for name in names}
     return type("Namespace", (_View,), {**readers, "__own__": frozenset(own)})
@@ -104,11 +126,11 @@ class _Finder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin=found.origin, is_package=package)
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
-        """Leave it to Python to make the module that becomes a view, or is thrown away."""
+        """Let Python create the module that becomes a view, or is discarded."""
         return None
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Turn ``module`` into a view, or enter torch's module in its place."""
+        """Turn ``module`` into a view, or replace it by torch's module."""
         name = module.__name__
         source = importlib.import_module(_torch_name(name))
         if name in self._views:
@@ -118,11 +140,10 @@ class _Finder(MetaPathFinder, Loader):
         self.name_loaded_modules()
 
     def name_loaded_modules(self) -> None:
-        """Enter all modules below torch's root that are loaded under modkit's names, too.
+        """Enter all loaded modules below torch's root under modkit's names, too.
 
-        What stands there already is not searched for. That matters where a package shows a function
-        in the place of the file of the same name, ``torch.nn.utils.weight_norm`` for instance: after
-        a search, the import system enters the file in its package, in the place of the function.
+        The import system does not search for them then. After a search it enters the file in its
+        package, which would replace a function of the same name, as ``torch.nn.utils.weight_norm``.
         """
         for name, module in tuple(sys.modules.items()):
             if name.startswith(f"{_torch_name(self._root)}."):
@@ -143,12 +164,9 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def mirror(root: str, views: Mapping[str, OwnNames]) -> None:
-    """Make the package ``root`` a view of the package of torch of the same name.
+    """Make the package ``root``, which is being imported, a view of torch's package.
 
-    Args:
-        root: Name of the package, such as ``modkit.nn``; it is being imported.
-        views: The names that are modkit's, for the package and for each module below it that has
-            some. All other modules below it are torch's.
+    ``views`` has modkit's own names, for the package and for each module below it with such names.
     """
     finder = _Finder(root, views)
     sys.meta_path.insert(0, finder)

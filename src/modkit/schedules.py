@@ -15,9 +15,9 @@ Example:
     [0.0, 0.182, 0.55, 0.918, 0.999]
 """
 
+from modkit._namespace import publish_all
 from modkit.averaging.schedules import *  # noqa: F403
-from modkit.averaging.schedules import __all__
+from modkit.averaging.schedules import __all__  # noqa: F401 - read by publish_all
 
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+publish_all(globals())

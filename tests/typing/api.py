@@ -1,4 +1,4 @@
-"""What type checkers must infer. Never run: `nox -s typing` reads it."""
+"""Types that type checkers must infer. Never run: `nox -s typing` reads it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +8,7 @@ from typing_extensions import assert_type
 
 import modkit
 from modkit import jit, nn
+from modkit._upstream import IncompatibleKeys
 from modkit.nn import functional as F
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
@@ -30,13 +31,19 @@ class Net(nn.Module):
 
 net = Net()
 
+# The rows of README's table of types, with those about averages and TorchScript below. Torch's own
+# annotations decide about calls and unknown attributes.
+assert_type(net(torch.ones(1, 4)), Any)
+assert_type(net.typo, torch.Tensor | torch.nn.Module)
+first: torch.nn.Module = nn.Sequential(nn.Linear(4, 2))[0]
+
 # Members keep the types that they were assigned or declared with.
 assert_type(net.linear, nn.Linear)
 assert_type(net.gain, nn.Parameter)
 assert_type(net.mean, torch.Tensor)
 assert_type(net.training, bool)
 
-# What returns the module returns the user's class.
+# Methods that return the module return the user's class.
 assert_type(net.train(), Net)
 assert_type(net.eval(), Net)
 assert_type(net.to("cpu"), Net)
@@ -65,6 +72,9 @@ assert_type(net.get_buffer("mean"), torch.Tensor)
 
 # State.
 assert_type(net.state_dict(), dict[str, Any])
+assert_type(modkit.load_state_dict(net, net.state_dict(), strict=False), IncompatibleKeys)
+with modkit.fast_inference(net) as inside:
+    assert_type(inside, Net)
 
 # To type checkers the two namespaces are one: modules of either fit annotations of the other.
 as_torch: torch.nn.Module = net
@@ -89,6 +99,7 @@ assert_type(averaged.export_state_dict(), dict[str, torch.Tensor])
 ema = modkit.EMA(net, schedule=[0.9, modkit.schedules.Equal()])
 assert_type(ema, modkit.EMA[Net])
 assert_type(ema.averaged_model(), Net)
+assert_type(ema.module, Net)
 callback = modkit.EMACallback(net, optimizer, schedule=[0.9], precision="fp64", index=0)
 assert_type(callback, modkit.EMACallback[Net])
 assert_type(callback.ema, modkit.EMA[Net])
@@ -115,7 +126,7 @@ assert_type(jit.load("net.pt"), jit.ScriptModule)
 assert_type(jit.freeze(compiled), jit.ScriptModule)
 assert_type(jit.optimize_for_inference(compiled, ["forward"]), jit.ScriptModule)
 jit.save(compiled, "net.pt", _extra_files={"labels.txt": "cat", "raw": b"0"})
-assert_type(jit.load("net.pt", sha256="0" * 64, strict_extra_files=True), jit.ScriptModule)
+assert_type(jit.load("net.pt", sha256="0" * 64), jit.ScriptModule)
 is_scripted = isinstance(compiled, (jit.RecursiveScriptModule, jit.TopLevelTracedModule))
 compiler_names = (jit.frontend.get_jit_def, jit.ScriptWarning, jit.jit_module_from_flatbuffer)
 

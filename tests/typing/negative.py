@@ -1,4 +1,4 @@
-"""What type checkers must refuse. Never run: an ignore that is not needed is an error."""
+"""Calls that type checkers must refuse. Never run: an ignore that is not needed is an error."""
 
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 

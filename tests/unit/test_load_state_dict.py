@@ -93,7 +93,9 @@ def test_hooks_and_overrides_below_take_part() -> None:
 @pytest.mark.parametrize("model", [None, {"weight": torch.ones(1)}, torch.nn.Linear])
 def test_what_is_not_a_module(model: object) -> None:
     """The error names the function and what it was given."""
-    with pytest.raises(TypeError, match=r"modkit.load_state_dict\(\) takes a torch.nn.Module, got"):
+    with pytest.raises(
+        TypeError, match=r"modkit.load_state_dict\(\): model must be a torch.nn.Module, got"
+    ):
         modkit.load_state_dict(model, {})
 
 

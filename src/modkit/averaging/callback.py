@@ -7,6 +7,7 @@ from typing import Any, Final, Generic
 import torch
 from typing_extensions import TypeVar, Unpack
 
+from modkit._namespace import publish
 from modkit.averaging.ema import EMA, Decays, EMAOptions, checked_count
 from modkit.averaging.named_tensors import NamedTensors, Options
 from modkit.averaging.swap import exchanged, pairs_for, raw_values
@@ -99,10 +100,10 @@ class EMACallback(Generic[ModelT]):
         decay: Decay factor, or a list of them for several averages.
         index: Index of the average to evaluate.
         swap_to_average_at_end: If True, :meth:`on_train_end` copies the average into the model.
-        **options: See :class:`~modkit.averaging.ema.EMA`.
+        **options: All other options of :class:`~modkit.EMA`.
 
     Attributes:
-        ema: The :class:`~modkit.averaging.ema.EMA`.
+        ema: The :class:`~modkit.EMA`.
 
     Raises:
         TypeError, ValueError: If an argument is invalid or no parameter is selected.
@@ -204,3 +205,6 @@ class EMACallback(Generic[ModelT]):
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no optimizer.
         return {**vars(self), "_attached": False}
+
+
+publish("modkit", EMACallback)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from modkit._namespace import publish
 from modkit._types import Tensor
 from modkit.averaging.named_tensors import check_match, is_averaged
 from modkit.averaging.precision import kept_dtype
@@ -142,3 +143,6 @@ def _finished(name: str, average: Tensor, first: str, dtype: torch.dtype | None)
         if lost.any():
             raise ValueError(f"{name} has the value {average[lost][0]}, too large for {dtype}")
     return found
+
+
+publish("modkit", average_checkpoints)

@@ -8,6 +8,7 @@ from typing import Any, Final, Generic, TypeAlias, TypedDict, cast
 import torch
 from typing_extensions import Self, TypeVar
 
+from modkit._namespace import publish
 from modkit._types import Tensor
 from modkit._upstream import RemovableHandle
 from modkit.averaging import state as ema_state
@@ -448,3 +449,6 @@ def schedules_of(decay: Decays, schedule: Decay | Sequence[Decay] | None) -> lis
             text = f"EMA: decay={one} keeps {one:.2%} of the average in each update. If that is a "
             warnings.warn(f"{text}momentum, pass decay={1 - one:g}.", stacklevel=3)
     return [as_schedule(one) for one in several]
+
+
+publish("modkit", EMA)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from modkit._namespace import publish
 from modkit._types import Tensor
 from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors, check_match, shapes_of
@@ -343,3 +344,6 @@ class PostHocEMA:
         state["averages"] = [{"tensors": one, "rests": {}, "generators": {}} for one in averages]
         self._ema.load_state_dict(state)
         self._step = state_dict["step"]
+
+
+publish("modkit", PostHocEMA)

@@ -14,6 +14,8 @@ from typing import Any, Final, TypeAlias, cast
 
 from typing_extensions import override
 
+from modkit._namespace import publish
+
 
 __all__ = [
     "Constant",
@@ -341,3 +343,6 @@ def sigma_rel_of(gamma: float) -> float:
     if not gamma >= 0:
         raise ValueError(f"gamma must be 0 or more, got {gamma!r}")
     return math.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2)
+
+
+publish("modkit.schedules", *(globals()[_name] for _name in __all__))

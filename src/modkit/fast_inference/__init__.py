@@ -7,7 +7,6 @@ from typing import Final, TypeVar, cast
 
 from torch import nn
 
-from modkit.fast_inference.folding import Fold, folds_of
 from modkit.fast_inference.layers import is_container, kind_of
 from modkit.fast_inference.members import CALL_SLOT, Binding
 from modkit.fast_inference.runs import Step, container_function, function_of
@@ -15,38 +14,27 @@ from modkit.fast_inference.runs import Step, container_function, function_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-_MSG_FOLDED: Final = (
-    "fast_inference(): the model is already in such a block with another value of fold_batch_norm, and its "
-    "{name} cannot be folded and not folded at once. Give both blocks the same value, or leave the first one."
-)
 _bindings: Final[dict[int, Binding]] = {}
 _lock: Final = threading.RLock()
 
 
 @contextmanager
-def fast_inference(
-    model: ModuleT, *, fold_batch_norm: bool = False
-) -> Generator[ModuleT, None, None]:
-    """Run a model in eager mode with less time spent in Python.
+def fast_inference(model: ModuleT) -> Generator[ModuleT, None, None]:
+    """Run a model in eager mode with less Python overhead.
 
-    Use it for small networks at small batch sizes: policies, tree search, controllers, decoding token by token.
-    Large networks gain a few percent. The model need not be one of modkit.
-
-    Torch's layers run without ``Module.__call__`` and ``__getattr__``, and containers in one function. Results are
-    bitwise identical. Hooks, patches, new weights, modes and other changes made inside take effect at once.
+    Use it for small networks at small batch sizes: policies, tree search, controllers, token-by-token
+    decoding. Large networks gain a few percent. Layers run without ``Module.__call__`` and
+    ``__getattr__``, and containers in one function. Results are bitwise identical. Hooks, patches, new
+    weights, modes and other changes made inside take effect at once.
 
     Args:
         model: Any ``torch.nn.Module``. Compiled and scripted modules in it are left alone.
-        fold_batch_norm: Also fold each BatchNorm in evaluation mode into the convolution before it, where
-            gradients are disabled. Outputs then differ by rounding: in float32 by about 1e-5 of the largest.
-            Called without its model, a folded convolution returns the folded result.
 
     Yields:
         The model.
 
     Raises:
         TypeError: ``model`` is not a module.
-        RuntimeError: The model is already in such a block with another value of ``fold_batch_norm``.
 
     Example:
         >>> import torch, modkit, modkit.nn as nn
@@ -55,16 +43,15 @@ def fast_inference(
         ...     for _ in range(3):
         ...         action = policy(torch.ones(1, 4)).argmax()
 
-    Limits: inside the block, do not write to or copy the ``__dict__`` of a module, or write to a table such as
-    ``_modules`` that was read before. A ``Module.__getattr__`` patched inside is not called for members.
+    Limitations: inside the block, do not write to or copy the ``__dict__`` of a module, or write to a table
+    such as ``_modules`` that was read before. A ``Module.__getattr__`` patched inside is not called for members.
     """
     if not isinstance(cast("object", model), nn.Module):
         raise TypeError(
             f"fast_inference(): model must be a torch.nn.Module, got {type(model).__name__}"
         )
-    folds = folds_of(model) if fold_batch_norm else []
     with _lock:
-        used = _enter(model, folds)
+        used = _enter(model)
     try:
         yield model
     finally:
@@ -72,26 +59,20 @@ def fast_inference(
             _leave(used)
 
 
-def _enter(model: nn.Module, folds: list[Fold]) -> list[Binding]:
-    modules = _tree(model)
-    folded = {id(module): fold for fold in folds for module in (fold.convolution, fold.norm)}
-    for module in modules:
-        binding = _bindings.get(id(module))
-        if binding is not None and (binding.fold is None) != (id(module) not in folded):
-            raise RuntimeError(_MSG_FOLDED.format(name=type(module).__name__))
+def _enter(model: nn.Module) -> list[Binding]:
     used: list[Binding] = []
     fresh: list[Binding] = []
     try:
-        for module in modules:
+        for module in _tree(model):
             binding = _bindings.get(id(module))
             if binding is None:
-                binding = _bindings[id(module)] = Binding(module, folded.get(id(module)))
+                binding = _bindings[id(module)] = Binding(module)
                 fresh.append(binding)
             binding.users += 1
             used.append(binding)
         for binding in fresh:
             binding.open()
-        _bind(fresh, folded)
+        _bind(fresh)
     except BaseException:
         _leave(used)
         raise
@@ -99,7 +80,7 @@ def _enter(model: nn.Module, folds: list[Fold]) -> list[Binding]:
 
 
 def _tree(model: nn.Module) -> list[nn.Module]:
-    """Return a model and all modules below it, without those that are compiled or scripted."""
+    """Return a model and all modules below it, except compiled and scripted ones."""
     found: dict[int, nn.Module] = {}
     waiting = [model]
     while waiting:
@@ -112,29 +93,26 @@ def _tree(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def _bind(bindings: list[Binding], folded: dict[int, Fold]) -> None:
-    """Give modules their functions, except what is called in the runs of containers only."""
+def _bind(bindings: list[Binding]) -> None:
+    """Give modules their functions, except those that only runs of containers call."""
     containers = {id(one.module) for one in bindings if is_container(type(one.module))}
     children = [(id(one.module), id(child)) for one in bindings for child in _children(one.module)]
     inner = {child for holder, child in children if holder in containers}
     inner -= {child for holder, child in children if holder not in containers}
-    # A run must know the functions of its layers. So layers come first, then the containers around them.
+    # A run needs the functions of its layers: layers first, then the containers around them.
     ordered = [one for one in reversed(bindings) if id(one.module) not in inner]
     ordered.sort(key=lambda one: id(one.module) in containers)
     within = [one for one in bindings if id(one.module) in inner]
     within.sort(key=lambda one: id(one.module) not in containers)
-    apart, covered = set(folded), set[int]()
+    covered = set[int]()
     for one in (*ordered, *within):
         number, kind = id(one.module), kind_of(type(one.module))
-        if number in apart or (number in inner and number in covered):
+        if number in inner and number in covered:
             continue
         if number in containers:
-            one.bind(container_function(one.module, apart, covered))
+            one.bind(container_function(one.module, covered))
         elif kind is not None:
             one.bind(function_of([Step(one.module, kind)]))
-    for fold in set(folded.values()):
-        for number, call in fold.functions().items():
-            _bindings[number].bind(call)
 
 
 def _children(module: nn.Module) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""What torch's layers compute, as source: from the source of ``forward``, or from a table."""
+"""The computation of torch's layers as source code, from ``forward`` or from a table."""
 
 import ast
 import inspect
@@ -16,15 +16,11 @@ from modkit._upstream import original_methods
 
 
 class Layer(NamedTuple):
-    """The computation of a layer. In the source, ``self.name`` is an attribute and ``x`` the input.
+    """The computation of a layer, as source with ``self.name`` for attributes and ``x`` for the input.
 
-    Args:
-        expression: The result.
-        condition: What must hold of the attributes, or torch's own path is taken.
-        input_condition: What must hold of the input, or torch's own path is taken.
-        functions: The names in ``torch.nn.functional`` that the expression does without.
-        methods: The names of methods that it does without.
-        arguments: The names of the arguments of ``forward``, the first one being ``x``.
+    Torch's own path is taken unless ``condition`` holds of the attributes and ``input_condition`` of
+    the input. ``functions`` of ``torch.nn.functional`` and ``methods`` are those that ``expression``
+    replaces; ``arguments`` are those of ``forward``, the first one being ``x``.
     """
 
     expression: str
@@ -46,7 +42,6 @@ def _of_dimension(n: int) -> dict[type[nn.Module], Layer]:
     zeros = "self.padding_mode == 'zeros'"
     inputs = "x, self.weight, self.bias, self.stride, self.padding"
     momentum = "0.0 if self.momentum is None else self.momentum"
-    statistics = "self.running_mean, self.running_var"
     return {
         getattr(nn, f"Conv{n}d"): Layer(
             f"F.conv{n}d({inputs}, self.dilation, self.groups)", zeros, methods=("_conv_forward",)
@@ -57,18 +52,13 @@ def _of_dimension(n: int) -> dict[type[nn.Module], Layer]:
             methods=("_output_padding",),
         ),
         getattr(nn, f"BatchNorm{n}d"): Layer(
-            f"torch.batch_norm(x, self.weight, self.bias, {statistics}, False, {momentum}, self.eps, cudnn)",
+            "torch.batch_norm(x, self.weight, self.bias, self.running_mean, self.running_var, False,"
+            f" {momentum}, self.eps, cudnn)",
             "not self.training and self.running_mean is not None and self.running_var is not None"
             " and self.eps >= 0.0",
             f"x.dim() == {n + 2}" + (" or x.dim() == 2" if n == 1 else ""),
             functions=("batch_norm",),
             methods=("_check_input_dim",),
-        ),
-        getattr(nn, f"InstanceNorm{n}d"): Layer(
-            f"F.instance_norm(x, {statistics}, self.weight, self.bias,"
-            f" self.training or not self.track_running_stats, {momentum}, self.eps)",
-            input_condition=f"x.dim() == {n + 2} and x.size(1) == self.num_features",
-            methods=("_check_input_dim", "_get_no_batch_dim", "_apply_instance_norm"),
         ),
     }
 
@@ -96,8 +86,8 @@ def _recurrent(call: str, state: str) -> Layer:
     )
 
 
-# Layers whose ``forward`` is more than an expression, or calls a function in Python that can be skipped.
-# Every other layer of torch whose ``forward`` is one expression is read from its source.
+# Layers whose ``forward`` is more than one expression, or calls a Python function that can be skipped.
+# All other layers of torch are read from the source of ``forward``, if that is one expression.
 _LAYERS: Final[dict[type[nn.Module], Layer]] = {
     **_of_dimension(1),
     **_of_dimension(2),
@@ -121,7 +111,7 @@ _LAYERS: Final[dict[type[nn.Module], Layer]] = {
     ),
     nn.GroupNorm: Layer(
         "torch.group_norm(x, self.num_groups, self.weight, self.bias, self.eps, cudnn)",
-        # The function refuses a single value per channel. There are more in an input of this size.
+        # The function refuses a single value per channel; an input of this size has more.
         input_condition="x.dim() >= 2 and x.numel() > 2 * self.num_groups",
         functions=("group_norm",),
     ),
@@ -143,7 +133,7 @@ _LAYERS: Final[dict[type[nn.Module], Layer]] = {
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Return True if a function is the one that ``torch.nn`` has defined, not a wrapper of it."""
+    """Return True if a function is defined in ``torch.nn``, and is not a wrapper."""
     file = function.__code__.co_filename if hasattr(function, "__code__") else ""
     return file.startswith(nn.__path__[0]) and not hasattr(function, "__wrapped__")
 
@@ -152,7 +142,7 @@ FUNCTIONS: Final = {name: getattr(F, name) for one in _LAYERS.values() for name 
 
 
 class Kind(NamedTuple):
-    """What modules of a class compute, and the functions of the class that this stands for."""
+    """The computation of a class, and the functions of the class that it replaces."""
 
     layer: Layer
     forward: Callable[..., Any]
@@ -161,7 +151,7 @@ class Kind(NamedTuple):
 
 @cache
 def _read(forward: Callable[..., Any]) -> Layer | None:
-    """Read a computation from the source of ``forward``, where that is one expression."""
+    """Read a computation from the source of ``forward``, if that is one expression."""
     try:
         definition: Any = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
     except (OSError, SyntaxError):
@@ -187,7 +177,7 @@ def _read(forward: Callable[..., Any]) -> Layer | None:
 
 @lru_cache(maxsize=1024)
 def _kind_of(cls: Any) -> Kind | None:
-    """Return what modules of a class compute, or None to take torch's own path."""
+    """Return the computation of a class, or None to take torch's own path."""
     forward: Any = cls.forward
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     is_lazy = issubclass(cls, LazyModuleMixin)
@@ -218,12 +208,12 @@ def is_container(cls: Any) -> bool:
 
 
 def is_standard(cls: Any) -> bool:
-    """Return True if modules of a class are called, and their members found, as torch does it."""
+    """Return True if a class has torch's own call path and attribute access."""
     return _has(cls, "__call__", "_call_impl") and finds_members_as_torch(cls)
 
 
 def finds_members_as_torch(cls: Any) -> bool:
-    """Return True if a class neither has a ``__getattr__`` of its own nor a ``__getattribute__``."""
+    """Return True if a class overrides neither ``__getattr__`` nor ``__getattribute__``."""
     return _has(cls, "__getattr__") and cls.__getattribute__ is object.__getattribute__
 
 

@@ -1,4 +1,4 @@
-"""What stands in a module's ``__dict__`` inside the block: its members, and the function to call."""
+"""A module's ``__dict__`` inside the block: its members, and the function to call."""
 
 import copy
 from collections.abc import Callable
@@ -12,22 +12,22 @@ from modkit.fast_inference.layers import finds_members_as_torch
 # As in ``Module.__getattr__``: a parameter hides a buffer of its name, and that a module.
 _TABLES: Final = ("_modules", "_buffers", "_parameters")
 _REPLACED: Final = frozenset({*_TABLES, "__dict__"})
-# Torch calls what stands under this name in place of the hooks and ``forward``.
+# Torch calls the function under this name instead of the hooks and ``forward``.
 CALL_SLOT: Final = "_compiled_call_impl"
 _OPERATORS: Final = ("__setitem__", "__delitem__")
 _OVERRIDES: Final = ("__getstate__", "__deepcopy__", "_replicate_for_data_parallel")
 
 
 class Table(dict[str, Any]):
-    """Stands in for a table of members, and hands every change on to it and to ``__dict__``."""
+    """Replaces a table of members; forwards every change to it and to ``__dict__``."""
 
     __slots__ = ("binding", "changed", "original")
 
     def __init__(self, binding: "Binding", original: dict[str, Any]) -> None:
         super().__init__(original)
-        self.binding = binding
-        self.original = original
-        self.changed = False
+        self.binding: Binding = binding
+        self.original: dict[str, Any] = original
+        self.changed: bool = False
 
     def __contains__(self, name: object) -> bool:
         # ``Module.__setattr__`` asks this before it sets an attribute: here, to replace a whole table.
@@ -62,19 +62,18 @@ for _name in ("clear", "pop", "popitem", "setdefault", "update", *_OPERATORS):
 
 
 class Binding:
-    """What ``fast_inference`` has put into one module, how many blocks use it, and its fold."""
+    """The entries of ``fast_inference`` in one module, and the number of blocks that use them."""
 
-    def __init__(self, module: nn.Module, fold: object) -> None:
-        self.module = module
-        self.fold = fold
-        self.users = 0
+    def __init__(self, module: nn.Module) -> None:
+        self.module: nn.Module = module
+        self.users: int = 0
         self._state: dict[str, Any] = module.__dict__
         self._mirrored: dict[str, Any] = {}
         self._call: Callable[..., Any] | None = None
         self._is_open = False
 
     def open(self) -> None:
-        """Put the members into ``__dict__``, and what copies and pickles without them."""
+        """Add the members to ``__dict__``, and methods that copy and pickle without them."""
         self._is_open = True
         if not finds_members_as_torch(type(self.module)):
             return
@@ -88,7 +87,7 @@ class Binding:
         self._state["_replicate_for_data_parallel"] = self.refuse_to_replicate
 
     def mirror(self) -> None:
-        """Bring the members in ``__dict__`` up to date with the tables."""
+        """Update the members in ``__dict__`` from the tables."""
         state, cls, mirrored = self._state, type(self.module), self._mirrored
         if not self._is_open:
             return
@@ -108,17 +107,17 @@ class Binding:
                 state[name] = mirrored[name] = value
 
     def bind(self, call: Callable[..., Any] | None) -> None:
-        """Put in what torch calls in place of the hooks and ``forward``."""
+        """Set the function that torch calls instead of the hooks and ``forward``."""
         if call is not None and self._is_open:
             self._call = self._state[CALL_SLOT] = call
 
     def close(self) -> None:
-        """Take everything out again. What the user has changed in the meantime stays."""
+        """Remove everything; changes by the user stay."""
         state = self._state
         self._is_open = False
         if self._call is not None and state.get(CALL_SLOT) is self._call:
             del state[CALL_SLOT]
-        self._call = None  # it refers to the tables, and they to this
+        self._call = None  # breaks a reference cycle through the tables
         while self._mirrored:
             name, value = self._mirrored.popitem()
             if state.get(name, state) is value:
@@ -132,7 +131,7 @@ class Binding:
                 del state[key]
 
     def state_of_copies(self) -> Any:
-        """Return what copies and pickles of the module hold: its state outside the block."""
+        """Return the module's state outside the block, for copies and pickles."""
         state: Any = type(self.module).__getstate__(self.module)
         if not isinstance(state, dict):
             return state
@@ -144,9 +143,9 @@ class Binding:
         }
 
     def deepcopy(self, memo: dict[int, Any]) -> Any:
-        """Copy the module without what the block has put into it.
+        """Copy the module without the block's entries.
 
-        A ``__deepcopy__`` may copy ``__dict__`` as it is; parametrizations give a class one that does.
+        The ``__deepcopy__`` of parametrized classes copies ``__dict__`` as it is.
         """
         ours = self._entries()
         for key in ours:
@@ -157,7 +156,7 @@ class Binding:
             self._state.update(ours)
 
     def _entries(self) -> dict[str, Any]:
-        """Return what stands in ``__dict__`` in the block only, tables aside."""
+        """Return the block's entries in ``__dict__``, except tables."""
         ours = {**self._mirrored, CALL_SLOT: self._call}
         return {
             key: value
@@ -167,9 +166,9 @@ class Binding:
         }
 
     def refuse_to_replicate(self) -> NoReturn:
-        """Raise: replicas are made by copying ``__dict__``, with the members of this module in it."""
+        """Raise, since replicas copy ``__dict__`` with the members of this module."""
         name = type(self.module).__name__
         raise RuntimeError(
-            f"DataParallel cannot replicate {name} inside fast_inference(): the replicas would compute "
-            "with the weights of the original. Enter fast_inference() for a model on one device."
+            f"DataParallel cannot replicate {name} inside fast_inference(): the replicas would use the "
+            "weights of the original. Use fast_inference() for a model on one device."
         )

@@ -1,6 +1,6 @@
-"""Functions that run layers one after the other: generated, so that nothing is called in between.
+"""Generated functions that run layers one after the other, without calls in between.
 
-Each takes torch's own path where there is a hook, a patch or an override. All is read at each call.
+At each call they check for hooks, patches and overrides, and take torch's own path if there are any.
 """
 
 import re
@@ -21,9 +21,9 @@ from modkit.fast_inference.members import CALL_SLOT, Table
 Call = Callable[..., Any]
 Shape = tuple[tuple[Kind, int], ...]
 
-# A longer run is cut: the time to compile its function grows with the length.
+# Longer runs are split: the time to compile a function grows with its length.
 _LONGEST: Final = 24
-# How the names of attributes begin that may be of a subclass of Tensor with a ``__torch_function__``.
+# Prefixes of attributes that may be tensor subclasses with a ``__torch_function__``.
 _TENSORS: Final = frozenset({"weight", "bias", "running"})
 
 _NAMESPACE: Final[dict[str, Any]] = {
@@ -71,13 +71,10 @@ class Step(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _maker(shape: Shape, parameters: tuple[str, ...], owned: bool, runs: bool) -> Call:
-    """Write and compile what makes the function of a run.
+    """Generate and compile the factory of a run's function.
 
-    Args:
-        shape: What each step computes, and the number of its class.
-        parameters: The names of modules, classes and functions that the source uses.
-        owned: Whether this is the function of the first module, so that its own path is torch's.
-        runs: Whether ``run`` computes the result.
+    The source uses the names in ``parameters``. A function that is ``owned`` belongs to the first
+    module; if it ``runs``, its argument ``run`` computes the result.
     """
     arguments = shape[0][0].layer.arguments
     names = [(name, i) for i, (kind, _) in enumerate(shape) for name in kind.layer.names]
@@ -153,12 +150,10 @@ def _numbered(text: str, number: int) -> str:
 
 
 def function_of(steps: Sequence[Step], plain: Call | None = None, run: Call | None = None) -> Call:
-    """Return the function of a run.
+    """Return the function of a run; among ``steps``, a container comes before its layers.
 
-    Args:
-        steps: The layers, and before those of a container the container itself.
-        plain: Computes the same by calls of modules; by default, that is the first module's own path.
-        run: Computes the result where nothing is to be heard, in place of the steps.
+    ``plain`` computes the same by calls of modules, by default the first module's own path; ``run``
+    computes the result in place of the steps.
     """
     numbers: dict[type, int] = {}
     values: dict[str, Any] = {"plain": plain, "run": run}
@@ -177,19 +172,16 @@ def function_of(steps: Sequence[Step], plain: Call | None = None, run: Call | No
     return function
 
 
-def container_function(module: nn.Module, apart: set[int], covered: set[int]) -> Call | None:
-    """Return the function of a container; add what is called in its runs alone to ``covered``.
-
-    Modules in ``apart`` are called one by one.
-    """
+def container_function(module: nn.Module, covered: set[int]) -> Call | None:
+    """Return the function of a container; add the modules in its runs to ``covered``."""
     table = module.__dict__.get("_modules")
     if type(table) is not Table or None in table.values():
         return None
-    steps = _flat(module, apart)
+    steps = _flat(module)
     if steps is not None:
         covered.update(id(step.module) for step in steps)
         return function_of(steps)
-    parts, size = list(_parts(list(table.values()), apart, covered)), len(table)
+    parts, size = list(_parts(list(table.values()), covered)), len(table)
 
     def run(x: Any) -> Any:
         done = 0
@@ -205,9 +197,9 @@ def container_function(module: nn.Module, apart: set[int], covered: set[int]) ->
     return function_of([Step(module, CONTAINER)], run=run)
 
 
-def _flat(module: nn.Module, apart: set[int], depth: int = 0) -> list[Step] | None:
-    """Return the steps of a layer, or of a short container of nothing else; None for other modules."""
-    if id(module) in apart or depth > _LONGEST:
+def _flat(module: nn.Module, depth: int = 0) -> list[Step] | None:
+    """Return the steps of a layer, or of a short container of layers; None for other modules."""
+    if depth > _LONGEST:
         return None
     kind = kind_of(type(module))
     if kind is not None:
@@ -216,21 +208,19 @@ def _flat(module: nn.Module, apart: set[int], depth: int = 0) -> list[Step] | No
         return None
     steps = [Step(module, CONTAINER)]
     for child in module._modules.values():
-        below = None if child is None else _flat(child, apart, depth + 1)
+        below = None if child is None else _flat(child, depth + 1)
         if below is None or len(steps) + len(below) > _LONGEST:
             return None
         steps += below
     return steps
 
 
-def _parts(
-    children: list[nn.Module], apart: set[int], covered: set[int]
-) -> Iterator[tuple[Call, int]]:
-    """Yield runs of as many layers as possible, and other modules, with the number of children each."""
+def _parts(children: list[nn.Module], covered: set[int]) -> Iterator[tuple[Call, int]]:
+    """Yield runs of as many layers as possible, and other modules, each with its number of children."""
     steps: list[Step] = []
     members: list[nn.Module] = []
     for child in [*children, None]:
-        below = None if child is None else _flat(child, apart)
+        below = None if child is None else _flat(child)
         if members and (below is None or len(steps) + len(below) > _LONGEST):
             if len(members) > 1:
                 covered.update(id(step.module) for step in steps)
@@ -245,7 +235,6 @@ def _parts(
 
 
 def _one_by_one(modules: Sequence[nn.Module], x: Any) -> Any:
-    """Call one module after the other."""
     for module in modules:
         x = module(x)
     return x

@@ -1,6 +1,10 @@
 """Files: what is in them, verification, atomic writes, and readers of torch and safetensors files."""
 
+from modkit._namespace import publish_all
 from modkit.files.inspect import FileInfo, TensorInfo, inspect, verify
 
 
 __all__ = ["FileInfo", "TensorInfo", "inspect", "verify"]
+
+
+publish_all(globals())

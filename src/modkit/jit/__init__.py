@@ -66,14 +66,12 @@ if TYPE_CHECKING:
         wait as wait,
     )
 else:
-    from modkit._namespace import mirror
+    from modkit._namespace import mirror, publish
 
     _OWN = (
         *("ScriptModule", "freeze", "interface", "load", "optimize_for_inference", "save"),
         *("script", "script_method", "trace", "trace_module"),
     )
-    for _name in _OWN:
-        # Texts and pickles name the public path.
-        globals()[_name].__module__ = "modkit.jit"
+    publish(__name__, *(globals()[name] for name in _OWN))
     mirror("modkit.jit", {"modkit.jit": {name: globals()[name] for name in _OWN}})
-    del mirror, TYPE_CHECKING
+    del mirror, publish, TYPE_CHECKING

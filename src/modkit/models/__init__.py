@@ -1,10 +1,23 @@
-"""Networks that others have published, built on :mod:`modkit.nn`."""
+"""Networks of published papers, built on :mod:`modkit.nn`."""
 
+from modkit._namespace import publish_all as _publish_all
 from modkit.models.efficientzero import (
-    DownSample as DownSample,
-    DynamicsNetwork as DynamicsNetwork,
-    EfficientZeroModel as EfficientZeroModel,
-    EZNetworkOutput as EZNetworkOutput,
-    PredictionNetwork as PredictionNetwork,
-    RepresentationNetwork as RepresentationNetwork,
+    DownSample,
+    DynamicsNetwork,
+    EfficientZeroModel,
+    EZNetworkOutput,
+    PredictionNetwork,
+    RepresentationNetwork,
 )
+
+
+__all__ = [
+    "DownSample",
+    "DynamicsNetwork",
+    "EZNetworkOutput",
+    "EfficientZeroModel",
+    "PredictionNetwork",
+    "RepresentationNetwork",
+]
+
+_publish_all(globals())

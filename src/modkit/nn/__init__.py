@@ -10,26 +10,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     # To type checkers the two namespaces are one, so annotations of either name agree.
-    from torch.nn import (
-        attention as attention,
-        functional as functional,
-        init as init,
-        modules as modules,
-        parallel as parallel,
-        parameter as parameter,
-        utils as utils,
-    )
-    from torch.nn.modules import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
-    from torch.nn.parallel import DataParallel as DataParallel
-    from torch.nn.parameter import (
-        Buffer as Buffer,
-        Parameter as Parameter,
-        UninitializedBuffer as UninitializedBuffer,
-        UninitializedParameter as UninitializedParameter,
-    )
+    from torch.nn import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 else:
-    from modkit._namespace import mirror
+    from modkit._namespace import mirror, publish
     from modkit.nn.module import Module
+
+    publish(__name__, Module)
 
     mirror(
         "modkit.nn",

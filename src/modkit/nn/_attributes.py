@@ -1,6 +1,5 @@
-"""What a module holds: its empty state, registration, and setting and deleting attributes."""
+"""The members of a module: its empty state, registration, setting and deleting attributes."""
 
-import inspect
 import reprlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -9,23 +8,19 @@ from typing import Any, Final, cast
 import torch
 from torch.nn import Buffer, Parameter
 
-from modkit._messages import (
-    MSG_BUFFER_NOT_PERSISTENT,
-    MSG_PARAMETER_NOT_LEAF,
-)
 from modkit._upstream import module_globals, original_methods, trace_instead
-from modkit.nn._hooks import reserve_ids
+from modkit.nn._hooks import TABLES, reserve_ids
 from modkit.nn._overrides import TorchModule, patchable, standard
 
 
-# A value of exactly one of these types can be neither Parameter, Buffer nor Module, so setting
-# it needs no more than a look whether the name is registered.
-# A dict, because dynamo of torch 2.8 does not know what is in a set.
+# A value of exactly one of these types is neither Parameter, Buffer nor Module, so setting it only
+# requires a check whether the name is registered. A dict, because dynamo of torch 2.8 does not know
+# what is in a set.
 _PLAIN_TYPES: Final[dict[type, None]] = dict.fromkeys(
     (bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, type(None))
 )
 
-# What the hot functions compare with: a global is read in half the time of an entry of a dict.
+# A global is read in half the time of an entry of a dict.
 _TORCH_INIT: Final = original_methods["__init__"]
 _TORCH_SETATTR: Final = original_methods["__setattr__"]
 _TORCH_DELATTR: Final = original_methods["__delattr__"]
@@ -37,6 +32,7 @@ _TORCH_ADD_MODULE: Final = original_methods["add_module"]
 
 def fill(state: dict[str, Any]) -> None:
     """Enter the attributes of a module that holds nothing yet into its dict, in torch's order."""
+    # Written out, as this is half of the time of ``Module()``.
     state["training"] = True
     state["_parameters"] = {}
     state["_buffers"] = {}
@@ -56,17 +52,15 @@ def fill(state: dict[str, Any]) -> None:
     state["_modules"] = {}
 
 
-# A member of such a name would take the place of what makes the module work.
+# A member of such a name would replace the module's own state.
 _RESERVED: Final = frozenset(vars(TorchModule()))
 
 
 @standard
 def __init__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-    """Create the empty state; with ``call_super_init``, pass the arguments on.
-
-    Whatever is not the plain case is left to torch: arguments, and a class behind torch's in the
-    order of bases, whose ``__setattr__`` sees the state being set.
-    """
+    """Create the empty state; with ``call_super_init``, pass the arguments on."""
+    # Torch handles arguments, and a class behind its own in the order of bases, whose ``__setattr__``
+    # sees the state being set.
     if (
         args
         or kwargs
@@ -89,10 +83,7 @@ trace_instead(__init__, _init_in_graph)
 
 @standard
 def __setstate__(self: torch.nn.Module, state: dict[str, Any]) -> None:  # noqa: N807
-    """Restore a pickled state, those of older torch releases included.
-
-    The ids of the hooks in it are kept from being given to new ones.
-    """
+    """Restore a pickled state, also of older torch releases; reserve the ids of its hooks."""
     own = self.__dict__
     if TorchModule.__setstate__ is not _TORCH_SETSTATE:
         TorchModule.__setstate__(self, state)
@@ -102,17 +93,7 @@ def __setstate__(self: torch.nn.Module, state: dict[str, Any]) -> None:  # noqa:
     try:
         _ = own["_forward_pre_hooks_with_kwargs"], own["_forward_hooks_with_kwargs"]
         _ = own["_forward_hooks_always_called"], own["_non_persistent_buffers_set"]
-        hooked = (
-            own["_is_full_backward_hook"]
-            or own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-            or own["_state_dict_hooks"]
-            or own["_state_dict_pre_hooks"]
-            or own["_load_state_dict_pre_hooks"]
-            or own["_load_state_dict_post_hooks"]
-        )
+        hooked = own["_is_full_backward_hook"] or any(map(own.__getitem__, TABLES))
     except KeyError:
         # Torch adds what states of older releases lack.
         TorchModule.__setstate__(self, {})
@@ -122,21 +103,16 @@ def __setstate__(self: torch.nn.Module, state: dict[str, Any]) -> None:  # noqa:
 
 
 def _announce(kind: str, module: torch.nn.Module, name: str, value: Any) -> Any:
-    """Let the global registration hooks see, and perhaps replace, a new member.
-
-    What they return is checked like what was to be registered, or it would be stored unseen and
-    fail far from here.
-    """
+    """Pass a new member to the global registration hooks; return it or its validated replacement."""
     hooks: Mapping[int, Any] = getattr(module_globals, f"_global_{kind}_registration_hooks")
-    if not hooks:
-        return value
     result = value
     for hook in tuple(hooks.values()):
         replacement = hook(module, name, result)
-        if replacement is not None:
-            result = replacement
-    expected, accepts = _ACCEPTED[kind]
-    if result is not value and not accepts(result):
+        result = result if replacement is None else replacement
+    expected, accepted = _ACCEPTED[kind]
+    if result is not value and not (
+        isinstance(result, accepted) or (kind == "buffer" and _is_buffer_like(result))
+    ):
         raise TypeError(
             f"cannot assign '{torch.typename(result)}' object to {kind} '{name}' of "
             f"{module._get_name()} ({expected} required): a registration hook returned "
@@ -145,58 +121,47 @@ def _announce(kind: str, module: torch.nn.Module, name: str, value: Any) -> Any:
     return result
 
 
+# The types that registration hooks may return for each kind of member.
+_ACCEPTED: Final[dict[str, tuple[str, type]]] = {
+    "parameter": ("torch.nn.Parameter", Parameter),
+    "buffer": ("torch.Tensor", torch.Tensor),
+    "module": ("torch.nn.Module", TorchModule),
+}
+
+
 def _is_buffer_like(value: object) -> bool:
     return value is None or isinstance(value, torch.Tensor) or hasattr(value, "__torch_function__")
 
 
-# What registration hooks may return for each kind of member.
-_ACCEPTED: Final[dict[str, tuple[str, Callable[[object], bool]]]] = {
-    "parameter": ("torch.nn.Parameter", lambda value: isinstance(value, Parameter)),
-    "buffer": ("torch.Tensor", _is_buffer_like),
-    "module": ("torch.nn.Module", lambda value: isinstance(value, TorchModule)),
-}
+def _is_free(module: torch.nn.Module, name: object, registered: Mapping[str, Any]) -> bool:
+    """Return True if ``name`` can be a new or a replaced entry of ``registered``."""
+    return (
+        isinstance(name, str)
+        and "." not in name
+        and name != ""
+        and not (hasattr(module, name) and name not in registered)
+    )
 
 
-def _refuse_name(
-    module: torch.nn.Module, kind: str, name: object, registered: Mapping[str, Any]
-) -> None:
-    """Raise if ``name`` cannot be a new or a replaced entry of ``registered``."""
-    if not isinstance(name, str):
-        raise TypeError(f"{kind} name should be a string. Got {torch.typename(name)}")
-    if "." in name:
-        raise KeyError(f'{kind} name can\'t contain "."')
-    if name == "":
-        raise KeyError(f'{kind} name can\'t be empty string ""')
-    if hasattr(module, name) and name not in registered:
-        raise KeyError(f"attribute '{name}' already exists")
+# The three methods leave to torch what is patched and what torch refuses.
 
 
 @standard
 def register_parameter(self: torch.nn.Module, name: str, param: Parameter | None) -> None:
-    """Register ``param`` as the parameter ``name``; None keeps the name free of a tensor.
-
-    Raises:
-        TypeError: ``param`` is not a parameter, or ``name`` is not a string.
-        KeyError: ``name`` is empty, has a dot, or is an attribute that is not a parameter.
-        ValueError: ``param`` was computed, so it is not a leaf of the autograd graph.
-    """
-    if TorchModule.register_parameter is not _TORCH_REGISTER_PARAMETER:
+    """Register ``param`` as the parameter ``name``; None keeps the name free of a tensor."""
+    parameters = self.__dict__.get("_parameters")
+    if (
+        TorchModule.register_parameter is not _TORCH_REGISTER_PARAMETER
+        or parameters is None
+        or not _is_free(self, name, parameters)
+        or not (
+            param is None or (isinstance(cast("object", param), Parameter) and not param.grad_fn)
+        )
+    ):
         TorchModule.register_parameter(self, name, param)
         return
-    parameters = self.__dict__.get("_parameters")
-    if parameters is None:
-        raise AttributeError("cannot assign parameter before Module.__init__() call")
-    _refuse_name(self, "parameter", name, parameters)
-    if param is not None:
-        if not isinstance(cast("object", param), Parameter):
-            raise TypeError(
-                f"cannot assign '{torch.typename(param)}' object to parameter '{name}' "
-                "(torch.nn.Parameter or None required)"
-            )
-        if param.grad_fn:
-            raise ValueError(MSG_PARAMETER_NOT_LEAF.format(name=name))
-        if module_globals._global_parameter_registration_hooks:
-            param = _announce("parameter", self, name, param)
+    if param is not None and module_globals._global_parameter_registration_hooks:
+        param = _announce("parameter", self, name, param)
     parameters[name] = param
 
 
@@ -204,24 +169,16 @@ def register_parameter(self: torch.nn.Module, name: str, param: Parameter | None
 def register_buffer(
     self: torch.nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
 ) -> None:
-    """Register ``tensor`` as the buffer ``name``, part of the state dict if ``persistent``.
-
-    Raises:
-        TypeError: ``tensor`` is not a tensor, or ``name`` is not a string.
-        KeyError: ``name`` is empty, has a dot, or is an attribute that is not a buffer.
-    """
-    if TorchModule.register_buffer is not _TORCH_REGISTER_BUFFER:
+    """Register ``tensor`` as the buffer ``name``, part of the state dict if ``persistent``."""
+    buffers = self.__dict__.get("_buffers")
+    if (
+        TorchModule.register_buffer is not _TORCH_REGISTER_BUFFER
+        or buffers is None
+        or not _is_free(self, name, buffers)
+        or not _is_buffer_like(tensor)
+    ):
         TorchModule.register_buffer(self, name, tensor, persistent)
         return
-    buffers = self.__dict__.get("_buffers")
-    if buffers is None:
-        raise AttributeError("cannot assign buffer before Module.__init__() call")
-    _refuse_name(self, "buffer", name, buffers)
-    if not _is_buffer_like(tensor):
-        raise TypeError(
-            f"cannot assign '{torch.typename(tensor)}' object to buffer '{name}' "
-            "(torch Tensor or None required)"
-        )
     if module_globals._global_buffer_registration_hooks:
         tensor = _announce("buffer", self, name, tensor)
     buffers[name] = tensor
@@ -233,25 +190,14 @@ def register_buffer(
 
 @standard
 def add_module(self: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-    """Register ``module`` as the child ``name``.
-
-    Raises:
-        TypeError: ``module`` is neither a module nor None, or ``name`` is not a string.
-        KeyError: ``name`` is empty, has a dot, or is an attribute that is not a child.
-    """
-    if TorchModule.add_module is not _TORCH_ADD_MODULE:
+    """Register ``module`` as the child ``name``."""
+    if (
+        TorchModule.add_module is not _TORCH_ADD_MODULE
+        or not (module is None or isinstance(cast("object", module), TorchModule))
+        or not _is_free(self, name, self._modules)
+    ):
         TorchModule.add_module(self, name, module)
         return
-    if not isinstance(module, TorchModule) and module is not None:
-        raise TypeError(f"{torch.typename(module)} is not a Module subclass")
-    if not isinstance(cast("object", name), str):
-        raise TypeError(f"module name should be a string. Got {torch.typename(name)}")
-    if hasattr(self, name) and name not in self._modules:
-        raise KeyError(f"attribute '{name}' already exists")
-    if "." in name:
-        raise KeyError(f'module name can\'t contain ".", got: {name}')
-    if name == "":
-        raise KeyError('module name can\'t be empty string ""')
     if module_globals._global_module_registration_hooks:
         module = _announce("module", self, name, module)
     self._modules[name] = module
@@ -264,88 +210,69 @@ def __setattr__(self: torch.nn.Module, name: str, value: Any) -> None:  # noqa: 
         TorchModule.__setattr__(self, name, value)
         return
     own = self.__dict__
-    if type(value) in _PLAIN_TYPES:
-        registered = (
-            name in own.get("_parameters", ())
-            or name in own.get("_buffers", ())
-            or name in own.get("_modules", ())
-        )
+    parameters, buffers = own.get("_parameters", ()), own.get("_buffers", ())
+    children = own.get("_modules")
+    if type(value) in _PLAIN_TYPES and not (
+        name in parameters or name in buffers or name in (children or ())
+    ):
+        super(TorchModule, self).__setattr__(name, value)
+    elif children is None:
+        _TORCH_SETATTR(self, name, value)
+    elif isinstance(value, Parameter):
+        if (
+            name in own
+            or name in buffers
+            or name in children
+            or name in self._non_persistent_buffers_set
+        ):
+            others = (own, self._buffers, children)
+            _replace(self, name, others, lambda: self.register_parameter(name, value))
+        else:
+            self.register_parameter(name, value)
+    elif value is None and name in parameters:
+        self.register_parameter(name, value)
+    elif isinstance(value, TorchModule) and name not in parameters:
+        if name in own or name in buffers or name in self._non_persistent_buffers_set:
+            _replace(self, name, (own, self._buffers), lambda: _store_module(self, name, value))
+        else:
+            _store_module(self, name, value)
+    elif value is None and name in children:
+        _store_module(self, name, value)
+    elif name in parameters or name in children:
+        _TORCH_SETATTR(self, name, value)
+    elif name in buffers or isinstance(value, Buffer):
+        _set_buffer(self, name, value)
     else:
-        registered = True
-    if not registered or not _set_member(self, own, name, value):
         super(TorchModule, self).__setattr__(name, value)
 
 
-def _set_member(module: torch.nn.Module, state: dict[str, Any], name: str, value: Any) -> bool:
-    """Register ``value`` if it is a member or replaces one; return False for a plain attribute."""
-    parameters = state.get("_parameters")
-    if isinstance(value, Parameter):
-        if parameters is None:
-            raise AttributeError("cannot assign parameters before Module.__init__() call")
-        _set_parameter(module, state, name, value)
-    elif parameters is not None and name in parameters:
-        if value is not None:
-            raise TypeError(
-                f"cannot assign '{torch.typename(value)}' as parameter '{name}' "
-                "(torch.nn.Parameter or None expected)"
-            )
-        module.register_parameter(name, value)
-    elif isinstance(value, TorchModule):
-        if "_modules" not in state:
-            raise AttributeError("cannot assign module before Module.__init__() call")
-        _set_module(module, state, name, value)
-    elif name in state.get("_modules", ()):
-        if value is not None:
-            raise TypeError(
-                f"cannot assign '{torch.typename(value)}' as child module '{name}' "
-                "(torch.nn.Module or None expected)"
-            )
-        module._modules[name] = _announce("module", module, name, value)
-    elif isinstance(value, Buffer) or name in state.get("_buffers", ()):
-        _set_buffer(module, name, value)
+def _set_buffer(module: torch.nn.Module, name: str, value: Any) -> None:
+    ours = type(module).register_buffer is register_buffer
+    if not ours or "register_buffer" in module.__dict__ or not _is_buffer_like(value):
+        _TORCH_SETATTR(module, name, value)
+    elif isinstance(value, Buffer):
+        module.register_buffer(name, value, bool(value.persistent))
     else:
-        return False
-    return True
+        module.register_buffer(name, value, name not in module._non_persistent_buffers_set)
 
 
-def _set_parameter(
-    module: torch.nn.Module, state: dict[str, Any], name: str, value: Parameter
-) -> None:
-    holders = (state, module._buffers, module._modules)
-    names = module._non_persistent_buffers_set
-    if name in state or name in holders[1] or name in holders[2] or name in names:
-        _replace(name, holders, names, lambda: module.register_parameter(name, value))
-    else:
-        module.register_parameter(name, value)
-
-
-def _set_module(
-    module: torch.nn.Module, state: dict[str, Any], name: str, value: torch.nn.Module
-) -> None:
-    holders = (state, module._parameters, module._buffers)
-    names = module._non_persistent_buffers_set
-    if name in state or name in holders[1] or name in holders[2] or name in names:
-        _replace(name, holders, names, lambda: _store_module(module, name, value))
-    else:
-        _store_module(module, name, value)
-
-
-def _store_module(module: torch.nn.Module, name: str, value: torch.nn.Module) -> None:
+def _store_module(module: torch.nn.Module, name: str, value: torch.nn.Module | None) -> None:
     if module_globals._global_module_registration_hooks:
         value = _announce("module", module, name, value)
     module._modules[name] = value
 
 
 def _replace(
+    module: torch.nn.Module,
     name: str,
     mappings: tuple[dict[str, Any], ...],
-    names: set[str],
     register: Callable[[], None],
 ) -> None:
-    """Take ``name`` out of the mappings and the set, register, and put all back on failure.
+    """Delete ``name`` from the mappings, register, and restore everything on failure.
 
     Torch deletes first and validates later, so a refused assignment loses the old member.
     """
+    names = module._non_persistent_buffers_set
     if name in _RESERVED:
         raise KeyError(f"attribute '{name}' already exists")
     displaced: list[tuple[dict[str, Any], Any, list[str]]] = []
@@ -369,59 +296,19 @@ def _replace(
         raise
 
 
-def _set_buffer(module: torch.nn.Module, name: str, value: Any) -> None:
-    if not _is_buffer_like(value):
-        raise TypeError(
-            f"cannot assign '{torch.typename(value)}' as buffer '{name}' "
-            "(torch.nn.Buffer, torch.Tensor or None expected)"
-        )
-    if isinstance(value, Buffer):
-        persistent = bool(value.persistent)
-    else:
-        persistent = name not in module._non_persistent_buffers_set
-    register = module.register_buffer
-    ours = type(module).register_buffer is register_buffer
-    if (ours and "register_buffer" not in module.__dict__) or (
-        "persistent" in inspect.signature(register).parameters
-    ):
-        register(name, value, persistent)
-    elif persistent:
-        # An override from before the argument existed always registers a persistent buffer.
-        register(name, value)
-    else:
-        raise RuntimeError(MSG_BUFFER_NOT_PERSISTENT)
-
-
 @standard
 def __delattr__(self: torch.nn.Module, name: str) -> None:  # noqa: N807
     """Delete a registered name or a plain attribute."""
-    if TorchModule.__delattr__ is not _TORCH_DELATTR:
-        TorchModule.__delattr__(self, name)
-        return
-    parameters = self.__dict__.get("_parameters")
-    if parameters is None:
+    if "_parameters" not in self.__dict__ and TorchModule.__delattr__ is _TORCH_DELATTR:
         raise AttributeError(f"cannot delete attribute '{name}' before Module.__init__() call")
-    if name in parameters:
-        del parameters[name]
-    elif name in self._buffers:
-        del self._buffers[name]
-        self._non_persistent_buffers_set.discard(name)
-    elif name in self._modules:
-        del self._modules[name]
-    else:
-        super(TorchModule, self).__delattr__(name)
+    TorchModule.__delattr__(self, name)
 
 
 @patchable
 def set_submodule(
     self: torch.nn.Module, target: str, module: torch.nn.Module, strict: bool = False
 ) -> None:
-    """Put ``module`` at the path ``target``; with ``strict`` only in the place of another one.
-
-    Raises:
-        ValueError: ``target`` is empty or ``module`` is not a module.
-        AttributeError: the parent does not exist, or the name is something else.
-    """
+    """Put ``module`` at the path ``target``; with ``strict``, only if it replaces a module."""
     if target == "":
         raise ValueError("Cannot set the submodule without a target name!")
     *path, name = target.split(".")

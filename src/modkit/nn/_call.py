@@ -1,4 +1,4 @@
-"""What happens when a module is called: hooks around ``forward``, in torch's order."""
+"""Calling a module: hooks around ``forward``, in torch's order."""
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -6,13 +6,7 @@ from typing import Any, Final, TypedDict
 
 import torch
 
-from modkit._messages import (
-    MSG_ALWAYS_CALL_SILENCED,
-    MSG_BACKWARD_OUTPUT,
-    MSG_NOT_INITIALIZED,
-    MSG_PRE_HOOK_RESULT,
-    add_note,
-)
+from modkit._messages import add_note
 from modkit._upstream import (
     WrappedHook,
     get_tracing_state,
@@ -28,17 +22,16 @@ from modkit.nn._overrides import TorchModule
 
 
 Forward = Callable[..., Any]
-_NONE: Final[Sequence[Any]] = ()
-_NO_IDS: Final[Collection[int]] = ()
+_NONE: Final[tuple[Any, ...]] = ()
 _TORCH_CALL: Final = original_methods["__call__"]
 _TORCH_CALL_IMPL: Final = original_methods["_call_impl"]
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 class _Call(TypedDict):
-    """How far a call has come; an always-called hook on the error path is shown just this.
+    """The progress of a call, for always-called hooks on the error path.
 
-    A dict, since making an object with fields takes a tenth of the time of the whole call.
+    A dict, since creating an object takes a tenth of the time of the whole call.
     """
 
     args: tuple[Any, ...]
@@ -49,16 +42,15 @@ class _Call(TypedDict):
 
 @skip_frame
 def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-    """Call ``forward``, at once where there are no hooks.
+    """Call ``forward`` with the hooks around it.
 
-    Torch's own function is called instead where torch would do anything else than run the hooks and
-    ``forward``: where a class, an instance or a patch has another ``_call_impl``, where
-    ``__call__`` is patched, as fx does to see every call, in a compiled module, and while a module
-    is traced, because ``_slow_forward`` names the scopes of the graph.
+    Torch's own function is called instead if a class, an instance or a patch has another
+    ``_call_impl``; if ``__call__`` is patched, as fx does to see every call; in a compiled module; and
+    while a module is traced, because ``_slow_forward`` names the scopes of the graph.
 
-    Which tables are empty is read here: a hook that ``forward`` itself adds runs next time.
-    Nothing may be cached, since libraries assign and clear the tables directly.
+    Nothing is cached, since libraries assign and clear the tables directly.
     """
+    # Empty tables are noticed here: a hook that ``forward`` itself adds runs next time.
     state = self.__dict__
     if (
         type(self)._call_impl is not _TORCH_CALL_IMPL
@@ -97,18 +89,18 @@ __call__.__qualname__ = "Module._wrapped_call_impl"
 def _call_without_tables(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a module whose dict lacks a hook table, as one that was never initialized does."""
     try:
         module._backward_hooks  # noqa: B018 - what torch reads first
     except AttributeError as error:
         if "_modules" not in module.__dict__:
-            add_note(error, MSG_NOT_INITIALIZED.format(name=type(module).__qualname__))
+            name = type(module).__qualname__
+            add_note(error, f"{name}.__init__() must call super().__init__() first.")
         raise
     return TorchModule.__call__(module, *args, **kwargs)
 
 
 def _call_in_graph(m: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Do the same in compiled code: dynamo takes time for each check, and line, in every module."""
+    # In compiled code: dynamo takes time for each check, and line, in every module.
     if type(m)._call_impl is not _TORCH_CALL_IMPL or "_call_impl" in m.__dict__:
         return m._call_impl(*args, **kwargs)
     if m._backward_hooks or m._backward_pre_hooks or m._forward_hooks or m._forward_pre_hooks:
@@ -140,7 +132,7 @@ def _call_with_hooks(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
 def _call_with_forward_hooks(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Do the same for the most frequent case: no other kind of hook is there at entry."""
+    # The most frequent case: there are no other hooks at entry.
     call: _Call = {"args": args, "kwargs": kwargs, "result": None, "ran": ()}
     try:
         if is_tracing():
@@ -178,7 +170,11 @@ def _run(module: torch.nn.Module, call: _Call) -> Any:
 
     if backward is not None:
         if not isinstance(result, (torch.Tensor, tuple)):
-            warnings.warn(MSG_BACKWARD_OUTPUT.format(kind=type(result)), stacklevel=4)
+            warnings.warn(
+                "For backward hooks to be called, module output should be a Tensor or a tuple of "
+                f"Tensors but received {type(result)}",
+                stacklevel=4,
+            )
         result = call["result"] = backward.setup_output_hook(result)
     if non_full:
         _attach_non_full_hooks(module, call, non_full)
@@ -189,13 +185,13 @@ def _run(module: torch.nn.Module, call: _Call) -> Any:
 def _hooks_and_flags(
     table: Mapping[int, Any], flags: Mapping[int, bool]
 ) -> tuple[tuple[tuple[int, Any], ...], Collection[int]]:
-    """Return the entries of a hook table, and the ids with a flag; a hook may change both in the call.
+    """Return a snapshot of a hook table and of the ids with a flag.
 
     Another thread may add and remove hooks in between. A hook enters the table after its flags and
-    leaves it before them, so the flags are right of each hook that was there before and after.
+    leaves it before them, so the flags of a hook that is there before and after are right.
     """
     hooks = tuple(table.items())
-    flagged = set(flags) if flags else _NO_IDS
+    flagged = set(flags) if flags else _NONE
     for hook_id, _ in hooks:
         if hook_id not in table:
             return _hooks_and_flags(table, flags)
@@ -214,23 +210,21 @@ def _run_pre_hooks(module: torch.nn.Module, call: _Call) -> None:
             changed = hook(module, call["args"], call["kwargs"])
             if changed is None:
                 continue
-            if not _is_args_and_kwargs(changed):
-                raise RuntimeError(MSG_PRE_HOOK_RESULT.format(result=changed))
+            if not (
+                isinstance(changed, tuple)
+                and len(changed) == 2
+                and isinstance(changed[0], (tuple, list))
+                and isinstance(changed[1], (dict, Mapping))
+            ):
+                raise RuntimeError(
+                    "forward pre-hook must return None or a tuple of (new_args, new_kwargs), but got "
+                    f"{changed}."
+                )
             call["args"], call["kwargs"] = changed
         else:
             changed = hook(module, call["args"])
             if changed is not None:
                 call["args"] = changed if isinstance(changed, tuple) else (changed,)
-
-
-def _is_args_and_kwargs(result: object) -> bool:
-    """Return True if ``result`` is what a pre-hook with keyword arguments may return."""
-    return (
-        isinstance(result, tuple)
-        and len(result) == 2
-        and isinstance(result[0], (tuple, list))
-        and isinstance(result[1], (dict, Mapping))
-    )
 
 
 @skip_frame
@@ -246,7 +240,7 @@ def _run_forward_hooks(module: torch.nn.Module, call: _Call) -> Any:
     ran: list[int] = []
     call["ran"] = ran
     for hook_id, hook in hooks:
-        # Entered before the call: a hook that raises here is not called again for its own error.
+        # Before the call: a hook that raises here is not called again for its own error.
         ran.append(hook_id)
         if hook_id in with_kwargs:
             changed = hook(module, call["args"], call["kwargs"], result)
@@ -259,49 +253,31 @@ def _run_forward_hooks(module: torch.nn.Module, call: _Call) -> Any:
 
 @skip_frame
 def _run_always_called(module: torch.nn.Module, call: _Call) -> None:
-    """Run the always-called hooks that an exception has kept from running, global ones first."""
+    """Run the always-called hooks that an exception has skipped, global ones first."""
     if torch.compiler.is_compiling():
         return
-    if module_globals._global_forward_hooks_always_called:
-        _run_waiting(
-            (
-                module_globals._global_forward_hooks,
-                module_globals._global_forward_hooks_always_called,
-            ),
-            module_globals._global_forward_hooks_with_kwargs,
-            "global module",
-            (module, call),
-        )
-    if module._forward_hooks_always_called:
-        _run_waiting(
-            (module._forward_hooks, module._forward_hooks_always_called),
-            module._forward_hooks_with_kwargs,
-            "module",
-            (module, call),
-        )
-
-
-@skip_frame
-def _run_waiting(
-    tables: tuple[Any, Any], with_kwargs: Any, scope: str, running: tuple[torch.nn.Module, _Call]
-) -> None:
-    table, always_called = tables
-    module, call = running
-    hooks, flags = _hooks_and_flags(table, with_kwargs)
-    waiting = [
-        (key, hook) for key, hook in hooks if key in always_called and key not in call["ran"]
-    ]
-    for hook_id, hook in waiting:
-        try:
-            if hook_id in flags:
-                changed = hook(module, call["args"], call["kwargs"], call["result"])
-            else:
-                changed = hook(module, call["args"], call["result"])
-            if changed is not None:
-                call["result"] = changed
-        except Exception as error:  # noqa: BLE001, PERF203 - the caller re-raises the first error
-            message = MSG_ALWAYS_CALL_SILENCED.format(scope=scope, error=error)
-            warnings.warn(message, stacklevel=5)
+    names = ("_forward_hooks", "_forward_hooks_always_called", "_forward_hooks_with_kwargs")
+    for scope, tables in (
+        ("global module", [getattr(module_globals, f"_global{name}") for name in names]),
+        ("module", [getattr(module, name) for name in names]),
+    ):
+        table, always_called, with_kwargs = tables
+        hooks, flags = _hooks_and_flags(table, with_kwargs) if always_called else ((), ())
+        waiting = [one for one in hooks if one[0] in always_called and one[0] not in call["ran"]]
+        for hook_id, hook in waiting:
+            try:
+                if hook_id in flags:
+                    changed = hook(module, call["args"], call["kwargs"], call["result"])
+                else:
+                    changed = hook(module, call["args"], call["result"])
+                if changed is not None:
+                    call["result"] = changed
+            except Exception as error:  # noqa: BLE001, PERF203 - the caller re-raises the first error
+                warnings.warn(
+                    f"{scope} forward hook with ``always_call=True`` raised an exception "
+                    f"that was silenced as another error was raised in forward: {error}",
+                    stacklevel=4,
+                )
 
 
 @skip_frame

@@ -1,48 +1,42 @@
 """Moving and casting the tensors of a module in place, and switching its mode.
 
-A parameter that stands in several places is converted once, and if it has to be replaced by a new
-one, the new one is put in all of its places; likewise a buffer. The memory for that lasts from the
-outermost call of ``_apply`` to its end, whatever overrides of ``_apply`` lie in between, and is
-kept apart for each thread.
+A parameter that is registered in several places is converted once, and if it is replaced by a new
+one, the new one is put in all of its places; likewise a buffer. What was converted is remembered
+for each thread from the outermost call of ``_apply`` to its end, across overrides of ``_apply``.
 """
 
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any, Final, cast
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch
 from torch.nn import Parameter
 
-from modkit._messages import (
-    META_COPY_REFUSED,
-    MSG_APPLY_GRADIENT_NOT_LEAF,
-    MSG_APPLY_NO_GRADIENT,
-    MSG_APPLY_NOT_A_PARAMETER,
-    MSG_APPLY_PARAMETER_NOT_LEAF,
-    MSG_COMPLEX_MODULE,
-    MSG_TO_DTYPE,
-    MSG_USE_TO_EMPTY,
+from modkit._messages import text_of
+from modkit._upstream import original_methods, parse_to
+from modkit.nn._overrides import (
+    StandardClasses,
+    TorchModule,
+    has_no_children,
+    methods,
+    patchable,
+    walk,
 )
-from modkit._types import TensorFunction
-from modkit._upstream import (
-    FakeTensor,
-    has_compatible_shallow_copy_type,
-    is_traceable_wrapper_subclass,
-    parse_to,
-)
-from modkit.nn._overrides import StandardClasses, TorchModule, has_no_children, methods, walk
 
 
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 Keeps = Callable[[torch.Tensor], bool]
 
 
 class Replacements(dict[int, tuple[weakref.ref[Any], Any]]):
     """Maps tensors, by identity, to what they were replaced by.
 
-    The references to them are weak, because the memory of a tensor that nobody else holds must be
-    free at once: a model may fill the device.
+    The references are weak, because the memory of a replaced tensor must be free at once: a model
+    may fill the device.
     """
 
     def find(self, tensor: torch.Tensor) -> Any:
@@ -56,104 +50,62 @@ class Replacements(dict[int, tuple[weakref.ref[Any], Any]]):
         self[id(tensor)] = (weakref.ref(tensor), replacement)
 
 
-class Ties:
-    """What a function has been applied to so far.
+class Ties(NamedTuple):
+    """The progress of a function; modules and parameters by identity."""
 
-    Attributes:
-        finished: the modules whose own tensors are all converted, by identity.
-        converted: the parameters that are results, by identity.
-        parameters: the parameters that were replaced, by this function or one around it.
-        buffers: the buffers that were replaced, by this function.
-    """
-
-    __slots__ = ("buffers", "converted", "finished", "parameters")
-
-    def __init__(self, parameters: Replacements) -> None:
-        self.finished: dict[int, torch.nn.Module] = {}
-        self.converted: dict[int, torch.Tensor] = {}
-        self.parameters = parameters
-        self.buffers = Replacements()
+    finished: dict[int, torch.nn.Module]  # all of their own tensors are converted
+    converted: dict[int, torch.Tensor]  # parameters that are results
+    parameters: Replacements  # by this function or one around it
+    buffers: Replacements
 
 
-class _Running(threading.local):
-    """The functions that are being applied in this thread, by identity, outermost first."""
-
-    def __init__(self) -> None:
-        self.ties: dict[int, Ties] = {}
+# In ``ties``: the functions that are being applied in this thread, by identity, outermost first.
+_running: Final = threading.local()
 
 
-_running = _Running()
-
-
-class Applying:
-    """A context in which a function is applied; contexts of the same function share their ties."""
-
-    __slots__ = ("_fn", "_outermost")
-
-    def __init__(self, fn: TensorFunction) -> None:
-        self._fn = fn
-
-    def __enter__(self) -> Ties:
-        """Return the ties to use."""
-        running = _running.ties
-        ties = running.get(id(self._fn))
-        self._outermost = ties is None
-        if ties is None:
-            around = next(iter(running.values()), None)
-            ties = running[id(self._fn)] = Ties(around.parameters if around else Replacements())
-        return ties
-
-    def __exit__(self, *_: object) -> None:
-        """Forget what the function has been applied to, at the end of the outermost context."""
-        if self._outermost:
-            del _running.ties[id(self._fn)]
-
-
-def apply_to_tensors(module: torch.nn.Module, fn: TensorFunction, *, recurse: bool) -> None:
-    """Replace each parameter, its gradient and each buffer by what ``fn`` makes of it.
-
-    Modules below that override ``_apply`` are asked to do it themselves.
-    """
-    keeps = _what_is_kept(fn)
-    if keeps is not None and has_no_children(module) and _keeps_all(module, keeps):
+@contextmanager
+def _applying(fn: TensorFunction) -> Generator[Ties, None, None]:
+    """Return the ties of a function while it is applied; nested contexts share them."""
+    running: dict[int, Ties] = _running.__dict__.setdefault("ties", {})
+    if id(fn) in running:
+        yield running[id(fn)]
         return
-    with Applying(fn) as ties:
-        if not recurse:
-            _apply_to_own(module, fn, keeps, ties)
-            return
-        for owner in walk(module, "_apply", lambda child: child._apply(fn)):
-            _apply_to_own(owner, fn, keeps, ties)
+    around = next(iter(running.values()), None)
+    replaced = around.parameters if around else Replacements()
+    running[id(fn)] = Ties({}, {}, replaced, Replacements())
+    try:
+        yield running[id(fn)]
+    finally:
+        del running[id(fn)]
 
 
-class Conversion:
-    """A function on tensors that can tell, without being called, which ones it leaves alone."""
-
-    __slots__ = ("convert", "keeps")
-
-    def __init__(self, convert: TensorFunction, keeps: Keeps) -> None:
-        self.convert = convert
-        self.keeps = keeps
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.convert(tensor)
+def _keeping(convert: TensorFunction, keeps: Keeps) -> TensorFunction:
+    """Attach a predicate that knows, without a call, which tensors a function leaves alone."""
+    cast("Any", convert)._modkit_keeps = keeps
+    return convert
 
 
-def _what_is_kept(fn: TensorFunction) -> Keeps | None:
-    """Return how to tell which tensors need not be exchanged; None if all have to be."""
+@patchable
+def _apply(self: ModuleT, fn: TensorFunction, recurse: bool = True) -> ModuleT:
+    """Replace every parameter, gradient and buffer by ``fn`` of it; return this module."""
+    keeps: Keeps | None = getattr(fn, "_modkit_keeps", None)
     if (
-        not isinstance(fn, Conversion)
-        or torch.__future__.get_overwrite_module_params_on_conversion()
+        torch.__future__.get_overwrite_module_params_on_conversion()
         or torch.__future__.get_swap_module_params_on_conversion()
     ):
-        return None
-    return fn.keeps
+        keeps = None
+    if keeps is not None and has_no_children(self) and _keeps_all(self, keeps):
+        return self
+    with _applying(fn) as ties:
+        owners = walk(self, "_apply", lambda child: child._apply(fn)) if recurse else (self,)
+        for owner in owners:
+            _apply_to_own(owner, fn, keeps, ties)
+    return self
 
 
 def _keeps_all(module: torch.nn.Module, keeps: Keeps) -> bool:
-    """Tell whether nothing in ``module`` has to be exchanged.
-
-    A tensor of any other type than torch's own may do what it likes when it is converted.
-    """
+    """Return True if nothing in ``module`` has to be exchanged."""
+    # A tensor subclass may do anything when it is converted.
     for parameter in module._parameters.values():
         if parameter is None:
             continue
@@ -171,14 +123,10 @@ def _keeps_all(module: torch.nn.Module, keeps: Keeps) -> bool:
 def _apply_to_own(
     module: torch.nn.Module, fn: TensorFunction, keeps: Keeps | None, ties: Ties
 ) -> None:
-    if keeps is not None and _keeps_all(module, keeps):
-        return
-    if id(module) in ties.finished:
+    if (keeps is not None and _keeps_all(module, keeps)) or id(module) in ties.finished:
         return
     if module._parameters:
-        # Parameters are leaves of the graph, so their conversion must not become part of it.
-        with torch.no_grad():
-            _convert_parameters(module, fn, ties)
+        _convert_parameters(module, fn, ties)
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = _convert_buffer(buffer, fn, ties)
@@ -195,14 +143,21 @@ def _convert_parameters(module: torch.nn.Module, fn: TensorFunction, ties: Ties)
         while id(current) not in converted and (found := replaced.find(current)) is not None:
             module._parameters[name] = current = found
         if id(current) not in converted:
-            result = _convert_parameter(module, name, current, fn)
+            # Torch's method, on a stand-in that has this parameter alone.
+            stand_in: Any = object.__new__(TorchModule)
+            one = {name: current}
+            stand_in.__dict__.update(_parameters=one, _buffers={}, _get_name=module._get_name)
+            try:
+                original_methods["_apply"](stand_in, fn, False)
+            finally:
+                if (result := one[name]) is not current:
+                    module._parameters[name] = result
+                    replaced.note(current, result)
             converted[id(result)] = result
-            if result is not current:
-                replaced.note(current, result)
 
 
 def _convert_buffer(buffer: torch.Tensor, fn: TensorFunction, ties: Ties) -> torch.Tensor:
-    # What only acts like a tensor may not allow the weak reference that is noted. A parameter that
+    # A tensor-like object may not allow the weak reference that is noted. A parameter that
     # is also a buffer may be about to be swapped, which weak references forbid.
     if type(buffer) is not torch.Tensor and (
         isinstance(buffer, Parameter) or not isinstance(cast("object", buffer), torch.Tensor)
@@ -216,110 +171,28 @@ def _convert_buffer(buffer: torch.Tensor, fn: TensorFunction, ties: Ties) -> tor
     return result
 
 
-def _may_set_data(tensor: torch.Tensor, converted: torch.Tensor) -> bool:
-    """Tell whether ``tensor.data = converted`` is possible and wanted."""
-    return (
-        has_compatible_shallow_copy_type(tensor, converted)
-        and not isinstance(converted, FakeTensor)
-        and not torch.__future__.get_overwrite_module_params_on_conversion()
-    )
-
-
-def _convert_parameter(
-    module: torch.nn.Module, name: str, parameter: Parameter, fn: TensorFunction
-) -> Parameter:
-    """Put what ``fn`` makes of ``parameter`` in its place; return the parameter that is there."""
-    converted = fn(parameter)
-    set_data = _may_set_data(parameter, converted)
-    gradient = parameter.grad
-    # A wrapper subclass may hold several tensors, which only a swap exchanges all at once.
-    swap = (
-        torch.__future__.get_swap_module_params_on_conversion()
-        or is_traceable_wrapper_subclass(converted)
-        or isinstance(parameter, FakeTensor)
-    )
-    if swap:
-        _swap_parameter(module, name, parameter, converted)
-        result = parameter
-    elif set_data:
-        parameter.data = converted
-        result = parameter
-    else:
-        _require_leaf(parameter)
-        result = Parameter(converted, parameter.requires_grad)
-        module._parameters[name] = result
-    if gradient is not None:
-        _convert_gradient(module, name, result, gradient, fn, swap=swap)
-    return result
-
-
-def _require_leaf(parameter: torch.Tensor) -> None:
-    if not isinstance(parameter, Parameter):
-        raise AssertionError(MSG_APPLY_NOT_A_PARAMETER)  # noqa: TRY004 - torch's type
-    if not parameter.is_leaf:
-        raise AssertionError(MSG_APPLY_PARAMETER_NOT_LEAF)
-
-
-def _swap_parameter(
-    module: torch.nn.Module, name: str, parameter: Parameter, converted: torch.Tensor
-) -> None:
-    gradient = parameter.grad
-    try:
-        # A reference from ``.grad`` would count as a second use, which forbids swapping.
-        if gradient is not None:
-            parameter.grad = None
-        replacement = Parameter(converted, requires_grad=parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, replacement)
-    except Exception as error:
-        if gradient is not None:
-            parameter.grad = gradient
-        message = f"_apply(): Couldn't swap {module._get_name()}.{name}"
-        raise RuntimeError(message) from error
-
-
-def _convert_gradient(
-    module: torch.nn.Module,
-    name: str,
-    result: Parameter,
-    gradient: torch.Tensor,
-    fn: TensorFunction,
-    *,
-    swap: bool,
-) -> None:
-    converted = fn(gradient)
-    set_data = _may_set_data(gradient, converted)
-    if swap:
-        converted.requires_grad_(gradient.requires_grad)
-        try:
-            torch.utils.swap_tensors(gradient, converted)
-        except Exception as error:
-            message = f"_apply(): Couldn't swap {module._get_name()}.{name}.grad"
-            raise RuntimeError(message) from error
-        result.grad = gradient
-    elif set_data:
-        if result.grad is None:
-            raise AssertionError(MSG_APPLY_NO_GRADIENT)
-        result.grad.data = converted
-    else:
-        if not gradient.is_leaf:
-            raise AssertionError(MSG_APPLY_GRADIENT_NOT_LEAF)
-        result.grad = converted.requires_grad_(gradient.requires_grad)
-
-
-# A memory format for images is no format for volumes, and the other way round.
+# A memory format for images does not fit volumes, and vice versa.
 _DIMENSIONS: Final = {torch.channels_last: (4,), torch.channels_last_3d: (5,)}
+_REFUSED: Final = "Cannot copy out of meta tensor; no data!"
 
 
-def to_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction:
-    """Return what ``Module.to`` with these arguments does to one tensor; check them first."""
+@patchable
+def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Move and cast parameters and buffers in place; return this module.
+
+    Takes the arguments of ``torch.Tensor.to``. A dtype applies to floating point and complex tensors
+    only, ``channels_last`` to 4 dimensions, ``channels_last_3d`` to 5.
+    """
     # The stub of the parser does not say that any of the four may be None.
     device, dtype, non_blocking, memory_format = cast("tuple[Any, ...]", parse_to(*args, **kwargs))
     if dtype is not None:
         if not (dtype.is_floating_point or dtype.is_complex):
-            raise TypeError(MSG_TO_DTYPE.format(dtype=dtype))
+            raise TypeError(
+                "nn.Module.to only accepts floating point or complex dtypes, but got desired "
+                f"dtype={dtype}"
+            )
         if dtype.is_complex:
-            warnings.warn(MSG_COMPLEX_MODULE, stacklevel=4)
-
+            warnings.warn(text_of("to", "Complex modules"), stacklevel=3)
     dims = _DIMENSIONS.get(memory_format, (4, 5))
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
@@ -329,11 +202,12 @@ def to_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction
                 return tensor.to(device, target, non_blocking, memory_format=memory_format)
             return tensor.to(device, target, non_blocking)
         except NotImplementedError as error:
-            before, found, details = str(error).partition(META_COPY_REFUSED)
+            before, found, details = str(error).partition(_REFUSED)
             if before or not found:
                 raise
             raise NotImplementedError(
-                MSG_USE_TO_EMPTY.format(refused=META_COPY_REFUSED, details=details)
+                f"{_REFUSED} Please use torch.nn.Module.to_empty() instead of torch.nn.Module.to() "
+                f"when moving module from meta to a different device.{details}"
             ) from None
 
     def keeps(tensor: torch.Tensor) -> bool:
@@ -343,27 +217,40 @@ def to_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction
             or not (tensor.is_floating_point() or tensor.is_complex())
         ) and (device is None or tensor.device == device)
 
-    return Conversion(convert, keeps) if memory_format is None else convert
+    return self._apply(_keeping(convert, keeps) if memory_format is None else convert)
 
 
-def cast_function(method: str, dtype: torch.dtype) -> TensorFunction:
-    """Return a cast by ``tensor.<method>()`` that leaves all but floating point tensors alone."""
+def cast_method(name: str, dtype: torch.dtype) -> Callable[[torch.nn.Module], Any]:
+    """Return the method ``name``, which casts by ``tensor.<name>()``."""
 
-    def convert(tensor: torch.Tensor) -> Any:
-        return getattr(tensor, method)() if tensor.is_floating_point() else tensor
+    def method(self: torch.nn.Module) -> Any:
+        # A new function for each call, since its ties are found by its identity.
+        def convert(tensor: torch.Tensor) -> Any:
+            return getattr(tensor, name)() if tensor.is_floating_point() else tensor
 
-    def keeps(tensor: torch.Tensor) -> bool:
-        return tensor.dtype is dtype or not tensor.is_floating_point()
+        def keeps(tensor: torch.Tensor) -> bool:
+            return tensor.dtype is dtype or not tensor.is_floating_point()
 
-    # A new object for each call, since the ties of one that is being applied are found by it.
-    return Conversion(convert, keeps)
+        return self._apply(_keeping(convert, keeps))
+
+    method.__name__ = name
+    method.__doc__ = f"Cast floating point parameters and buffers to {dtype}; return this module."
+    return patchable(method)
+
+
+@patchable
+def apply(self: ModuleT, fn: Callable[[torch.nn.Module], None]) -> ModuleT:
+    """Call ``fn`` on every module below this one, then on this one; return this module."""
+    for module in walk(self, "apply", lambda child: child.apply(fn)):
+        fn(module)
+    return self
 
 
 _SETATTR: Final = methods("__setattr__")
 
 
 class _PlainClasses(StandardClasses):
-    """Tells for which classes setting the mode is writing ``training`` to the instance."""
+    """The classes for which setting the mode is writing ``training`` to the instance."""
 
     def __missing__(self, cls: type) -> bool:
         plain = (
@@ -375,18 +262,19 @@ class _PlainClasses(StandardClasses):
         return plain
 
 
-def set_training(module: torch.nn.Module, mode: bool) -> None:
-    """Set ``training`` on ``module`` and all below it, parents first."""
+@patchable
+def train(self: ModuleT, mode: bool = True) -> ModuleT:
+    """Set training mode, or evaluation mode, here and below; return this module."""
     if not isinstance(cast("object", mode), bool):
         raise ValueError("training mode is expected to be boolean")  # noqa: TRY004 - torch's type
-    module.training = mode
-    if has_no_children(module):
-        return
-    plain = _PlainClasses(_SETATTR)
-    below = walk(module, "train", lambda child: child.train(mode), parents_first=True)
-    next(below)
-    for each in below:
-        if plain[type(each)]:
-            each.__dict__["training"] = mode
-        else:
-            each.training = mode
+    self.training = mode
+    if not has_no_children(self):
+        plain = _PlainClasses(_SETATTR)
+        below = walk(self, "train", lambda child: child.train(mode), parents_first=True)
+        next(below)
+        for each in below:
+            if plain[type(each)]:
+                each.__dict__["training"] = mode
+            else:
+                each.training = mode
+    return self

@@ -1,10 +1,7 @@
-"""Hook tables: registering hooks on one module, and what an entry of a table says about its hook.
+"""Hook tables, and the methods that register a hook on one module.
 
 Tables hold the users' own callables under the ids that their handles have, since other libraries
-look at both. What torch has no room for is therefore said by the type of the id, which deepcopy,
-pickling and moving an entry to another table keep: a public state-dict hook has a ``PublicHookId``.
-
-The methods that only enter a hook into a table are torch's own, inherited.
+read both. The methods that only enter a hook into a table are torch's own, inherited.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,11 +10,7 @@ from typing import Any, Final, cast
 import torch
 from typing_extensions import Self
 
-from modkit._messages import (
-    MSG_MIXED_BACKWARD_HOOKS,
-    MSG_PUBLIC_STATE_DICT_HOOK,
-)
-from modkit._types import BackwardHook, ForwardHook, ForwardPreHook, StateDictPostHook
+from modkit._messages import text_of
 from modkit._upstream import RemovableHandle
 from modkit.nn._overrides import patchable
 
@@ -26,14 +19,9 @@ Hook = Callable[..., Any]
 
 # The tables of a module whose keys are ids of handles.
 TABLES: Final = (
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
+    *("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 
 
@@ -42,8 +30,7 @@ def add(
 ) -> RemovableHandle:
     """Put ``hook`` into ``table`` under a new id, which is also entered in each flag that is set.
 
-    The handle removes the id from the table and from all the flags. Flags come first, so that a
-    call in another thread never sees the hook without them.
+    Flags come first, so that a call in another thread never sees the hook without them.
     """
     handle = RemovableHandle(table, extra_dict=[flag for flag, _ in flags])
     for flag, is_set in flags:
@@ -70,9 +57,9 @@ def reserve_ids(state: Mapping[str, Any]) -> None:
 
 
 class PublicHookId(int):
-    """The id of a hook from ``register_state_dict_post_hook``; equals the plain number.
+    """The id of a hook from ``register_state_dict_post_hook``; its type survives copies and pickling.
 
-    Torch marks the callable instead, for ever, and so cannot take a bound method.
+    Torch marks the callable instead, permanently, and so cannot take a bound method.
     """
 
     __slots__ = ()
@@ -82,7 +69,6 @@ class PublicHookId(int):
 
 
 def _has_torchs_mark(hook: Hook) -> bool:
-    """Return True if torch's own ``register_state_dict_post_hook`` was given this hook before."""
     return getattr(hook, "_from_public_api", False)
 
 
@@ -93,11 +79,7 @@ def is_public(hook_id: int, hook: Hook) -> bool:
 
 @patchable
 def register_forward_pre_hook(
-    self: torch.nn.Module,
-    hook: ForwardPreHook,
-    *,
-    prepend: bool = False,
-    with_kwargs: bool = False,
+    self: torch.nn.Module, hook: Hook, *, prepend: bool = False, with_kwargs: bool = False
 ) -> RemovableHandle:
     """Run ``hook(module, args)`` before ``forward``; a result replaces the arguments.
 
@@ -112,7 +94,7 @@ def register_forward_pre_hook(
 @patchable
 def register_forward_hook(
     self: torch.nn.Module,
-    hook: ForwardHook,
+    hook: Hook,
     *,
     prepend: bool = False,
     with_kwargs: bool = False,
@@ -134,42 +116,29 @@ def register_forward_hook(
 def _add_backward_hook(
     module: torch.nn.Module, hook: Hook, *, full: bool, prepend: bool = False
 ) -> RemovableHandle:
-    """Register a backward hook; a module takes full ones or the deprecated kind, not both.
-
-    Which kind it takes stays marked when the hooks are gone, but then says nothing.
-    """
+    # Which kind a module takes stays marked when its hooks are gone, and then means nothing.
     if module._is_full_backward_hook is (not full) and module._backward_hooks:
-        raise RuntimeError(MSG_MIXED_BACKWARD_HOOKS)
+        raise RuntimeError(text_of("register_full_backward_hook", "Cannot use both"))
     module._is_full_backward_hook = full
     return add(module._backward_hooks, hook, prepend=prepend)
 
 
 @patchable
 def register_full_backward_hook(
-    self: torch.nn.Module, hook: BackwardHook, prepend: bool = False
+    self: torch.nn.Module, hook: Hook, prepend: bool = False
 ) -> RemovableHandle:
-    """Run ``hook(module, grad_input, grad_output)`` when gradients have been computed.
-
-    Raises:
-        RuntimeError: the module has a hook of the deprecated kind.
-    """
+    """Run ``hook(module, grad_input, grad_output)`` when gradients have been computed."""
     return _add_backward_hook(self, hook, full=True, prepend=prepend)
 
 
 @patchable
-def register_backward_hook(self: torch.nn.Module, hook: BackwardHook) -> RemovableHandle:
-    """Register a backward hook of the deprecated kind; prefer the full one.
-
-    Raises:
-        RuntimeError: the module has a full backward hook.
-    """
+def register_backward_hook(self: torch.nn.Module, hook: Hook) -> RemovableHandle:
+    """Register a backward hook of the deprecated kind; prefer the full one."""
     return _add_backward_hook(self, hook, full=False)
 
 
 @patchable
-def register_state_dict_post_hook(
-    self: torch.nn.Module, hook: StateDictPostHook
-) -> RemovableHandle:
+def register_state_dict_post_hook(self: torch.nn.Module, hook: Hook) -> RemovableHandle:
     """Run ``hook(module, state_dict, prefix, local_metadata)``, which edits in place."""
     if not callable(cast("object", hook)):
         # Torch refuses what it cannot mark, and so refuses most of what cannot be called.
@@ -181,8 +150,8 @@ def register_state_dict_post_hook(
 
 
 @patchable
-def _register_state_dict_hook(self: torch.nn.Module, hook: StateDictPostHook) -> RemovableHandle:
+def _register_state_dict_hook(self: torch.nn.Module, hook: Hook) -> RemovableHandle:
     """Register a hook after ``state_dict`` that may, at the root, return another dict."""
     if _has_torchs_mark(hook):
-        raise RuntimeError(MSG_PUBLIC_STATE_DICT_HOOK)
+        raise RuntimeError(text_of("_register_state_dict_hook", "Cannot register the same"))
     return add(self._state_dict_hooks, hook)

@@ -1,6 +1,6 @@
 """Loading a state dict into a module and all below it, in time linear in the number of modules.
 
-Where no class and no hook takes part in loading, all entries are checked before the first one is
+If no class and no hook takes part in loading, all entries are checked before the first one is
 written. Otherwise modules load one after the other, in torch's order.
 """
 
@@ -12,10 +12,10 @@ from typing import Any, Final, cast
 import torch
 from torch.nn import Buffer, Parameter
 
-from modkit._messages import MSG_LOAD_POST_HOOK_RETURN
-from modkit._types import FunctionT
+from modkit._messages import text_of
 from modkit._upstream import (
     EXTRA_STATE_KEY,
+    FunctionT,
     IncompatibleKeys,
     foreach_copy_,
     layer_loaders,
@@ -23,22 +23,14 @@ from modkit._upstream import (
     module_globals,
     original_methods,
 )
-from modkit.nn._load_tensor import (
-    PLAIN,
-    Entry,
-    Ties,
-    check,
-    may_fail,
-    try_out,
-    warn_if_meta,
-    write,
-)
+from modkit.nn._load_tensor import PLAIN, Entry, Ties, check, may_fail, try_out, warn_if_meta, write
 from modkit.nn._overrides import (
     STANDARD,
     StandardClasses,
     TorchModule,
     is_standard,
     methods,
+    patchable,
     refuse_cycle,
     standard,
 )
@@ -47,21 +39,20 @@ from modkit.nn._overrides import (
 class _Load:
     """One load: what is loaded, how, and what is wrong with it.
 
-    ``missing``, ``unexpected`` and ``errors`` are handed to every module; ``planned`` holds, in
-    torch's order, each entry that is to be written and each error that was found, and ``unsure``
-    the keys of the entries among them that may fail. ``added`` counts the errors that belong to no key.
+    ``missing``, ``unexpected`` and ``errors`` are handed to every module. ``planned`` holds, in
+    torch's order, each entry to write and each error found; ``unsure`` the keys of entries that may
+    fail; ``added`` counts the errors that belong to no key.
     """
 
     added = 0
 
     def __init__(self, state_dict: Mapping[str, Any], *, assign: bool) -> None:
-        # Of a copy, since hooks and overrides may edit what they are given.
-        metadata: Any = getattr(state_dict, "_metadata", None)
+        # A copy, since hooks and overrides may edit what they are given.
         entries: Any = OrderedDict(state_dict)
-        if metadata is not None:
-            entries._metadata = metadata
-        self.entries: Any = entries
-        self.metadata: Any = metadata
+        self.entries = entries
+        self.metadata: Any = getattr(state_dict, "_metadata", None)
+        if self.metadata is not None:
+            entries._metadata = self.metadata
         self.assign = assign
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -71,10 +62,8 @@ class _Load:
         self.ties: Ties = {}
 
     def local_metadata(self, prefix: str) -> dict[str, Any]:
-        """Return what the state dict says of one module, and whether to assign.
-
-        A copy, so that the flag does not stay behind in the caller's state dict.
-        """
+        """Return the metadata of one module, and whether to assign."""
+        # A copy, so that the flag does not stay behind in the caller's state dict.
         local = {} if self.metadata is None else dict(self.metadata.get(prefix[:-1], {}))
         if self.assign:
             local["assign_to_params_buffers"] = self.assign
@@ -82,8 +71,6 @@ class _Load:
 
     def refuse(self, module: torch.nn.Module, *, strict: bool) -> None:
         """Raise all that is wrong as one error."""
-        if not (self.errors or self.missing or self.unexpected):
-            return
         errors = [*self.errors]
         if strict and self.unexpected:
             errors.insert(0, f"Unexpected key(s) in state_dict: {_quoted(self.unexpected)}. ")
@@ -91,8 +78,9 @@ class _Load:
             errors.insert(0, f"Missing key(s) in state_dict: {_quoted(self.missing)}. ")
         if errors:
             listed = "\n\t".join(errors)
-            message = f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{listed}"
-            raise RuntimeError(message)
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{listed}"
+            )
 
 
 def _quoted(keys: list[str]) -> str:
@@ -101,68 +89,73 @@ def _quoted(keys: list[str]) -> str:
 
 _MISSING: Final = object()
 
-# The loads that run, by the identity of the list of errors that is handed to every module. The list
-# itself has to be an exact list, and overrides pass it on.
+# The running loads, by the identity of the list of errors that is handed to every module. The list
+# has to be an exact list, and overrides pass it on.
 _RUNNING: Final[dict[int, _Load]] = {}
 
 
 def load(
-    module: torch.nn.Module, state_dict: Mapping[str, Any], *, strict: bool, assign: bool
+    self: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> IncompatibleKeys:
-    """Load ``state_dict`` into ``module`` and all below it, parents first."""
+    """Copy the tensors of a state dict into this module and all below it.
+
+    See :func:`modkit.load_state_dict`.
+    """
     if not isinstance(cast("object", state_dict), Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
     loading = _Load(state_dict, assign=assign)
     classes = _PlannedClasses()
-    may_plan = _may_plan(module) and _plan_one(module, "", loading, classes)
-    if may_plan and (not module._modules or _plan_below(module, loading, classes)):
+    may_plan = _may_plan() and _plan_one(self, "", loading, classes)
+    if may_plan and (not self._modules or _plan_below(self, loading, classes)):
         if len(loading.planned) - loading.added < len(loading.entries):
-            loading.unexpected += _all_unexpected(module, loading)
+            loading.unexpected += _all_unexpected(self, loading)
         if loading.unsure or loading.added:
             _check_planned(loading, strict=strict)
-        loading.refuse(module, strict=strict)
+        loading.refuse(self, strict=strict)
         if loading.planned:
-            _write_all(loading)
-            loading.refuse(module, strict=False)
+            with torch.no_grad():
+                (_assign_all if assign else _copy_all)(
+                    cast("list[Entry]", loading.planned), loading
+                )
+            loading.refuse(self, strict=False)
     else:
         if may_plan:
             # Layers may have migrated entries before another module turned out to take part.
             loading = _Load(state_dict, assign=assign)
         _RUNNING[id(loading.errors)] = loading
         try:
-            _load_in_order(module, loading)
+            _load_in_order(self, loading)
         finally:
             del _RUNNING[id(loading.errors)]
-        loading.refuse(module, strict=strict)
+        loading.refuse(self, strict=strict)
     return IncompatibleKeys(loading.missing, loading.unexpected)
 
 
+load.__name__ = "load_state_dict"
+method = patchable(load)
+
+
 def load_state_dict(
-    model: torch.nn.Module,
-    state_dict: Mapping[str, Any],
-    strict: bool = True,
-    assign: bool = False,
+    model: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> IncompatibleKeys:
     """Copy the tensors of a state dict into any torch module, in linear time.
 
-    It does what ``model.load_state_dict`` does and is O(n) in the number of modules, where torch's
-    own is O(n²) in the number of siblings. If no class and no hook takes part in loading, nothing
-    is written unless everything can be. A model that overrides ``load_state_dict`` has its own called.
+    ``torch.nn.Module.load_state_dict`` is O(n²) in the number of siblings; this function is O(n). If
+    no class and no hook takes part in loading, nothing is written unless everything can be. A model
+    that overrides ``load_state_dict`` has its own called.
 
     Args:
-        model: Any ``torch.nn.Module``, whether or not it is derived from ``modkit.nn.Module``.
-        state_dict: Names as ``state_dict()`` gives them, to tensors and extra state.
+        model: Any ``torch.nn.Module``.
+        state_dict: Names as ``state_dict()`` returns them, to tensors and extra state.
         strict: Require that the names match exactly.
-        assign: Put in the tensors themselves, with their dtype and device, instead of copying
-            their values; an optimizer must then be created afterwards.
+        assign: Assign the tensors themselves, with their dtype and device, instead of copying their
+            values; create the optimizer afterwards.
 
     Returns:
         The named tuple ``(missing_keys, unexpected_keys)``.
 
     Raises:
-        TypeError: ``model`` is not a module or ``state_dict`` is not a mapping.
-        RuntimeError: names do not match and ``strict`` is set, or tensors do not fit; all problems
-            are listed.
+        RuntimeError: Lists all problems, if names do not match (``strict``) or tensors do not fit.
 
     Example:
         >>> import modkit, torch
@@ -172,15 +165,12 @@ def load_state_dict(
     """
     if not isinstance(cast("object", model), TorchModule):
         raise TypeError(
-            f"modkit.load_state_dict() takes a torch.nn.Module, got {torch.typename(model)}"
+            f"modkit.load_state_dict(): model must be a torch.nn.Module, got {torch.typename(model)}"
         )
     if not is_standard(model, "load_state_dict"):
         keys: IncompatibleKeys = model.load_state_dict(state_dict, strict=strict, assign=assign)
         return keys
     return load(model, state_dict, strict=strict, assign=assign)
-
-
-# --- one module -----------------------------------------------------------------------------------
 
 
 @standard
@@ -196,8 +186,7 @@ def _load_from_state_dict(
 ) -> None:
     """Load the parameters, persistent buffers and extra state of one module, not below it.
 
-    Classes override this to migrate old checkpoints: ``local_metadata`` has the version that wrote
-    them. Problems are added to the three lists, which all modules of a load share.
+    Classes override this to migrate checkpoints of an older version, which ``local_metadata`` holds.
     """
     if TorchModule._load_from_state_dict is not _TORCH_LOAD:
         TorchModule._load_from_state_dict(
@@ -233,19 +222,16 @@ def _load_from_state_dict(
 
 
 def _write_in_order(checked: list[Entry | str], ties: Ties, *, assign: bool) -> list[str]:
-    """Write the entries of one module; return all that is wrong, in torch's order."""
-    problems: list[str] = []
+    """Write the entries of one module; return all problems, in torch's order."""
+    problems: list[str | None] = []
     with torch.no_grad():
         for each in checked:
-            problem: str | None
             if isinstance(each, str):
-                problem = each
+                problems.append(each)
             else:
                 warn_if_meta(each, assign=assign, stacklevel=4)
-                problem = write(each, assign=assign, ties=ties)
-            if problem is not None:
-                problems.append(problem)
-    return problems
+                problems.append(write(each, assign=assign, ties=ties))
+    return [problem for problem in problems if problem is not None]
 
 
 def _check_own(
@@ -256,9 +242,9 @@ def _check_own(
     missing: list[str],
     loading: _Load | None = None,
 ) -> None:
-    """Add the entries for one module's tensors, or what is wrong with them; and missing keys.
+    """Add the entries for one module's tensors, or their problems; and missing keys.
 
-    For a ``loading`` that writes later, find out which entries may fail then.
+    A ``loading`` that writes later collects the keys of entries that may fail then.
     """
     state = module.__dict__
     places: tuple[tuple[Any, Any], ...] = ((state["_parameters"], ()),)
@@ -320,24 +306,20 @@ def _unexpected(
             yield key
 
 
-# --- modules one after the other ------------------------------------------------------------------
-
-
 @dataclass
-class _Parent:
-    """A module whose children are being loaded."""
+class _Part:
+    """A module, and the entries of the state dict for it and all below it."""
 
     module: torch.nn.Module
     entries: dict[str, Any]
     prefix: str
-    children: Iterator[tuple[str, torch.nn.Module | None]]
     parts: dict[str, dict[str, Any]] | None = None
 
     def part_for(self, name: str) -> dict[str, Any]:
         """Return the entries below the child ``name`` in a dict of its own.
 
         All keys are sorted into their children at once: testing each key against each child, as
-        torch does, takes time that grows with the square of the number of siblings.
+        torch does, is quadratic in the number of siblings.
         """
         if "." in name:
             # See ``_plan_below``.
@@ -354,56 +336,42 @@ class _Parent:
         return self.parts.pop(name, {})
 
 
-def _load_in_order(module: torch.nn.Module, loading: _Load) -> None:
+def _parts(module: torch.nn.Module, entries: dict[str, Any]) -> Iterator[tuple[_Part, bool]]:
+    """Yield each module below ``module`` and itself twice: before its children, and after (False)."""
     active = {id(module)}
-    _load_one(module, loading, loading.entries, "")
-    if not module._modules:
-        _run_post_hooks(module, loading)
-        return
-    stack = [_Parent(module, loading.entries, "", iter(module._modules.items()))]
+    root = _Part(module, entries, "")
+    yield root, True
+    stack = [(root, iter(module._modules.items()))]
     while stack:
-        parent = stack[-1]
-        for name, child in parent.children:
+        parent, children = stack[-1]
+        for name, child in children:
             if child is None:
                 continue
             if id(child) in active:
                 refuse_cycle(child)
             active.add(id(child))
-            path = parent.prefix + name + "."
-            part = parent.part_for(name)
-            _load_one(child, loading, part, path)
-            stack.append(_Parent(child, part, path, iter(child._modules.items())))
+            part = _Part(child, parent.part_for(name), f"{parent.prefix}{name}.")
+            yield part, True
+            stack.append((part, iter(child._modules.items())))
             break
         else:
             stack.pop()
             active.discard(id(parent.module))
-            _run_post_hooks(parent.module, loading)
+            yield parent, False
 
 
-def _load_one(
-    module: torch.nn.Module, loading: _Load, entries: dict[str, Any], prefix: str
-) -> None:
-    # Strict for all of them, as in torch: what is missing is the result of a load that is not.
-    module._load_from_state_dict(
-        entries,
-        prefix,
-        loading.local_metadata(prefix),
-        True,
-        loading.missing,
-        loading.unexpected,
-        loading.errors,
-    )
-
-
-def _run_post_hooks(module: torch.nn.Module, loading: _Load) -> None:
-    if module._load_state_dict_post_hooks:
-        keys = IncompatibleKeys(loading.missing, loading.unexpected)
-        for hook in tuple(module._load_state_dict_post_hooks.values()):
-            if hook(module, keys) is not None:
-                raise AssertionError(MSG_LOAD_POST_HOOK_RETURN)
-
-
-# --- all entries checked, then written ------------------------------------------------------------
+def _load_in_order(module: torch.nn.Module, loading: _Load) -> None:
+    for part, before_children in _parts(module, loading.entries):
+        if before_children:
+            # Strict for all of them, as in torch: the caller decides about missing keys.
+            problems = (loading.missing, loading.unexpected, loading.errors)
+            local = loading.local_metadata(part.prefix)
+            part.module._load_from_state_dict(part.entries, part.prefix, local, True, *problems)
+        elif part.module._load_state_dict_post_hooks:
+            keys = IncompatibleKeys(loading.missing, loading.unexpected)
+            for hook in tuple(part.module._load_state_dict_post_hooks.values()):
+                if hook(part.module, keys) is not None:
+                    raise AssertionError(text_of("load_state_dict", "Hooks registered"))
 
 
 _TORCH_LOAD: Final = original_methods["_load_from_state_dict"]
@@ -411,12 +379,9 @@ _TORCH_SET_EXTRA_STATE: Final = original_methods["set_extra_state"]
 _TORCH_GETATTR: Final = original_methods["__getattr__"]
 
 
-def _may_plan(module: torch.nn.Module) -> bool:
-    state = module.__dict__
+def _may_plan() -> bool:
     return (
-        not state.get("_load_state_dict_post_hooks")
-        and not state.get("_load_state_dict_pre_hooks")
-        and TorchModule._load_from_state_dict is _TORCH_LOAD
+        TorchModule._load_from_state_dict is _TORCH_LOAD
         and TorchModule.set_extra_state is _TORCH_SET_EXTRA_STATE
         and TorchModule.__getattr__ is _TORCH_GETATTR
         and not torch.__future__.get_swap_module_params_on_conversion()
@@ -440,7 +405,7 @@ def _plan_below(module: torch.nn.Module, loading: _Load, classes: "_PlannedClass
             if "." in name:
                 return False
             if loading.assign:
-                # What is assigned under a first name is there when the second name is loaded.
+                # A member assigned under a first name is there when the second name is loaded.
                 if key in assigned:
                     return False
                 assigned.add(key)
@@ -462,24 +427,20 @@ _MIGRATING: Final[set[object]] = set(layer_loaders)
 
 
 def only_migrates(loader: FunctionT) -> FunctionT:
-    """Mark a ``_load_from_state_dict`` that changes the entries it is given, and no tensor.
-
-    A module whose class has such a method leaves the check of all entries before the first write
-    in place. The method has to end in that of ``Module``.
-    """
+    """Mark a ``_load_from_state_dict`` that edits its entries, writes no tensor, and calls super's."""
     _MIGRATING.add(loader)
     return loader
 
 
 class _PlannedClasses(dict[type, bool | None]):
-    """How each class is planned for; made for one walk.
+    """Caches for one walk how each class is planned for.
 
     True: its entries are checked here. False: its own method migrates entries first. None: it takes
     part in loading, so nothing can be planned.
     """
 
     def __missing__(self, cls: type[torch.nn.Module]) -> bool | None:
-        """Look at a class that has not been met in this walk."""
+        """Check a class that this walk has not met before."""
         found: bool | None = None
         if getattr(cls, "set_extra_state", None) is _TORCH_SET_EXTRA_STATE:
             found = True
@@ -525,10 +486,9 @@ def _plan_one(
 
 
 def _migrate(module: torch.nn.Module, prefix: str, loading: _Load) -> None:
-    """Let a layer's own method bring the entries of an old checkpoint up to date, writing nothing.
+    """Let a layer's own method update the entries of an old checkpoint without writing.
 
-    It runs on a stand-in with the module's attributes and without members, so that the method of
-    ``Module``, in which it ends, finds nothing to load.
+    It runs on a stand-in that has the module's attributes but no members to load.
     """
     if loading.metadata is not None:
         written = loading.metadata.get(prefix[:-1])
@@ -546,26 +506,12 @@ def _migrate(module: torch.nn.Module, prefix: str, loading: _Load) -> None:
 
 def _all_unexpected(module: torch.nn.Module, loading: _Load) -> Iterator[str]:
     """Yield the unexpected keys in the order in which the modules would report them."""
-    stack = [_Parent(module, loading.entries, "", iter(module._modules.items()))]
-    yield from _unexpected_of(stack[0])
-    while stack:
-        for name, child in stack[-1].children:
-            if child is None:
-                continue
-            path = stack[-1].prefix + name + "."
-            part = stack[-1].part_for(name)
-            stack.append(_Parent(child, part, path, iter(child._modules.items())))
-            yield from _unexpected_of(stack[-1])
-            break
-        else:
-            stack.pop()
-
-
-def _unexpected_of(parent: _Parent) -> Iterator[str]:
-    extra_key = parent.prefix + EXTRA_STATE_KEY
-    if extra_key in parent.entries:
-        yield extra_key
-    yield from _unexpected(parent.module, parent.entries, parent.prefix, _own_names(parent.module))
+    for part, before_children in _parts(module, loading.entries):
+        if before_children:
+            extra_key = part.prefix + EXTRA_STATE_KEY
+            if extra_key in part.entries:
+                yield extra_key
+            yield from _unexpected(part.module, part.entries, part.prefix, _own_names(part.module))
 
 
 def _check_planned(loading: _Load, *, strict: bool) -> None:
@@ -579,23 +525,13 @@ def _check_planned(loading: _Load, *, strict: bool) -> None:
             continue
         if each[3] not in loading.unsure:
             continue
-        warn_if_meta(each, assign=assign, stacklevel=6)
-        # To try out a tensor of another class, a shard for instance, may take as long as loading it.
-        # That is spent where the load is refused anyway, or where a plain tensor gets an odd value.
+        warn_if_meta(each, assign=assign, stacklevel=5)
+        # Trying out a tensor subclass, a shard for instance, may take as long as loading it. That is
+        # spent only if the load is refused anyway, or if a plain tensor gets an odd value.
         if refused or assign or type(each[4]) in PLAIN:
             problem = try_out(each, assign=assign)
             if problem is not None:
                 loading.errors.append(problem)
-
-
-def _write_all(loading: _Load) -> None:
-    """Write the checked entries: copies in one call, all else one by one."""
-    entries = cast("list[Entry]", loading.planned)
-    with torch.no_grad():
-        if loading.assign:
-            _assign_all(entries, loading)
-        else:
-            _copy_all(entries, loading)
 
 
 def _copy_all(entries: list[Entry], loading: _Load) -> None:
@@ -604,7 +540,7 @@ def _copy_all(entries: list[Entry], loading: _Load) -> None:
     targets = [each[4] for each in sure]
     values = [each[5] for each in sure]
     if len(set(map(id, targets))) < len(targets):
-        # One that stands in several places ends up with its last value.
+        # A tensor in several places ends up with its last value.
         last = {id(target): (target, value) for target, value in zip(targets, values, strict=True)}
         targets, values = map(list, zip(*last.values(), strict=True))
     if targets:
@@ -621,16 +557,20 @@ def _assign_all(entries: list[Entry], loading: _Load) -> None:
     shared = (
         {key for key, times in Counter(ids).items() if times > 1} if len({*ids}) < len(ids) else ()
     )
-    writes = _DirectWrites()
+    classes = StandardClasses(_REGISTRATION)
+    announced = (
+        module_globals._global_parameter_registration_hooks
+        or module_globals._global_buffer_registration_hooks
+    )
     unsure, plain = loading.unsure, torch.Tensor
     last, direct = None, False
     for entry in entries:
         module, members, name, key, target, value = entry
         if module is not last:
-            last, direct = module, writes.possible(module)
+            last, direct = module, not announced and _registers_directly(module, classes)
         tied = id(target) in shared
         if type(value) is plain and direct and key not in unsure:
-            # What registering comes down to, where nothing else takes part.
+            # The essence of registering, if nothing else takes part.
             if type(target) is Parameter and not tied and members is module._parameters:
                 members[name] = make_parameter(value, target.requires_grad)
                 continue
@@ -648,28 +588,17 @@ _REGISTRATION: Final = methods(
 )
 
 
-class _DirectWrites:
-    """Tells which modules register a member by entering it in a dict, and do no more."""
-
-    def __init__(self) -> None:
-        self._classes = StandardClasses(_REGISTRATION)
-        self._announced = bool(
-            module_globals._global_parameter_registration_hooks
-            or module_globals._global_buffer_registration_hooks
-        )
-
-    def possible(self, module: torch.nn.Module) -> bool:
-        """Look at the class, the instance and the global hooks."""
-        own = module.__dict__
-        parameters = own["_parameters"]
-        return (
-            not self._announced
-            and self._classes[type(module)]
-            and "register_parameter" not in own
-            and "register_buffer" not in own
-            # What has a parameter's name elsewhere goes when that is assigned.
-            and own.keys().isdisjoint(parameters)
-            and module._non_persistent_buffers_set.isdisjoint(parameters)
-            and module._buffers.keys().isdisjoint(parameters)
-            and module._modules.keys().isdisjoint(parameters)
-        )
+def _registers_directly(module: torch.nn.Module, classes: StandardClasses) -> bool:
+    """Return True if registering a member of ``module`` is no more than entering it in a dict."""
+    own = module.__dict__
+    parameters = own["_parameters"]
+    return (
+        classes[type(module)]
+        and "register_parameter" not in own
+        and "register_buffer" not in own
+        # A plain attribute, buffer or child with a parameter's name is deleted by an assignment.
+        and own.keys().isdisjoint(parameters)
+        and module._non_persistent_buffers_set.isdisjoint(parameters)
+        and module._buffers.keys().isdisjoint(parameters)
+        and module._modules.keys().isdisjoint(parameters)
+    )

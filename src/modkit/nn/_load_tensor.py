@@ -1,4 +1,4 @@
-"""Loading one tensor of a state dict: the check before any write, and the three ways to write it."""
+"""Loading one tensor of a state dict: the check before any write, and three ways of writing."""
 
 import warnings
 from typing import Any, Final, TypeAlias
@@ -6,22 +6,14 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.nn import Parameter
 
-from modkit._messages import (
-    MSG_LOAD_FAILED,
-    MSG_LOAD_NOT_A_TENSOR,
-    MSG_LOAD_SIZE,
-    MSG_META_COPY,
-    MSG_MODULE_LOAD_ALIAS,
-)
 from modkit._upstream import storage_identity
 
 
-# Module, its dict that holds the tensor, name there, key in the state dict, the tensor there now, the
-# value to load.
+# Module, its dict that holds the tensor, name there, key in the state dict, current tensor, new value.
 Entry: TypeAlias = tuple[torch.nn.Module, dict[str, Any], str, str, torch.Tensor, Any]
 
-# For ``assign``: which parameter has taken the place of which, by what it was made of. The old tensor
-# and the value are held so that neither identity is used again.
+# For ``assign``: the parameter that replaces another one, by what it was made of. The old tensor and
+# the value are held so that neither identity is used again.
 Ties: TypeAlias = dict[Any, tuple[torch.Tensor, Any, Parameter]]
 
 # Tensors of exactly these types are initialized, and do nothing unusual when they are compared or
@@ -41,10 +33,14 @@ _PLAIN_DTYPES: Final = frozenset(
 
 
 def check(key: str, target: torch.Tensor, value: Any) -> tuple[Any, str | None]:
-    """Return the value to load into ``target``, and what is wrong with it, if anything."""
+    """Return the value to load into ``target``, and the problem with it, if any."""
     if type(value) not in PLAIN:
         if not torch.overrides.is_tensor_like(value):
-            return value, MSG_LOAD_NOT_A_TENSOR.format(key=key, kind=type(value))
+            return value, (
+                f'While copying the parameter named "{key}", '
+                "expected torch.Tensor or Tensor-like object from checkpoint but "
+                f"received {type(value)}"
+            )
     elif type(target) in PLAIN and value.shape == target.shape:
         return value, None
     # An uninitialized parameter has no shape to compare; its module's own hook has materialized
@@ -55,7 +51,10 @@ def check(key: str, target: torch.Tensor, value: Any) -> tuple[Any, str | None]:
         # Checkpoints from before torch 0.4 hold scalars as one element.
         if target.dim() == 0 and tuple(value.shape) == (1,):
             return value[0], None
-        return value, MSG_LOAD_SIZE.format(key=key, theirs=value.shape, ours=target.shape)
+        return value, (
+            f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
+            f"the shape in current model is {target.shape}."
+        )
     return value, None
 
 
@@ -63,11 +62,17 @@ def warn_if_meta(entry: Entry, *, assign: bool, stacklevel: int) -> None:
     """Warn that a copy to the meta device does nothing."""
     _, _, _, key, target, value = entry
     if target.is_meta and not assign and not value.is_meta:
-        warnings.warn(MSG_META_COPY.format(key=key), stacklevel=stacklevel)
+        warnings.warn(
+            f"for {key}: copying from a non-meta parameter in the checkpoint to a meta "
+            "parameter in the current model, which is a no-op. (Did you mean to "
+            "pass `assign=True` to assign items in the state dictionary to their "
+            "corresponding key in the module instead of copying them in place?)",
+            stacklevel=stacklevel,
+        )
 
 
 def may_fail(target: torch.Tensor, value: torch.Tensor, assign: bool) -> bool:
-    """Return True if only trying tells whether one plain tensor can be loaded into another."""
+    """Return True if only an attempt shows whether one plain tensor loads into another."""
     dtype = value.dtype
     if assign:
         return target.requires_grad and not (dtype.is_floating_point or dtype.is_complex)
@@ -113,19 +118,16 @@ def _refuses_writes(target: torch.Tensor) -> bool:
 
 
 def _failure(action: str, key: str, target: torch.Tensor, value: Any, error: BaseException) -> str:
-    return MSG_LOAD_FAILED.format(
-        action=action, key=key, ours=target.size(), theirs=value.size(), reason=error.args
+    return (
+        f'While {action} the parameter named "{key}", '
+        f"whose dimensions in the model are {target.size()} and "
+        f"whose dimensions in the checkpoint are {value.size()}, "
+        f"an exception occurred : {error.args}."
     )
 
 
 def write(entry: Entry, *, assign: bool, ties: Ties | None) -> str | None:
-    """Write one checked entry; return what went wrong, or None. The caller has turned grad off.
-
-    Args:
-        entry: What to write, and where.
-        assign: Whether to put the value itself in the place of the tensor.
-        ties: Parameters that this load has assigned already; None if none is shared.
-    """
+    """Write one checked entry with grad off; return the problem, or None. No ties: none is shared."""
     module, _, name, key, target, value = entry
     swap = torch.__future__.get_swap_module_params_on_conversion()
     try:
@@ -171,7 +173,10 @@ def _same_data(target: torch.Tensor, value: torch.Tensor) -> Any:
 def _swap_in(target: torch.Tensor, value: torch.Tensor, *, assign: bool) -> None:
     loaded = target.module_load(value, assign=assign)
     if loaded is value or loaded is target:
-        raise RuntimeError(MSG_MODULE_LOAD_ALIAS)
+        raise RuntimeError(
+            "module_load returned one of self or other, please .detach() "
+            "the result if returning one of the inputs in module_load"
+        )
     if isinstance(target, Parameter):
         loaded = _as_parameter(loaded, requires_grad=target.requires_grad)
     torch.utils.swap_tensors(target, loaded)

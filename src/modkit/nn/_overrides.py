@@ -1,4 +1,4 @@
-"""Which methods of ``torch.nn.Module`` are overridden: by a class, by an instance, or by a patch.
+"""Which methods of ``torch.nn.Module`` are overridden: by a class, an instance or a patch.
 
 One contract holds for all of them: whatever torch would call is called. A function that a library
 has put into ``torch.nn.Module`` is the method of modkit's modules too, and a mechanism that walks a
@@ -13,8 +13,7 @@ from typing import Any, Final
 import torch
 
 from modkit._messages import MSG_CYCLE
-from modkit._types import FunctionT
-from modkit._upstream import original_methods
+from modkit._upstream import FunctionT, original_methods
 
 
 TorchModule: Final = torch.nn.Module
@@ -24,16 +23,14 @@ STANDARD: Final[set[object]] = {
     value for value in original_methods.values() if isinstance(value, types.FunctionType)
 }
 
-
-def patched(name: str) -> bool:
-    """Return True if the function ``name`` of ``torch.nn.Module`` is not the one that torch wrote."""
-    return getattr(TorchModule, name) is not original_methods[name]
+# Names of methods, each with the function that torch wrote.
+Methods = tuple[tuple[str, object], ...]
 
 
 def standard(function: FunctionT) -> FunctionT:
     """Declare ``function`` as ours for torch's method of the same name; errors show torch's name.
 
-    The function itself asks whether torch's is patched. All others are ``patchable``.
+    The function itself checks whether torch's is patched. All others are ``patchable``.
     """
     STANDARD.add(function)
     function.__qualname__ = f"Module.{function.__name__}"
@@ -57,26 +54,13 @@ def patchable(function: FunctionT) -> FunctionT:
     return standard(method)  # type: ignore[return-value]
 
 
-def is_standard(module: torch.nn.Module, method: str) -> bool:
-    """Return True if no class, instance or patch overrides ``method`` of ``module``."""
-    return (
-        getattr(type(module), method, None) in STANDARD
-        and method not in module.__dict__
-        and not patched(method)
-    )
-
-
-# Names of methods, each with the function that torch wrote.
-Methods = tuple[tuple[str, object], ...]
-
-
 def methods(*names: str) -> Methods:
-    """Return what ``all_standard`` and ``StandardClasses`` ask about."""
+    """Return the argument of ``all_standard`` and ``StandardClasses``."""
     return tuple((name, original_methods[name]) for name in names)
 
 
 def all_standard(module: torch.nn.Module, asked: Methods) -> bool:
-    """Return True if ``is_standard`` holds for each of several methods; in one call, as it is hot."""
+    """Return True if no class, instance or patch overrides one of the methods of ``module``."""
     cls, own = type(module), module.__dict__
     for name, original in asked:
         if (
@@ -88,26 +72,27 @@ def all_standard(module: torch.nn.Module, asked: Methods) -> bool:
     return True
 
 
-class StandardClasses(dict[type, bool]):
-    """Which classes override none of the given methods; made for one walk.
+def is_standard(module: torch.nn.Module, method: str) -> bool:
+    """Return True if no class, instance or patch overrides ``method`` of ``module``."""
+    return (
+        getattr(type(module), method, None) in STANDARD
+        and method not in module.__dict__
+        and getattr(TorchModule, method) is original_methods[method]
+    )
 
-    Asking ``is_standard`` for each of thousands of modules takes longer than walking does, while
-    a tree has few classes. What an instance overrides is still to be asked of each.
-    """
+
+class StandardClasses(dict[type, bool]):
+    """Caches for one walk which classes override none of the methods; instances still may."""
 
     def __init__(self, asked: Methods) -> None:
         self._asked = asked
 
     def __missing__(self, cls: type) -> bool:
-        """Look at a class that has not been met in this walk."""
-        found = True
-        for name, original in self._asked:
-            if getattr(cls, name, None) not in STANDARD or (
-                getattr(TorchModule, name) is not original
-            ):
-                found = False
-                break
-        self[cls] = found
+        """Check a class that this walk has not met before."""
+        found = self[cls] = all(
+            getattr(cls, name, None) in STANDARD and getattr(TorchModule, name) is original
+            for name, original in self._asked
+        )
         return found
 
 
@@ -127,11 +112,9 @@ def children_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def registered_children(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield each child once, of a module that does not override how its children are found.
-
-    Modules are told apart by identity, since some cannot be hashed. The values keep alive what was
-    seen, so that no identity is used twice while a caller replaces children.
-    """
+    """Yield each child once, of a module that does not override how its children are found."""
+    # By identity, since some modules cannot be hashed. The values keep alive what was seen, so that
+    # no identity is used twice while a caller replaces children.
     seen: dict[int, torch.nn.Module] = {}
     for child in module._modules.values():
         if child is not None and id(child) not in seen:
@@ -153,8 +136,8 @@ def walk(
 ) -> Iterator[torch.nn.Module]:
     """Yield ``module`` and its descendants: children before their parent, or parents first.
 
-    A module below ``module`` that overrides ``method`` is passed to ``call`` in its turn, and
-    neither it nor what is below it is yielded.
+    A descendant that overrides ``method`` is passed to ``call``; neither it nor what is below it is
+    yielded.
     """
     plain = StandardClasses(((method, original_methods[method]), *_CHILDREN))
     active = {id(module)}

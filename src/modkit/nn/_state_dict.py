@@ -6,10 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from modkit._messages import (
-    MSG_STATE_DICT_HOOK_RETURN,
-    MSG_STATE_DICT_POSITIONAL,
-)
+from modkit._messages import text_of
 from modkit._upstream import EXTRA_STATE_KEY, original_methods
 from modkit.nn._hooks import is_public
 from modkit.nn._overrides import (
@@ -17,23 +14,10 @@ from modkit.nn._overrides import (
     TorchModule,
     is_standard,
     methods,
+    patchable,
     refuse_cycle,
     standard,
 )
-
-
-def positional_arguments(
-    args: tuple[Any, ...], destination: Any, prefix: str, keep_vars: bool
-) -> tuple[Any, str, bool]:
-    """Merge the deprecated positional form of ``state_dict`` into the keywords, with a warning."""
-    warnings.warn(MSG_STATE_DICT_POSITIONAL, FutureWarning, stacklevel=4)
-    if destination is None:
-        destination = args[0]
-    if len(args) > 1 and prefix == "":
-        prefix = args[1]
-    if len(args) > 2 and keep_vars is False:
-        keep_vars = args[2]
-    return destination, prefix, keep_vars
 
 
 _TORCH_SAVE_TO_STATE_DICT: Final = original_methods["_save_to_state_dict"]
@@ -68,22 +52,9 @@ _SAVING: Final = methods("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 def _save_one(
-    module: torch.nn.Module,
-    destination: Any,
-    names: tuple[str, str],
-    keep_vars: bool,
-    plain: bool,
+    module: torch.nn.Module, destination: Any, path: str, prefix: str, keep_vars: bool, plain: bool
 ) -> dict[str, Any]:
-    """Run the pre-hooks and write one module's own state; return its metadata.
-
-    Args:
-        module: What to save.
-        destination: Where to write.
-        names: The name of the module, and what its members' names begin with.
-        keep_vars: Whether to write the tensors themselves.
-        plain: Whether to write tensors is all that the module does.
-    """
-    path, prefix = names
+    """Run the pre-hooks, write one module's own state, and return its metadata."""
     metadata = {"version": module._version}
     try:
         versions = destination._metadata
@@ -109,24 +80,48 @@ def _run_save_hooks(
         if result is None:
             continue
         if is_public(hook_id, hook):
-            raise RuntimeError(MSG_STATE_DICT_HOOK_RETURN)
+            raise RuntimeError(text_of("state_dict", "state_dict post-hook"))
         destination = result
     return destination
 
 
-def save(module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool) -> Any:
-    """Write the state of ``module`` and all below it; return where it was written.
+@patchable
+def state_dict(
+    self: torch.nn.Module,
+    *args: Any,
+    destination: Any = None,
+    prefix: str = "",
+    keep_vars: bool = False,
+) -> Any:
+    """Return the parameters, persistent buffers and extra state, here and below, by name.
 
-    Only the root may replace the destination, through a private hook that returns another one.
+    ``destination`` is a mapping to write into, by default a new OrderedDict whose ``_metadata`` holds
+    each module's ``_version``. ``keep_vars`` keeps the tensors' autograd history.
     """
+    if args:
+        warnings.warn(text_of("state_dict", "Positional args"), FutureWarning, stacklevel=3)
+        destination = args[0] if destination is None else destination
+        prefix = args[1] if len(args) > 1 and prefix == "" else prefix
+        keep_vars = args[2] if len(args) > 2 and keep_vars is False else keep_vars
     if destination is None:
         destination = OrderedDict()
         destination._metadata = OrderedDict()
-    metadata = _save_one(module, destination, (prefix[:-1], prefix), keep_vars, plain=False)
-    if not module._modules:
-        if module._state_dict_hooks:
-            return _run_save_hooks(module, destination, prefix, metadata)
+    metadata = _save_one(self, destination, prefix[:-1], prefix, keep_vars, plain=False)
+    if not self._modules:
+        if self._state_dict_hooks:
+            return _run_save_hooks(self, destination, prefix, metadata)
         return destination
+    return _save_below(self, destination, prefix, keep_vars, metadata)
+
+
+def _save_below(
+    module: torch.nn.Module,
+    destination: Any,
+    prefix: str,
+    keep_vars: bool,
+    metadata: dict[str, Any],
+) -> Any:
+    """Write the state of all modules below; return the root's destination, which a hook may replace."""
     classes = StandardClasses(_SAVING)
     active = {id(module)}
     stack = [(module, prefix, metadata, iter(module._modules.items()))]
@@ -145,8 +140,7 @@ def save(module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool
                 continue
             if id(child) in active:
                 refuse_cycle(child)
-            names = path, child_prefix
-            child_metadata = _save_one(child, destination, names, keep_vars, plain)
+            child_metadata = _save_one(child, destination, path, child_prefix, keep_vars, plain)
             if child._modules:
                 active.add(id(child))
                 stack.append((child, child_prefix, child_metadata, iter(child._modules.items())))

@@ -1,23 +1,15 @@
 """Iterating over the modules, parameters and buffers of a tree."""
 
-import functools
 import operator
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Final, cast
 
 import torch
 from torch.nn import Parameter
 
 from modkit._upstream import original_methods
-from modkit.nn._overrides import (
-    StandardClasses,
-    all_standard,
-    methods,
-    refuse_cycle,
-)
+from modkit.nn._overrides import StandardClasses, all_standard, methods, patchable, refuse_cycle
 
-
-NamedMembers = Callable[[torch.nn.Module], Iterable[tuple[str, Any]]]
 
 _NAMED_MODULES: Final = methods("named_modules")
 _NAMED_MEMBERS: Final = methods("_named_members")
@@ -33,10 +25,9 @@ class _Memo(set[torch.nn.Module]):
 class _Seen:
     """The modules that a walk has met, told apart by identity.
 
-    A set goes by the equality that the modules' classes define, which is quick, as most leave it
-    alone. ``unlike`` holds the others, by identity: modules that cannot be hashed, such as
-    dataclasses and mappings, and those that their class takes for equal to another one. In a memo
-    that a caller made it is the caller's way of comparing that counts, where it is possible.
+    A set compares by the classes' equality, which is fast, as most leave it alone. ``unlike`` holds
+    the others, by identity: modules that cannot be hashed, such as dataclasses, or that equal another
+    one. A memo of the caller's is compared as the caller does it, if possible.
     """
 
     __slots__ = ("_by_identity", "_remember", "met", "unlike")
@@ -48,7 +39,7 @@ class _Seen:
         self._remember = remember
 
     def is_new(self, module: torch.nn.Module) -> bool:
-        """Tell whether ``module`` is met for the first time, and note it."""
+        """Return True if ``module`` is met for the first time, and remember it."""
         try:
             known = module in self.met
         except TypeError:
@@ -62,7 +53,7 @@ class _Seen:
         return True
 
     def is_another(self, module: torch.nn.Module) -> bool:
-        """Tell whether a module is new although the set seems to hold it, or could not say."""
+        """Return True if a module is new although the set holds an equal one or cannot hold it."""
         hashing = cast("object", type(module).__hash__)
         if hashing is object.__hash__ or id(module) in self.unlike:
             return False
@@ -82,43 +73,41 @@ class _Seen:
         return self.met
 
 
-_Level = tuple[str, torch.nn.Module, Iterator[tuple[str, torch.nn.Module | None]]]
-
-
 def _dot(path: str) -> str:
     return path + "." if path else ""
 
 
-def _refuse_parent(module: torch.nn.Module, stack: list[_Level]) -> None:
-    """Raise if ``module`` contains itself: with duplicates kept nothing else ends such a walk."""
+def _refuse_parent(module: torch.nn.Module, stack: list[Any]) -> None:
+    # With duplicates kept, nothing else ends a walk of a module that contains itself.
     if any(module is parent for _, parent, _ in stack):
         refuse_cycle(module)
 
 
+@patchable
 def named_modules(
-    module: torch.nn.Module,
-    memo: set[torch.nn.Module] | None,
-    prefix: str,
-    remove_duplicate: bool,
+    self: torch.nn.Module,
+    memo: set[torch.nn.Module] | None = None,
+    prefix: str = "",
+    remove_duplicate: bool = True,
 ) -> Generator[tuple[str, torch.nn.Module], None, None]:
-    """Yield the pairs of ``module`` and all below it, parents first, depth first.
+    """Yield ``(dotted name, module)`` for this module and all below it, parents first.
 
-    ``memo`` holds the modules that were seen and is filled when duplicates are removed.
+    Modules in ``memo`` are left out, and those that were yielded are added to it.
     """
     if memo is None:
-        yield prefix, module
-        if not module._modules:
+        yield prefix, self
+        if not self._modules:
             return
     seen = _Seen(memo, remember=remove_duplicate)
-    new = seen.is_new(module)
+    new = seen.is_new(self)
     if memo is not None:
         if not new:
             return
-        yield prefix, module
+        yield prefix, self
     met = seen.met
     note = met.add
     standard = StandardClasses(_NAMED_MODULES)
-    stack: list[_Level] = [(_dot(prefix), module, iter(module._modules.items()))]
+    stack = [(_dot(prefix), self, iter(self._modules.items()))]
     while stack:
         dotted, _, children = stack[-1]
         for name, child in children:
@@ -150,40 +139,26 @@ def named_modules(
             stack.pop()
 
 
-def _path(
-    parents: list[torch.nn.Module],
-    child: torch.nn.Module,
-    stack: list[Iterator[torch.nn.Module | None]],
-    names: dict[int, list[str]],
-) -> str:
-    """Return the dotted path to ``child``, where the iterators over the children stand.
-
-    ``names`` keeps the names of the children of each parent, so that all are listed only once.
-    """
-    path = ""
-    for parent, below, children in zip(parents, [*parents[1:], child], stack, strict=True):
-        left = operator.length_hint(children, -1)
-        if left < 0:
-            # Not an exact dict: such iterators cannot tell how far they are.
-            name = next(name for name, found in parent._modules.items() if found is below)
-        else:
-            if id(parent) not in names:
-                names[id(parent)] = list(parent._modules)
-            name = names[id(parent)][-1 - left]
-        path = f"{path}.{name}" if path else name
-    return path
-
-
-def modules(module: torch.nn.Module, remove_duplicate: bool) -> Iterator[torch.nn.Module]:
-    """Yield what ``module.named_modules`` finds, without putting names together."""
+@patchable
+def modules(self: torch.nn.Module, remove_duplicate: bool = True) -> Iterator[torch.nn.Module]:
+    """Yield this module and all below it, parents first, by default each once."""
     if not remove_duplicate:
-        for _, found in module.named_modules(remove_duplicate=False):
+        for _, found in self.named_modules(remove_duplicate=False):
             yield found
-    elif all_standard(module, _NAMED_MODULES):
-        yield from _standard_modules(module)
+    elif all_standard(self, _NAMED_MODULES):
+        yield from _standard_modules(self)
     else:
-        # What torch passes to an override depends on its release.
-        yield from original_methods["modules"](module)
+        # Torch's arguments to an override depend on its release.
+        yield from original_methods["modules"](self)
+
+
+def _name_at(parent: torch.nn.Module, children: object, below: torch.nn.Module) -> str:
+    """Return the name of the child ``below``, which the iterator ``children`` has just returned."""
+    left = operator.length_hint(children, -1)
+    if left < 0:
+        # Not an exact dict: such iterators do not know their position.
+        return next(name for name, found in parent._modules.items() if found is below)
+    return [*parent._modules][-1 - left]
 
 
 def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -195,7 +170,6 @@ def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     seen.is_new(module)
     met = seen.met
     note = met.add
-    names: dict[int, list[str]] = {}
     standard = StandardClasses(_NAMED_MODULES)
     parents = [module]
     stack = [iter(module._modules.values())]
@@ -207,7 +181,7 @@ def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             if not standard[type(child)] or "named_modules" in child.__dict__:
                 met = seen.share()
                 note = met.add
-                path = _path(parents, child, stack, names)
+                path = ".".join(map(_name_at, parents, stack, [*parents[1:], child]))
                 for _, found in child.named_modules(met, path, True):
                     yield found
                 continue
@@ -230,18 +204,19 @@ def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             parents.pop()
 
 
-def parameters(module: torch.nn.Module, recurse: bool) -> Iterator[Parameter]:
-    """Yield what ``module.named_parameters`` finds, without putting names together."""
-    if not all_standard(module, _NAMED_PARAMETERS) or (
-        recurse and not all_standard(module, _NAMED_MODULES)
+@patchable
+def parameters(self: torch.nn.Module, recurse: bool = True) -> Iterator[Parameter]:
+    """Yield the parameters, each once; of all modules below too if ``recurse``."""
+    if not all_standard(self, _NAMED_PARAMETERS) or (
+        recurse and not all_standard(self, _NAMED_MODULES)
     ):
-        for _, found in module.named_parameters(recurse=recurse):
+        for _, found in self.named_parameters(recurse=recurse):
             yield found
         return
     # By identity, as tensors compare in a set, but without the hash that tensors define in Python.
     # The values keep what was seen alive, so that no identity is used twice.
     seen: dict[int, Parameter] = {}
-    for owner in _standard_modules(module) if recurse else (module,):
+    for owner in _standard_modules(self) if recurse else (self,):
         for parameter in owner._parameters.values():
             if parameter is None:
                 continue
@@ -251,11 +226,12 @@ def parameters(module: torch.nn.Module, recurse: bool) -> Iterator[Parameter]:
                 yield parameter
 
 
-def named_children(module: torch.nn.Module) -> Generator[tuple[str, torch.nn.Module], None, None]:
-    """Yield the pairs of the direct children, each module once, told apart by identity."""
+@patchable
+def named_children(self: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield ``(name, module)`` for the direct children, each module once."""
     # The values keep alive what was seen, so that no identity is used twice.
     seen: dict[int, torch.nn.Module] = {}
-    for name, child in module._modules.items():
+    for name, child in self._modules.items():
         if child is not None and id(child) not in seen:
             seen[id(child)] = child
             yield name, child
@@ -272,50 +248,17 @@ def _owners(
     return owners
 
 
-def named_members(
-    module: torch.nn.Module,
-    get_members_fn: NamedMembers,
-    prefix: str,
-    recurse: bool,
-    remove_duplicate: bool,
-) -> Generator[tuple[str, Any], None, None]:
-    """Yield the pairs that ``get_members_fn`` finds in ``module`` and, if asked, all below it."""
-    # Tensors and modules by identity, as in ``parameters``; anything else by its own equality.
-    by_identity: dict[int, Any] = {}
-    by_equality: set[Any] = set()
-    for module_prefix, owner in _owners(module, prefix, recurse, remove_duplicate):
-        dotted = _dot(module_prefix)
-        for name, member in get_members_fn(owner):
-            if member is None:
-                continue
-            if remove_duplicate:
-                if isinstance(member, (torch.Tensor, torch.nn.Module)):
-                    if id(member) in by_identity:
-                        continue
-                    by_identity[id(member)] = member
-                elif member in by_equality:
-                    continue
-                else:
-                    by_equality.add(member)
-            yield dotted + name, member
-
-
-def _pairs(table: str, module: torch.nn.Module) -> Iterable[tuple[str, Any]]:
-    pairs: Iterable[tuple[str, Any]] = getattr(module, table).items()
-    return pairs
-
-
-def named_tensors(
+def _named_tensors(
     module: torch.nn.Module, table: str, prefix: str, recurse: bool, remove_duplicate: bool
-) -> Generator[tuple[str, Any], None, None]:
-    """Yield the pairs in the attribute ``table`` of ``module`` and, if asked, of all below it."""
+) -> Iterator[tuple[str, Any]]:
+    """Yield the pairs in the attribute ``table`` of ``module`` and, if ``recurse``, of all below it."""
     if not all_standard(module, _NAMED_MEMBERS):
-        yield from module._named_members(
-            functools.partial(_pairs, table),
-            prefix=prefix,
-            recurse=recurse,
-            remove_duplicate=remove_duplicate,
-        )
+
+        def members_of(owner: torch.nn.Module) -> Iterable[tuple[str, Any]]:
+            return cast("dict[str, Any]", getattr(owner, table)).items()
+
+        options: Any = {"recurse": recurse, "remove_duplicate": remove_duplicate}
+        yield from module._named_members(members_of, prefix=prefix, **options)
         return
     seen: dict[int, Any] = {}
     for module_prefix, owner in _owners(module, prefix, recurse, remove_duplicate):
@@ -332,3 +275,19 @@ def named_tensors(
                     continue
                 seen[key] = member
             yield dotted + name, member
+
+
+@patchable
+def named_parameters(
+    self: torch.nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, Parameter]]:
+    """Yield ``(dotted name, parameter)``, a tied parameter under its first name by default."""
+    return _named_tensors(self, "_parameters", prefix, recurse, remove_duplicate)
+
+
+@patchable
+def named_buffers(
+    self: torch.nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``(dotted name, buffer)``; arguments as in ``named_parameters``."""
+    return _named_tensors(self, "_buffers", prefix, recurse, remove_duplicate)

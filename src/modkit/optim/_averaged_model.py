@@ -132,8 +132,6 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     models that hold results of autograd.
     """
 
-    __module__ = "modkit.optim.swa_utils"
-
     module: ModelT
     n_averaged: Tensor
     avg_fn: AvgFn | None

@@ -10,6 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import SWALR
 
+from modkit._namespace import publish_all
 from modkit._types import Tensor
 from modkit._upstream import BatchNormBase
 from modkit.averaging.precision import TensorList
@@ -138,3 +139,6 @@ def _run(loader: Iterable[Any], model: torch.nn.Module, device: int | torch.devi
 def _statistics(layer: Any) -> list[Tensor]:
     found = (layer.running_mean, layer.running_var, layer.num_batches_tracked)
     return [one for one in found if one is not None and not is_lazy(one)]
+
+
+publish_all(globals())

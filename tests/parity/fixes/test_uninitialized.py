@@ -26,7 +26,7 @@ def test_calling_a_module_without_state_says_what_was_forgotten(impl: Implementa
         forgetful(impl)(torch.ones(1))
     (note,) = getattr(caught.value, "__notes__", [""])
 
-    assert "Forgetful.__init__() has not called super().__init__()" in note
+    assert "Forgetful.__init__() must call super().__init__()" in note
 
 
 def test_the_error_itself_is_torchs(impl: Implementation) -> None:

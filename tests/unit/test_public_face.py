@@ -1,0 +1,97 @@
+import importlib
+import inspect
+import pickle
+import types
+import typing
+from collections.abc import Iterator
+
+import pytest
+
+import modkit
+from tests.cases import for_each
+
+
+# The names of each public namespace; the two that show torch's names have some of their own.
+NAMESPACES = {
+    **dict.fromkeys(["modkit", "modkit.distributed", "modkit.errors", "modkit.files"]),
+    **dict.fromkeys(["modkit.integrations.lightning", "modkit.integrations.transformers"]),
+    **dict.fromkeys(
+        ["modkit.models", "modkit.optim", "modkit.optim.swa_utils", "modkit.schedules"]
+    ),
+    "modkit.nn": ["Module"],
+    "modkit.jit": sorted(type(modkit.jit).__own__),
+}
+
+
+def namespace(path: str) -> types.ModuleType:
+    """Import a public namespace; skip if it needs a library that is not installed."""
+    if path.startswith("modkit.integrations"):
+        pytest.importorskip(path.rpartition(".")[2])
+    return importlib.import_module(path)
+
+
+def public_objects(path: str) -> Iterator[tuple[str, object]]:
+    """Yield the classes and functions of modkit in a public namespace, by name."""
+    module = namespace(path)
+    for name in NAMESPACES[path] or module.__all__:
+        found = getattr(module, name)
+        if isinstance(found, (type, types.FunctionType)) and is_ours(found):
+            yield name, found
+
+
+def is_ours(found: type | types.FunctionType) -> bool:
+    """Return False for what torch or the standard library defines."""
+    return found.__module__.partition(".")[0] == "modkit"
+
+
+def functions_of(cls: type) -> Iterator[types.FunctionType]:
+    """Yield the functions that a class defines, class methods and static methods included."""
+    for member in vars(cls).values():
+        function = getattr(member, "__func__", member)
+        if isinstance(function, types.FunctionType) and is_ours(function):
+            yield function
+
+
+@for_each("path", NAMESPACES)
+def test_objects_show_their_public_path(path: str) -> None:
+    """The module of each public class, method and function is the one that users import from."""
+    for name, found in public_objects(path):
+        assert (found.__module__, found.__qualname__) == (path, name)
+        members = functions_of(found) if isinstance(found, type) else ()
+        assert {member.__module__ for member in members} <= {path}
+
+
+@for_each("path", NAMESPACES)
+def test_dir_lists_public_names_alone(path: str) -> None:
+    """``dir()`` of a public namespace shows what is public, or torch's names where it shows those."""
+    module = namespace(path)
+    listed = {name for name in dir(module) if not name.startswith("__")}
+
+    if NAMESPACES[path] is None:
+        assert listed == set(module.__all__)
+    else:
+        theirs = dir(importlib.import_module(path.replace("modkit", "torch")))
+        assert listed == {name for name in theirs if not name.startswith("__")}
+
+
+@for_each("path", NAMESPACES)
+def test_tools_find_public_objects(path: str) -> None:
+    """Pickles name the public path, annotations of classes resolve, functions show their source."""
+    for _, found in public_objects(path):
+        is_class = isinstance(found, type)
+        members = [*functions_of(found)] if is_class else [found]
+
+        assert pickle.loads(pickle.dumps(found)) is found
+        assert path.encode() in pickle.dumps(found, protocol=0)
+        assert not is_class or typing.get_type_hints(found) is not None
+        for function in members:
+            # Functions that dataclasses generate have no source, in no module.
+            if not inspect.unwrap(function).__code__.co_filename.startswith("<"):
+                assert inspect.getsource(function)
+
+
+def test_old_paths_load() -> None:
+    """Pickles that name the file of a class still load."""
+    old = b"cmodkit.averaging.ema\nEMA\n."
+
+    assert pickle.loads(old) is modkit.EMA
