@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch import Tensor
 
+from modkit._types import Tensor
 from modkit._upstream import foreach_copy_
 from modkit.averaging.named_tensors import PLAIN, Options, is_averaged
 from modkit.averaging.precision import Precision, full_value, is_rounded, kept_dtype
@@ -57,7 +57,7 @@ class FlatBuffer:
     ) -> None:
         shapes = [like.shape for like in likes.values()]
         sizes = [shape.numel() for shape in shapes]
-        self.data = torch.zeros(sum(sizes), dtype=dtype, device="cpu")
+        self.data: Tensor = torch.zeros(sum(sizes), dtype=dtype, device="cpu")
         memory = (ctypes.c_char * self.data.nbytes).from_address(self.data.data_ptr())
         # Each tensor keeps the ctypes object alive, and that keeps the memory.
         memory.flat_buffer = self.data  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ class Average:
     """The average of named tensors: its tensors, error terms, flat buffers and generators."""
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        self.options: Options = options
         self.reset()
 
     def reset(self) -> None:

@@ -186,10 +186,13 @@ class EMACallback(Generic[ModelT]):
         """Restore the training weights; without effect outside an evaluation."""
         self._evaluation.end()
 
-    on_test_start = on_predict_start = on_validation_start
-    on_test_end = on_predict_end = on_validation_end
+    on_test_start = on_validation_start
+    on_predict_start = on_validation_start
+    on_test_end = on_validation_end
+    on_predict_end = on_validation_end
     # Where an evaluation was left without its end hook.
-    on_train_batch_start = on_exception = on_validation_end
+    on_train_batch_start = on_validation_end
+    on_exception = on_validation_end
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the averages. See ``EMA.state_dict``."""

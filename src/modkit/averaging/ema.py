@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from typing import Any, Final, Generic, TypeAlias, TypedDict, cast
 
 import torch
-from torch import Tensor
 from typing_extensions import Self, TypeVar
 
 from modkit._namespace import publish
+from modkit._types import Tensor
 from modkit._upstream import RemovableHandle
 from modkit.averaging import state as ema_state
 from modkit.averaging.engine import Engine
@@ -184,11 +184,6 @@ class EMA(Generic[ModelT]):
         parts += [f"step={self.step}", f"n_averaged={self.n_averaged}"]
         return f"{type(self).__name__}({', '.join(parts)})"
 
-    @property
-    def decay(self) -> float:
-        """Decay of the latest step of the first average; 0 before the first."""
-        return 0.0 if self._start is None else self.schedules[0](self.step - self._start)
-
     def update(self, model: torch.nn.Module | None = None) -> None:
         """Update the averages with the present parameters; call it after ``optimizer.step()``.
 
@@ -196,8 +191,7 @@ class EMA(Generic[ModelT]):
             model: Another model of the same names and shapes to take the parameters from.
 
         Raises:
-            RuntimeError: If called inside :meth:`applied`, if a parameter is uninitialized or on
-                the meta device, or if one is not finite and ``on_nonfinite="raise"``.
+            RuntimeError: If called inside :meth:`applied`, or a parameter has no values yet.
         """
         source = self.model if model is None else model
         self._check_restored("update", source)
@@ -291,8 +285,7 @@ class EMA(Generic[ModelT]):
         """Swap an average into the model for the length of a ``with`` block; blocks may be nested.
 
         The swap exchanges storage: nothing is copied unless dtype or device differ, and parameters
-        stay the same objects. Before the first update the block sees the training weights. A
-        checkpoint written inside contains the training weights too.
+        stay the same objects. Before the first update the block sees the training weights.
 
         Args:
             model: Another model to swap into, such as the wrapped one in distributed training.
@@ -376,12 +369,12 @@ class EMA(Generic[ModelT]):
         Averaging resumes with bitwise identical results. Schedule, ``update_every`` and
         ``update_after_step`` are those of the state, with a warning where they differ; precision
         and device stay. Supported are torch's ``AveragedModel``, timm's ``ModelEmaV3``, diffusers'
-        ``EMAModel``, ema-pytorch, torch_ema and Lightning. An empty state starts anew. Training
-        weights in the state are loaded into the model. Each of these cases warns.
+        ``EMAModel``, ema-pytorch, torch_ema and Lightning. An empty state starts anew, with a
+        warning. A state from inside :meth:`applied` also loads its training weights into the model.
 
         Raises:
-            ValueError: If the state is not of a supported kind, not valid, or of another number of
-                averages. Nothing has been changed.
+            ValueError: If the state is not valid, or not of a supported kind. Nothing has been
+                changed.
             RuntimeError: If called inside :meth:`applied`.
         """
         self._check_restored("load_state_dict", self.model)

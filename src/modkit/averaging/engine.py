@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import Self, override
 
 from modkit._messages import MSG_NOTHING_CHOSEN, MSG_REBIND, add_note
+from modkit._types import Tensor
 from modkit.averaging import precision, state as ema_state
 from modkit.averaging.averages import Average, Tensors, can_share
 from modkit.averaging.named_tensors import (
@@ -45,7 +45,7 @@ class _Gather:
         for source in sources:
             runs.setdefault((source.dim() == 0, source.shape[1:]), []).append(source)
         total = sum(map(Tensor.numel, sources))
-        self.data = torch.empty(total, dtype=sources[0].dtype, device="cpu")
+        self.data: Tensor = torch.empty(total, dtype=sources[0].dtype, device="cpu")
         self._calls: list[tuple[Any, list[Tensor], Tensor]] = []
         start = 0
         for (is_scalar, trailing), run in runs.items():
@@ -183,7 +183,7 @@ class Plan:
     ) -> None:
         self.copies = copies
         self.currents = currents
-        self.groups = _grouped(averages, currents, flat=flat)
+        self.groups: list[Group] = _grouped(averages, currents, flat=flat)
         self._meshes = meshes_of(currents.values())
         self._model = weakref.ref(model)
         self._flats = [flat_ for one in averages for flat_ in one.flats if flat_.holds(one.tensors)]
@@ -284,8 +284,8 @@ class Engine:
     def __init__(self, model: torch.nn.Module, count: int, options: Options) -> None:
         self.model = model
         self.options = options
-        self.begun = False
-        self.averages = [Average(options) for _ in range(count)]
+        self.begun: bool = False
+        self.averages: list[Average] = [Average(options) for _ in range(count)]
         self._copies: dict[str, Any] = {}
         self._plans, self._swaps = Cache(), Cache()
 

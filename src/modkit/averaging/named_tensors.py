@@ -8,13 +8,13 @@ from itertools import chain
 from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 import torch
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from modkit._types import Tensor
 from modkit._upstream import foreach_copy_, tensor_guard
-from modkit.averaging.precision import OnNonfinite, Precision
+from modkit.averaging.precision import PRECISIONS, OnNonfinite, Precision
 from modkit.averaging.sharding import is_sharded, local_shard, reshard
 from modkit.errors import NameMismatchError
 
@@ -100,7 +100,7 @@ class NamedTensors:
         self.empty: dict[str, Member] = {}
         self.registries: list[Registry] = []
         self.buffer_registries: list[Registry] = []
-        self.scripted = False
+        self.scripted: bool = False
         slots = [slot for prefix, module in places for slot in self._slots_of(prefix, module)]
         names = canonical_names(slot[0] for slot in slots)
         first: dict[int, str] = {}
@@ -292,7 +292,7 @@ class Copies:
         *,
         follow: bool = True,
     ) -> None:
-        self.pairs = list(pairs)
+        self.pairs: list[tuple[dict[str, Any], str, Member]] = list(pairs)
         self._device = device
         self._follow = follow
         self._tables: list[Any] = []
@@ -391,7 +391,7 @@ class Options:
         policies = [self.buffers] if isinstance(self.buffers, str) else self.buffers.values()
         for policy in policies:
             check_choice(self.owner, "buffers", policy, get_args(BufferPolicy))
-        check_choice(self.owner, "precision", self.precision, get_args(Precision))
+        check_choice(self.owner, "precision", self.precision, PRECISIONS)
         check_choice(self.owner, "on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
         for field in ("include", "exclude"):
             names = getattr(self, field)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from modkit._namespace import publish
+from modkit._types import Tensor
 from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors, check_match, shapes_of
 from modkit.averaging.precision import compact
@@ -138,10 +138,7 @@ def _products(gammas: Tensor, ends: Tensor, other_gammas: Tensor, other_ends: Te
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """An average combined from ``snapshots``, in the order of ``fit.coefficients``.
-
-    ``averages`` are float32 or wider; ``buffers`` are those of the latest snapshot.
-    """
+    """An average of ``snapshots``, in float32 or wider, with the buffers of the latest of them."""
 
     averages: dict[str, Tensor]
     buffers: dict[str, Tensor]

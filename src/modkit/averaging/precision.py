@@ -9,11 +9,11 @@ computes in torch's form: ``a + (b - a) / n``, ``lerp`` and ``w * a + (1 - w) * 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, Literal, TypeAlias, cast
+from typing import Final, Literal, TypeAlias, cast, get_args
 
 import torch
-from torch import Tensor
 
+from modkit._types import Tensor
 from modkit._upstream import foreach_copy_, foreach_lerp_, foreach_norm
 from modkit.averaging.sharding import local_shard, meshes_of, true_everywhere
 
@@ -22,6 +22,8 @@ Precision: TypeAlias = Literal["same", "fp32", "fp64", "stochastic", "compensate
 OnNonfinite: TypeAlias = Literal["ignore", "skip", "raise"]
 TensorList: TypeAlias = tuple[Tensor, ...] | list[Tensor]
 Weight: TypeAlias = Tensor | float
+
+PRECISIONS: Final = get_args(Precision)
 
 # Elements that are processed at a time where a step needs temporaries. Measured on CPU for bf16 averaged
 # in fp32, relative to one fp32 ``lerp_``: 4.5x at 16K, 1.5x at 256K, 1.0x at 1M, 1.4x at 4M.

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+
+from modkit._types import Tensor
 
 
 def is_sharded(tensor: object) -> bool:

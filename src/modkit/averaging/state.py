@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias, cast
 
 import torch
-from torch import Tensor
 
+from modkit._types import Tensor
 from modkit.averaging import schedules as decays
 from modkit.averaging.named_tensors import (
     NamedTensors,

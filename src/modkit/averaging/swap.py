@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
@@ -17,6 +16,7 @@ from modkit._messages import (
     MSG_WRITTEN_INSIDE,
     add_note,
 )
+from modkit._types import Tensor
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.sharding import local_shard, reshard, sharded_places
 from modkit.errors import NameMismatchError

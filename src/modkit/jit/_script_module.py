@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
 import torch
 from typing_extensions import Self
 
-from modkit._upstream import FunctionT
+from modkit._types import FunctionT
 from modkit.jit import _archives, _copy_and_pickle
 from modkit.jit._attributes import BOOKKEEPING, DEFINED, assign, bind, find, item, kind
 from modkit.jit._from_torch import (

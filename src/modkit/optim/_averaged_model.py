@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, Generic, TypeAlias, TypeGuard, cast
 
 import torch
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import (
     AveragedModel as _TorchAveragedModel,
@@ -16,6 +15,7 @@ from torch.optim.swa_utils import (
 from typing_extensions import TypeVar, override
 
 from modkit._messages import add_note
+from modkit._types import Tensor
 from modkit._upstream import foreach_devices, make_parameter
 from modkit.averaging.averages import Average, flat_buffers
 from modkit.averaging.engine import Cache, Group, Plan
@@ -63,8 +63,13 @@ class AveragingFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "AveragingFunction":
-        return self
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AveragingFunction) and repr(self) == repr(other)
+
+    @override
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
     @override
     def __repr__(self) -> str:
@@ -132,6 +137,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     avg_fn: AvgFn | None
     multi_avg_fn: MultiAvgFn | None
     use_buffers: bool
+    compensation: Module
 
     def __init__(
         self,

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import SWALR
 
 from modkit._namespace import publish_all
+from modkit._types import Tensor
 from modkit._upstream import BatchNormBase
 from modkit.averaging.precision import TensorList
 from modkit.optim._averaged_model import AveragedModel, AveragingFunction, AvgFn, MultiAvgFn
@@ -82,15 +82,12 @@ def update_bn(
     """Compute the batch normalization statistics of a model afresh, in one pass over the data.
 
     Call it on an ``AveragedModel`` before evaluation: no training step has seen the activations of
-    averaged weights. A model without batch normalization leaves the loader untouched.
+    averaged weights. An empty loader raises ValueError.
 
     Args:
         loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
         model: Model whose statistics are replaced.
         device: Device that inputs are moved to.
-
-    Raises:
-        ValueError: If the loader is empty.
 
     Example:
         >>> import torch
@@ -98,8 +95,6 @@ def update_bn(
         >>> from modkit.optim.swa_utils import AveragedModel, update_bn
         >>> average = AveragedModel(nn.BatchNorm1d(1))
         >>> update_bn([torch.tensor([[2.0], [4.0]])], average)
-        >>> average.module.running_mean
-        tensor([3.])
 
     Differs from torch: only batch normalization runs in training mode, each module gets its own
     mode back, and if anything raises, the model is as before.
