@@ -13,7 +13,7 @@ OPTIONS = ELLIPSIS | NORMALIZE_WHITESPACE
 
 
 def missing(*packages: str) -> bool:
-    """Tell whether one of the packages is not installed, for blocks that need it."""
+    """Return True if one of the packages is not installed, to skip blocks that need it."""
     return any(importlib.util.find_spec(package) is None for package in packages)
 
 

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["nox>=2025.2"]
 # ///
-"""What there is to run: `nox -l` lists it, `nox -s NAME` runs one, arguments after `--` are passed on.
+"""Sessions: `nox -l` lists them, `nox -s NAME` runs one and passes on arguments after `--`.
 
 All sessions that need torch share one environment, because torch is large. It is filled on demand
 with the pins of constraints.txt and reused. `nox --no-venv -s NAME` uses the current environment.
@@ -25,7 +25,7 @@ INTEGRATION = ROOT / "tests" / "integration"
 
 
 def shared_environment(location: str, **options: object) -> VirtualEnv:
-    """Put the environment of a session at one place, whatever the session's name is."""
+    """Use one environment for all sessions, independent of the session's name."""
     shared = Path(location).with_name("shared")
     return VirtualEnv(str(shared), venv_backend="virtualenv", **options)  # type: ignore[arg-type]
 
@@ -37,13 +37,13 @@ nox.options.default_venv_backend = "shared"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests", "lint", "typing"]
 
-# The oldest torch that modkit admits, the one of constraints.txt, and the newest.
+# The oldest supported torch, the pinned one, and the newest.
 TORCH_RELEASES = ("2.8.0", "2.13.0", "2.15.0")
 
 # Most tensors of the tests are tiny: starting a second thread costs more than it saves.
 # Modules are compiled, and their asserts rewritten, in the first run alone.
 TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
-# One folder or file for each mechanism, of those that take seconds.
+# One folder or file per mechanism, of those that take seconds.
 SMOKE = (
     *("tests/parity/test_smoke.py", "tests/parity/module_page", "tests/parity/hooks"),
     *("tests/parity/fixes/test_load.py", "tests/parity/fast_inference/test_scope.py"),
@@ -53,12 +53,17 @@ SMOKE = (
     *("tests/parity/jit/test_defects.py", "tests/unit/cli/test_cli.py"),
     "tests/unit/cli/test_inspect.py",
 )
-# One process a core. A file stays in one process: the blocks of a page build on one another.
+# One process per core. A file stays in one process: the blocks of a page depend on each other.
 IN_PARALLEL = ("-n", "auto", "--dist", "loadfile")
 TESTS_FAILED = 1
 # The part of the public symbols whose type a type checker knows.
 TYPES_KNOWN = 0.99
 NO_TESTS_COLLECTED = 5
+WRITE_CHECKPOINTS = """
+import torch, modkit
+for name in "first", "second":
+    modkit.save_checkpoint(modkit.nn.Linear(3, 2).state_dict(), f"{name}.pt")
+"""
 
 
 def install(session: nox.Session, *groups: str, extras: str = "", project: bool = True) -> None:
@@ -78,7 +83,7 @@ def install(session: nox.Session, *groups: str, extras: str = "", project: bool 
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Train a small network on handwritten digits; `-- --backend torch` for the same on torch."""
+    """Train a small network on handwritten digits; `-- --backend torch` runs it on torch."""
     install(session, extras="[demo]")
     session.run("python", "examples/train_digits.py", *session.posargs)
 
@@ -117,7 +122,7 @@ for release in TORCH_RELEASES:
 
 @nox.session(default=False)
 def smoke(session: nox.Session) -> None:
-    """Run the tests that find most in half a minute: modules, hooks, averages, files, jit, cli."""
+    """Run half a minute of tests that cover most: modules, hooks, averages, files, jit, cli."""
     install(session, "test", extras="[cli,demo]")
     session.run("pytest", *IN_PARALLEL, *SMOKE, *session.posargs, env=TEST_ENVIRONMENT)
 
@@ -153,7 +158,7 @@ def lockstep(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def fuzz(session: nox.Session) -> None:
-    """Read 100,000 damaged and hostile files; `-- --seed 7 --files 1000` picks others."""
+    """Read 100,000 corrupt and hostile files; `-- --seed 7 --files 1000` picks others."""
     install(session, "test", extras="[cli,demo]")
     session.run("python", "-m", "tests.fuzz.fuzz_files", *session.posargs, env=TEST_ENVIRONMENT)
 
@@ -179,9 +184,9 @@ def mutation(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def distributed(session: nox.Session) -> None:
-    """Run the tests that start several processes, those of `nox -s tests` included."""
+    """Run the distributed tests, including those of `nox -s tests`."""
     install(session, "test", extras="[cli,demo]")
-    # The marks that stand in pyproject.toml leave some of them out.
+    # The default marks in pyproject.toml exclude some of them.
     every = ("-m", "not gpu", "tests/distributed")
     session.run("pytest", *every, *session.posargs, env=TEST_ENVIRONMENT)
 
@@ -198,7 +203,7 @@ def ecosystem(session: nox.Session) -> None:
     folders = [
         name for name in folders if Path(name).name.split("_")[0] not in ("torch", "lightzero")
     ]
-    # The pages that show what these libraries and modkit have for the same purpose.
+    # Pages whose code blocks use these libraries.
     pages = [str(page) for page in ROOT.glob("docs/*.md") if "if(missing(" in page.read_text()]
     session.run("pytest", *folders, *pages, *session.posargs, env=TEST_ENVIRONMENT)
     session.run("pytest", "-m", "distributed", *folders, *session.posargs, env=TEST_ENVIRONMENT)
@@ -206,7 +211,7 @@ def ecosystem(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="virtualenv")
 def compat(session: nox.Session) -> None:
-    """Run `modkit compat` with this torch and on models of other libraries; write docs/compat.md."""
+    """Run `modkit compat` with this torch and on models of other libraries; write docs/compatibility.md."""
     install(session, "test", "ecosystem", extras="[cli]")
     session.run("python", "docs/render_compat.py", "--run", env=TEST_ENVIRONMENT)
 
@@ -215,7 +220,7 @@ def compat(session: nox.Session) -> None:
 def suites(session: nox.Session) -> None:
     """Run the suites of third-party libraries on torch and on modkit; `-- --only opacus` for one.
 
-    The report is in docs/suites.json and docs/suites.md.
+    The report is in docs/suites.json and docs/compatibility.md.
     """
     install(session, "suites")
     session.run("python", "-m", "tests.suites", *session.posargs, env=TEST_ENVIRONMENT)
@@ -226,7 +231,7 @@ def lightzero(session: nox.Session) -> None:
     """Compare modkit's EfficientZero networks with LightZero's; `-- --record` renews their record."""
     install(session, "test", "lightzero")
     if session.venv_backend != "none":
-        # Without what they ask for: NumPy and gym of years ago, and a simulator for every game.
+        # Without their requirements: outdated NumPy and gym, and a simulator for every game.
         session.install("--no-deps", "LightZero==0.1.0", "DI-engine==0.5.3")
     if "--record" in session.posargs:
         session.run("python", "tests/data/record_efficientzero.py", env=TEST_ENVIRONMENT)
@@ -239,10 +244,11 @@ def lightzero(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check format, style, the import contract and pyproject.toml."""
+    """Check format, style, language, the import contract and pyproject.toml."""
     install(session, "lint", project=False)
     session.run("ruff", "format", "--check")
     session.run("ruff", "check")
+    session.run("codespell")
     session.run("lint-imports", env={"PYTHONPATH": "src"})
     session.run("validate-pyproject", "pyproject.toml")
 
@@ -281,7 +287,7 @@ def bench(session: nox.Session) -> None:
 def peers(session: nox.Session) -> None:
     """Time the weight averages of modkit and of other libraries; `-- --json FILE` keeps the rows.
 
-    Then the readers of checkpoints, beside torch's and that of safetensors.
+    Then time the readers of checkpoints of modkit, torch and safetensors.
     """
     install(session, "peers")
     session.run("python", "-m", "benchmarks.averaging_peers", *session.posargs)
@@ -306,8 +312,37 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="virtualenv")
 def build(session: nox.Session) -> None:
-    """Build sdist and wheel into dist/ and check what is in the wheel."""
+    """Build sdist and wheel into dist/, check both, and resolve every extra on every Python."""
     install(session, "build", project=False)
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     session.run("python", "-m", "build")
+    files = sorted(str(file) for file in (ROOT / "dist").iterdir())
     session.run("check-wheel-contents", "dist")
+    session.run("twine", "check", "--strict", *files)
+    resolve = ("uv", "pip", "compile", "--quiet", "--no-header", "pyproject.toml")
+    for extra in PYPROJECT["project"]["optional-dependencies"]:
+        for python in nox.project.python_versions(PYPROJECT):
+            arguments = ("--extra", extra, "--python-version", python)
+            session.run(*resolve, *arguments, silent=True)
+    session.notify("wheel")
+
+
+@nox.session(default=False, venv_backend="uv|virtualenv", reuse_venv=False)
+def wheel(session: nox.Session) -> None:
+    """Install the wheel of `nox -s build` into a new environment, and run each command."""
+    file = next((ROOT / "dist").glob("modkit-*.whl"), None)
+    if file is None:
+        session.error("dist/ has no wheel: run `nox -s build` first")
+    pins = ("--constraint", f"{CONSTRAINTS}")
+    session.chdir(session.create_tmp())
+    session.install(*pins, f"{file}")
+    refused = session.run("modkit", "--version", silent=True, success_codes=[1])
+    if "modkit[cli]" not in str(refused):
+        session.error(f"the missing extra is not named: {refused}")
+    session.install(*pins, f"{file}[cli]")
+    session.run("python", "-c", WRITE_CHECKPOINTS)
+    session.run("modkit", "--version")
+    session.run("modkit", "compat", "--help")
+    session.run("modkit", "average", "first.pt", "second.pt", "-o", "mean.pt", "--overwrite")
+    session.run("modkit", "inspect", "mean.pt", "--check")
+    session.run("python", "-m", "modkit", "inspect", "mean.pt", "--json")

@@ -1,6 +1,6 @@
 """The models and the weight averages that `benchmarks.averaging_peers` times.
 
-A contestant takes a model and the dtype of the averages, and returns what is timed. It raises
+A contestant takes a model and the dtype of the averages, and returns the function to time. It raises
 NotImplementedError where a library has no averages of that dtype.
 """
 

@@ -1,4 +1,4 @@
-"""Time the updates and swaps of weight averages: modkit beside torch, timm, diffusers and others.
+"""Time the updates and swaps of weight averages: modkit compared with torch, timm, diffusers and others.
 
     python -m benchmarks.averaging_peers                            # print the table: minutes
     python -m benchmarks.averaging_peers --json build/peers.json    # write every row as well
@@ -51,7 +51,7 @@ class Measured(NamedTuple):
 def actions_of(
     operation: str, model: nn.Module, dtype: torch.dtype, unavailable: set[str]
 ) -> dict[str, Action]:
-    """Make the contestants that can be imported and that keep averages in the dtype."""
+    """Make the contestants that are installed and support averages of the dtype."""
 
     def prepared(name: str) -> Action | None:
         try:

@@ -1,4 +1,4 @@
-"""Time the reading and writing of files: modkit beside torch and safetensors.
+"""Time the reading and writing of files: modkit compared with torch and safetensors.
 
     python -m benchmarks.checkpoint_peers                                    # print the table
     python -m benchmarks.checkpoint_peers --seconds 0.2 --divide 100         # check that it runs
@@ -33,7 +33,7 @@ from modkit import jit
 
 
 class Case(NamedTuple):
-    """What is timed: the contestants by name, and the name of the one that all are compared with."""
+    """One comparison: the contestants by name, and the name of the baseline."""
 
     name: str
     contestants: Mapping[str, Callable[[], object]]
@@ -59,7 +59,7 @@ SCRIPT = "a TorchScript archive of 200 MB"
 
 
 def cases_of(name: str, folder: Path, divide: int) -> list[Case]:
-    """Write the files of one content, and return what is timed with them."""
+    """Write the files of one model, and return the cases that read them."""
     torch_file, safe_file, new = folder / "a.pt", folder / "a.safetensors", folder / "new"
     content = CONTENTS[name](divide)
     torch.save(content, torch_file)
@@ -96,7 +96,7 @@ def script_case(name: str, folder: Path, divide: int) -> list[Case]:
 
 def measure(case: Case, seconds: float) -> list[tuple[str, list[float], float]]:
     """Return the name, the times and the ratio of each contestant."""
-    # What a call returns is freed after its time was taken.
+    # The result of a call is freed after its time was taken.
     arms = {
         name: Code("found = call()", {"call": call}, time.perf_counter)
         for name, call in case.contestants.items()

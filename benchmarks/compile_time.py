@@ -6,8 +6,8 @@
 
 A network is a row of residual blocks of Linear, LayerNorm and ReLU. It is compiled for the backend
 "eager", so what is timed is the capture of the graph and the guards, which is all that depends on how
-modules are written. Both are compiled in this process in turns, each from a fresh state of dynamo; the
-time is that of the one thread on the processor, and the ratio is the median of those of the rounds.
+modules are written. Both are compiled in this process, interleaved, each from a fresh state of dynamo. Times
+are CPU times of one thread; the ratio is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def build(nn: ModuleType, blocks: int) -> torch.nn.Module:
 
 
 def first_call(net: torch.nn.Module) -> Callable[[], None]:
-    """Return what compiles a network by calling it for the first time."""
+    """Return a function that compiles a network by calling it once."""
 
     def run() -> None:
         torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""How the time of an operation grows with the number of modules, up to 40,000.
+"""Growth of the time of an operation with the number of modules, up to 40,000.
 
 The parameters of the trees are on the meta device: what is timed is the walk over the modules.
 """
@@ -22,12 +22,12 @@ NESTING: Final = 900  # Near the depth that Python's limit of recursion allows t
 
 
 def wide(nn: Any, count: int) -> Any:
-    """Make about that many modules: layers in one flat list."""
+    """Make about ``count`` modules: layers in one flat list."""
     return nn.ModuleList(nn.Linear(1, 1, device="meta") for _ in range(count - 2))
 
 
 def deep(nn: Any, count: int) -> Any:
-    """Make about that many modules: a list of chains of blocks, each in the one before."""
+    """Make about ``count`` modules: a list of chains of nested blocks."""
     chains: list[Any] = []
     while count > 2:
         depth = min(NESTING, math.ceil(count / 2))

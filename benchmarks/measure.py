@@ -21,9 +21,9 @@ MIN_ROUNDS: Final = 5
 MAX_ROUNDS: Final = 201
 NOT_SLOWER: Final = 1.05  # Rows without a budget are judged by it.
 
-# Runs so often, and returns the seconds (or bytes) of all runs.
+# Takes the number of runs; returns the seconds (or bytes) of all runs.
 Arm = Callable[[int], float]
-# A string in place of an arm says why it is missing.
+# A string in place of an arm is the reason why it is missing.
 Arms = Mapping[str, Arm | str]
 Found = dict[str, Any]
 
@@ -41,7 +41,7 @@ class Code:
         return timeit.Timer(self.statement, timer=self.clock, globals=dict(self.names))
 
     def __call__(self, number: int) -> float:
-        """Run the statement so often."""
+        """Run the statement ``number`` times."""
         return self._timer.timeit(number)
 
 
@@ -67,7 +67,7 @@ class Row:
 
 
 def repetitions(arm: Arm) -> int:
-    """Return how often to run an arm for a sample that is long enough for the clock."""
+    """Return the number of runs per sample that the clock can resolve."""
     number = 1
     while (elapsed := arm(number)) < SAMPLE_SECONDS and number < 10**6:
         number = max(number + 1, int(number * min(10.0, 1.1 * SAMPLE_SECONDS / max(elapsed, 1e-9))))
@@ -81,7 +81,7 @@ def interleaved(
     cold: bool = False,
     rounds: tuple[int, int] = (MIN_ROUNDS, MAX_ROUNDS),
 ) -> dict[str, list[float]]:
-    """Time all arms for about that long, and return the value of one run for each round.
+    """Time all arms for ``seconds``, and return the value of one run for each round.
 
     A sample with warm caches is a loop of runs after one that is not timed. With ``cold``, it is a
     single run after 64 MB of other data were read and written.
@@ -90,7 +90,7 @@ def interleaved(
     short = {name for name, arm in arms.items() if arm(1) < WARM_UP_SECONDS}
     other_data = torch.zeros(2**24 if cold else 0)
     times: dict[str, list[float]] = {name: [] for name in arms}
-    # In a fixed order, each arm would find the caches as the same other arm has left them.
+    # In a fixed order, each arm would always run with the caches of the same other arm.
     order, names = random.Random(0), list(arms)  # noqa: S311 - not a secret
     end, done = time.monotonic() + seconds, 0
     while done < rounds[0] or (done < rounds[1] and time.monotonic() < end):

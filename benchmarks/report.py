@@ -1,4 +1,4 @@
-"""What was measured, as plain data and as Markdown."""
+"""Results of the benchmarks as plain data and as Markdown."""
 
 import datetime as dt
 import os

@@ -135,7 +135,7 @@ def tree(nn: Any) -> Names:
 
 
 def compiled(nn: ModuleType) -> Names:
-    """Make a compiled network: what a call of it costs is mostly dynamo's guards."""
+    """Make a compiled network; a call costs mostly dynamo's guards."""
     names = tree(nn)
     names["m"] = torch.compile(names["m"], backend="eager", fullgraph=True)
     names["m"](names["x"])
@@ -153,7 +153,7 @@ def empty(nn: Any, error: type[Exception] | None = None) -> Names:
 
 
 def hooked(register: str, count: int = 1, error: Any = None, **options: bool) -> Make:
-    """Make empty modules with that many hooks that change nothing."""
+    """Make empty modules with that many hooks that do nothing."""
 
     def make(nn: ModuleType) -> Names:
         names = empty(nn, error)
@@ -187,7 +187,7 @@ def scripted_tree(nn: Any) -> Names:
 
 def own_bytes(kind: type[object], number: int = 1) -> int:
     """Return the size of an object of the class, its ``__dict__``, and what only it refers to."""
-    # How Python lays out a ``__dict__`` depends on the objects of the class that came before.
+    # The layout of a ``__dict__`` depends on earlier objects of the class.
     *_, twin, subject = (kind() for _ in range(10))
     shared = {id(value) for value in vars(twin).values()}
     own = {id(value): value for value in vars(subject).values() if id(value) not in shared}
@@ -229,12 +229,12 @@ def small_tensors(nn: Any) -> Names:
 
 
 def parameters(shapes: list[tuple[int, ...]]) -> Any:
-    """Make a model that is nothing but parameters."""
+    """Make a model of parameters only."""
     return torch.nn.ParameterList(torch.zeros(shape) for shape in shapes)
 
 
 def emas(model: Any, **options: Any) -> Names:
-    """Return an ``EMA`` that has begun, and a second one with these options."""
+    """Return an ``EMA`` that has copied the model, and a second one with these options."""
     names = {"ema": modkit.EMA(model), "other": modkit.EMA(model, **options)}
     for ema in [*names.values()] * 3:
         ema.update()
@@ -252,7 +252,7 @@ def skipping() -> Names:
 
 
 def large(dtype: torch.dtype = torch.float32, *, averaged_model: bool = False) -> Names:
-    """Average GPT-2 small in float32, beside one flat tensor."""
+    """Average GPT-2 small in float32, compared with one flat tensor."""
     model = gpt2(1, dtype)
     size = sum(parameter.numel() for parameter in model.parameters())
     flat = {"flat": torch.zeros(size), "average_of_flat": torch.zeros(size)}
@@ -263,7 +263,7 @@ def large(dtype: torch.dtype = torch.float32, *, averaged_model: bool = False) -
 
 
 def bytes_of_skipping(_: ExitStack) -> Arms:
-    """Add up what the operations of one update allocate, relative to the size of the model."""
+    """Sum the allocations of one update, relative to the size of the model."""
     ema = skipping()["other"]
 
     def run(number: int) -> float:
@@ -291,7 +291,7 @@ def archive(stack: ExitStack, share: float = 1.0, *, reused: bool) -> Arms:
     pins: list[object] = []
     for _ in range(3 * reused):
         loaded = torch.jit.load(path)
-        # Stands behind the model in the heap: what the model frees stays with the process.
+        # Allocated behind the model, so that the memory of the model stays with the process.
         pins.append((torch.zeros(900_000), loaded)[0])
 
     def timed(load: Any, number: int) -> float:

@@ -83,7 +83,7 @@ def gnn(nn: Any) -> Any:
 def transformer(
     nn: Any, layers: int, heads: int, width: int, words: int = 256, past: int = 63, new: int = 1
 ) -> Any:
-    """Make a transformer like GPT-2, new words, and the keys and values of past ones."""
+    """Make a transformer like GPT-2, new tokens, and the keys and values of past ones."""
     size = (1, -1, heads, width // heads)
 
     def block_forward(m: Any, x: Tensor, past: tuple[Tensor, Tensor]) -> Any:
@@ -249,7 +249,7 @@ def compiled(model: torch.nn.Module, inputs: Any) -> Callable[..., Any]:
 
 
 def attempt(make: Callable[[], Any]) -> Any:
-    """Return what is made, or the name of the exception."""
+    """Return the arm, or the name of the exception."""
     try:
         return make()
     except Exception as error:  # noqa: BLE001 - a tracer or compiler may raise anything
@@ -297,7 +297,7 @@ def searching(stack: ExitStack) -> Arms:
     return {n: Code("search(m, [Board()], 50)", {**names, "m": m}) for n, m in models.items()}
 
 
-# Name, budget, what makes the model and its inputs, and what makes the limit.
+# Name, budget, maker of the model and its inputs, maker of the limit.
 MODELS: Final[list[tuple[str, float | None, Any, Any]]] = [
     ("MLP 8-64-64-4", 0.62, mlp, flat),
     ("RL actor-critic", 0.55, actor_critic, flat),

@@ -3,10 +3,10 @@
     python examples/efficientzero_mcts.py            # two or three minutes on one core
     python examples/efficientzero_mcts.py --quick    # a few seconds: hardly any training
 
-The model is told nothing but the squares, the moves and who won. It searches in its own latent states:
-only the root of a search is a real position, and there is no copy of the rules below it. ``modkit.EMA``
-is the target network: its weights play all games, and are what latent states are compared with.
-All games are played within ``modkit.fast_inference``.
+The model sees only the squares, the moves and the results. It searches in its own latent states: only the root
+of a search is a real position, and the rules are not used below it. ``modkit.EMA`` is the target network: its
+weights play all games, and compute the targets of the latent states. All games are played inside
+``modkit.fast_inference``.
 """
 
 import argparse
@@ -45,7 +45,7 @@ GAME: dict[str, Any] = {
     "value_support_size": len(RESULTS),
 }
 SMALL: dict[str, Any] = {
-    # Statistics of batches do not fit what a search sees, unless they are gathered for long.
+    # Batch statistics do not fit the inputs of a search, unless they are gathered for long.
     "norm_type": "LN",
     "num_channels": 16,
     "reward_head_channels": 4,
@@ -63,10 +63,10 @@ Average: TypeAlias = modkit.EMA[EfficientZeroModel]
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
+    """An argument parser whose errors take one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Leave with the status of wrong usage."""
+        """Exit with status 2."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
@@ -93,7 +93,7 @@ class Board:
         return None if self.moves() else 0
 
     def planes(self) -> list[list[float]]:
-        """Return what the model sees: own stones, the other's, and empty squares."""
+        """Return the observation: the player's stones, the opponent's, and the empty squares."""
         return [[float(stone == kind) for stone in self.squares] for kind in (1, -1, 0)]
 
 
@@ -107,7 +107,7 @@ def observations(boards: list[Board]) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Node:
-    """A latent state in the tree, or a move that has not been tried yet."""
+    """A latent state in the tree, or an untried move."""
 
     prior: float
     visits: int = 0
@@ -127,7 +127,7 @@ class Node:
         self.children = {move: Node(priors[move] / total) for move in moves}
 
     def best(self) -> tuple[int, "Node"]:
-        """Return the child that promises most, or is known least."""
+        """Return the child with the highest upper confidence bound."""
         bonus = 1.25 * math.sqrt(self.visits)
         best_move, best_child, best_score = -1, self, -math.inf
         for move, child in self.children.items():
@@ -166,7 +166,7 @@ def search(model: Any, boards: list[Board], simulations: int, noise: float = 0.0
 
 
 def step(model: Any, paths: list[list[tuple[int, Node]]]) -> Any:
-    """Take the last step of each path in the model."""
+    """Run the model for the last step of each path."""
     parents = [path[-2][1] for path in paths]
     actions = torch.tensor([path[-1][0] for path in paths])
     if len(parents) == 1:
@@ -179,7 +179,7 @@ def step(model: Any, paths: list[list[tuple[int, Node]]]) -> Any:
 
 
 def descend(root: Node) -> list[tuple[int, Node]]:
-    """Return the way from the root to a move that has not been tried: moves and nodes."""
+    """Return the path from the root to an untried move: its moves and nodes."""
     path = [(-1, root)]
     node = root
     while node.latent is not None:
@@ -189,7 +189,7 @@ def descend(root: Node) -> list[tuple[int, Node]]:
 
 
 def back_up(path: list[tuple[int, Node]], value: float) -> None:
-    """Add what was found at the end of a path to all of its nodes; players alternate."""
+    """Back up the value at the end of a path to all of its nodes; players alternate."""
     for _, node in reversed(path):
         node.total += value
         node.visits += 1
@@ -197,7 +197,7 @@ def back_up(path: list[tuple[int, Node]], value: float) -> None:
 
 
 def add_noise(root: Node, share: float) -> None:
-    """Let self-play try moves that the model thinks little of."""
+    """Add noise to the priors of the root, so that self-play explores."""
     draws = [random.gammavariate(0.8, 1) for _ in root.children]
     for child, draw in zip(root.children.values(), draws, strict=True):
         child.prior = (1 - share) * child.prior + share * draw / sum(draws)
@@ -210,7 +210,7 @@ def visits(root: Node) -> list[float]:
 
 
 def most_visited(root: Node) -> int:
-    """Return the move that a search has looked at most."""
+    """Return the most visited move of a search."""
     return max(root.children, key=lambda move: root.children[move].visits)
 
 
@@ -219,7 +219,7 @@ def most_visited(root: Node) -> int:
 
 @dataclass
 class Game:
-    """A game that was played: positions, moves, what the searches found, and the result."""
+    """A finished game: positions, moves, search results, and the outcome."""
 
     planes: list[list[list[float]]] = field(default_factory=list)
     moves: list[int] = field(default_factory=list)
@@ -251,7 +251,7 @@ def self_play(model: Any, count: int, simulations: int) -> list[Game]:
 
 
 def targets(game: Game, start: int) -> dict[str, Any]:
-    """Return what the model is to predict from one position on, past its end too."""
+    """Return the training targets from one position on, padded past the end of the game."""
     length = len(game.moves)
     rows: dict[str, list[Any]] = {
         "planes": [],
@@ -287,7 +287,7 @@ def make_batch(games: deque[Game], size: int) -> dict[str, torch.Tensor]:
 def loss_of(
     model: EfficientZeroModel, ema: Average, batch: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Unroll the model from real positions, and compare each step with what came of it."""
+    """Unroll the model from real positions, and compare each step with its targets."""
     planes, policies = batch["planes"], batch["policy"]
     with ema.applied(), torch.no_grad():
         model.eval()
@@ -316,7 +316,7 @@ def loss_of(
 
 @contextlib.contextmanager
 def playing(model: EfficientZeroModel, ema: Average) -> Iterator[None]:
-    """Let the averaged model play, without gradients."""
+    """Swap in the averaged weights and turn gradients off, for playing."""
     model.eval()
     with ema.applied(), modkit.fast_inference(model), torch.inference_mode():
         yield
@@ -325,12 +325,12 @@ def playing(model: EfficientZeroModel, ema: Average) -> Iterator[None]:
 def train(
     model: EfficientZeroModel, ema: Average, options: argparse.Namespace, console: Console
 ) -> None:
-    """Play and learn in turns."""
+    """Alternate between self-play and training."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.rounds)
     games: deque[Game] = deque(maxlen=1000)
     with playing(model, ema):
-        # Hardly searched: games that end in all ways teach best what winning is.
+        # Few simulations: varied games teach the value of winning best.
         games.extend(self_play(model, 8 * options.parallel, 2))
     for _ in track(range(options.rounds), "training", console=console, transient=True):
         with playing(model, ema):
@@ -349,7 +349,7 @@ def train(
 
 
 def against_random(model: nn.Module, games: int, simulations: int) -> Counter[str]:
-    """Play against random moves, half of the games as the first player, all at once."""
+    """Play a batch of games against random moves, half of them as the first player."""
     results: Counter[str] = Counter()
     boards = [(Board(), index % 2 == 0) for index in range(games)]
     while boards:
@@ -378,7 +378,7 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
 
 
 def strength_table(players: dict[str, Counter[str]]) -> Table:
-    """Show the results of each player, and what they say about the shares of wins and losses."""
+    """Show each player's results, with confidence intervals for the shares of wins and losses."""
     table = Table(title="Against random moves", title_justify="left")
     table.add_column("model")
     for heading in ("games", "won", "drawn", "lost", "won (95 %)", "lost (95 %)"):
@@ -398,7 +398,7 @@ def strength_table(players: dict[str, Counter[str]]) -> Table:
 
 
 def on_torch(model: nn.Module) -> torch.nn.Module:
-    """Copy a model so that torch's Module calls in all of it."""
+    """Copy a model so that all of its modules use torch's Module."""
     twin = copy.deepcopy(model)
     methods = {name: vars(torch.nn.Module)[name] for name in ("__call__", "__setattr__")}
     for module in twin.modules():
@@ -409,14 +409,14 @@ def on_torch(model: nn.Module) -> torch.nn.Module:
 
 
 def seconds_of(play: Callable[[], object]) -> float:
-    """Return the time on the processor that a call takes."""
+    """Return the CPU time of a call."""
     start = time.process_time()
     play()
     return time.process_time() - start
 
 
 def speeds(model: nn.Module, simulations: int, rounds: int) -> dict[str, tuple[float, float]]:
-    """Time searches of one position in turns; return nodes a second, and how many times torch's.
+    """Time interleaved searches of one position; return nodes per second, and the ratio to torch's.
 
     A node is one call of ``recurrent_inference`` at batch 1, with the work of the tree around it.
     """
@@ -475,7 +475,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Train, play against random moves, and time the search."""
     options = parse()
-    # The tensors are so small that a second thread would cost more than it saves.
+    # The tensors are small: a second thread costs more than it saves.
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     random.seed(options.seed)
@@ -494,7 +494,7 @@ def main() -> None:
         players["trained"] = against_random(model, options.games, options.simulations)
     console.print(strength_table(players))
 
-    # The second one has the widths that LightZero's model has by default.
+    # The second one has the default widths of LightZero's model.
     sizes = {"16 channels": model, "64 channels": EfficientZeroModel(**GAME)}
     nodes = 50
     console.print(speed_table({n: speeds(m, nodes, options.timed) for n, m in sizes.items()}))

@@ -1,11 +1,11 @@
-"""Train a network that is split up among processes, and average its weights where they are.
+"""Train an FSDP2-sharded network, and average its weights shard by shard.
 
-    torchrun --nproc-per-node 2 examples/fsdp_ema.py               # on CPUs, or on a GPU each
-    torchrun --nproc-per-node 3 examples/fsdp_ema.py --steps 600   # goes on, on three
+    torchrun --nproc-per-node 2 examples/fsdp_ema.py               # on CPUs, or one GPU per rank
+    torchrun --nproc-per-node 3 examples/fsdp_ema.py --steps 600   # resumes with three ranks
 
-Each process keeps its shards of the average. A run leaves a checkpoint every 100 steps, which any number of
-processes can go on from, and ``average.safetensors``: the averaged weights in one file, for one process.
-The data are the 1,797 images of handwritten digits that scikit-learn brings along.
+Each rank stores its shards of the average. A run writes a checkpoint every 100 steps, which can be resumed with
+any world size, and ``average.safetensors``: the averaged weights in one file, for single-process inference.
+The data are the 1,797 images of handwritten digits in scikit-learn.
 """
 
 import argparse
@@ -30,9 +30,11 @@ from modkit.distributed import export_average, load_averages
 
 
 parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-parser.add_argument("--steps", type=int, default=300, help="how many in all, with earlier runs")
+parser.add_argument(
+    "--steps", type=int, default=300, help="total number of steps, earlier runs included"
+)
 parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
-parser.add_argument("--batch", type=int, default=96, help="images in a step, of all processes")
+parser.add_argument("--batch", type=int, default=96, help="images per step, over all ranks")
 parser.add_argument("--out", type=Path, default=Path("out/fsdp"), help="folder for the results")
 
 
@@ -47,13 +49,13 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the layers make of the input to it."""
+        """Return the input plus the output of the layers."""
         changed: Tensor = self.layers(self.norm(x))
         return x + changed
 
 
 def build(device: torch.device) -> nn.Sequential:
-    """Return the network with each block split up, and then the rest."""
+    """Return the network with each block sharded, and then the rest."""
     torch.manual_seed(0)
     blocks = [Block(66) for _ in range(3)]
     net = nn.Sequential(nn.Linear(64, 66), *blocks, nn.LayerNorm(66), nn.Linear(66, 10)).to(device)
@@ -65,20 +67,20 @@ def build(device: torch.device) -> nn.Sequential:
 
 
 def part_of(rows: Tensor) -> Tensor:
-    """Return what this process takes of some rows; the first ones may take one more."""
+    """Return this rank's part of some rows; the first ranks may get one row more."""
     return rows.tensor_split(dist.get_world_size())[dist.get_rank()]
 
 
 @torch.no_grad()
 def accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the share of images that all processes together tell right."""
+    """Return the accuracy over all ranks."""
     right = (net(part_of(images)).argmax(1) == part_of(labels)).sum()
     dist.all_reduce(right)
     return int(right) / len(labels)
 
 
 def newest(out: Path) -> Path | None:
-    """Return the newest checkpoint; what torch has not finished has no metadata."""
+    """Return the newest complete checkpoint; an incomplete one has no metadata."""
     finished = [path.parent for path in out.glob("step-*/.metadata")]
     return max(finished, default=None)
 
@@ -86,13 +88,13 @@ def newest(out: Path) -> Path | None:
 def store(
     path: Path, step: int, net: nn.Module, optimizer: torch.optim.Optimizer, ema: EMA[Any]
 ) -> None:
-    """Have each process write its shards of the weights, of the optimizer and of the average."""
+    """Write each rank's shards of the weights, of the optimizer and of the average."""
     model, moments = get_state_dict(net, optimizer)
     save({"step": step, "model": model, "optimizer": moments, "ema": ema}, checkpoint_id=path)
 
 
 def resume(path: Path, net: nn.Module, optimizer: torch.optim.Optimizer, ema: EMA[Any]) -> int:
-    """Take up what any number of processes has saved; return the step."""
+    """Load a checkpoint that was written with any world size; return its step."""
     model, moments = get_state_dict(net, optimizer)
     state: dict[str, Any] = {"step": 0, "model": model, "optimizer": moments}
     load(state, checkpoint_id=path)
@@ -106,7 +108,7 @@ def resume(path: Path, net: nn.Module, optimizer: torch.optim.Optimizer, ema: EM
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """Meet the other processes that torchrun has started; give the device of this one."""
+    """Initialize the process group that torchrun started; yield the device of this rank."""
     accelerated = torch.cuda.is_available()
     device = (
         torch.device("cuda", int(os.environ["LOCAL_RANK"])) if accelerated else torch.device("cpu")
@@ -121,7 +123,7 @@ def process_group() -> Iterator[torch.device]:
 
 
 def main(device: torch.device) -> None:
-    """Train from the newest checkpoint on."""
+    """Resume from the newest checkpoint, and train."""
     options = parser.parse_args()
     data = load_digits()
     images = torch.tensor(data.data, dtype=torch.float32, device=device) / 16
@@ -134,9 +136,9 @@ def main(device: torch.device) -> None:
     found = newest(options.out)
     step = resume(found, net, optimizer, ema) if found is not None else 0
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} processes, from step {step}")
+        print(f"{dist.get_world_size()} ranks, from step {step}")
     while step < options.steps:
-        # The same rows in every process, whatever step the run was resumed at.
+        # Every rank draws the same rows, also after a resume.
         generator = torch.Generator().manual_seed(step)
         rows = part_of(torch.randint(1400, (options.batch,), generator=generator)).to(device)
         loss = nn.functional.cross_entropy(net(images[train][rows]), labels[train][rows])
@@ -150,10 +152,10 @@ def main(device: torch.device) -> None:
             with ema.applied():
                 average = accuracy(net, images[test], labels[test])
             if dist.get_rank() == 0:
-                print(f"step {step}: {raw:.2%} right, {average:.2%} with the average")
+                print(f"step {step}: accuracy {raw:.2%}, {average:.2%} with averaged weights")
     export_average(ema, options.out / "average.safetensors")
     if dist.get_rank() == 0:
-        print(f"the average is in {options.out / 'average.safetensors'}")
+        print(f"The averaged weights are in {options.out / 'average.safetensors'}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Train a small convolutional network on handwritten digits, and average its weights.
 
     python examples/train_digits.py                          # on modkit
-    python examples/train_digits.py --backend torch          # the same file on torch: equal bits
-    python examples/train_digits.py --load out/checkpoint.pt # evaluate what either has saved
+    python examples/train_digits.py --backend torch          # the same file on torch: bitwise identical
+    python examples/train_digits.py --load out/checkpoint.pt # evaluate a checkpoint of either backend
 
-The data are the 1,797 real images of 8x8 pixels that scikit-learn brings along; a CPU is enough.
-A run leaves ``checkpoint.pt``, ``metrics.json`` and ``curves.png`` in the output folder.
+The data are the 1,797 images of 8x8 pixels in scikit-learn; a CPU is enough.
+A run writes ``checkpoint.pt``, ``metrics.json`` and ``curves.png`` in the output folder.
 """
 
 import argparse
@@ -28,17 +28,17 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
+    """An argument parser whose errors take one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Leave with the status of wrong usage."""
+        """Exit with status 2."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 parser = Parser(description=(__doc__ or "").partition("\n")[0])
 parser.add_argument("--backend", choices=["modkit", "torch"], default="modkit")
 parser.add_argument("--epochs", type=int, default=24, help="passes over the data")
-parser.add_argument("--seed", type=int, default=0, help="of weights, order and noise")
+parser.add_argument("--seed", type=int, default=0, help="seed for weights, order and noise")
 parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the results")
 parser.add_argument("--load", type=Path, metavar="CHECKPOINT", help="evaluate, do not train")
 options = parser.parse_args()
@@ -47,7 +47,7 @@ if options.epochs < 1:
 if not 0 <= options.seed < 2**63:
     parser.error(f"argument --seed: {options.seed} is not between 0 and 2**63 - 1")
 
-# This is all that differs between the two backends: where the names are imported from.
+# The two backends differ only in these imports.
 if TYPE_CHECKING or options.backend == "modkit":
     from modkit import EMA, nn
     from modkit.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -58,7 +58,7 @@ else:
     EMA = None
 
 
-# What loading raises when a file is missing, is none of torch's or holds something else.
+# Exceptions of loading a file that is missing, has another format or other contents.
 NOT_A_CHECKPOINT = (
     OSError,
     EOFError,
@@ -69,10 +69,10 @@ NOT_A_CHECKPOINT = (
     PickleError,
 )
 
-# The key of each network's results, how it is called in print, and its colour in the plot.
+# Key of each network's results, label in tables, color in the plot.
 NETWORKS = [("raw", "raw", "0.6"), ("swa", "SWA", "tab:orange"), ("ema", "EMA", "tab:blue")]
 if TYPE_CHECKING or EMA is not None:
-    # No second network: the averages change places with the weights for the time of a test.
+    # No second network: the averages are swapped into the model for a test.
     NETWORKS.append(("in_place", "in place", "tab:green"))
 
 
@@ -102,7 +102,7 @@ class DigitNet(nn.Module):
 
 
 def digits() -> list[Subset[tuple[torch.Tensor, ...]]]:
-    """Return the training and the test set: halves that are the same in every run."""
+    """Return the training and the test set, with the same split in every run."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     dataset = TensorDataset(images, torch.tensor(data.target))
@@ -110,7 +110,7 @@ def digits() -> list[Subset[tuple[torch.Tensor, ...]]]:
 
 
 def build() -> dict[str, Any]:
-    """Return all that has a state to save: the network, its averages and the optimizer."""
+    """Return everything that is saved: the network, its averages and the optimizer."""
     model = DigitNet()
     state: dict[str, Any] = {
         "raw": model,
@@ -127,14 +127,14 @@ def build() -> dict[str, Any]:
 
 
 def renew_statistics(loader: DataLoader[Any], model: nn.Module) -> None:
-    """Compute the batch normalization statistics of an average, by the way and not in training."""
-    # Torch draws dropout masks here, which modkit does not: what comes after must not depend on it.
+    """Recompute the batch normalization statistics of an average."""
+    # Torch draws dropout masks here and modkit does not; keep the random state independent of that.
     with torch.random.fork_rng(devices=[]):
         update_bn(loader, model)
 
 
 def evaluate(model: nn.Module, test_set: Subset[Any]) -> dict[str, float]:
-    """Return the mean loss, the number of wrong answers and the share of right ones."""
+    """Return the mean loss, the number of errors and the accuracy."""
     model.eval()
     images, labels = next(iter(DataLoader(test_set, batch_size=len(test_set))))
     with torch.no_grad():
@@ -145,19 +145,19 @@ def evaluate(model: nn.Module, test_set: Subset[Any]) -> dict[str, float]:
 
 
 def tested(state: dict[str, Any], name: str, test_set: Subset[Any]) -> dict[str, float]:
-    """Return the test results of a network, or of the average that takes the network's place."""
+    """Return the test results of a network, or of the average swapped into it."""
     if name == "in_place":
-        # A loader draws a seed, and on torch there is no such test.
+        # A DataLoader draws a seed, and the torch backend does not run this test.
         with state[name].applied(), torch.random.fork_rng(devices=[]):
             return evaluate(state["raw"], test_set)
     return evaluate(state[name], test_set)
 
 
 def train(state: dict[str, Any], train_set: Subset[Any], test_set: Subset[Any]) -> dict[str, Any]:
-    """Train the network and average it, by SWA in the last third and by EMA all along.
+    """Train the network and average it, with SWA in the last third and EMA throughout.
 
     Returns:
-        The loss of every step, and the test results of every epoch under the name of each network.
+        The loss of every step, and the test results of every epoch by network.
     """
     model, swa_model, ema_model = state["raw"], state["swa"], state["ema"]
     optimizer = state["optimizer"]
@@ -195,7 +195,7 @@ def train(state: dict[str, Any], train_set: Subset[Any], test_set: Subset[Any]) 
 
 
 def save(state: dict[str, Any], path: Path) -> None:
-    """Write the checkpoint so that a crash leaves either the old file or the new one."""
+    """Write the checkpoint atomically."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
         torch.save({name: part.state_dict() for name, part in state.items()}, file)
@@ -205,12 +205,12 @@ def save(state: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Build everything anew and give it the state of a checkpoint, whichever backend wrote it."""
+    """Build everything and load a checkpoint of either backend."""
     state = build()
     try:
         checkpoint = torch.load(path, weights_only=True)
         for name, part in state.items():
-            # Where torch wrote it, there is its averaged model, whose state an `EMA` takes too.
+            # A checkpoint of the torch backend has only an AveragedModel; `EMA` loads its state.
             part.load_state_dict(checkpoint["ema" if name not in checkpoint else name])
     except NOT_A_CHECKPOINT as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
@@ -219,7 +219,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def equal(first: Any, second: Any) -> bool:
-    """Compare two state dicts, tensors by each value."""
+    """Return True if two state dicts are equal, tensors element by element."""
     if isinstance(first, torch.Tensor):
         return torch.equal(first, second)
     if isinstance(first, dict):
@@ -230,7 +230,7 @@ def equal(first: Any, second: Any) -> bool:
 
 
 def progress_bar() -> Progress:
-    """Return the bar that counts the epochs and shows the loss."""
+    """Return a progress bar over epochs that shows the loss."""
     loss = TextColumn("loss {task.fields[loss]:.3f}")
     return Progress(
         TextColumn("{task.description}"),
@@ -290,7 +290,7 @@ def main() -> None:
             pass
     except OSError as error:
         parser.error(f"cannot write to {options.out}: {error.strerror}")
-    # The images are so small that a second thread would cost more than it saves.
+    # The images are small: a second thread costs more than it saves.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=True)
     torch.manual_seed(options.seed)
@@ -307,7 +307,7 @@ def main() -> None:
         plot(history, options.out / "curves.png")
         report = {"backend": options.backend, "history": history}
     report["test"] = {name: tested(state, name, test_set) for name, *_ in NETWORKS}
-    # JSON keeps all digits of a float: two runs can be compared to the last bit.
+    # JSON keeps all digits of a float, so two runs can be compared exactly.
     file = options.out / ("evaluation.json" if options.load else "metrics.json")
     file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     console.print(results_table(report["test"]))
@@ -315,14 +315,14 @@ def main() -> None:
     if not options.load:
         restored = load(options.out / "checkpoint.pt")
         if not all(equal(state[name].state_dict(), restored[name].state_dict()) for name in state):
-            parser.error("the checkpoint does not hold what was saved")
-        console.print("Loaded the checkpoint again: every tensor is equal.")
+            parser.error("the reloaded checkpoint differs from the saved state")
+        console.print("Reloaded the checkpoint: every tensor is equal.")
         if EMA is not None:
             weights = dict(state["ema"].module.named_parameters())
             averages = dict(state["in_place"].named_averages())
             if not all(torch.equal(averages[name], weights[name]) for name in weights):
                 parser.error("the two exponential averages differ")
-            console.print("EMA and AveragedModel have averaged to the same bits.")
+            console.print("EMA and AveragedModel are bitwise identical.")
     console.print(f"Results are in {options.out}{os.sep}")
 
 

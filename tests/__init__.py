@@ -1,4 +1,4 @@
-"""Tests: torch is the oracle, and modkit has to give the same answers."""
+"""Tests of modkit, with torch as the oracle."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the installed torch has and older ones lack: tests that need it are skipped without it."""
+"""Features that depend on the release of torch: tests that need one are skipped without it."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""`for_each`: many cases in one test, for tests whose cases need no ids and no marks of their own."""
+"""`for_each`: many cases in one test, for cases without their own ids and marks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def for_each(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test once for each value, as `pytest.mark.parametrize` does, in one item.
 
-    An item costs pytest more than most cases take. Every case runs, from the same random state, with a
+    A pytest item takes longer than most cases. Every case runs, from the same random state, with a
     `tmp_path` and a `monkeypatch` of its own; the failure names all cases that fail. A row of
     `tests/divergences.py` needs items of its own, so tests with one use `pytest.mark.parametrize`. If
     `values` is a function, it is called when the test runs.
@@ -89,7 +89,7 @@ def for_each(
 def _run_one(
     test: Callable[..., None], arguments: dict[str, Any], fixtures: dict[str, Any], number: int
 ) -> None:
-    """Run one case with its own folder and patches, and leave no global hook behind."""
+    """Run one case with its own folder and patches, and remove its global hooks."""
     fixtures = dict(fixtures)
     if "tmp_path" in fixtures:
         fixtures["tmp_path"] = fixtures["tmp_path"] / str(number)

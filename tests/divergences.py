@@ -1,10 +1,10 @@
 """The one table of differences between torch and modkit.
 
 A row names the tests that show the difference, by their ids without parameters' ``[...]``. ``fails_on``
-is the implementation for which these tests are strict xfails: ``"torch"`` where modkit fixes a defect of
+is the implementation for which these tests are strict xfails: ``"torch"`` where modkit fixes a bug of
 torch, ``"modkit"`` where torch does something that modkit does not, ``"lightzero"`` where networks of
-LightZero have defects that modkit's do not have. ``docs/parity.md`` is rendered from this table.
-The reasons of the behaviours that ``modkit compat`` runs stand there, in ``behaviours/differences.py``.
+LightZero have bugs that modkit's do not have. ``docs/parity.md`` is rendered from this table.
+Differences of the behaviors that ``modkit compat`` runs are in ``behaviours/differences.py``.
 """
 
 from dataclasses import dataclass
@@ -166,7 +166,7 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "A deep copy by torch is no instance of the users' class, and has neither hooks nor plain "
+        "A deep copy by torch is not an instance of the users' class, and has neither hooks nor plain "
         "attributes.",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_a_deep_copy_keeps_the_class_and_what_is_in_python",
@@ -191,8 +191,8 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Torch compiles a module that stands in several places as several, which have their "
-        "parameters in common; in modkit it stays one, also after loading.",
+        "Torch compiles a module in several places as several modules, which share their "
+        "parameters; in modkit it stays one, also after loading.",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_a_child_in_several_places_is_one",
     ),
@@ -202,19 +202,6 @@ ROWS: Final = (
         "there.",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_a_compiled_property_is_read_and_set",
-    ),
-    _row(
-        "torch",
-        "Every special method of an object of a scripted class runs `__exit__` in torch.",
-        NO_ISSUE,
-        "tests/parity/jit/test_defects.py::test_special_methods_of_scripted_objects_run",
-    ),
-    _row(
-        "torch",
-        "Objects of a scripted class without special methods cannot be printed, compared or asked for "
-        "their truth in torch.",
-        NO_ISSUE,
-        "tests/parity/jit/test_defects.py::test_scripted_objects_without_special_methods_are_objects",
     ),
     _row(
         "torch",
@@ -253,17 +240,10 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Torch says of most files that are no archives that a part of a zip file is missing. In "
+        "Torch reports for most files that are not archives that a part of a zip file is missing. In "
         "modkit the error, of the same type, names what the file is and what reads it.",
         ISSUES + "31620",
         "tests/parity/jit/test_archive_defects.py::test_the_error_names_what_a_file_is",
-    ),
-    _row(
-        "torch",
-        "Torch validates `map_location` for CUDA alone, and for other devices fails in the middle of "
-        "loading; modkit looks for all of them first, and the error names those that there are.",
-        ISSUES + "197803",
-        "tests/parity/jit/test_archive_defects.py::test_devices_are_looked_for_before_a_file_is_read",
     ),
     _row(
         "torch",
@@ -271,12 +251,6 @@ ROWS: Final = (
         "second one defined; in modkit each runs its own.",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_each_instance_compiles_what_its_constructor_defines",
-    ),
-    _row(
-        "torch",
-        "A ScriptModule of torch cannot be pickled; a pickle of modkit holds the archive.",
-        ISSUES + "8077",
-        "tests/parity/jit/test_defects.py::test_a_module_can_be_pickled",
     ),
     _row(
         "torch",
@@ -432,7 +406,7 @@ ROWS: Final = (
     _row(
         "lightzero",
         "LightZero adds the shortcut of `DynamicsNetwork` into the output of `norm_common`: hooks see "
-        "it overwritten, and backward hooks raise. Modkit adds out of place, with the same bits.",
+        "it overwritten, and backward hooks raise. Modkit adds out of place, bitwise identically.",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_output_of_the_first_normalization",
         "tests/unit/models/test_differences.py::test_backward_hook_on_the_first_normalization",

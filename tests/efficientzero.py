@@ -1,4 +1,4 @@
-"""Configurations of EfficientZero's networks, and what one run of a network comes to.
+"""Configurations of EfficientZero's networks, and the results of one run of a network.
 
 ``tests/data/record_efficientzero.py`` records these runs of LightZero's networks, the tests compare
 those of modkit's with the record, and where LightZero is installed with LightZero itself.
@@ -28,7 +28,7 @@ BATCH: Final = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A network of one kind, built with these options, and the shapes of what it is called with."""
+    """A network of one kind, its options, and the shapes of its inputs."""
 
     kind: str
     options: Mapping[str, Any]
@@ -39,14 +39,14 @@ class Case:
     latent: tuple[int, ...] = field(default=())
 
     def build(self, networks: Any) -> Any:
-        """Build the network of a namespace that has a class of this kind."""
+        """Build a network with the class of this kind from a namespace."""
         with one_thread():
             torch.default_generator.manual_seed(0)
             # A copy, as an activation among the options becomes a part of the network.
             return getattr(networks, self.kind)(**copy.deepcopy(dict(self.options)))
 
     def inputs(self, method: str, dtype: torch.dtype) -> tuple[Any, ...]:
-        """Return what to call a method with."""
+        """Return the arguments of a method."""
         source = torch.Generator().manual_seed(1)
 
         def random(*shape: int) -> Tensor:
@@ -267,7 +267,7 @@ CASES: Final[dict[str, Case]] = {
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread: sums must not depend on how many there are."""
+    """Compute with one thread, so that sums do not depend on the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -332,7 +332,7 @@ def run(case: Case, network: Any, method: str, dtype: torch.dtype, *, training: 
 
 
 def runs(case: Case, build: Any) -> Iterator[tuple[str, Results]]:
-    """Yield the name and the results of each run; ``build()`` makes a network anew."""
+    """Yield the name and the results of each run; ``build()`` returns a new network."""
     for method in case.methods:
         for dtype in case.dtypes:
             for training in (True, False):
@@ -346,7 +346,7 @@ def runs(case: Case, build: Any) -> Iterator[tuple[str, Results]]:
 
 
 def digest(tensors: Iterable[Tensor | None]) -> str:
-    """Return a fingerprint of all bits."""
+    """Return a bitwise fingerprint."""
     state = hashlib.sha256()
     for tensor in tensors:
         if tensor is not None:
@@ -357,7 +357,7 @@ def digest(tensors: Iterable[Tensor | None]) -> str:
 
 
 def sample(tensors: Sequence[Tensor | None]) -> Tensor:
-    """Return some elements of each tensor, at places that only its size tells; NaN for None."""
+    """Return some elements of each tensor, at indices that depend only on its size; NaN for None."""
     parts = []
     for tensor in tensors:
         if tensor is None:
@@ -372,8 +372,8 @@ def sample(tensors: Sequence[Tensor | None]) -> Tensor:
 def kernels() -> str:
     """Return a fingerprint of what torch's kernels compute on this machine.
 
-    Where it is the one on record, results have to be those on record to the last bit. Other machines
-    sum up in another order.
+    If it equals the recorded one, results must be bitwise identical to the recorded results. Other
+    machines sum in another order.
     """
     source = torch.Generator().manual_seed(4)
     results: list[Tensor | None] = []
@@ -400,7 +400,7 @@ def kernels() -> str:
 
 
 def summary(results: Results) -> dict[str, Any]:
-    """Return what is recorded of a run.
+    """Return the part of a run's results that is recorded.
 
     A single precision gradient has no elements on record: where another order of a sum moves a number
     across zero, ReLU passes on the whole gradient of it or nothing.
@@ -426,7 +426,7 @@ def versions(network: torch.nn.Module) -> str:
 
 
 def record_of(case: Case, networks: Any) -> dict[str, Any]:
-    """Return all that is recorded of a case."""
+    """Return the record of a case."""
     network = case.build(networks)
     return {
         "layout": layout(network),

@@ -1,4 +1,4 @@
-"""Comparing what two implementations do: outcomes, frozen to something comparable."""
+"""Compare two implementations by their outcomes, frozen to plain data."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ _PLAIN = {str, int, bool, float, type(None)}
 
 
 def freeze(value: Any) -> Any:
-    """Turn a value into plain data that compares bit by bit.
+    """Turn a value into plain data that compares bitwise.
 
     Tensors become (kind, dtype, device, shape, stride-free bytes, requires_grad); modules become
     their repr and their frozen state; containers are frozen recursively.
@@ -181,7 +181,7 @@ def freeze(value: Any) -> Any:
 
 
 def outcome(scenario: Callable[[Implementation], Any], impl: Implementation) -> tuple[Any, ...]:
-    """Run the scenario and tell what came of it: the value, or the exception's type and text."""
+    """Run the scenario; return its value, or the exception's type and text."""
     seed_everything()
     try:
         value = scenario(impl)
@@ -200,9 +200,9 @@ def same(scenario: Callable[[Implementation], Any]) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def clean_global_hooks() -> Iterator[None]:
-    """Empty torch's global tables on exit, and forget which kind of backward hook was in use.
+    """Clear torch's global hook tables and the kind of backward hooks on exit.
 
-    Torch's own `remove()` leaves the kind mark set, so removing the handles alone would leak it.
+    Torch's `remove()` keeps the kind, so removing the handles would leak it.
     """
     for name in GLOBAL_TABLES:
         assert not getattr(torch_module, name), f"{name} was not empty on entry"

@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has torch: importing it takes longer than most tests."""
+"""Processes forked from one that has imported torch, since the import takes longer than most tests."""
 
 import io
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 
-# modkit is not among them: tests look at what importing it does.
+# Without modkit: tests inspect the effects of importing it.
 PRELOADED = [
     "torch",
     "torch.distributed.checkpoint.state_dict",

@@ -9,13 +9,10 @@ NEEDED = ("click", "rich")
 
 
 def main() -> None:
-    """Run the command that the arguments name, if what the command line needs is installed."""
+    """Run the command line, or exit with an error if the extra ``cli`` is not installed."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        sys.exit(
-            f"The command line needs {' and '.join(missing)}, which the extra `cli` brings: "
-            "pip install modkit[cli]"
-        )
+        sys.exit(f"Error: the command line needs {' and '.join(missing)}: pip install modkit[cli]")
     from modkit.cli._commands import commands
 
     script = Path(sys.argv[0]).name != "__main__.py"

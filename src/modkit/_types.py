@@ -1,10 +1,9 @@
-"""Type aliases and type variables; imports nothing of modkit."""
+"""Type aliases; imports nothing of modkit."""
 
-from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 
 
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+# The name that torch exports: type checkers regard ``from torch import Tensor`` as private.
 Tensor: TypeAlias = torch.Tensor

@@ -1,4 +1,4 @@
-"""Every exception class that modkit raises by itself."""
+"""The exception classes of modkit."""
 
 from modkit._namespace import publish_all
 
@@ -7,14 +7,13 @@ __all__ = ["FileError", "NameMismatchError"]
 
 
 class FileError(ValueError, RuntimeError):
-    """A file is corrupt, unsafe to read, or of another kind than expected. Nothing of it was loaded.
+    """A file is corrupt, unsafe to read, or of another kind than expected; nothing was loaded.
 
-    It is a ``ValueError``, and a ``RuntimeError`` as well because ``torch.load`` and ``torch.jit.load``
-    raise that for corrupt files. Text that comes from the file is printable in the message: control
-    characters are escaped.
+    It is also a ``RuntimeError``, as ``torch.load`` raises for corrupt files. Control characters in the
+    message are escaped.
 
     Attributes:
-        kind: What the file is, as :func:`modkit.files.inspect` names it, or ``""`` if unknown.
+        kind: The kind of the file, as in :class:`modkit.files.FileInfo`, or ``""`` if unknown.
     """
 
     def __init__(self, message: str, kind: str = "") -> None:
@@ -23,38 +22,29 @@ class FileError(ValueError, RuntimeError):
 
 
 class NameMismatchError(ValueError):
-    """The names or shapes of a model's tensors are not those that are averaged.
+    """The names or shapes of a model's tensors do not match those of the averages.
 
     Attributes:
-        missing: Names that are averaged, and that the model does not have.
-        unexpected: Names that the model has, and that are not averaged.
+        missing: Names in the averages that the model does not have.
+        unexpected: Names in the model that the averages do not have.
         shapes: Names whose shapes differ, each with both shapes.
     """
-
-    SHOWN = 5
 
     def __init__(
         self, what: str, *, missing: list[str], unexpected: list[str], shapes: list[str]
     ) -> None:
         self.missing, self.unexpected, self.shapes = missing, unexpected, shapes
-        kinds = (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+        kinds = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
         parts = [
-            f"{len(names)} {kind}: {', '.join(names[: self.SHOWN])}"
-            + (", ..." if len(names) > self.SHOWN else "")
-            for kind, names in kinds
+            f"{len(names)} {kind}: {', '.join(names[:5])}{', ...' * (len(names) > 5)}"
+            for kind, names in kinds.items()
             if names
         ]
         super().__init__(f"{what}: {'; '.join(parts)}. Nothing has been changed.")
 
 
 def printable(text: str) -> str:
-    """Return the text with each character that is not printable, line breaks included, escaped.
-
-    Names in a file are chosen by whoever wrote it. Printed raw, they can move the cursor of a terminal
-    or forge a line of output.
-    """
-    if text.isprintable():
-        return text
+    """Escape control characters: names from a file could move the cursor or forge a line of output."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

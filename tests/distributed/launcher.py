@@ -1,4 +1,4 @@
-"""Running one function in several processes that form a group of torch.distributed.
+"""Running one function on the ranks of a group of torch.distributed.
 
 The processes meet at a file, so no port has to be free. Whatever happens, none is left behind.
 """
@@ -28,7 +28,7 @@ STARTING = 30.0
 
 @dataclass
 class Outcome:
-    """What became of one process.
+    """The outcome of one process.
 
     Attributes:
         rank: Its number.
@@ -56,10 +56,10 @@ def launch(
     timeout: float = 20.0,
     grace: float = GRACE,
 ) -> list[Outcome]:
-    """Call ``function(*args)`` in each of several processes; return what became of them.
+    """Call ``function(*args)`` on each rank; return the outcomes.
 
     Args:
-        ranks: The number of processes.
+        ranks: The world size.
         function: A function of a module, which can be imported elsewhere.
         *args: Its arguments, which are pickled.
         folder: An empty folder for what they exchange, as ``tmp_path``; it is used once.
@@ -156,7 +156,7 @@ def _run(
             torch.save(function(*args), place / f"{rank}.pt")
             dist.destroy_process_group()
         except BaseException:
-            # The errors of checkpoints are no `Exception`.
+            # The errors of checkpoints do not derive from `Exception`.
             traceback.print_exc(file=error)
             error.flush()
             faulthandler.cancel_dump_traceback_later()

@@ -38,7 +38,7 @@ def die_on_one() -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether there is a process."""
+    """Return True if there is such a process."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Read damaged and hostile files: each is refused with FileError, or read as torch reads it.
+"""Read corrupt and hostile files: each is refused with FileError, or read as torch reads it.
 
     python -m tests.fuzz.fuzz_files                               # 100,000 files
     python -m tests.fuzz.fuzz_files --seed 7 --seconds 60         # others, for a minute
@@ -51,7 +51,7 @@ CLOCK = struct.Struct("<qd")
 
 
 class Fault(NamedTuple):
-    """What is wrong with a reader."""
+    """A fault of a reader."""
 
     number: int
     reader: str
@@ -240,7 +240,7 @@ def run(
 
 
 def work(options: argparse.Namespace) -> int:
-    """Read files in a worker: tell which one on shared memory, and what came of all at the end."""
+    """Read files in a worker: write the current one to shared memory, and all results at the end."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -315,7 +315,7 @@ class Worker:
         return number
 
     def said(self) -> list[Any]:
-        """Return the faults and counts that the processes have told."""
+        """Return the faults and counts of the processes."""
         lines = self._output.read_text().splitlines()
         return [json.loads(line) for line in lines if line[:1] + line[-1:] in {"[]", "{}"}]
 
@@ -415,7 +415,7 @@ def explore(atheris: Any, options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Read the options, and do what they say."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--files", type=int, default=100_000, help="how many files")
     parser.add_argument("--seed", type=int, default=0, help="which files")

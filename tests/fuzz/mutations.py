@@ -1,4 +1,4 @@
-"""Files with random damage, each of which its seed and number determine."""
+"""Randomly corrupted files, each determined by a seed and a number."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def case(seed: int, number: int) -> Case:
     dice = Dice(f"{seed} {number}")
     names = [*seeds(), *["script"] * 8]
     name = dice.choice(names)
-    how = dice.choice([*UNCHECKED, *CHECKED, "damaged", "pickles", "pickles"])
+    how = dice.choice([*UNCHECKED, *CHECKED, "corrupted", "pickles", "pickles"])
     data = {**UNCHECKED, **CHECKED}[how](dice, seeds()[name])
     return Case(name, how, data, how in CHECKED)
 
 
-# Damage of bytes.
+# Corruption of bytes.
 
 
 def flip(dice: Dice, data: bytes) -> bytes:
@@ -96,7 +96,7 @@ def overwrite(dice: Dice, data: bytes) -> bytes:
 
 
 def number(dice: Dice, data: bytes) -> bytes:
-    """Put a number in place of some bytes."""
+    """Overwrite some bytes with a number."""
     size = dice.choice([1, 2, 4, 8])
     raw = (dice.choice(NUMBERS) % (1 << 8 * size)).to_bytes(size, "little")
     start = dice.randrange(max(1, len(data) - size))
@@ -104,7 +104,7 @@ def number(dice: Dice, data: bytes) -> bytes:
 
 
 def swap(dice: Dice, data: bytes) -> bytes:
-    """Exchange two ranges of one length."""
+    """Swap two ranges of equal length."""
     start, end = span(dice, data)
     other = dice.randrange(len(data) - (end - start) + 1)
     changed = bytearray(data)
@@ -116,12 +116,12 @@ def swap(dice: Dice, data: bytes) -> bytes:
 
 
 def truncate(dice: Dice, data: bytes) -> bytes:
-    """Leave out the end."""
+    """Truncate."""
     return data[: dice.randrange(len(data))]
 
 
 def insert(dice: Dice, data: bytes) -> bytes:
-    """Insert bytes that are random or stand elsewhere."""
+    """Insert bytes that are random or copied from elsewhere."""
     start, end = span(dice, data)
     new = dice.choice([data[start:end], bytes(end - start), dice.randbytes(end - start)])
     place = dice.randrange(len(data) + 1)
@@ -129,7 +129,7 @@ def insert(dice: Dice, data: bytes) -> bytes:
 
 
 def remove(dice: Dice, data: bytes) -> bytes:
-    """Leave out a range."""
+    """Remove a range."""
     start, end = span(dice, data)
     return data[:start] + data[end:]
 
@@ -145,15 +145,15 @@ SAME_LENGTH = [flip, overwrite, number, swap]
 DAMAGE = [*SAME_LENGTH, truncate, insert, remove]
 
 
-def damaged(dice: Dice, data: bytes) -> bytes:
-    """Damage a file, without any regard to its format."""
+def corrupted(dice: Dice, data: bytes) -> bytes:
+    """Corrupt a file without regard to its format."""
     for _ in range(dice.choice([1, 1, 1, 2, 3])):
         data = hurt(dice, data)
     return data
 
 
 def hurt(dice: Dice, data: bytes) -> bytes:
-    """Damage bytes in one way; of none, make some."""
+    """Corrupt bytes in one way; replace empty bytes by random ones."""
     return dice.choice(DAMAGE)(dice, data) if data else dice.randbytes(3)
 
 
@@ -188,7 +188,7 @@ def expanded(form: str) -> list[str]:
 
 
 def repaired(dice: Dice, data: bytes) -> bytes:
-    """Damage the contents of members, and write the checksums that they have now."""
+    """Corrupt the contents of members, and update their checksums."""
     with zipfile.ZipFile(BytesIO(data)) as file:
         infos = [info for info in file.infolist() if info.file_size]
     entries = {}
@@ -219,7 +219,7 @@ def repaired(dice: Dice, data: bytes) -> bytes:
 
 
 def members_changed(dice: Dice, data: bytes) -> bytes:
-    """Damage, leave out, double, rename or exchange members."""
+    """Corrupt, drop, duplicate, rename or swap members."""
     members = unpacked(data)
     for _ in range(dice.choice([1, 1, 2])):
         at = dice.randrange(len(members))
@@ -290,7 +290,7 @@ def change(dice: Dice, parts: list[bytes]) -> None:
 
 
 def replace(dice: Dice, parts: list[bytes], kinds: bytes, new: bytes) -> None:
-    """Put an instruction in place of one of some kinds."""
+    """Replace an instruction of one of some kinds."""
     places = [at for at, part in enumerate(parts) if part[:1] and part[:1] in kinds]
     if places:
         parts[dice.choice(places)] = new
@@ -307,14 +307,14 @@ def integer(dice: Dice) -> bytes:
 
 @functools.cache
 def allowed() -> list[str]:
-    """Return the names that torch allows in a pickle, module and name apart, and some others."""
+    """Return module and name of the globals that torch allows in a pickle, and a few more."""
     names = sorted(torch._weights_only_unpickler._get_allowed_globals())
     found = [" ".join(name.rpartition(".")[::2]) for name in names]
     return [*found, "os system", "builtins getattr", "argparse Namespace", "torch FloatStorage"]
 
 
 def spliced(dice: Dice, data: bytes) -> bytes:
-    """Put members of another file among those of this one."""
+    """Add members of another file."""
     members = unpacked(data)
     others = unpacked(seeds()[dice.choice(list(seeds()))])
     folder = members[0].name.partition(b"/")[0]
@@ -326,7 +326,7 @@ def spliced(dice: Dice, data: bytes) -> bytes:
 
 
 UNCHECKED: dict[str, Callable[[Dice, bytes], bytes]] = {
-    "damaged": damaged,
+    "corrupted": corrupted,
     "field": field,
 }
 CHECKED: dict[str, Callable[[Dice, bytes], bytes]] = {

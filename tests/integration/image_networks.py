@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-# What one image costs in multiply-adds: outputs times the size of the kernel, without biases.
+# Multiply-adds for one image: outputs times the size of the kernel, without biases.
 MULTIPLY_ADDS: Final = 8 * 8 * 8 * (3 * 3 * 3) + 4 * 2 * 2 * (8 * 3 * 3) + 3 * 16
 
 

@@ -204,7 +204,7 @@ PICKLABLE: Final[dict[str, type[torch.nn.Module]]] = {
 
 
 def agree(scenario: Callable[[Implementation], ResultT]) -> ResultT:
-    """Assert that the scenario gives the same bits on both, and return what torch gave.
+    """Assert that the scenario is bitwise identical on both, and return torch's result.
 
     Unlike ``same`` it lets an exception through: these tools must work, not fail alike.
     """

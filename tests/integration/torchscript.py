@@ -1,4 +1,4 @@
-"""What the tests of TorchScript share."""
+"""Helpers of the tests of TorchScript."""
 
 import io
 import re

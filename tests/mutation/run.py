@@ -1,4 +1,4 @@
-"""Plant the bugs one after the other in a copy of the project, and tell which tests catch them.
+"""Plant the bugs one by one in a copy of the project, and report which tests catch them.
 
 python -m tests.mutation.run                  # all, into docs/mutation.json and docs/mutation.md
 python -m tests.mutation.run --only schedules # those whose mechanism or file has the word
@@ -31,13 +31,13 @@ from tests.mutation.planted import BUGS, Bug
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUND = ROOT / "docs" / "mutation.json"
-# What pytest returns if a test has failed, or could not be collected.
+# Exit codes of pytest if a test has failed, or could not be collected.
 CAUGHT = (1, 2)
 MOST_MEMORY = 8 << 30
 
 
 def copied(folder: Path) -> Path:
-    """Copy the project, since a bug must never get into the working tree."""
+    """Copy the project, so that bugs never get into the working tree."""
     names = ("src", "tests", "docs", "examples", "benchmarks")
     ignored = shutil.ignore_patterns("__pycache__", "_build")
     for name in names:
@@ -58,7 +58,7 @@ def run_tests(folder: Path, *arguments: str, limit: float = math.inf) -> tuple[i
         descriptor = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-        # A bug may ask for more and more memory.
+        # A bug may allocate without bound.
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
         os.chdir(folder)
         places = [str(folder / "src"), str(folder)]
@@ -102,7 +102,7 @@ def caught_by(bug: Bug, folder: Path, *, quick: bool) -> str:
 
 
 def run(bugs: list[Bug], *, quick: bool) -> list[dict[str, str]]:
-    """Plant each bug in turn; return what there is to tell of it."""
+    """Plant each bug in turn; return the rows of the report."""
     rows: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = copied(Path(name))
@@ -111,7 +111,7 @@ def run(bugs: list[Bug], *, quick: bool) -> list[dict[str, str]]:
             rows.append({"file": bug.file, "mechanism": bug.mechanism, "caught by": test})
             sys.stdout.write(f"{bug.file}: {bug.mechanism}: {test or 'MISSED'}\n")
             sys.stdout.flush()
-        # What fails without a bug has caught nothing.
+        # A test that also fails without a bug has not caught it.
         tests = {row["caught by"] for row in rows} - {""}
         _, failed = run_tests(folder, *sorted(tests)) if tests else (0, [])
         for row in rows:
@@ -122,7 +122,7 @@ def run(bugs: list[Bug], *, quick: bool) -> list[dict[str, str]]:
 
 
 def known() -> list[dict[str, str]]:
-    """Return what there is to tell of the bugs that were planted last."""
+    """Return the rows of the last report."""
     content = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
     return list(content.get("planted", {}).get("bugs", []))
 
@@ -142,7 +142,7 @@ def today() -> dict[str, str]:
 
 
 def main() -> int:
-    """Run all bugs, or some; a bug that is missed makes it 1."""
+    """Run all bugs, or some; return 1 if one is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="word in the mechanism or the file; keeps the other rows")
     parser.add_argument("--quick", action="store_true", help="run the named tests only")

@@ -77,7 +77,7 @@ _AVERAGES = {
     "state": "test_broken_states test_load_averages test_ema_resume test_other_libraries",
     "swap": "test_ema_swap test_ema_module test_callback test_sharded",
 }
-# For each part and file, the tests of it; those of no other file are run for its mutants.
+# The tests of each part and file, which alone are run for its mutants.
 PARTS = {
     "nn": {file: [f"tests/parity/{t}.py" for t in all_.split()] for file, all_ in _MODULES.items()},
     "averaging": {
@@ -89,7 +89,7 @@ LIMIT = 900.0
 
 
 class _Visitor(MutationVisitor):  # type: ignore[misc]
-    """Finds mutations in decorated functions too; here the source is changed, so nothing is in the way."""
+    """Finds mutations in decorated functions too, since the source itself is changed."""
 
     def _skip_node_and_children(self, node: cst.CSTNode) -> bool:
         if isinstance(node, cst.FunctionDef) and node.decorators:

@@ -14,7 +14,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_shared_behaviour(name: str) -> None:
-    """What `modkit compat` runs is the same with both libraries, or differs exactly as listed."""
+    """The behaviors of `modkit compat` are equal with both libraries, or differ exactly as listed."""
     found = run_case(*CASES[name])
 
     assert found.kind in {"equal", "listed"}, difference(found.torch, found.modkit)

@@ -72,7 +72,7 @@ def test_every_module_below_is_torchs_own(name: str) -> None:
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_assigning_reaches_torch(view: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is assigned or deleted through modkit's name is assigned or deleted in torch."""
+    """Assigning or deleting through modkit's name assigns or deletes in torch."""
     theirs = importlib.import_module(f"torch.{view}")
     mine = importlib.import_module(f"modkit.{view}")
     name = next(
@@ -93,7 +93,7 @@ def test_assigning_reaches_torch(view: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_reading_follows_torch(view: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is rebound in torch is read through modkit's name at once, new names included."""
+    """Names rebound in torch are read through modkit's name at once, new names included."""
     theirs = importlib.import_module(f"torch.{view}")
     mine = importlib.import_module(f"modkit.{view}")
     monkeypatch.setattr(theirs, "a_newer_name", 1, raising=False)
@@ -184,7 +184,7 @@ def test_star_import_gives_torch_names(library):
     ],
 )
 def test_statement_works_as_in_torch(statement):
-    """Users' import statements work, or fail, whichever library's name stands in them."""
+    """Users' import statements have the same outcome with either library's name."""
 
     def outcome(library):
         try:
@@ -222,7 +222,7 @@ def test_rebound_flag_is_not_a_stale_copy(monkeypatch):
 
 
 def test_tables_of_global_hooks_are_torch_objects():
-    """Whoever writes into a global hook table through either library writes into the same one."""
+    """Writing into a global hook table through either library changes the same table."""
     theirs = torch.nn.modules.module
     tables = [name for name in vars(theirs) if name.startswith("_global_")]
 

@@ -19,7 +19,7 @@ FUNCTIONS: Final = ("default", "ema", "swa", "multi ema", "multi swa")
 
 
 def silent(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave out what the average calls, since torch's walks the tree in another way."""
+    """Drop the calls of the average, since torch's walks the tree differently."""
 
     @functools.wraps(function)
     def wrapper(*args: Any) -> Any:
@@ -45,7 +45,7 @@ def members(model: Any) -> list[Any]:
 @operation(choices.sampled_from(FUNCTIONS), choices.booleans())
 @silent
 def make_averaged_model(side: Any, module: Any, function: str, use_buffers: bool) -> list[Any]:
-    """Begin to average the tree with one of the library's functions."""
+    """Average the tree with one of the library's functions."""
     utils = side.impl.swa_utils
     attributes = (v for module in distinct_modules(side.model) for v in module.__dict__.values())
     tensors = [*side.model.parameters(), *side.model.buffers()]

@@ -44,7 +44,7 @@ def change_structure(side: Any, module: Any, change: str, name: str) -> None:
 def walk_while_changing(
     side: Any, module: Any, method: str, steps: int, change: str, name: str, number: int
 ) -> Any:
-    """Change a module of the tree in the middle of a walk, and go on walking."""
+    """Change a module of the tree in the middle of a walk, and continue."""
     found = []
     changed = side.target(number)
     for taken, item in enumerate(getattr(module, method)(), start=1):
@@ -92,7 +92,7 @@ def apply_while_changing(side: Any, module: Any, change: str, name: str, inner: 
     )
 )
 def override_on_instance(side: Any, module: Any, method: str) -> None:
-    """Put a method that logs and passes on into one module's instance dictionary; copies have theirs."""
+    """Override a method on one instance; copies have their own override."""
 
     def logging(self: Any, *args: Any, **kwargs: Any) -> Any:
         keywords = [(name, summary(value)) for name, value in kwargs.items()]
@@ -105,7 +105,7 @@ def override_on_instance(side: Any, module: Any, method: str) -> None:
 
 @operation(choices.sampled_from(["parameters", "modules", "named_parameters"]))
 def walk_twice_at_once(side: Any, module: Any, method: str) -> list[Any]:
-    """Two walks that take turns do not disturb each other."""
+    """Two interleaved walks are independent."""
     ordinals = Ordinals()
     first, second = iter(getattr(module, method)()), iter(getattr(module, method)())
     turns = []

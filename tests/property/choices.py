@@ -1,4 +1,4 @@
-"""What operations and trees are drawn from: choices, which any `random.Random` decides.
+"""Choices that operations and trees are drawn from, with any `random.Random`.
 
 The long run draws with a generator of its own, Hypothesis with one whose decisions it records and
 shrinks. The functions have the names of Hypothesis' strategies.
@@ -18,7 +18,7 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class Choice(Generic[T]):
-    """A value that is yet to be drawn."""
+    """A value that is drawn later."""
 
     draw: Callable[[random.Random], T]
 
@@ -53,30 +53,30 @@ def booleans() -> Choice[bool]:
 
 
 def integers(least: int, most: int) -> Choice[int]:
-    """A number of the range, with both ends."""
+    """Draw a number of the closed range."""
     count = most - least + 1
     return Choice(lambda source: least + source.randrange(count))
 
 
 def one_of(*choices: Choice[Any]) -> Choice[Any]:
-    """What one of the choices draws."""
+    """Draw from one of the choices."""
     return Choice(lambda source: choices[source.randrange(len(choices))].draw(source))
 
 
 def tuples(*choices: Choice[Any]) -> Choice[tuple[Any, ...]]:
-    """One of each."""
+    """Draw a tuple with one draw of each choice."""
     return Choice(lambda source: tuple(choice.draw(source) for choice in choices))
 
 
 def builds(function: Callable[..., T], *choices: Choice[Any]) -> Choice[T]:
-    """What the function makes of one of each."""
+    """Call the function with one draw of each choice."""
     return Choice(lambda source: function(*(choice.draw(source) for choice in choices)))
 
 
 def lists(
     choice: Choice[T], *, min_size: int = 0, max_size: int, unique: bool = False
 ) -> Choice[list[T]]:
-    """A list; with `unique` perhaps a shorter one."""
+    """Draw a list; with `unique` it may be shorter."""
 
     def draw(source: random.Random) -> list[T]:
         size = min_size + source.randrange(max_size - min_size + 1)
@@ -87,7 +87,7 @@ def lists(
 
 
 def optional(choices: Mapping[str, Choice[Any]]) -> Choice[dict[str, Any]]:
-    """A dict with some of the keys."""
+    """Draw a dict with some of the keys."""
 
     def draw(source: random.Random) -> dict[str, Any]:
         return {name: c.draw(source) for name, c in choices.items() if source.randrange(2) == 1}
@@ -100,7 +100,7 @@ Draw = Callable[[Choice[Any]], Any]
 
 
 def composite(function: Callable[..., T]) -> Callable[..., Choice[T]]:
-    """Make a choice of a function whose first argument draws."""
+    """Turn a function whose first argument draws into a choice."""
 
     def made(*args: Any) -> Choice[T]:
         return Choice(lambda source: function(lambda choice: choice.draw(source), *args))

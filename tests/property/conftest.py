@@ -1,4 +1,4 @@
-"""How hard Hypothesis tries: `HYPOTHESIS_PROFILE` is `fast`, `default` or `ci`."""
+"""Profiles of Hypothesis: `HYPOTHESIS_PROFILE` is `fast`, `default` or `ci`."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Operations on what all modules share: global hooks and their tables, patches, classes."""
+"""Operations on global state: hooks for all modules and their tables, patches, classes."""
 
 import types
 from typing import Any, Final
@@ -63,7 +63,7 @@ def remove_global_hooks(side: Any, module: Any) -> list[int]:
 
 @operation(choices.sampled_from(["copies", "copies", "empty", "back"]))
 def rebind_tables(side: Any, module: Any, how: str) -> None:
-    """Put other tables in the place of the global ones, or torch's own back."""
+    """Replace the global tables, or restore torch's."""
     for name, original in TABLES.items():
         table = original if how == "back" else type(original)()
         if how == "copies":
@@ -80,7 +80,7 @@ PATCHES: Final = choices.sampled_from([f"TorchModule.{name}" for name in METHODS
 
 @operation(PATCHES)
 def patch_class(side: Any, module: Any, dotted: str) -> list[str]:
-    """Patch a method of a class for the operations that follow; at the third take all back."""
+    """Patch a method of a class for the operations that follow; undo all at the third."""
     patches: list[str] = side.world.patches
     if dotted in patches or len(patches) >= 2:
         patches.clear()
@@ -93,7 +93,7 @@ def patch_class(side: Any, module: Any, dotted: str) -> list[str]:
 
 @operation()
 def undo_patches(side: Any, module: Any) -> None:
-    """Take all patches back."""
+    """Undo all patches."""
     side.world.patches.clear()
 
 

@@ -1,4 +1,4 @@
-"""Hooks that can be pickled and compared: they log what they are given, and may change it."""
+"""Hooks that can be pickled and compared: they log their arguments, and may change them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ class Hook:
     effect: str
 
     def __call__(self, *arguments: Any) -> Any:
-        """Do what a hook of the kind does."""
+        """Run the hook."""
         return getattr(self, f"_{self.kind}")(*arguments)
 
     def _note(self, *details: Any) -> None:
@@ -70,7 +70,7 @@ class Hook:
 
     @property
     def changes(self) -> bool:
-        """Tell whether the hook is one that changes what it is given."""
+        """Return True if the hook changes its arguments or result."""
         return self.effect == "change"
 
 

@@ -1,4 +1,4 @@
-"""Differences that the table lists, matched exactly: one row, one pair of outcomes."""
+"""Listed differences, matched exactly: one row, one pair of outcomes."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -14,7 +14,7 @@ Match = Callable[[Operation, Any, Any, Outcome, Outcome], bool]
 def contains_itself(
     operation: Operation, torch_side: Any, modkit_side: Any, theirs: Outcome, ours: Outcome
 ) -> bool:
-    """Torch runs into Python's limit, and modkit names a module of the tree."""
+    """Torch exceeds Python's recursion limit, and modkit names a module of the tree."""
     names = {type(module).__name__ for module in torch_side.model.modules()}
     expected = {("raised", "RecursionError", MSG_CYCLE.format(name=name)) for name in names}
     return (
@@ -28,7 +28,7 @@ def contains_itself(
 def unhashable(
     operation: Operation, torch_side: Any, modkit_side: Any, theirs: Outcome, ours: Outcome
 ) -> bool:
-    """Modkit does what torch does where modules compare by identity; torch raises or takes two for one."""
+    """Modkit compares modules by identity; torch raises, or treats two equal modules as one."""
     if operation.kind != "among_data_classes":
         return False
     kind, width, method, _ = operation.arguments

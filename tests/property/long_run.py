@@ -59,14 +59,14 @@ class Sequence:
             self.operations.insert(0, Operation("enter_scope", 0, ()))
 
     def run(self, operations: list[Operation] | None = None, every: int = EVERY) -> Any:
-        """Run the operations, or some of them; raise the difference that shows."""
+        """Run the operations, or some of them; raise if they differ."""
         chosen = self.operations if operations is None else operations
         if self.scoped:
             return scoped_sides.lockstep(self.pair, self.tree, chosen, every)
         return sides.lockstep(self.tree, chosen, every)
 
     def fault(self, operations: list[Operation], every: int = EVERY) -> str:
-        """Return what is wrong with a run of the operations, or nothing."""
+        """Return the difference of a run of the operations, or None."""
         try:
             self.run(operations, every)
         except Exception as error:
@@ -74,7 +74,7 @@ class Sequence:
         return ""
 
     def reduced(self) -> tuple[str, list[Operation]]:
-        """Leave out operations as long as a difference shows after the same kind of operation."""
+        """Remove operations while the difference appears after the same kind of operation."""
         every = 1 if self.fault(self.operations, 1) else EVERY
         text, kept = self.fault(self.operations, every), self.operations
         kind = after(text)
@@ -90,7 +90,7 @@ class Sequence:
 
 
 def after(text: str) -> str:
-    """Return the kind of operation that a difference showed after, or the kind of error."""
+    """Return the kind of the operation before a difference, or the kind of error."""
     return text.partition("kind='")[2].partition("'")[0] or text.partition(":")[0]
 
 
@@ -123,7 +123,7 @@ def portion(first: int, count: int) -> dict[str, Any]:
 
 
 def in_process(first: int) -> dict[str, Any]:
-    """Run a portion in a process of its own; one that dies is a difference, too."""
+    """Run a portion in a new process; a crash counts as a difference."""
     command = [sys.executable, "-m", "tests.property.long_run", "--portion", str(first)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode:
@@ -134,7 +134,7 @@ def in_process(first: int) -> dict[str, Any]:
 
 
 def fresh(seed: int) -> dict[str, Any]:
-    """Return the account of a run that has yet to begin."""
+    """Return the empty account of a run."""
     return {
         "date": "",
         "torch": torch.__version__,
@@ -168,7 +168,7 @@ def add(account: dict[str, Any], result: dict[str, Any]) -> None:
 
 
 def campaign(account: dict[str, Any], operations: int, processes: int) -> None:
-    """Run portions until so many operations have run on both sides."""
+    """Run portions until enough operations have run on both sides."""
     started, before, already = time.perf_counter(), account["seconds"], account["operations"]
     account["date"] = datetime.now(timezone.utc).date().isoformat()
     ran = commit()
@@ -203,7 +203,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def show(seed: int) -> None:
-    """Print one sequence that shows a difference, reduced."""
+    """Print one sequence with a difference, reduced."""
     sequence = Sequence(seed)
     text, kept = sequence.reduced()
     print(sequence.tree, *kept, text or "no difference", sep="\n")

@@ -13,7 +13,7 @@ from tests.property.node_tools import LOG, override
 
 T = TypeVar("T")
 
-# What the overriding mixins override that are modules of torch, before or behind a user's class.
+# Methods that mixins which are modules of torch override, before or behind a user's class.
 MIXED_IN: Final = (
     "forward",
     "train",
@@ -34,20 +34,20 @@ MIXED_IN: Final = (
 
 
 class Plain:
-    """A mixin that is not a module: it has an `__init__` and an override that cooperate."""
+    """A mixin that is not a module, with a cooperative `__init__` and override."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.plain = 1
 
     def train(self, mode: bool = True) -> Any:
-        """Note the call."""
+        """Log the call."""
         LOG.append(("Plain.train", mode))
         return super().train(mode)  # type: ignore[misc]
 
 
 class Behind:
-    """A mixin behind `Module`, which sees what that passes on."""
+    """A mixin behind `Module`, which receives the arguments that `Module` passes on."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         LOG.append(("Behind.__init__", args))
@@ -75,7 +75,7 @@ class Silent:
 
 
 class Encodes(Protocol):
-    """What a protocol asks for."""
+    """A protocol with one method."""
 
     plain: int
 
@@ -202,7 +202,7 @@ def unusual(node: Any) -> dict[str, Any]:  # noqa: C901 - one class after the ot
             super()._load_from_state_dict(state, prefix, metadata, strict, missing, *rest)
 
     class Renaming(node):
-        """Have another name for a key in old checkpoints, and a hook of each private kind."""
+        """Rename a key of old checkpoints, with a hook of each private kind."""
 
         _version = 2
 
@@ -227,7 +227,7 @@ def unusual(node: Any) -> dict[str, Any]:  # noqa: C901 - one class after the ot
             LOG.append(("upgrade of", type(module).__name__, prefix, len(rest)))
 
     class Stateful(node):
-        """Say by itself what is pickled."""
+        """Define `__getstate__`."""
 
         def __getstate__(self) -> dict[str, Any]:
             return {k: v for k, v in self.__dict__.items() if k != "training"}

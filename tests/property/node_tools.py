@@ -1,11 +1,11 @@
-"""What the user classes of the random trees and the hooks share: the log that they write."""
+"""The log that the hooks and the user classes of the random trees write."""
 
 from typing import Any, Final
 
 import torch
 
 
-# Where hooks and overrides of the side that runs at the moment write to.
+# The log of the side that is running.
 LOG: Final[list[Any]] = []
 
 
@@ -14,7 +14,7 @@ def override(base: type, method: str) -> type:
 
     def logging(self: Any, *args: Any, **kwargs: Any) -> Any:
         keywords = [(name, summary(value)) for name, value in kwargs.items()]
-        # Which `strict` an override is told is a listed difference.
+        # The `strict` that an override gets is a listed difference.
         told = [*args[:3], None, *args[4:]] if method == "_load_from_state_dict" else args
         LOG.append((method, [summary(value) for value in told], keywords))
         return getattr(super(overriding, self), method)(*args, **kwargs)
@@ -24,7 +24,7 @@ def override(base: type, method: str) -> type:
 
 
 def summary(value: Any) -> Any:
-    """Describe an argument so that it compares between the implementations."""
+    """Describe an argument so that both implementations compare equal."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.nn.Module):

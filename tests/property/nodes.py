@@ -64,7 +64,7 @@ def define_classes(impl: Implementation, home: str) -> dict[str, type]:
             return pass_through(self._modules.values(), x)
 
     class Counting(Node):
-        """Have extra state: how often it was called."""
+        """A module whose extra state is its number of calls."""
 
         calls = 0
 
@@ -79,7 +79,7 @@ def define_classes(impl: Implementation, home: str) -> dict[str, type]:
             self.calls = state["calls"]
 
     class Reader(impl.Module):
-        """Read members as attributes, as users' modules do."""
+        """A module that reads its members as attributes."""
 
         residual = False
 
@@ -91,7 +91,7 @@ def define_classes(impl: Implementation, home: str) -> dict[str, type]:
             return x + hidden if self.residual else hidden
 
     class Forwarding(impl.Module):
-        """Look up missing attributes in the wrapped module, and note each lookup."""
+        """A wrapper that looks up missing attributes in the wrapped module, and logs each lookup."""
 
         def forward(self, x: Any, **kwargs: Any) -> Any:
             return self.inner(x, **kwargs) * self.scale

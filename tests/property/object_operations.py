@@ -30,7 +30,7 @@ WALKS: Final = (
 
 
 def do(module: Any, method: str) -> Any:
-    """Do something with the whole tree below the module; return what can be compared."""
+    """Use the whole tree below the module; return comparable data."""
     if method == "repr":
         return repr(module)
     if method == "deepcopy":
@@ -56,7 +56,7 @@ def do(module: Any, method: str) -> Any:
 
 @operation(choices.sampled_from(WALKS), choices.integers(0, 9))
 def in_cycle(side: Any, module: Any, method: str, number: int) -> Any:
-    """Make the module its own descendant for a while, and do something with it."""
+    """Make the module its own descendant temporarily, and use it."""
     inner = positions(module)
     parent = inner[number % len(inner)][1]
     if hasattr(parent, "around"):
@@ -76,7 +76,7 @@ def in_cycle(side: Any, module: Any, method: str, number: int) -> Any:
 
 @operation(choices.booleans())
 def keep_owner(side: Any, module: Any, wrapped: bool) -> None:
-    """Let a module refer to the root without being its parent, which makes a cycle of references."""
+    """Let a module refer to the root, which makes a reference cycle."""
     module.__dict__["owner"] = [side.model] if wrapped else weakref.ref(module)
     if not wrapped:
         del module.__dict__["owner"]
@@ -84,7 +84,7 @@ def keep_owner(side: Any, module: Any, wrapped: bool) -> None:
 
 @operation(choices.booleans())
 def is_freed(side: Any, module: Any, called: bool) -> Any:
-    """Tell whether a copy of the tree is freed without the cyclic collector."""
+    """Return True if a copy of the tree is freed without the cyclic collector."""
     copied = copy.deepcopy(side.model)
     if called:
         with torch.no_grad():
@@ -110,7 +110,7 @@ def is_freed(side: Any, module: Any, called: bool) -> Any:
 def among_data_classes(
     side: Any, module: Any, kind: str, width: int, method: str, by_identity: bool
 ) -> Any:
-    """Put two dataclasses, which may compare equal, below a module, and do something with it."""
+    """Put two dataclasses, which may compare equal, below a module, and use it."""
     options: dict[str, Any] = {
         "eq": {},
         "hash": {"unsafe_hash": True},
@@ -145,7 +145,7 @@ def among_data_classes(
 
 @operation(choices.integers(0, 9), choices.sampled_from(["deepcopy", "pickle", "copy", "reduce"]))
 def copy_piece(side: Any, module: Any, number: int, route: str) -> Any:
-    """Put a copy of a child in its place."""
+    """Replace a child by a copy."""
     children = [(name, child) for name, child in module._modules.items() if child is not None]
     if not children:
         raise Skipped
@@ -219,7 +219,7 @@ def tie_buffer(side: Any, module: Any, number: int, persistent: bool, everywhere
 
 @operation(choices.integers(0, 9), choices.sampled_from(["a", "view", "mean"]))
 def share_buffer(side: Any, module: Any, number: int, name: str) -> Any:
-    """Register a buffer of the tree in another place, too."""
+    """Register a buffer of the tree in a second place."""
     buffers = [b for _, place in positions(side.model) for b in place._buffers.values()]
     if not buffers:
         raise Skipped
@@ -241,7 +241,7 @@ def save_file(side: Any, module: Any, weights_only: bool, load: bool) -> Any:
 
 @operation(choices.sampled_from(["meta", "cpu"]), choices.booleans())
 def to_empty(side: Any, module: Any, device: str, recurse: bool) -> Any:
-    """Give a copy of the tree other storage; ties, which torch does not keep, are left out."""
+    """Call `to_empty()` on a copy of the tree, without ties, which torch does not keep."""
     refuse_tied_buffers(side)
     if is_tied(side) or is_shared(side):
         raise Skipped
@@ -251,7 +251,7 @@ def to_empty(side: Any, module: Any, device: str, recurse: bool) -> Any:
 
 @operation(choices.booleans(), choices.sampled_from(["strict", "tie", "plain"]))
 def functional_call(side: Any, module: Any, buffers: bool, how: str) -> Any:
-    """Call the root with other values in the place of its own, and see that they are put back."""
+    """Call the root with other values by `functional_call`; its own must be restored."""
     values = {name: p.detach() * 2 for name, p in side.model.named_parameters()}
     if buffers:
         values.update({name: b.detach() for name, b in side.model.named_buffers()})
@@ -303,7 +303,7 @@ def forward_that_fails(side: Any, module: Any, kind: str, late: bool) -> Any:
 
 @operation(*CALL_IN_MODE.arguments)
 def call_in_mode(side: Any, module: Any, *arguments: Any) -> Any:
-    """Call the root or a module in one of torch's modes; how often attributes are read is left out."""
+    """Call the root or a module in one of torch's modes, without counting attribute reads."""
     try:
         return CALL_IN_MODE.function(side, module, *arguments)
     finally:
@@ -312,7 +312,7 @@ def call_in_mode(side: Any, module: Any, *arguments: Any) -> Any:
 
 @operation(*scoped_operations.LOADING)
 def load_in_place(side: Any, module: Any, *arguments: Any) -> Any:
-    """Load a state into the tree itself, if it can be: torch leaves the tree half loaded if not."""
+    """Load a state that fits into the tree itself; a failing load leaves torch's tree partly loaded."""
     refuse_keys_below_none(side)
     copied = copy.deepcopy(module)
     try:

@@ -1,4 +1,4 @@
-"""Everything that can be seen of a module tree, as plain data that compares bit by bit."""
+"""Everything observable of a module tree, as plain data that compares bitwise."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ UNCOMPARED = {"_parameters", "_buffers", "_modules", *HOOK_TABLES, *FLAG_TABLES}
 
 
 class Ordinals:
-    """Numbers objects in the order in which they are first seen, so that sharing compares."""
+    """Numbers objects in the order of first sight, so that sharing is compared."""
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
@@ -136,7 +136,7 @@ def describe_hooks(table: Any) -> tuple[str, list[int | str]]:
 
 
 def describe_flags(module: torch.nn.Module, name: str) -> list[int]:
-    """Tell which positions of the hook table a flag is set for."""
+    """Return the positions of the hook table for which a flag is set."""
     if not getattr(module, name):
         return []
     table = "_forward_pre_hooks" if "pre" in name else "_forward_hooks"
@@ -148,7 +148,7 @@ def describe_flags(module: torch.nn.Module, name: str) -> list[int]:
 
 
 class Glances:
-    """A quick look at a tree; the values of a tensor are read again if its version is another."""
+    """A quick snapshot of a tree; the values of a tensor are read again if its version changed."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, tuple[torch.Tensor, Any, Any]] = {}

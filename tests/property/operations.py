@@ -21,7 +21,7 @@ from tests.property.trees import (
 
 
 class Skipped(Exception):
-    """Raised where an operation would meet a difference that the table of differences lists."""
+    """Raised if an operation would meet a listed difference."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Kind:
-    """How one kind of operation runs, and how its arguments are drawn."""
+    """A kind of operation: its function, and the choices of its arguments."""
 
     function: Callable[..., Any]
     arguments: tuple[choices.Choice[Any], ...]
@@ -58,7 +58,7 @@ def operation(*arguments: choices.Choice[Any]) -> Callable[..., Any]:
     return enter
 
 
-# Calls, hooks and loads meet more of the code than the others do, so they are drawn more often.
+# Calls, hooks and loads cover more code than the other kinds, so they are drawn more often.
 FAVOURED = ["call", "call", "add_hooks", "add_hooks", "load_state_dict", "state_dict", "walk"]
 
 
@@ -83,7 +83,7 @@ def sequences(kinds: choices.Choice[Operation], least: int, most: int) -> Any:
 
 
 def members_of(module: Any) -> set[str]:
-    """Return the names of all that the module holds itself, plain attributes included."""
+    """Return the names of the module's own members, plain attributes included."""
     return {*module.__dict__, *module._parameters, *module._buffers, *module._modules}
 
 
@@ -99,7 +99,7 @@ def refuse_destructive_assignment(module: Any, name: str) -> None:
 
 
 def is_tied(side: Any) -> bool:
-    """Tell whether a parameter stands in more than one place of the tree."""
+    """Return True if a parameter is in more than one place of the tree."""
     found = [
         id(parameter)
         for _, module in positions(side.model)
@@ -110,7 +110,7 @@ def is_tied(side: Any) -> bool:
 
 
 def refuse_tied_buffers(side: Any) -> None:
-    """Skip a conversion that torch unties buffers by."""
+    """Skip a conversion for which torch unties buffers."""
     found = [
         id(buffer)
         for module in distinct_modules(side.model)
@@ -122,7 +122,7 @@ def refuse_tied_buffers(side: Any) -> None:
 
 
 def is_shared(side: Any) -> bool:
-    """Tell whether a module stands in more than one place of the tree."""
+    """Return True if a module is in more than one place of the tree."""
     found = [id(module) for _, module in positions(side.model)]
     return len(found) != len(set(found))
 
@@ -151,7 +151,7 @@ def add_module(side: Any, module: Any, name: str, spec: Any, alias: bool) -> Non
     choices.sampled_from(["text", 5, [1], torch.float32]),
 )
 def register_wrong_thing(side: Any, module: Any, method: str, name: Any, value: Any) -> None:
-    """Register something that is refused, under a name that may be refused too."""
+    """Register an invalid object, perhaps under an invalid name."""
     getattr(module, method)(name, value)
 
 
@@ -206,13 +206,13 @@ def share(side: Any, module: Any, name: str, number: int) -> None:
 
 @operation(all_names)
 def delete(side: Any, module: Any, name: str) -> None:
-    """Delete a member or an attribute, or fail to."""
+    """Delete a member or an attribute, which may fail."""
     delattr(module, name)
 
 
 @operation(choices.integers(0, 9))
 def delete_existing(side: Any, module: Any, number: int) -> str | None:
-    """Delete one of the members that there are."""
+    """Delete an existing member."""
     names = [*module._parameters, *module._buffers, *module._modules]
     if not names:
         return None

@@ -33,7 +33,7 @@ def scoped(*arguments: choices.Choice[Any]) -> Callable[..., Any]:
 
 
 class Noted(torch.Tensor):
-    """A tensor whose class notes which functions it is handed to."""
+    """A tensor whose class records the functions that it is passed to."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,7 +42,7 @@ class Noted(torch.Tensor):
 
 
 class NotedFunctions(TorchFunctionMode):
-    """Notes the functions of torch that are called."""
+    """Records the functions of torch that are called."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         LOG.append(("function", getattr(func, "__name__", ""), len(args), sorted(kwargs or {})))
@@ -50,7 +50,7 @@ class NotedFunctions(TorchFunctionMode):
 
 
 class NotedOperators(TorchDispatchMode):
-    """Notes the operators that are dispatched."""
+    """Records the operators that are dispatched."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         LOG.append(("operator", str(func)))
@@ -89,7 +89,7 @@ def make_input(side: Any, choice: str, dtype: torch.dtype = torch.float32) -> to
 
 
 def result_of(who: Any, x: Any, kwargs: Any) -> Any:
-    """Call a module forward and backward; return all that can be seen of it but hooks' notes."""
+    """Call a module forward and backward; return everything observable except the log of hooks."""
     if x.is_floating_point() and torch.is_grad_enabled():
         x.requires_grad_()
     # Not the leaf itself, which layers that work in place refuse.
@@ -141,7 +141,7 @@ def call_with_subclass(side: Any, module: Any) -> Any:
 
 @scoped()
 def call_channels_last(side: Any, module: Any) -> Any:
-    """Call the root with an input that has its channels last."""
+    """Call the root with an input in channels-last format."""
     if len(side.shape) != 4:
         raise Skipped
     x = make_input(side, "own").to(memory_format=torch.channels_last)
@@ -168,7 +168,7 @@ def call_in_threads(side: Any, module: Any, count: int) -> Any:
 
 @scoped(choices.booleans())
 def call_functionally(side: Any, module: Any, halved: bool) -> Any:
-    """Call the root with other parameters in the place of its own."""
+    """Call the root with other parameters by `functional_call`."""
     values = {name: p.detach() * 0.5 for name, p in side.model.named_parameters()}
     if not halved:
         values = dict(list(values.items())[:1])
@@ -191,7 +191,7 @@ def differentiate_functionally(side: Any, module: Any) -> Any:
 
 
 def has_old_backward_hooks(model: Any) -> bool:
-    """Return True if a call looks for the first tensor of its output: in a proxy of fx, without an end."""
+    """Return True if a call looks for the first tensor of its output, which does not terminate for a proxy of fx."""
     hooked = [(torch_module._global_backward_hooks, torch_module._global_is_full_backward_hook)]
     hooked += [(one._backward_hooks, one._is_full_backward_hook) for one in model.modules()]
     return any(hooks and full is False for hooks, full in hooked)
@@ -199,7 +199,7 @@ def has_old_backward_hooks(model: Any) -> bool:
 
 @scoped()
 def trace_with_fx(side: Any, module: Any) -> Any:
-    """Trace the root symbolically; return the code, and what it computes.
+    """Trace the root symbolically; return the code and its output.
 
     Inside scopes a graph may read a parameter at another place, as the page of `fast_inference` says.
     """
@@ -223,7 +223,7 @@ def trace_with_fx(side: Any, module: Any) -> Any:
 
 @scoped()
 def trace_with_jit(side: Any, module: Any) -> Any:
-    """Trace the root with TorchScript; return the code, and what it computes."""
+    """Trace the root with TorchScript; return the code and its output."""
     x = make_input(side, "own")
     try:
         with torch.no_grad():

@@ -83,7 +83,7 @@ SETTINGS: Final = choices.sampled_from(
 
 @scoped(SETTINGS, choices.booleans(), choices.booleans())
 def set_attribute(side: Any, module: Any, setting: Any, everywhere: bool, direct: bool) -> None:
-    """Set an attribute where there is one of the name, by assignment or in `__dict__`."""
+    """Set an existing attribute, by assignment or in `__dict__`."""
     name, value = setting
     for each in distinct_modules(module) if everywhere else [module]:
         if name in each._parameters or name in each._buffers or name in each._modules:
@@ -309,7 +309,7 @@ def load_in_place(side: Any, module: Any, assign: bool, own: bool, dtype: Any) -
 
 @scoped(choices.sampled_from(["deepcopy", "pickle", "replicate", "dict"]), choices.booleans())
 def copy_and_call(side: Any, module: Any, route: str, weights: bool) -> Any:
-    """Copy the root; all that can be seen of the copy, and what it computes, is compared."""
+    """Copy the root; compare everything observable of the copy, and its output."""
     if route == "deepcopy":
         copied = copy.deepcopy(side.model)
     elif route == "pickle":
@@ -379,7 +379,7 @@ def leave_average(side: Any, module: Any) -> None:
 
 @scoped(choices.sampled_from(["forward", "_call_impl", "forward-del"]))
 def override_call(side: Any, module: Any, way: str) -> Any:
-    """Replace what a call of one module runs, by an attribute of the instance."""
+    """Replace the forward of one module by an attribute of the instance."""
     if way == "forward-del":
         del module.forward
         return None
@@ -397,7 +397,7 @@ class Loud:
     """Mixed into the class of an instance."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Note the call, and pass it on."""
+        """Log the call, and pass it on."""
         LOG.append(("class", len(args)))
         return super().forward(*args, **kwargs)
 
@@ -423,7 +423,7 @@ def step_optimizer(side: Any, module: Any) -> Any:
 
 @scoped(choices.booleans())
 def shallow_copy(side: Any, module: Any, replace: bool) -> Any:
-    """Copy the root without its children; in torch both share their tables."""
+    """Copy the root without its children; in torch both share their member tables."""
     bound = any(isinstance(value, types.MethodType) for value in vars(side.model).values())
     if replace and (side.scopes or bound):
         raise Skipped  # in a block, what is put into a copy does not reach the original

@@ -1,4 +1,4 @@
-"""A tree that is used plainly or inside `modkit.fast_inference`, and both in lockstep."""
+"""A tree used outside or inside `modkit.fast_inference`, and both in lockstep."""
 
 import re
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ HOMES: Final = {file.__name__ for file in FILES}
 
 @dataclass
 class ScopedSide(Side):
-    """One of two equal trees, used inside scopes or plainly."""
+    """One of two equal trees, used inside or outside scopes."""
 
     operations: ClassVar[dict[str, Kind]] = {
         **{k: v for k, v in OPERATIONS.items() if v.function.__module__ in HOMES},
@@ -45,7 +45,7 @@ class ScopedSide(Side):
     shape: tuple[int, ...] = (2, 3)
     fast: bool = False
     scopes: list[Any] = field(default_factory=list)
-    # Every module that was once in the tree, in the order in which it was first seen there.
+    # Every module that was ever in the tree, in the order of first sight.
     known: dict[int, torch.nn.Module] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,11 +70,11 @@ class ScopedSide(Side):
         return without_addresses(result)
 
     def seen(self) -> list[Any]:
-        """Describe what users see of the tree while a scope may be open."""
+        """Describe the tree as users see it while a scope may be open."""
         return [self.public(place) for place in observe(self.model)]
 
     def public(self, place: Any) -> Any:
-        """Leave out of a description what scopes may add: attributes, and the type of tables."""
+        """Remove from a description what scopes may add: attributes, and the type of tables."""
         if not isinstance(place, tuple):
             return place
         path, description = place
@@ -104,7 +104,7 @@ def only(names: dict[str, Any], attributes: Sequence[tuple[str, Any]]) -> list[t
 
 
 def comparable(plain: list[Any], fast: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Leave out attributes that the fast side has more, and the order of attributes."""
+    """Remove attributes that only the fast side has, and the order of attributes."""
     pair: tuple[list[Any], list[Any]] = [], []
     for expected, found in zip(plain, fast, strict=False):
         if not isinstance(expected, tuple) or not isinstance(found, tuple):
@@ -125,7 +125,7 @@ def is_refusal(outcome: Any) -> bool:
 
 
 def closing(side: ScopedSide) -> list[Operation]:
-    """Return the operations that take back patches, swaps and scopes."""
+    """Return the operations that undo patches, swaps and scopes."""
     return [
         *(Operation("patch", 0, (dotted,)) for dotted in list(side.world.patches)),
         *(Operation("leave_average", 0, ()) for _ in side.applied),
@@ -175,14 +175,14 @@ class Lockstep:
         else:
             self.kinds.append(operation.kind)
         pair = [expected, outcome]
-        # How often attributes of tensors are read is left out.
+        # The number of attribute reads of tensors is not compared.
         pair = [[*result, [e for e in log if not is_read(e)]] for *result, log in pair]
         compare(operation, pair, "plain and fast differ after")
         if whole or operation.kind == "leave_scope":
             self.compare_trees(operation)
 
     def compare_trees(self, operation: Operation) -> None:
-        """Compare all that can be seen; outside scopes, all that may have been left behind too."""
+        """Compare everything observable; outside scopes, also leftovers."""
         if not self.fast.scopes:
             compare(operation, [self.plain.left(), self.fast.left()], "left behind after")
         pair = [without_addresses(s) for s in comparable(self.plain.seen(), self.fast.seen())]
@@ -200,7 +200,7 @@ def lockstep(
     operations: list[Operation],
     every: int = 1,
 ) -> Lockstep:
-    """Run the operations plainly and inside scopes, and compare all that can be seen."""
+    """Run the operations outside and inside scopes, and compare everything observable."""
     torch_always_warns = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     torch.use_deterministic_algorithms(True)  # see sides.lockstep

@@ -74,7 +74,7 @@ class Tree:
 
 
 class ScopedBuilder(Builder):
-    """Builds the layers and nodes of this file beside those of `trees`."""
+    """Builds the layers and nodes of this file as well as those of `trees`."""
 
     def _bare(self, spec: ModuleSpec) -> Any:
         if spec.kind in LAYERS:

@@ -70,7 +70,7 @@ def plain_text(message: object) -> str:
 
 @dataclass
 class Run:
-    """A sequence of operations on both implementations, and what came of it."""
+    """A sequence of operations on both implementations, and its outcome."""
 
     spec: ModuleSpec
     # After how many operations everything is compared; after the others a glance must do.
@@ -79,7 +79,7 @@ class Run:
     skipped: int = 0
     refusals: int = 0
     kinds: list[str] = field(default_factory=list)
-    # How often a row of the table of differences explained a difference.
+    # How often each listed difference explained an outcome.
     explained: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -87,11 +87,11 @@ class Run:
         self.compare_trees("build")
 
     def compare_trees(self, step: object) -> None:
-        """Assert that all that can be seen of the trees is alike."""
+        """Assert that everything observable of the trees is equal."""
         compare(step, [observe(side.model) for side in self.sides])
 
     def step(self, operation: Operation) -> None:
-        """Run the operation on both sides, and compare what can be seen of it."""
+        """Run the operation on both sides, and compare everything observable."""
         outcomes = [side.run(operation) for side in self.sides]
         self.done += 1
         if outcomes[0][0] == ("skipped",):
@@ -111,10 +111,10 @@ class Run:
 
 
 def lockstep(spec: ModuleSpec, operations: list[Operation], every: int = 1) -> Run:
-    """Run the operations on both implementations and compare all that can be seen each time."""
+    """Run the operations on both implementations, and compare everything observable after each."""
     torch_always_warns = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
-    # Memory that nothing was written to, as of a lazy layer that fails to initialize, compares too.
+    # Uninitialized memory, as of a lazy layer that fails to initialize, is compared too.
     torch.use_deterministic_algorithms(True)
     try:
         run = Run(spec, every)
@@ -130,7 +130,7 @@ def lockstep(spec: ModuleSpec, operations: list[Operation], every: int = 1) -> R
 
 
 def closing(side: Side) -> list[Operation]:
-    """Return the operations that take back what holds beyond one operation."""
+    """Return the operations that undo lasting effects."""
     return [Operation("leave_average", 0, ()) for _ in side.applied]
 
 
@@ -139,13 +139,13 @@ class Difference(AssertionError):
 
 
 def compare(step: object, pair: list[Any], what: str = "torch and modkit differ after") -> None:
-    """Assert that both sides are alike, naming the step after which they are not."""
+    """Assert that both sides are equal; the message names the step."""
     if pair[0] != pair[1]:
         raise Difference(f"{what} {step}\n{'; '.join(first_difference(*pair))}")
 
 
 def first_difference(expected: Any, found: Any) -> list[str]:
-    """Return the path to where two values differ first, and both of them there."""
+    """Return the path to the first difference of two values, and both values there."""
     for index in both_keys(expected, found):
         if expected[index] != found[index]:
             return [repr(index), *first_difference(expected[index], found[index])]

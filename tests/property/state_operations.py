@@ -19,7 +19,7 @@ from tests.property.trees import Builder, layers
     choices.sampled_from([None, "dict", "same"]),
 )
 def state_dict(side: Any, module: Any, prefix: str, keep_vars: bool, kind: Any) -> Any:
-    """Save the state under a prefix, perhaps into a mapping that holds something already."""
+    """Save the state under a prefix, perhaps into a mapping with other entries."""
     destination: Any = None
     if kind == "dict":
         destination = {"there": 1}
@@ -41,7 +41,7 @@ EDITS = choices.lists(
 
 
 def edited_state(side: Any, module: Any, edits: Any) -> dict[str, Any]:
-    """Make a state for the module with other values, and edit some of its entries."""
+    """Make a state of other values for the module, and edit some of its entries."""
     state = {
         key: value.detach().clone() * 2 if isinstance(value, torch.Tensor) else value
         for key, value in module.state_dict().items()
@@ -76,7 +76,7 @@ def edited_tensor(side: Any, edit: str, value: torch.Tensor) -> torch.Tensor:
     return side.impl.nn.Parameter(value, requires_grad=value.is_floating_point())
 
 
-# What assigning tensors calls: of a load that fails, how far it came is not compared.
+# Calls made by assigning tensors. How far a failing load came is not compared.
 ASSIGNMENTS = {
     *("__setattr__", "__getattr__", "register_parameter", "register_buffer"),
     *("own register_parameter", "own register_buffer", "new parameter", "new buffer"),
@@ -92,7 +92,7 @@ def is_assignment(entry: Any) -> bool:
 
 
 def refuse_keys_below_none(side: Any) -> None:
-    """Skip a load where keys may seem to lie below a child that is None.
+    """Skip a load with keys that may belong to a child that is None.
 
     Those of a child with a dot in its name may. Modkit alone reports them, a listed difference. Nor
     may a plain tensor stand among the parameters: a load that is refused anyway does not come to it.
@@ -106,7 +106,7 @@ def refuse_keys_below_none(side: Any) -> None:
 
 
 def load_into_copy(side: Any, state: Any, **options: bool) -> Any:
-    """Load into a copy of the tree, since torch leaves a tree half loaded where a load fails."""
+    """Load into a copy of the tree, since a failing load leaves torch's tree partly loaded."""
     refuse_keys_below_none(side)
     model = copy.deepcopy(side.model)
     try:
@@ -120,7 +120,7 @@ def load_into_copy(side: Any, state: Any, **options: bool) -> Any:
 def load_state_dict(
     side: Any, module: Any, strict: bool, assign: bool, metadata: bool, backwards: bool, edits: Any
 ) -> Any:
-    """Load an edited state into a copy of the tree, and go on with the copy if it succeeds."""
+    """Load an edited state into a copy of the tree, and continue with the copy if it succeeds."""
     state: Any = collections.OrderedDict(edited_state(side, side.model, edits))
     if backwards:
         state = collections.OrderedDict(reversed(state.items()))
@@ -137,7 +137,7 @@ def load_state_dict(
     choices.booleans(),
 )
 def load_something_else(side: Any, module: Any, value: Any, strict: bool) -> Any:
-    """Load what is no state of this module."""
+    """Load an object that is not a state of this module."""
     places = positions(side.model)
     if any(child is None for _, place in places for child in place._modules.values()):
         raise Skipped

@@ -1,4 +1,4 @@
-"""Averages of random models: bitwise those of torch, and several at once those of one at a time."""
+"""Averages of random models are bitwise identical to torch's, and several at once to single ones."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""Random objects, written by torch.save: load_checkpoint returns what torch.load returns."""
+"""Random objects written by torch.save: load_checkpoint and torch.load return equal objects."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def contents(draw: Any) -> Any:
 
 @given(contents(), st.booleans(), st.sampled_from([None, "cpu", "meta"]))
 def test_random_objects(tmp_path_factory: Any, content: Any, mmap: bool, location: Any) -> None:
-    """Objects, storages and ties are the same, or both libraries refuse the file."""
+    """Objects, storages and ties are equal, or both libraries refuse the file."""
     path = tmp_path_factory.mktemp("files") / "file.pt"
     with quiet():
         _, unwritten = outcome(torch.save, content, path)

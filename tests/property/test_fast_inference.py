@@ -83,14 +83,14 @@ def run(impl, tree, operations):
 )
 @given(implementations, trees().strategy(), sequences(ALL))
 def test_a_few_random_sequences(impl, tree, operations) -> None:
-    """The same 60 sequences of operations each time give the same plainly and inside scopes."""
+    """60 fixed sequences of operations give equal results outside and inside scopes."""
     run(impl, tree, operations)
 
 
 @pytest.mark.property
 @given(implementations, trees().strategy(), sequences(ALL))
 def test_random_sequences(impl, tree, operations) -> None:
-    """Any sequence of operations gives the same bits, errors and calls of hooks inside scopes."""
+    """Any sequence of operations is bitwise identical inside scopes, with equal errors and hook calls."""
     run(impl, tree, operations)
 
 
@@ -104,7 +104,7 @@ def test_changed_members(impl, tree, operations) -> None:
 @pytest.mark.property
 @given(implementations, trees().strategy(), sequences([*CALLS, *SCOPES, *BEHAVIOUR]))
 def test_changed_behaviour(impl, tree, operations) -> None:
-    """Hooks, patches, attributes and modes that change inside scopes are heard by the next call."""
+    """Hooks, patches, attributes and modes that change inside scopes take effect in the next call."""
     run(impl, tree, operations)
 
 
@@ -128,7 +128,7 @@ ENTER = Operation("enter_scope", 0, ())
 
 
 def test_lockstep_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison is not blind: an operation that differs inside a scope is reported by name."""
+    """An operation that differs inside a scope is reported by name."""
 
     def broken(side, module) -> bool:
         return bool(side.scopes) and side.fast
@@ -156,7 +156,7 @@ def test_lockstep_sees_what_a_scope_leaves(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("changes", [False, True], ids=["kept", "changed"])
 def test_refusals_are_counted(monkeypatch: pytest.MonkeyPatch, changes) -> None:
-    """A refusal in the name of fast_inference is counted, and must have changed nothing."""
+    """A refusal by fast_inference is counted, and must not have changed anything."""
 
     def refused(side, module) -> None:
         if changes:

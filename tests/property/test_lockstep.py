@@ -28,7 +28,7 @@ REGISTRATION = sorted(
 
 @given(trees().strategy(), sequences(vocabulary.drawn(), 8, 14))
 def test_random_operations_in_lockstep(spec, operations) -> None:
-    """Any sequence of public operations leaves torch's and modkit's tree alike at every step."""
+    """Any sequence of public operations leaves torch's and modkit's trees equal after every step."""
     lockstep(spec, operations)
 
 
@@ -40,11 +40,11 @@ def test_hooks_in_lockstep(spec, operations) -> None:
 
 @given(trees().strategy(), sequences(drawn([*STATE, "add_hooks", "tie", "share"]), 4, 8))
 def test_states_in_lockstep(spec, operations) -> None:
-    """Saving and loading, strict or not, whole or edited, end alike."""
+    """Saving and loading, strict or not, complete or edited, have equal outcomes."""
     lockstep(spec, operations)
 
 
 @given(trees().strategy(), sequences(drawn([*REGISTRATION, "walk", "find", "call"]), 8, 16))
 def test_registration_in_lockstep(spec, operations) -> None:
-    """Members registered, assigned, shared, deleted and read behave alike."""
+    """Registering, assigning, sharing, deleting and reading members have equal outcomes."""
     lockstep(spec, operations)

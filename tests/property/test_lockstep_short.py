@@ -17,7 +17,7 @@ from tests.property.trees import Member, ModuleSpec, trees
 )
 @given(trees().strategy(), sequences(vocabulary.drawn(), 8, 14))
 def test_a_few_random_sequences_in_lockstep(spec, operations) -> None:
-    """The same 40 sequences of operations each time leave both trees alike at every step."""
+    """40 fixed sequences of operations leave both trees equal after every step."""
     lockstep(spec, operations)
 
 
@@ -35,12 +35,12 @@ def test_a_few_random_sequences_in_lockstep(spec, operations) -> None:
     ids=["parameter assigned to the buffer of a shared module"],
 )
 def test_sequences_that_once_differed(spec, operations) -> None:
-    """What a longer search has found to differ is run each time."""
+    """Sequences that differed in a longer search leave both trees equal."""
     lockstep(spec, [Operation(*operation) for operation in operations])
 
 
 def test_lockstep_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison is not blind: an operation that differs on modkit is reported by name."""
+    """An operation that differs on modkit is reported by name."""
 
     def broken(side, module) -> str:
         return side.impl.name
@@ -52,7 +52,7 @@ def test_lockstep_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lockstep_sees_a_change_of_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change that shows in no result, only in the tree, is reported too."""
+    """A change that is visible only in the tree is reported too."""
 
     def broken(side, module) -> None:
         module.training = side.impl.name == "torch"
@@ -64,7 +64,7 @@ def test_lockstep_sees_a_change_of_state(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("module", vocabulary.FILES, ids=lambda file: file.__name__.split(".")[-1])
 def test_all_operations_are_drawn(module) -> None:
-    """Every file of operations enters some into the tables that sequences are drawn from."""
+    """Every file of operations adds some to the tables that sequences are drawn from."""
     kinds = [*OPERATIONS.values(), *SCOPED.values()]
     entered = [kind for kind in kinds if kind.function.__module__ == module.__name__]
 

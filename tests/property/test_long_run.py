@@ -1,4 +1,4 @@
-"""The driver of long runs: it counts what ran, and reduces what differs."""
+"""The driver of long runs counts operations, and reduces differing sequences."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.property.trees import NODES
 
 
 def test_the_seed_decides_the_sequence() -> None:
-    """A sequence is the same each time, and sequences of both kinds are drawn."""
+    """A seed gives the same sequence each time, and sequences of both kinds are drawn."""
     drawn = [long_run.Sequence(seed) for seed in range(12)]
 
     assert [each.operations for each in drawn] == [
@@ -19,7 +19,7 @@ def test_the_seed_decides_the_sequence() -> None:
 
 
 def test_a_portion_counts_what_ran() -> None:
-    """Operations that ran, and those that were left out, add up; nothing differs."""
+    """The counts of run and skipped operations add up, without a difference."""
     found = long_run.portion(0, 4)
 
     assert found["differences"] == []
@@ -27,7 +27,7 @@ def test_a_portion_counts_what_ran() -> None:
 
 
 def test_a_difference_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a sequence that shows a difference, the operation that it takes is left."""
+    """A sequence that shows a difference is reduced to the operation that causes it."""
 
     def broken(side, module) -> str:
         return side.impl.name

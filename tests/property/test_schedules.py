@@ -22,7 +22,7 @@ few = st.integers(1, 200)
 
 @given(any_schedule, steps, few, few)
 def test_steps_together(schedule, start, first, second):
-    """The decay of some steps together is that of the first ones times that of the others."""
+    """The decay of several steps is the product of the decays of two parts."""
     middle, end = start + first, start + first + second
 
     together = schedule.over(end, first + second)
@@ -33,7 +33,7 @@ def test_steps_together(schedule, start, first, second):
 
 @given(any_schedule, steps)
 def test_decays_are_fractions(schedule, n):
-    """Every decay is between 0 and 1, and one step alone has the decay of the step."""
+    """Every decay is between 0 and 1, and `over(n, 1)` equals `schedule(n)`."""
     assert 0 <= schedule(n) <= 1
     assert schedule.over(n, 1) == pytest.approx(schedule(n), rel=1e-12, abs=1e-300)
 
@@ -50,13 +50,13 @@ def test_weights_of_profile(schedule, n, k):
 
 @given(any_schedule)
 def test_config(schedule):
-    """A schedule with any numbers comes back from its config."""
+    """A schedule with any numbers equals the one from its config."""
     assert schedules.from_config(schedule.to_config()) == schedule
 
 
 @given(st.floats(1e-4, 0.2886))
 def test_widths(sigma_rel):
-    """The width of the exponent of a width is that width."""
+    """`sigma_rel_of()` inverts `gamma_of()`."""
     gamma = schedules.gamma_of(sigma_rel)
 
     assert schedules.sigma_rel_of(gamma) == pytest.approx(sigma_rel, rel=1e-9)

@@ -17,7 +17,7 @@ from tests.property.trees import Builder, layers
 
 @operation(choices.sampled_from([True, False, 1, None, "train"]))
 def train(side: Any, module: Any, mode: Any) -> bool:
-    """Set the mode, or be refused."""
+    """Set the mode, which may be refused."""
     return module.train(mode) is module
 
 
@@ -61,7 +61,7 @@ def to(side: Any, module: Any, form: Any) -> bool:
 
 @operation()
 def to_meta(side: Any, module: Any) -> bool:
-    """Move to the meta device, which torch does not keep ties over."""
+    """Move to the meta device, where torch unties parameters."""
     refuse_tied_buffers(side)
     if is_tied(side):
         raise Skipped
@@ -89,7 +89,7 @@ def zero_grad(side: Any, module: Any, set_to_none: bool) -> None:
 
 @operation()
 def apply(side: Any, module: Any) -> list[str]:
-    """Note the order in which `apply` visits."""
+    """Record the order in which `apply` visits modules."""
     visited: list[str] = []
     module.apply(lambda visit: visited.append(f"{type(visit).__name__} {len(visit._modules)}"))
     return visited
@@ -151,7 +151,7 @@ def walk_with_memo(side: Any, module: Any, known: int) -> list[Any]:
     return [names, len(memo)]
 
 
-# The star stands for a member of the place.
+# The star is a member of the place.
 PATH_ENDS = choices.sampled_from(
     ["*", "", "*", "a", "weight", "running_mean", "a.b", "missing", "."]
 )
@@ -180,7 +180,7 @@ def find(side: Any, module: Any, method: str, number: int, end: str) -> Any:
 
 @operation(choices.integers(0, 9), PATH_ENDS, layers, choices.booleans())
 def set_submodule(side: Any, module: Any, number: int, end: str, spec: Any, strict: bool) -> None:
-    """Put a new module at a path, unless None stands there, which torch refuses."""
+    """Put a new module at a path, unless the child there is None, which torch refuses."""
     path = path_to(side, number, end)
     for place, parent in positions(side.model):
         tensors = parent._parameters.keys() | parent._buffers.keys()
@@ -193,7 +193,7 @@ def set_submodule(side: Any, module: Any, number: int, end: str, spec: Any, stri
 
 @operation(choices.sampled_from(["deepcopy", "pickle", "copy"]))
 def copied(side: Any, module: Any, route: str) -> None:
-    """Go on with a copy of the tree."""
+    """Continue with a copy of the tree."""
     if route == "deepcopy":
         side.model = copy.deepcopy(side.model)
     elif route == "pickle":
@@ -201,7 +201,7 @@ def copied(side: Any, module: Any, route: str) -> None:
     elif getattr(side, "scopes", None):
         raise Skipped  # see shallow_copy
     else:
-        # What is bound to the original, hooks and methods, goes on with the original.
+        # Hooks and methods bound to the original continue to use the original.
         if any(isinstance(value, types.MethodType) for value in vars(side.model).values()):
             raise Skipped
         side.originals.append(side.model)
@@ -223,7 +223,7 @@ def several(kind: str) -> choices.Choice[tuple[str, list[tuple[dict[str, bool], 
 def add_hooks(side: Any, module: Any, form: Any) -> None:
     """Register a few hooks of one kind on one module.
 
-    In torch backward hooks that are gone keep refusing the other kind, which is a listed difference.
+    In torch a removed backward hook still blocks the other kind, a listed difference.
     """
     kind, hooks = form
     if module._is_full_backward_hook is (kind == "old_backward") and not module._backward_hooks:
@@ -271,7 +271,7 @@ def forward_and_backward(side: Any, dtype: torch.dtype, kwargs: Any) -> Any:
 def failing_call(
     side: Any, module: Any, form: Any, everywhere: bool, number: int, late: bool
 ) -> Any:
-    """Run the tree with hooks that are called always, and a module that makes the call fail."""
+    """Run the tree with always-called hooks, and a module whose forward raises."""
     places = [place for _, place in positions(side.model)] if everywhere else [module]
     breaks = Hook(-9, "forward" if late else "forward_pre", "raise")
     handles = [getattr(side.target(number), REGISTRARS[breaks.kind])(breaks)]

@@ -13,7 +13,7 @@ from tests.property.nodes import OVERRIDDEN
 
 
 # Few names, so that operations often meet members that exist. Some are odd on purpose: digits,
-# spaces, a keyword, a name that is no identifier, names of methods and of layers' parameters.
+# spaces, a keyword, a name that is not an identifier, names of methods and of layers' parameters.
 VALID_NAMES = ["a", "b", "c", "0", "1", "weight", "bias", "x y", "class", "né"]
 # Names that some ways of registering refuse.
 ODD_NAMES = ["", "a.b", "type", "forward"]
@@ -42,7 +42,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Member:
-    """One thing that a module holds: how it is registered, under which name, and what it is."""
+    """One member of a module: its kind, its name and its value."""
 
     kind: str
     name: str
@@ -52,7 +52,7 @@ class Member:
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """A module: its class, what it holds, and the children of a container."""
+    """A module: its class, its members, and the children of a container."""
 
     kind: str
     members: tuple[Member, ...] = ()
@@ -61,7 +61,7 @@ class ModuleSpec:
 
 @dataclass
 class Builder:
-    """Builds specs on one implementation, remembering what may be shared."""
+    """Builds specs on one implementation, and remembers objects for sharing."""
 
     impl: Implementation
     parameters: list[torch.nn.Parameter] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Builder:
         return made
 
     def module(self, spec: ModuleSpec | None) -> Any:
-        """Make a module with all that it holds."""
+        """Make a module with its members."""
         if spec is None:
             return None
         made = self._bare(spec)
@@ -151,7 +151,7 @@ layers = choices.builds(
 
 @choices.composite
 def members(draw: choices.Draw, depth: int) -> tuple[Member, ...]:
-    """Draw what a Node holds: a few members under different names."""
+    """Draw the members of a Node, with different names."""
     names = draw(choices.lists(valid_names, min_size=1, max_size=4, unique=True))
     found = []
     for name in names:

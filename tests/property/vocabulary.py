@@ -1,4 +1,4 @@
-"""All operations on trees, and how often a sequence of the long run draws each."""
+"""All operations on trees, and their weights in sequences of the long run."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -28,7 +28,7 @@ FILES: Final = (
     state_operations,
     tree_operations,
 )
-# Operations of the sequences inside `fast_inference` that make sense on any tree.
+# Operations of the sequences inside `fast_inference` that apply to any tree.
 SHARED: Final = (
     "call_functionally",
     "change_class",
@@ -63,7 +63,7 @@ SCOPES: Final = ("enter_scope", "enter_scope", "enter_scope", "leave_scope")
 
 
 def weighted(kinds: Iterable[str]) -> list[str]:
-    """Enter rare kinds once, and others three times."""
+    """Add rare kinds once, and common kinds three times."""
     return [kind for kind in sorted(kinds) for _ in range(1 if kind in RARE else 3)]
 
 

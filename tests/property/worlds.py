@@ -1,4 +1,4 @@
-"""Global state that one side of a lockstep has to itself: hook tables for all modules, and patches."""
+"""Global state of one side of a lockstep: hook tables for all modules, and patches."""
 
 import functools
 import inspect
@@ -33,18 +33,18 @@ OTHERS: Final = {"TorchModule": torch.nn.Module, "Lora": Lora, "Plain": Plain}
 
 
 class World:
-    """The global hook tables and the patches of one side; in force while an operation of it runs."""
+    """The global hook tables and the patches of one side, active while it runs an operation."""
 
     def __init__(self) -> None:
         self.patches: list[str] = []
         self._hooks: dict[str, list[tuple[int, Any]]] = {}
-        # Tables that an operation has put in the place of torch's.
+        # Tables that an operation has substituted for torch's.
         self._tables: dict[str, Any] = {}
         self._full: bool | None = None
 
     @contextmanager
     def entered(self, side: Any) -> Iterator[None]:
-        """Put the tables and patches in, and take them out again."""
+        """Install the tables and patches, and remove them on exit."""
         torch_module._global_is_full_backward_hook = self._full
         for name, hooks in self._hooks.items():
             TABLES[name].update(hooks)
@@ -70,7 +70,7 @@ class World:
 
 
 def home_of(side: Any, name: str) -> Any:
-    """Return what holds the function: `torch.nn.functional`, a layer's class or a user's."""
+    """Return the owner of the function: `torch.nn.functional`, a layer's class or a user's."""
     from tests.property import nodes_modkit, nodes_torch
 
     if name == "F":
@@ -83,7 +83,7 @@ def home_of(side: Any, name: str) -> Any:
 
 @contextmanager
 def patched(side: Any, dotted: str) -> Iterator[None]:
-    """Put a function that notes its calls in the place of another one."""
+    """Replace a function by one that logs its calls."""
     home_name, _, name = dotted.partition(".")
     home = home_of(side, home_name)
     static = inspect.getattr_static(home, name)
@@ -103,7 +103,7 @@ def patched(side: Any, dotted: str) -> Iterator[None]:
 
 
 def noting_calls(dotted: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that notes its calls and doubles what is computed."""
+    """Return a function that logs its calls and doubles the result."""
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         LOG.append(("patched", dotted, len(args), sorted(kwargs)))
@@ -114,7 +114,7 @@ def noting_calls(dotted: str, original: Callable[..., Any]) -> Callable[..., Any
 
 
 def noting_arguments(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that notes its arguments, whichever way they are passed."""
+    """Return a method that logs its arguments, positional or keyword."""
     bind = SIGNATURES[name].bind
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Models with unusual tensors, and a random walk of everything that they hold."""
+"""Models with unusual tensors, and a random walk of all their tensors."""
 
 import warnings
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def tied() -> nn.Module:
 
 
 def frozen() -> nn.Module:
-    """A layer that is frozen and does not move, beside one that trains."""
+    """A frozen layer, and one that trains."""
     return holder(frozen=nn.Linear(3, 3).requires_grad_(False), head=nn.Linear(3, 2))
 
 
@@ -58,7 +58,7 @@ def parametrized() -> nn.Module:
 
 
 def old_norms() -> nn.Module:
-    """The norms that are computed by hooks, and leave a result of autograd in the module."""
+    """Norms that are computed by hooks, and leave a non-leaf tensor in the module."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return nn.Sequential(
@@ -68,7 +68,7 @@ def old_norms() -> nn.Module:
 
 
 def buffers() -> nn.Module:
-    """Buffers without fractions, and one that is not saved."""
+    """Integer buffers, and one that is not persistent."""
     return holder(
         weight=parameter(3),
         small=torch.tensor([1, -2, 3], dtype=torch.int8),
@@ -94,7 +94,7 @@ def complex_numbers() -> nn.Module:
 
 
 def scalars_and_empty() -> nn.Module:
-    """Tensors with no dimension, and tensors with no element."""
+    """Tensors without dimensions, and tensors without elements."""
     return holder(
         scale=parameter(),
         nothing=parameter(0),
@@ -105,7 +105,7 @@ def scalars_and_empty() -> nn.Module:
 
 
 def strided() -> nn.Module:
-    """Tensors whose elements are not laid out one after the other."""
+    """Tensors that are not contiguous."""
     image = torch.randn(2, 3, 4, 5)
     return holder(
         transposed=nn.Parameter(torch.randn(3, 4).t()),
@@ -131,7 +131,7 @@ def containers() -> nn.Module:
 
 
 def child_called_module() -> nn.Module:
-    """A child with the name that wrappers give to what they wrap."""
+    """A child with the name that wrappers give to the wrapped module."""
     inner = holder(weight=parameter(3), module=nn.Linear(2, 2))
     return holder(weight=parameter(2), module=inner)
 
@@ -174,7 +174,7 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(name: str) -> nn.Module:
-    """Return a model of the zoo, the same each time."""
+    """Return a model of the zoo with fixed weights."""
     torch.default_generator.manual_seed(0)
     return ZOO[name]()
 

@@ -1,4 +1,4 @@
-"""Sixteen threads that use one model at once, on torch or on modkit, and what went wrong.
+"""Use one model in sixteen threads at once, on torch or on modkit, and count errors.
 
 python -m tests.stress.threads torch --seconds 60
 """
@@ -60,7 +60,7 @@ def network(impl: Implementation) -> torch.nn.Module:
 
 
 class Storm:
-    """The model, what each use of it must give, and the counts of what was done and what was wrong."""
+    """The model, the expected result of each use, and the counts of uses and errors."""
 
     def __init__(self, impl: Implementation) -> None:
         self.impl = impl
@@ -83,11 +83,11 @@ class Storm:
         return torch.autograd.grad(self.model.body(x).sum(), x)[0]
 
     def check(self, holds: object, what: str) -> None:
-        """Count ``what`` as wrong unless it holds."""
+        """Count ``what`` as an error unless it holds."""
         if not holds:
             self.wrong[what] += 1
 
-    # Each of the following is what one thread does over and over.
+    # Each of the following is repeated by one thread.
 
     def call(self) -> None:
         """Call the model without gradients."""
@@ -122,7 +122,7 @@ class Storm:
         self.hooked("register_forward_hook", 4, with_kwargs=True, always_call=True)
 
     def raising_call(self) -> None:
-        """Call with an error; a hook that is always called must be called, the error must stay."""
+        """Call with an error: an always-called hook must run, and the error must propagate."""
         own, calls = threading.get_ident(), []
 
         def hook(*arguments: object) -> None:
@@ -177,7 +177,7 @@ class Storm:
         self.check(same, "wrong state")
 
     def load(self) -> None:
-        """Write the state of a part, with the values that it has."""
+        """Load the state of a part with its own values."""
         keys = self.model.layers.load_state_dict(self.loaded)
         self.check(not keys.missing_keys and not keys.unexpected_keys, "wrong keys of a load")
 
@@ -215,7 +215,7 @@ class Storm:
         self.call()
 
     def work(self, number: int, action: Callable[[], None]) -> None:
-        """Do one thing until the time is over; an exception is counted with the line that raised it."""
+        """Repeat one use until the time is over; count exceptions with the line that raised them."""
         while time.monotonic() < self.ends:
             try:
                 action()
@@ -226,7 +226,7 @@ class Storm:
             self.done[f"{number}:{action.__name__}"] += 1
 
     def run(self, seconds: float) -> None:
-        """Let sixteen threads work at once."""
+        """Run sixteen threads at once."""
         hooks = (self.pre_hook, self.pre_hook, self.hook, self.hook, self.raising_call)
         states = (self.backward_hooks, self.state_hooks, self.save, self.load, self.walk)
         ours = (self.call, self.walk) if self.impl is TORCH else (self.average_another, self.scope)
@@ -249,7 +249,7 @@ class Storm:
 
 @contextmanager
 def frequent_switches() -> Iterator[None]:
-    """Let threads take turns as often as possible."""
+    """Switch threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:

@@ -24,7 +24,7 @@ EMPTY: dict[str, Any] = {"suites": {}, "probes": {}}
 
 
 def main() -> int:
-    """Run what was asked for; return 1 if something differs without a cause."""
+    """Run the chosen suites; return 1 if a result differs without a listed cause."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="names of libraries, or probes")
     parser.add_argument("--jobs", type=int, default=2, help="how many suites at a time")
@@ -63,7 +63,7 @@ def write(found: dict[str, Any]) -> None:
 
 
 def say(name: str, row: dict[str, Any]) -> None:
-    """Print the counts of a library, and what differs without a cause."""
+    """Print the counts of a library, and the differences without a listed cause."""
     sys.stderr.write(f"{name}: {row['sides']}, {row['seconds']} s\n")
     for each in [*row["differing"], *row["unsteady"]]:
         sys.stderr.write(f"  {each['test']}: {each['runs']} {each['cause']}\n")

@@ -1,4 +1,4 @@
-"""The libraries whose suites run: what of each is run, and what is left out and why."""
+"""The libraries whose suites run, with the selected tests and the reasons for exclusions."""
 
 from typing import NamedTuple
 

@@ -21,7 +21,7 @@ UNSTEADY = ("unsteady on torch", "alike in three further runs")
 
 
 class Outcome(NamedTuple):
-    """How a test ended, and the class of what it raised."""
+    """Outcome of a test, and the class of its exception."""
 
     outcome: str
     raised: str = ""
@@ -34,7 +34,7 @@ Outcomes = dict[str, Outcome]
 
 
 def read(file: Path) -> Outcomes:
-    """Return what the recorder wrote; a test that started and did not end is "cut off"."""
+    """Return the recorded outcomes; a test that started and did not end is "cut off"."""
     found: Outcomes = {}
     for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         line = json.loads(text)
@@ -43,7 +43,7 @@ def read(file: Path) -> Outcomes:
 
 
 def run(library: Library, tree: Path, tests: Sequence[str] = ()) -> Outcomes:
-    """Run the suite, or some of its tests, in a process of its own."""
+    """Run the suite, or some of its tests, in a new process."""
     outcomes = tree.parent / "outcomes.jsonl"
     outcomes.unlink(missing_ok=True)
     path = os.pathsep.join(map(str, (tree / library.root, tree, PLUGIN, ROOT / "src")))
@@ -84,14 +84,14 @@ def run(library: Library, tree: Path, tests: Sequence[str] = ()) -> Outcomes:
 
 
 def differing(sides: dict[str, Outcomes]) -> list[str]:
-    """Return the tests that did not end in the same way on every side."""
+    """Return the tests whose outcomes differ between the sides."""
     tests = {test: None for outcomes in sides.values() for test in outcomes}
     missing = Outcome("not run")
     return [t for t in tests if len({each.get(t, missing) for each in sides.values()}) > 1]
 
 
 def compare(library: Library, folder: Path) -> dict[str, Any]:
-    """Run a library's suite on every side, what differs again, and return the row of the report."""
+    """Run a library's suite on every side, rerun differing tests, and return the row of the report."""
     trees = {side: unpack(library, side, folder) for side in SIDES}
     started = time.perf_counter()
     sides = {side: run(library, trees[side]) for side in SIDES}
@@ -128,7 +128,7 @@ def again_of(tests: Iterable[str]) -> list[str]:
 
 
 def counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
-    """Return how many tests ended in which way."""
+    """Return the number of tests by outcome."""
     found: dict[str, int] = {}
     for each in outcomes:
         found[each.outcome] = found.get(each.outcome, 0) + 1
@@ -136,7 +136,7 @@ def counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
 
 
 def cause(library: Library, test: str, runs: dict[str, list[str]]) -> str:
-    """Return why a test ended differently; empty if that is not known."""
+    """Return the cause of a different outcome; empty if unknown."""
     if len(set(runs["torch"])) > 1 and all(
         set(each) <= set(runs["torch"]) for each in runs.values()
     ):

@@ -47,7 +47,7 @@ def unpack(library: Library, side: str, folder: Path) -> Path:
 
 
 def rewrite(file: Path) -> None:
-    """Make one file use modkit, unless it is no valid Python."""
+    """Make one file use modkit, unless it is not valid Python."""
     with tokenize.open(file) as opened:
         source = opened.read()
     try:

@@ -264,7 +264,7 @@ def test_the_contestants_of_a_model_agree(each):
 
 
 def test_a_contestant_that_cannot_be_made_is_shown_with_its_error():
-    """The name of the exception stands in place of the arm."""
+    """The name of the exception replaces the arm."""
     assert "ZeroDivisionError" == workloads.attempt(lambda: 1 / 0)
     assert 2.0 == workloads.attempt(lambda: 2 / 1)
 

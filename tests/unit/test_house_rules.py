@@ -11,7 +11,7 @@ every_file = for_each("file", FILES, ids=[path.relative_to(SOURCE).as_posix() fo
 
 
 def is_private(dotted):
-    """Tell whether a part of the dotted name starts with an underscore, dunder names aside."""
+    """Return True if a part of the dotted name starts with an underscore, except dunder names."""
     return any(part.startswith("_") and not part.endswith("__") for part in dotted.split("."))
 
 

@@ -255,7 +255,7 @@ def resident() -> int:
 @pytest.mark.parametrize("cycle", [*SHARED, *OURS], ids=name_of)
 @pytest.mark.timeout(3600)
 def test_memory_stays_flat(cycle: Cycle, tmp_path: Path) -> None:
-    """What is done 10,000 times leaves no memory of Python's or of tensors behind."""
+    """10,000 repetitions leave no memory of Python or of tensors behind."""
     repeat = repeated(cycle, MODKIT, tmp_path)
     tracemalloc.start()
     try:

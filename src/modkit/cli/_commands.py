@@ -1,32 +1,51 @@
 """The group of all commands."""
 
-import importlib
-from typing import Any, Final
+from typing import Any
 
 import click
 
+from modkit.cli._tables import EPILOG
+from modkit.cli.average import average
+from modkit.cli.compat import compat
+from modkit.cli.inspect import inspect
+from modkit.errors import printable
 
-# To add a command, write `modkit/cli/NAME.py` with a click command of that name, and name it here.
-NAMES: Final = ("average", "compat", "inspect")
+
+class Interrupted(click.ClickException):
+    """Ctrl-C."""
+
+    exit_code = 130
 
 
 class Commands(click.Group):
-    """A group that imports the file of a command when the command is asked for."""
+    """A group of commands whose errors are one line."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Name all commands, in the order of the help."""
-        return list(NAMES)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one command."""
-        if cmd_name not in NAMES:
-            return None
-        found: Any = getattr(importlib.import_module(f"modkit.cli.{cmd_name}"), cmd_name)
-        assert isinstance(found, click.Command)
-        return found
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted") from None
+        except (click.exceptions.Exit, click.Abort, click.ClickException, BrokenPipeError):
+            raise
+        except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
+            text = printable(str(error)) or type(error).__name__
+            raise click.ClickException(text) from error
 
 
 @click.version_option(package_name="modkit")
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Commands,
+    commands=[average, compat, inspect],
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EPILOG,
+)
 def commands() -> None:
-    """Tools around modkit, a facade over PyTorch modules and weight averaging."""
+    """Average checkpoints, look into model files, and compare modkit with PyTorch.
+
+    \b
+    Examples:
+      modkit inspect model.pt
+      modkit average run/1.pt run/2.pt -o soup.safetensors
+      modkit compat my_package.models:Net --input 8,3,32,32
+    """  # noqa: D301

@@ -1,47 +1,71 @@
-"""What the commands ``average`` and ``inspect`` print: tables of text that comes from files."""
+"""What the commands share: tables of text from files, progress bars, and JSON."""
 
-from collections.abc import Generator
+import json
+import os
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import click
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from modkit.errors import printable
 
 
-# The width of tables where the output is not a terminal.
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+EPILOG: Final = """\b
+Exit status:
+  0    success
+  1    a file, the disk or a comparison failed; the error is one line
+  2    wrong command line
+  130  interrupted with Ctrl-C
+
+\b
+Shell completion (bash; for others replace bash by zsh or fish):
+  eval "$(_MODKIT_COMPLETE=bash_source modkit)"
+"""
+# The width of tables in a pipe or a file, unless COLUMNS is set.
 PLAIN_WIDTH: Final = 160
 
 
 def console() -> Console:
-    """Return a console for tables, wide enough for them in a pipe."""
+    """Return a console for tables."""
     found = Console(highlight=False)
-    if not found.is_terminal:
+    if not found.is_terminal and "COLUMNS" not in os.environ:
         found.width = PLAIN_WIDTH
     return found
 
 
 def cell(text: object) -> str:
-    """Return text from a file or a path as a table may show it: printable, and not read as markup."""
+    """Return text from a file or a path for a table: printable, and not interpreted as markup."""
     return escape(printable(str(text)))
 
 
-def size(count: int) -> str:
-    """Write a number of bytes with a binary prefix."""
-    for prefix, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= scale:
-            return f"{count / scale:.1f} {prefix}"
-    return f"{count} B"
+def print_table(
+    headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None
+) -> None:
+    """Print a table of text from files, with long cells folded."""
+    table = Table(title=title and cell(title), title_justify="left")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*map(cell, row))
+    console().print(table)
+
+
+def print_json(found: Any) -> None:
+    """Print JSON, in which control characters are escaped."""
+    click.echo(json.dumps(found, indent=2))
 
 
 @contextmanager
-def one_line_errors() -> Generator[None]:
-    """Turn errors of files into one line and exit status 1."""
-    try:
-        yield
-    except (click.exceptions.Exit, click.Abort, BrokenPipeError):
-        raise
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise click.ClickException(printable(str(error)) or type(error).__name__) from error
+def progress(text: str, total: float | None = None) -> Generator[Callable[[float], None]]:
+    """Show a bar if standard error is a terminal; yield a function that sets what is completed."""
+    errors = Console(stderr=True)
+    columns = TextColumn(text), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task(text, total=total)
+        yield lambda completed: bar.update(task, completed=completed)

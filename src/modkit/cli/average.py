@@ -1,20 +1,17 @@
-"""``python -m modkit average``: several checkpoints into one."""
+"""``modkit average``: several checkpoints into one."""
 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from torch import Tensor
 
 from modkit.averaging import posthoc
 from modkit.averaging.checkpoints import average_checkpoints
-from modkit.cli._tables import cell, console, one_line_errors
+from modkit.cli._tables import EPILOG, cell, console, json_option, print_json, print_table, progress
 from modkit.files.checkpoint_files import (
     Checkpoint,
     file_in,
@@ -26,9 +23,7 @@ from modkit.files.torch_files import save_checkpoint
 from modkit.files.zip_archive import open_regular
 
 
-DTYPES: Final = {
-    name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")
-}
+DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 
 
 def numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[float] | None:
@@ -39,7 +34,7 @@ def numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[fl
         raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,1,2") from None
 
 
-@click.command
+@click.command(epilog=EPILOG)
 @click.argument(
     "checkpoints",
     nargs=-1,
@@ -51,26 +46,25 @@ def numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[fl
     "-o",
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Where the average goes; a name that ends in .safetensors chooses that format.",
+    help="File for the average; the suffix .safetensors chooses that format.",
 )
-@click.option(
-    "--weights", callback=numbers, help="How much each counts, as 1,1,2; default: the same."
-)
-@click.option("--key", help="Where in files of torch the state dict is, as model or ema.module.")
-@click.option("--prefix", default="", help="Only tensors whose names begin so, and without it.")
+@click.option("--weights", callback=numbers, help="Weight of each CKPT, as 1,1,2; default: equal.")
+@click.option("--key", help="Path of the state dict in torch files, as model or ema.module.")
+@click.option("--prefix", default="", help="Only tensors with this prefix, which is removed.")
 @click.option(
     "--dtype",
-    type=click.Choice(list(DTYPES)),
-    help="Of the floating-point tensors of the average; default: as in the first checkpoint.",
+    type=click.Choice(DTYPES),
+    help="Dtype of the averages; default: that of the first CKPT.",
 )
 @click.option(
     "--ema-sigma",
     type=click.FloatRange(min=0, min_open=True),
-    help="CKPT are snapshots of PostHocEMA, or their directory: the average of this relative width.",
+    help="Relative width; CKPT are snapshots of PostHocEMA or their directory.",
 )
-@click.option("--step", type=int, help="With --ema-sigma: at which step; default: the latest.")
+@click.option("--step", type=int, help="Step for --ema-sigma; default: the latest.")
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it exists; never an input.")
-@click.option("--dry-run", is_flag=True, help="Show which tensors fit; read and write no more.")
+@click.option("--dry-run", is_flag=True, help="Only compare names and shapes.")
+@json_option
 def average(
     checkpoints: tuple[Path, ...],
     output: Path | None,
@@ -82,65 +76,87 @@ def average(
     step: int | None,
     overwrite: bool,
     dry_run: bool,
+    as_json: bool,
 ) -> None:
-    """Average checkpoints of one model into one: of torch and of safetensors, sharded ones too.
+    """Average checkpoints of one model: torch or safetensors files, sharded or not.
 
-    They are read one after the other, so memory holds the average and one of them. All names and
-    shapes are compared first. The output appears when it is complete.
-    """
+    Memory holds the average and one checkpoint. All names and shapes are compared first. OUTPUT is
+    written atomically.
+
+    \b
+    Examples:
+      modkit average run/1.pt run/2.pt --key model --dry-run
+      modkit average run/1.pt run/2.pt --key model --weights 1,2 -o soup.safetensors
+      modkit average snapshots/ --ema-sigma 0.1 -o ema.pt
+    """  # noqa: D301
     if step is not None and ema_sigma is None:
-        raise click.UsageError("--step goes with --ema-sigma")
-    with one_line_errors():
-        for path in checkpoints:
-            # Opening a FIFO could wait forever. A directory may hold snapshots.
-            if ema_sigma is None or not path.is_dir():
-                with open_regular(file_in(path)):
-                    pass
-        if dry_run:
-            show_match(checkpoints, key)
-            return
-        if output is None:
-            raise click.UsageError("missing option '-o' / '--output'")
-        check_output(output, checkpoints, overwrite=overwrite)
-        if ema_sigma is None:
-            found = averaged(checkpoints, weights, key, dtype)
-        else:
-            found = reconstructed(checkpoints, ema_sigma, step, dtype)
-        found = without_prefix(found, prefix)
-        write(output, found)
-        console().print(f"{cell(output)}: the average of {len(checkpoints)}, {len(found)} tensors")
+        raise click.UsageError("--step needs --ema-sigma")
+    if output is None and not dry_run:
+        raise click.UsageError("missing option '-o' / '--output'")
+    if any(is_safetensors(path) for path in (*checkpoints, output or Path())):
+        library("safetensors")
+    for path in checkpoints:
+        # Opening a FIFO could block. A directory may hold snapshots.
+        if ema_sigma is None or not path.is_dir():
+            with open_regular(file_in(path)):
+                pass
+    if dry_run:
+        show_match(checkpoints, key, as_json=as_json)
+        return
+    assert output is not None
+    check_output(output, checkpoints, overwrite=overwrite)
+    facts: dict[str, Any] = {"output": os.fspath(output), "checkpoints": len(checkpoints)}
+    if ema_sigma is None:
+        with progress("averaging", 1.0) as bar:
+            wanted = getattr(torch, dtype) if dtype else None
+            tensors: Mapping[str, Tensor] = average_checkpoints(
+                checkpoints, weights, key=key, dtype=wanted, progress=bar
+            )
+    else:
+        tensors, more = reconstructed(checkpoints, ema_sigma, step, dtype)
+        facts |= more
+    facts["tensors"] = write(output, tensors, prefix)
+    if as_json:
+        print_json(facts)
+        return
+    if ema_sigma is not None:
+        console().print(
+            f"sigma_rel {ema_sigma:g} at step {facts['step']} from {facts['snapshots']} snapshots: "
+            f"relative error of the fit {facts['fit_error']:.2g}"
+        )
+    average_of = f"the average of {len(checkpoints)}, {facts['tensors']} tensors"
+    console().print(f"{cell(output)}: {average_of}", soft_wrap=True)
 
 
-def show_match(checkpoints: Sequence[Path], key: str | None) -> None:
-    """Print how the names and shapes of the checkpoints fit; raise where they do not."""
+def show_match(checkpoints: Sequence[Path], key: str | None, *, as_json: bool) -> None:
+    """Print how the names and shapes of the checkpoints match; raise if they do not."""
     shapes = [Checkpoint(path, key).shapes for path in checkpoints]
-    table = Table("name", "shape", "fits", title=f"{len(shapes)} checkpoints", title_justify="left")
-    problems: list[str] = []
+    rows: list[dict[str, Any]] = []
     for name in dict.fromkeys(name for each in shapes for name in each):
         first = shapes[0].get(name)
-        others = [
-            f"{path.name}: {text_of(each.get(name))}"
+        others = {
+            str(path): text_of(each.get(name))
             for path, each in zip(checkpoints, shapes, strict=True)
             if each.get(name) != first
-        ]
-        verdict = f"[red]{cell('; '.join(others))}[/]" if others else "[green]yes[/]"
-        table.add_row(cell(name), text_of(first), verdict)
-        if others:
-            problems.append(name)
-    console().print(table)
-    if problems:
+        }
+        rows.append({"name": name, "shape": text_of(first), "fits": not others, "others": others})
+    if as_json:
+        print_json({"checkpoints": [str(path) for path in checkpoints], "tensors": rows})
+    else:
+        fits = ["; ".join(f"{Path(k).name}: {v}" for k, v in r["others"].items()) for r in rows]
+        cells = [(r["name"], r["shape"], fit or "yes") for r, fit in zip(rows, fits, strict=True)]
+        print_table(("name", "shape", "fits"), cells, f"{len(shapes)} checkpoints")
+    if problems := [row["name"] for row in rows if not row["fits"]]:
         raise ValueError(f"{len(problems)} tensors do not fit, the first is {problems[0]}")
 
 
 def text_of(shape: torch.Size | None) -> str:
-    """Write a shape for a table."""
+    """Write a shape."""
     return "missing" if shape is None else " x ".join(map(str, shape))
 
 
 def check_output(output: Path, checkpoints: Sequence[Path], *, overwrite: bool) -> None:
     """Refuse an output that is an input or cannot be written, before any work is done."""
-    if is_safetensors(output):
-        library("safetensors")
     if not output.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {output.parent}")
     special = output.exists() and not output.is_file()
@@ -149,68 +165,35 @@ def check_output(output: Path, checkpoints: Sequence[Path], *, overwrite: bool) 
     if not output.exists():
         return
     for path in checkpoints:
-        if any(output.samefile(used) for used in files_of(path)):
+        folder = path.parent if path.name.endswith(".index.json") else path
+        if any(map(output.samefile, [path, *(folder.iterdir() if folder.is_dir() else [])])):
             raise FileExistsError(f"{output} is an input: {path}")
     if not overwrite:
         raise FileExistsError(f"{output} exists; --overwrite replaces it")
 
 
-def files_of(path: Path) -> list[Path]:
-    """Return the files that are read for an input, the shards beside an index among them."""
-    if path.is_dir():
-        return [path, *path.iterdir()]
-    if path.name.endswith(".index.json"):
-        return [path, *path.parent.iterdir()]
-    return [file_in(path)]
-
-
-def averaged(
-    checkpoints: Sequence[Path], weights: list[float] | None, key: str | None, dtype: str | None
-) -> Mapping[str, Tensor]:
-    """Average the files, with a bar where somebody looks."""
-    columns = (TextColumn("averaging"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    errors = Console(stderr=True)
-    hidden = not errors.is_terminal
-    with Progress(*columns, console=errors, transient=True, disable=hidden) as bar:
-        task = bar.add_task("", total=1.0)
-        return average_checkpoints(
-            checkpoints,
-            weights,
-            key=key,
-            dtype=DTYPES[dtype] if dtype else None,
-            progress=lambda part: bar.update(task, completed=part),
-        )
-
-
 def reconstructed(
     checkpoints: Sequence[Path], sigma_rel: float, step: int | None, dtype: str | None
-) -> Mapping[str, Tensor]:
-    """Put the average of a width together, and say how well that went."""
+) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    """Reconstruct the average of a width, and return it with facts about the fit."""
     single = len(checkpoints) == 1 and checkpoints[0].is_dir()
-    found = posthoc.reconstruct(checkpoints[0] if single else checkpoints, sigma_rel, step)
-    console().print(
-        f"sigma_rel {sigma_rel:g} at step {found.step} from {len(found.snapshots)} snapshots: "
-        f"relative error of the fit {found.fit.error:.2g}"
-    )
-    if dtype is None:
-        return {**found.averages, **found.buffers}
-    averages = {name: tensor.to(DTYPES[dtype]) for name, tensor in found.averages.items()}
-    return {**averages, **found.buffers}
+    with progress("reconstructing"):
+        found = posthoc.reconstruct(checkpoints[0] if single else checkpoints, sigma_rel, step)
+    wanted = getattr(torch, dtype) if dtype else None
+    averages = {name: tensor.to(wanted or tensor.dtype) for name, tensor in found.averages.items()}
+    facts = {"sigma_rel": sigma_rel, "step": found.step, "snapshots": len(found.snapshots)}
+    facts["fit_error"] = found.fit.error
+    return {**averages, **found.buffers}, facts
 
 
-def without_prefix(tensors: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
-    """Return the tensors of a part of the model, as that part names them."""
+def write(output: Path, tensors: Mapping[str, Tensor], prefix: str) -> int:
+    """Write the tensors with a prefix, in the format of the suffix; return their number."""
     found = {
-        n.removeprefix(prefix): tensor for n, tensor in tensors.items() if n.startswith(prefix)
+        name.removeprefix(prefix): tensor.contiguous()
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
     }
     if not found:
         raise ValueError(f"no name begins with --prefix {prefix!r}; the first is {min(tensors)!r}")
-    return found
-
-
-def write(output: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the tensors atomically, in the format that the name of the output chooses."""
-    if is_safetensors(output):
-        save_safetensors(tensors, output)
-    else:
-        save_checkpoint({name: tensor.contiguous() for name, tensor in tensors.items()}, output)
+    (save_safetensors if is_safetensors(output) else save_checkpoint)(found, output)
+    return len(found)

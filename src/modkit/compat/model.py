@@ -1,6 +1,6 @@
-"""Build a user's model on torch and on modkit, each in a process of its own, and compare the two.
+"""Build a user's model on torch and on modkit, each in its own process, and compare the two.
 
-Two processes, because a package that is imported twice in one registers its operators twice.
+In one process, a package that is imported twice would register its operators twice.
 """
 
 import copy
@@ -11,16 +11,16 @@ import multiprocessing
 import os
 import pickle
 import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,35 +37,21 @@ Inputs = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class TargetError(Exception):
-    """The target, or an option beside it, does not name what it should."""
+    """The target or an option beside it is wrong."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """A model to build.
-
-    Args:
-        path: ``package.module:Class``, or ``path/to/script.py:factory``.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        inputs: Shapes such as ``1,3,224,224``, or one path to a function that returns inputs.
-        swap: Packages to rewrite besides that of ``path``.
-    """
+class Target(NamedTuple):
+    """A model to build: the arguments of ``modkit compat``."""
 
     path: str
     args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    kwargs: Mapping[str, Any] | None = None
     inputs: Sequence[str] = ()
     swap: Sequence[str] = ()
 
-    def packages(self) -> list[str]:
-        """Return the packages that are rewritten."""
-        home = self.path.rpartition(":")[0]
-        return [Path(home).stem if home.endswith(".py") else home.partition(".")[0], *self.swap]
-
 
 class _Loader(SourceFileLoader):
-    """Compiles the rewritten source. Cached bytecode is that of the source as it was."""
+    """Compiles the rewritten source; cached bytecode is that of the original source."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -75,10 +61,12 @@ class _Loader(SourceFileLoader):
 
 
 class Swap(MetaPathFinder):
-    """Imports packages with modkit in the place of ``torch.nn``."""
+    """Imports the packages of a target with modkit in place of ``torch.nn``."""
 
-    def __init__(self, packages: Sequence[str]) -> None:
-        self._packages = packages
+    def __init__(self, target: Target) -> None:
+        home = target.path.rpartition(":")[0]
+        package = Path(home).stem if home.endswith(".py") else home.partition(".")[0]
+        self._packages = (package, *target.swap)
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Return the spec of a source file in one of the packages."""
@@ -91,7 +79,7 @@ class Swap(MetaPathFinder):
 
 
 def found_at(path: str) -> Any:
-    """Import what ``module:name`` or ``script.py:name`` names."""
+    """Import ``module:name`` or ``script.py:name``."""
     home, _, name = path.rpartition(":")
     if not home or not name:
         raise TargetError(f"{path!r} is neither package.module:Class nor path/to/script.py:factory")
@@ -117,17 +105,17 @@ def found_at(path: str) -> Any:
 
 
 def build(target: Target) -> torch.nn.Module:
-    """Build the model, from a fixed random state."""
+    """Build the model with a fixed seed."""
     make = found_at(target.path)
     torch.manual_seed(0)
-    model = make(*target.args, **target.kwargs)
+    model = make(*target.args, **(target.kwargs or {}))
     if not isinstance(model, torch.nn.Module):
         raise TargetError(f"{target.path} returns a {type(model).__name__}, which is not a module")
     return model
 
 
 def inputs_of(target: Target, model: torch.nn.Module) -> Inputs | None:
-    """Return positional and keyword inputs, or None if there are none and none can be guessed."""
+    """Return positional and keyword inputs, or None if the layers do not tell their shape."""
     torch.manual_seed(1)
     if target.inputs and all(map(_SHAPE.fullmatch, target.inputs)):
         return [torch.randn([int(n) for n in text.split(",")]) for text in target.inputs], {}
@@ -147,7 +135,7 @@ def inputs_of(target: Target, model: torch.nn.Module) -> Inputs | None:
 
 
 def checks(model: torch.nn.Module, inputs: Inputs | None) -> dict[str, Callable[[], Any] | None]:
-    """Return what is compared; None is skipped."""
+    """Return the functions whose outcomes are compared; None is skipped."""
     args, kwargs = inputs or ((), {})
 
     def call(module: Any) -> Any:
@@ -189,7 +177,7 @@ def checks(model: torch.nn.Module, inputs: Inputs | None) -> dict[str, Callable[
 
 
 def checked(function: Callable[[], Any] | None) -> Outcome:
-    """Run one check. Of an error counts the first line: others show frames of Python."""
+    """Run one check. Only the first line of an error counts: others show frames of Python."""
     if function is None:
         return "skipped", "no --input, and the first layers do not say which shape they take", []
     kind, *rest, _ = outcome(function)
@@ -198,17 +186,16 @@ def checked(function: Callable[[], Any] | None) -> Outcome:
 
 def side(connection: Connection, name: Literal["torch", "modkit"], target: Target) -> None:
     """Build and check the model for one library, then load the state dict that is received."""
-    os.dup2(2, 1)  # What the user's code prints is not part of the report.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The command line ends this process.
+    os.dup2(2, 1)  # Output of the user's code is not part of the report.
     if name == "modkit":
-        sys.meta_path.insert(0, Swap(target.packages()))
+        sys.meta_path.insert(0, Swap(target))
     try:
         model = build(target)
         inputs = inputs_of(target, model)
-    except TargetError as error:
-        connection.send(("target", str(error)))
-        return
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-        connection.send(("failed", f"{type(error).__name__}: {error}"))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
+        text = f"the model cannot be built on {name}: {type(error).__name__}: {error}"
+        connection.send(error if isinstance(error, TargetError) else RuntimeError(text))
         return
     base = Library(name).nn.Module
     classes = [type(each).__mro__ for each in model.modules()]
@@ -216,21 +203,13 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     count = f"{len(classes)} modules, {sum(base in each for each in classes)} of modkit's Module"
-    connection.send(("built", count, found, file.getvalue()))
+    connection.send((count, found, file.getvalue()))
     state = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
     connection.send(checked(lambda: [str(model.load_state_dict(state)), model.state_dict()]))
 
 
 def compare(target: Target) -> tuple[str, list[Result]]:
-    """Build the model on torch and on modkit, and compare.
-
-    Returns:
-        A title, and the results.
-
-    Raises:
-        TargetError: If the target or the inputs do not exist.
-        RuntimeError: If the model cannot be built on torch, or a process ended.
-    """
+    """Build the model on torch and on modkit, and return a title and the results."""
     context = multiprocessing.get_context("spawn")
     connections: list[Connection] = []
     processes: list[Any] = []
@@ -251,24 +230,16 @@ def compare(target: Target) -> tuple[str, list[Result]]:
 
 
 def _compared(target: Target, one: Connection, other: Connection) -> tuple[str, list[Result]]:
-    kind, *first = one.recv()
-    if kind == "target":
-        raise TargetError(first[0])
-    if kind == "failed":
-        raise RuntimeError(f"the model cannot be built on torch: {first[0]}")
-    kind, *second = other.recv()
-    if kind != "built":
-        failed: Outcome = ("raises", second[0], [])
+    if isinstance(first := one.recv(), Exception):
+        raise first
+    if isinstance(second := other.recv(), Exception):
+        failed: Outcome = ("raises", str(second), [])
         built: Outcome = ("returns", "a model", [])
         return target.path, [Result("model", "construction", "unlisted", built, failed)]
     (_, left, left_state), (count, right, right_state) = first, second
     one.send_bytes(right_state)
     other.send_bytes(left_state)
     left[_LOADING], right[_LOADING] = one.recv(), other.recv()
-    results = [
-        Result(
-            "model", check, "equal" if found == right[check] else "unlisted", found, right[check]
-        )
-        for check, found in left.items()
-    ]
+    kinds = {check: "equal" if left[check] == right[check] else "unlisted" for check in left}
+    results = [Result("model", n, kind, left[n], right[n]) for n, kind in kinds.items()]
     return f"{target.path}: {count}", results

@@ -1,4 +1,4 @@
-"""What a function does with torch or with modkit, as plain data that compares bit by bit."""
+"""The outcome of a function with torch or modkit, as plain data that compares bitwise."""
 
 import collections.abc
 import ctypes
@@ -16,38 +16,28 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 
-# Up to this many elements are shown beside the digest of a tensor.
-SHOWN: Final = 8
+SHOWN: Final = 8  # elements beside the digest of a tensor
 Outcome = tuple[Any, ...]
-# Torch and modkit deprecate TorchScript in different words; dynamo warns once for each guard.
+# torch and modkit deprecate TorchScript in different words; dynamo warns once for each guard.
 _UNCOMPARED: Final = ("TorchScript", "torch.jit", "Guards may run slower")
+_NAMESPACES: Final = {"swa": "optim.swa_utils", "hooks": "nn.modules.module"}
 _ADDRESS: Final = re.compile(r"0x[0-9a-f]{6,}|(?<=object_at_)\d+")
 
 
 @dataclass(frozen=True)
 class Library:
-    """Torch or modkit, as users import them: ``lib.nn`` is ``torch.nn`` or ``modkit.nn``."""
+    """torch or modkit, as users import them: ``lib.nn`` is ``torch.nn`` or ``modkit.nn``."""
 
     name: Literal["torch", "modkit"]
 
     def __getattr__(self, dotted: str) -> Any:
         if dotted.startswith("__"):
             raise AttributeError(dotted)
-        return importlib.import_module(f"{self.name}.{dotted}")
-
-    @property
-    def swa(self) -> Any:
-        """The ``optim.swa_utils`` namespace."""
-        return importlib.import_module(f"{self.name}.optim.swa_utils")
-
-    @property
-    def hooks(self) -> Any:
-        """The namespace with the functions that register global hooks."""
-        return importlib.import_module(f"{self.name}.nn.modules.module")
+        return importlib.import_module(f"{self.name}.{_NAMESPACES.get(dotted, dotted)}")
 
     @property
     def nets(self) -> Any:
-        """The networks of the behaviours, as a module of their own, so that they can be pickled."""
+        """The networks of the behaviours, in their own module, so that they can be pickled."""
         name = f"nets_on_{self.name}"
         if name not in sys.modules:
             define = importlib.import_module("modkit.compat.behaviours.nets").define
@@ -56,7 +46,7 @@ class Library:
         return sys.modules[name]
 
     def net(self) -> Any:
-        """Return a new network of the standard kind, the same bits each time."""
+        """Return a new standard network, bitwise identical each time."""
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(1)
             return self.nets.Net()
@@ -67,7 +57,7 @@ MODKIT: Final = Library("modkit")
 
 
 def plain(text: str) -> str:
-    """Return a text without addresses, and with the networks of the behaviours under one name."""
+    """Return a text without addresses, and with one name for the networks of both libraries."""
     return _ADDRESS.sub("0x", re.sub(r"nets_on_(torch|modkit)", "nets", text))
 
 
@@ -81,8 +71,7 @@ def digest(tensor: torch.Tensor) -> str:
     flat = dense.cpu().resolve_conj().clone(memory_format=torch.contiguous_format)
     if not flat.numel():
         return "empty"
-    nbytes = flat.numel() * flat.element_size()
-    content = (ctypes.c_char * nbytes).from_address(flat.data_ptr())
+    content = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
     return hashlib.sha256(memoryview(content)).hexdigest()[:16]
 
 
@@ -109,15 +98,12 @@ def freeze_module(module: torch.nn.Module) -> dict[str, Any]:
         name: [len(value) for key, value in vars(one).items() if "_hooks" in key and value]
         for name, one in modules.items()
     }
+    gradients = {name: each.grad for name, each in tensors.items() if each.is_leaf}
     return {
         "text": plain(repr(module)),
         "modules": {name: (type(one).__name__, one.training) for name, one in modules.items()},
-        "tensors": {name: freeze_tensor(each) for name, each in tensors.items()},
-        "gradients": {
-            name: freeze_tensor(each.grad)
-            for name, each in tensors.items()
-            if each.is_leaf and each.grad is not None
-        },
+        "tensors": freeze(tensors),
+        "gradients": {name: freeze(each) for name, each in gradients.items() if each is not None},
         "state": list(module.state_dict()),
         "hooks": {name: sizes for name, sizes in hooks.items() if sizes},
     }
@@ -147,7 +133,7 @@ def freeze(value: Any) -> Any:
 
 
 def leaves(value: Any) -> list[Any]:
-    """Return what is in nested mappings, lists and tuples."""
+    """Return the values in nested mappings, lists and tuples."""
     if isinstance(value, collections.abc.Mapping):
         value = list(value.values())
     if not isinstance(value, (list, tuple)):
@@ -156,10 +142,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def outcome(function: Callable[..., Any], *arguments: Any) -> Outcome:
-    """Call a function and return its frozen value, or the type and text of what it raised.
-
-    The warnings come last. Notes that modkit adds to exceptions are not compared.
-    """
+    """Call a function and return its frozen value or exception, and then its warnings."""
     torch.default_generator.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -173,7 +156,7 @@ def outcome(function: Callable[..., Any], *arguments: Any) -> Outcome:
 
 
 def difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    """Return the first place at which two frozen values differ, with what stands there."""
+    """Return the first place at which two frozen values differ, and both values."""
     if type(one) is type(other) and isinstance(one, (dict, list, tuple)):
         if isinstance(one, dict):
             pairs = {key: (one.get(key), other.get(key)) for key in {**one, **other}}

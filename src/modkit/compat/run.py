@@ -2,8 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from modkit.compat.outcomes import MODKIT, TORCH, Outcome, freeze, outcome
 
@@ -15,18 +14,8 @@ areas: Final[Callable[[], Mapping[str, Mapping[str, Case]]]] = importlib.import_
 DIFFERENCES: Final = importlib.import_module("modkit.compat.behaviours.differences").DIFFERENCES
 
 
-@dataclass(frozen=True)
-class Result:
-    """What came of one case.
-
-    Args:
-        area: Subject of the case.
-        case: Its name.
-        kind: ``equal``, ``listed`` or ``unlisted``.
-        torch: What torch gave.
-        modkit: What modkit gave.
-        reason: Why the difference is listed, or what is wrong with the list.
-    """
+class Result(NamedTuple):
+    """Both outcomes of a case: ``equal``, ``listed`` or ``unlisted``, and the reason for the latter."""
 
     area: str
     case: str
@@ -48,11 +37,18 @@ def run_case(area: str, name: str, case: Case) -> Result:
     return Result(area, name, "unlisted", *found, text)
 
 
-def run(chosen: Collection[str] = ()) -> list[Result]:
-    """Run the cases of the chosen areas, by default all."""
-    return [
-        run_case(area, name, case)
+def run(
+    chosen: Collection[str] = (), progress: Callable[[float], object] = lambda part: None
+) -> list[Result]:
+    """Run the cases of the chosen areas, by default all, and report the completed fraction."""
+    cases = [
+        (area, name, case)
         for area, cases in areas().items()
         if not chosen or area in chosen
         for name, case in cases.items()
     ]
+    results: list[Result] = []
+    for each in cases:
+        results.append(run_case(*each))
+        progress(len(results) / len(cases))
+    return results

@@ -5,34 +5,18 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 
 ROOTS = ("torch.nn", "torch.jit", "torch.optim.swa_utils")
-
-
-class _Edit(NamedTuple):
-    start: int
-    end: int
-    text: str
+# Start, end and replacement, in bytes of the source.
+Edit = tuple[int, int, str]
 
 
 def swap_source(source: str) -> str:
     """Return the source with modkit in place of ``torch.nn``, ``torch.jit`` and ``swa_utils``.
 
-    Imports and attribute chains are rewritten, so ``import torch.nn as nn`` becomes
-    ``import modkit.nn as nn``, and ``torch.nn.Linear`` becomes ``modkit.nn.Linear``. Every statement
-    stays on its line. A name that modkit lacks stays torch's, and so does what strings contain, such
-    as the target of ``mock.patch``; before Python 3.12, that holds for f-strings too.
-
-    Args:
-        source: Python source of one file, with newline characters between lines.
-
-    Returns:
-        The rewritten source. It is ``source`` if nothing in it is to be rewritten.
-
-    Raises:
-        SyntaxError: If the source cannot be parsed.
+    Imports and attribute chains are rewritten; every statement stays on its line. Names that modkit
+    lacks and strings are not changed; before Python 3.12, f-strings neither.
 
     Example:
         >>> print(swap_source("from torch import nn, optim"))
@@ -45,11 +29,11 @@ def swap_source(source: str) -> str:
     needed: set[str] = set()
     for name, root, replacement in _uses(tree):
         needed.add(_ours(root))
-        edits.add(_Edit(*lines.span(name), replacement))
+        edits.add((*lines.span(name), replacement))
     if needed:
         edits.add(lines.import_at_top(tree, f"import {', '.join(sorted(needed))}"))
-    for edit in sorted(edits, reverse=True):
-        text = text[: edit.start] + edit.text.encode() + text[edit.end :]
+    for start, end, new in sorted(edits, reverse=True):
+        text = text[:start] + new.encode() + text[end:]
     return text.decode()
 
 
@@ -58,16 +42,16 @@ def _ours(dotted: str) -> str:
 
 
 def _root_of(dotted: str) -> str | None:
-    """Return the namespace that a dotted name of torch is in, if modkit has that name."""
+    """Return the namespace of a dotted name of torch, if modkit has that name."""
     for root in ROOTS:
         if dotted == root:
             return root
         if dotted.startswith(f"{root}."):
             name = dotted.removeprefix(f"{root}.").partition(".")[0]
             ours = importlib.import_module(_ours(root))
-            known = name == "*" or hasattr(ours, name)
-            is_package = hasattr(ours, "__path__")
-            if known or (is_package and importlib.util.find_spec(f"{ours.__name__}.{name}")):
+            if name == "*" or hasattr(ours, name):
+                return root
+            if hasattr(ours, "__path__") and importlib.util.find_spec(f"{_ours(root)}.{name}"):
                 return root
     return None
 
@@ -88,66 +72,53 @@ class _Lines:
         start = self.starts[node.lineno - 1] + node.col_offset
         return start, self.starts[node.end_lineno - 1] + node.end_col_offset
 
-    def import_at_top(self, tree: ast.Module, statement: str) -> _Edit:
+    def import_at_top(self, tree: ast.Module, statement: str) -> Edit:
         """Return the edit that imports below the docstring and ``__future__``."""
-        before = 0
-        if ast.get_docstring(tree, clean=False) is not None:
-            before = 1
-        while _is_future(tree.body[before]):
+        before = int(ast.get_docstring(tree, clean=False) is not None)
+        while getattr(tree.body[before], "module", None) == "__future__":
             before += 1
         if before:
             _, end = self.span(tree.body[before - 1])
-            return _Edit(end, end, f"; {statement}")
+            return end, end, f"; {statement}"
         first = tree.body[0]
-        start, _ = self.span(first)
         if not hasattr(first, "body") and not hasattr(first, "cases"):
-            return _Edit(start, start, f"{statement}; ")
+            start, _ = self.span(first)
+            return start, start, f"{statement}; "
         # In front of a compound statement, on the line above it, which is blank or a comment.
-        decorators = getattr(first, "decorator_list", [])
-        line = min(node.lineno for node in [first, *decorators])
+        line = min(node.lineno for node in [first, *getattr(first, "decorator_list", [])])
         if line > 1:
-            return _Edit(self.starts[line - 2], self.starts[line - 2], f"{statement}  ")
-        return _Edit(0, 0, f"{statement}\n")
-
-
-def _is_future(node: ast.stmt) -> bool:
-    return isinstance(node, ast.ImportFrom) and node.module == "__future__"
+            return self.starts[line - 2], self.starts[line - 2], f"{statement}  "
+        return 0, 0, f"{statement}\n"
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that have a right position: before Python 3.12, those in f-strings have not."""
+    """Yield the nodes with a correct position: before Python 3.12, not those in f-strings."""
     yield node
     for child in ast.iter_child_nodes(node):
         if sys.version_info >= (3, 12) or not isinstance(child, ast.JoinedStr):
             yield from _walk(child)
 
 
-def _edits_of_imports(tree: ast.Module, lines: _Lines) -> Iterator[_Edit]:
+def _edits_of_imports(tree: ast.Module, lines: _Lines) -> Iterator[Edit]:
     for node in _walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                # `import torch.nn` binds `torch`, and is needed for what else it is used for.
+                # `import torch.nn` binds `torch`, which other names may need.
                 if alias.asname is not None and _root_of(alias.name):
                     start, _ = lines.span(alias)
-                    yield _Edit(start, start + len("torch"), "modkit")
+                    yield start, start + len("torch"), "modkit"
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield from _edits_of_import_from(node, node.module, lines)
-
-
-def _edits_of_import_from(node: ast.ImportFrom, module: str, lines: _Lines) -> Iterator[_Edit]:
-    ours = [alias for alias in node.names if _root_of(f"{module}.{alias.name}")]
-    others = [alias for alias in node.names if alias not in ours]
-    if not ours:
-        return
-    start, end = lines.span(node)
-    if not others:
-        at = lines.text.index(b"torch", start)
-        yield _Edit(at, at + len("torch"), "modkit")
-        return
-    # Two statements on as many lines as the one had.
-    breaks = "\\\n" * lines.text[start:end].count(b"\n")
-    theirs = f"from {module} import {breaks}{_names(others)}"
-    yield _Edit(start, end, f"{theirs}; from {_ours(module)} import {_names(ours)}")
+            ours = [alias for alias in node.names if _root_of(f"{node.module}.{alias.name}")]
+            others = [alias for alias in node.names if alias not in ours]
+            start, end = lines.span(node)
+            if ours and others:
+                # Two statements on as many lines as the one had.
+                breaks = "\\\n" * lines.text[start:end].count(b"\n")
+                theirs = f"from {node.module} import {breaks}{_names(others)}"
+                yield start, end, f"{theirs}; from {_ours(node.module)} import {_names(ours)}"
+            elif ours:
+                at = lines.text.index(b"torch", start)
+                yield at, at + len("torch"), "modkit"
 
 
 def _names(aliases: Iterable[ast.alias]) -> str:
@@ -155,7 +126,7 @@ def _names(aliases: Iterable[ast.alias]) -> str:
 
 
 def _uses(tree: ast.Module) -> Iterator[tuple[ast.Name, str, str]]:
-    """Yield each name that an attribute chain into a namespace starts with, and what replaces it."""
+    """Yield the first name of each attribute chain into a namespace, that root, and its replacement."""
     bound = {"torch": "torch"}
     for node in _walk(tree):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Atomic writing: a file appears complete under its name, or what was there before stays."""
+"""Atomic writes: a file appears complete under its name, or the previous file stays."""
 
 import contextlib
 import errno
@@ -20,58 +20,47 @@ try:
 except ImportError:  # pragma: no cover - Windows: an open file cannot be deleted there anyway
     fcntl = None
 
-# Where a file system has no locks, a leftover is a leftover after this many seconds.
-_ABANDONED_AFTER: Final = 3600
+# On file systems without locks, a temporary folder counts as stale after this many seconds.
+_STALE_AFTER: Final = 3600
 _PROBE: Final = bytes(1 << 20)
 
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Generator[Path]:
-    """Yield a path to write to; when the block ends without an error, the file replaces ``path``.
+    """Yield a temporary path; if the block ends without an error, that file replaces ``path``.
 
-    The new file has the name of the target and lies in a private folder beside it. It is flushed to the
-    disk, gets the mode of the file that it replaces, and is renamed. A killed process leaves that folder
-    behind; the next write of the same target removes it. Symbolic links are followed. A target that is
-    not a regular file, such as a pipe or a device, is written to and never replaced, which cannot be
-    atomic. Other hard links to the target keep the old content.
+    The temporary file has the name of the target and lies in a private folder beside it. It is flushed
+    to disk, gets the mode of the file that it replaces, and is renamed. The next write of the same target
+    removes what a killed process has left. Symbolic links are followed; other hard links keep the
+    previous content. A FIFO or a device is written to and never replaced, which cannot be atomic.
 
     Args:
         path: The target. Its folder must exist.
 
     Raises:
         OSError: If the file cannot be written, with ``errno`` and the path of the target, also where
-            the writer inside the block has lost the number: on a full disk, for instance.
+            a C++ writer inside the block raises an error without ``errno``.
     """
     given = os.fspath(path)
     target = Path(os.path.realpath(given))
     with _naming(given, target):
-        found = _existing(given)
-        if found is not None and not stat.S_ISREG(found.st_mode):
-            # By the name as it was given: the real path of an open pipe (/dev/fd/1) does not exist.
+        found = None
+        with contextlib.suppress(FileNotFoundError):
+            found = Path(given).stat()
+        writing = _replaced(target, found)
+        if found is not None and not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+            # By the given name: the real path of an open pipe (/dev/fd/1) does not exist.
             writing = _streamed(Path(given), target.name)
-        else:
-            writing = _replaced(target, found)
+        elif found is not None:
+            # Refuse a folder, and, as torch.save does, a write-protected file.
+            os.close(os.open(given, os.O_WRONLY))
         with writing as unfinished:
             yield unfinished
 
 
-def _existing(given: str) -> os.stat_result | None:
-    """Return the status of the target; raise if it is a folder or is write-protected."""
-    try:
-        found = Path(given).stat()
-    except FileNotFoundError:
-        return None
-    if stat.S_ISDIR(found.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), given)
-    if stat.S_ISREG(found.st_mode):
-        # A rename would replace a write-protected file too; torch.save refuses.
-        os.close(os.open(given, os.O_WRONLY))
-    return found
-
-
 @contextmanager
 def _naming(given: str, target: Path) -> Generator[None]:
-    """Let errors of the operating system name the target, not a temporary file."""
+    """Make errors of the operating system name the target, not a temporary file."""
     try:
         yield
     except OSError as error:
@@ -85,11 +74,11 @@ def _naming(given: str, target: Path) -> Generator[None]:
 @contextmanager
 def _replaced(target: Path, found: os.stat_result | None) -> Generator[Path]:
     prefix = f".modkit-{zlib.crc32(os.fsencode(target.name)):08x}-"
-    _remove_leftovers(target.parent, prefix)
+    _remove_stale(target.parent, prefix)
     folder, lock = _private_folder(target.parent, prefix)
     try:
         unfinished = folder / target.name
-        # Some writers make private files; this tells which mode the umask gives to a new one.
+        # Some writers create private files; this finds the mode that the umask gives to a new one.
         unfinished.touch()
         mode = unfinished.stat().st_mode
         unfinished.unlink()
@@ -117,7 +106,7 @@ def _replaced(target: Path, found: os.stat_result | None) -> Generator[Path]:
 
 @contextmanager
 def _streamed(target: Path, name: str) -> Generator[Path]:
-    """Collect the content elsewhere, then write it into a pipe or a device."""
+    """Collect the content in a temporary file, then copy it into a FIFO or a device."""
     with tempfile.TemporaryDirectory() as folder:
         unfinished = Path(folder, name)
         yield unfinished
@@ -126,15 +115,7 @@ def _streamed(target: Path, name: str) -> Generator[Path]:
 
 
 def reserve(unfinished: Path, size: int) -> None:
-    """Raise if there is no room for a file, for writers that do not survive a full disk.
-
-    Args:
-        unfinished: The path that ``atomic_write`` has yielded. Nothing is left under it.
-        size: Size in bytes.
-
-    Raises:
-        OSError: If the disk is full, or a quota or a limit is exceeded.
-    """
+    """Raise OSError if the disk has no room for ``size`` bytes: C++ writers abort the process there."""
     if size and hasattr(os, "posix_fallocate"):
         with unfinished.open("wb") as file:
             try:
@@ -154,7 +135,7 @@ def _flush(path: Path, flags: int) -> None:
 
 
 def _raise_lost_errno(unfinished: Path, error: Exception) -> None:
-    """Raise what the system says about writing on, if it refuses: C++ writers do not tell."""
+    """Write on to find the error of the system, which C++ writers do not report."""
     if isinstance(error, OSError) and error.errno is not None:
         return
     try:
@@ -166,14 +147,13 @@ def _raise_lost_errno(unfinished: Path, error: Exception) -> None:
         raise reason from error
 
 
-# A folder is locked for as long as its writer lives: the kernel releases the lock of a killed process.
+# The writer locks its folder; the kernel releases the lock of a killed process.
 
 
 def _private_folder(parent: Path, prefix: str) -> tuple[Path, int | None]:
-    """Make a folder that only this writer uses, and lock it."""
     while True:
         folder = Path(tempfile.mkdtemp(".tmp", prefix, parent))
-        # Between the two calls another writer may take it for a leftover and remove it.
+        # Before it is locked, another writer may take it for a stale one and remove it.
         with contextlib.suppress(BlockingIOError):
             lock = _locked(folder)
             if folder.is_dir():
@@ -183,11 +163,7 @@ def _private_folder(parent: Path, prefix: str) -> tuple[Path, int | None]:
 
 
 def _locked(folder: Path) -> int | None:
-    """Lock a folder and return the descriptor that holds the lock, or None without locks.
-
-    Raises:
-        BlockingIOError: If a living writer holds it.
-    """
+    """Lock a folder and return the descriptor of the lock, or None on file systems without locks."""
     if fcntl is None:
         return None
     try:
@@ -204,17 +180,16 @@ def _locked(folder: Path) -> int | None:
     return descriptor
 
 
-def _remove_leftovers(parent: Path, prefix: str) -> None:
+def _remove_stale(parent: Path, prefix: str) -> None:
     """Remove the folders that killed writers of the same target have left."""
     with os.scandir(parent) as entries:
         found = [Path(entry) for entry in entries if entry.name.startswith(prefix)]
     for folder in found:
-        # Another user's, or a living writer's.
+        # It may belong to another user, or to a writer that is alive.
         with contextlib.suppress(OSError):
             lock = _locked(folder)
-            if lock is None and time.time() - folder.stat().st_mtime < _ABANDONED_AFTER:
-                continue
-            _remove(folder, lock)
+            if lock is not None or time.time() - folder.stat().st_mtime >= _STALE_AFTER:
+                _remove(folder, lock)
 
 
 def _remove(folder: Path, lock: int | None) -> None:

@@ -1,14 +1,13 @@
-"""The tensors of a checkpoint, one at a time: torch or safetensors files, or shards of either."""
+"""The tensors of a checkpoint, read one at a time: torch or safetensors files, or shards of either."""
 
 import ctypes
 import importlib
 import json
 import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,26 +27,28 @@ _IN_DIRECTORIES: Final = (
     "pytorch_model.bin",
 )
 _MOST_INDEX: Final = 1 << 28
+_MOST_EXPANDED: Final = 1 << 30
+_FLOAT4: Final = getattr(torch, "float4_e2m1fn_x2", None)  # since torch 2.8
 
 
 class Checkpoint:
-    """Tensors by name.
+    """The tensors of a checkpoint by name.
 
-    Opening reads names and shapes. Each tensor of a torch file is verified when it is read; safetensors
+    Opening reads names and shapes. Tensors of torch files are verified when they are read; safetensors
     files have no checksums.
 
     Args:
         path: A file, the ``.index.json`` of a sharded checkpoint, or a directory that transformers wrote.
-        key: The path of the state dict in a torch file, with dots between nested names.
+        key: Path of the state dict in a torch file, with dots between nested names.
 
     Attributes:
-        shapes: The shape of each tensor.
-        dtypes: The name of each dtype, without ``torch.``.
+        shapes: Shape of each tensor.
+        dtypes: Name of each dtype, without ``torch.``.
         versions: The ``_metadata`` of a state dict: versions of modules, which some need to load.
         files: The file, or the shards.
 
     Raises:
-        FileNotFoundError: If there is no such file, or a shard is missing.
+        FileNotFoundError: If the file or a shard is missing.
         FileError: If it cannot be read as a checkpoint, or holds something other than tensors.
     """
 
@@ -56,17 +57,15 @@ class Checkpoint:
         shards: Mapping[Path, list[str] | None] = (
             _shards_of(file) if file.name.endswith(INDEX) else {file: None}
         )
-        self._homes: dict[str, _TorchFile | _SafetensorsFile] = {}
+        self._homes: dict[str, _TorchFile | SafetensorsFile] = {}
         self.files = list(shards)
         self.versions: Mapping[str, Any] = {}
         for shard, names in shards.items():
             if names and not shard.exists():
-                raise FileNotFoundError(
-                    f"{shard} is not there, which has {names[0]} as {file} says"
-                )
-            opened = _SafetensorsFile(shard) if is_safetensors(shard) else _TorchFile(shard, key)
+                raise FileNotFoundError(f"{shard} is missing; {file} lists {names[0]} in it")
+            opened = SafetensorsFile(shard) if is_safetensors(shard) else _TorchFile(shard, key)
             if absent := [name for name in names or () if name not in opened.shapes]:
-                raise FileError(f"{shard} has no {absent[0]}, which {file} says is there", SHARDED)
+                raise FileError(f"{shard} has no {absent[0]}, which {file} lists in it", SHARDED)
             self._homes |= dict.fromkeys(names or opened.shapes, opened)
             self.versions = {**self.versions, **opened.versions}
         if not self._homes:
@@ -75,17 +74,12 @@ class Checkpoint:
         self.dtypes = {name: home.dtypes[name] for name, home in self._homes.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor; raise FileError if its bytes are not those that were written."""
+        """Return one tensor, verified."""
         return self._homes[name].tensor(name)
 
     def memory(self, name: str) -> Hashable:
-        """Return equal values for tensors that are tied, and None for one that cannot be."""
+        """Return equal values for tied tensors, and None for one that cannot be tied."""
         return self._homes[name].memory(name)
-
-
-# torch copies none of these, and has none before 2.8.
-_FLOAT4: Final = getattr(torch, "float4_e2m1fn_x2", None)
-_MOST_EXPANDED: Final = 1 << 30
 
 
 def file_in(path: Path) -> Path:
@@ -99,7 +93,7 @@ def file_in(path: Path) -> Path:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Return True if the name of a file says that it has the format of safetensors."""
+    """Return True if the name of a file has the suffix of safetensors."""
     return path.suffix == ".safetensors"
 
 
@@ -116,9 +110,8 @@ class _TorchFile:
         self.dtypes = {name: dtype_name(tensor) for name, tensor in self._tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        self._checksums.check(name, tensor)
-        return tensor
+        self._checksums.check(name, self._tensors[name])
+        return self._tensors[name]
 
     def memory(self, name: str) -> Hashable:
         tensor = self._tensors[name]
@@ -127,31 +120,35 @@ class _TorchFile:
         return id(self), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-class _SafetensorsFile:
+class SafetensorsFile:
+    """The tensors of a safetensors file, and its metadata."""
+
     versions: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, path: Path) -> None:
         self._file = safetensors_file(path)
+        self.metadata: Mapping[str, str] = self._file.metadata() or {}
         slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 - not a mapping
         self.shapes = {name: torch.Size(found.get_shape()) for name, found in slices.items()}
         dtypes = {name: str(found.get_dtype()) for name, found in slices.items()}
         self.dtypes = {name: DTYPES.get(dtype, dtype) for name, dtype in dtypes.items()}
 
     def tensor(self, name: str) -> Tensor:
+        """Return one tensor."""
         return cast("Tensor", self._file.get_tensor(name))
 
     def memory(self, name: str) -> Hashable:
+        """Return None: safetensors does not save ties."""
         return None
 
 
 def _shards_of(index: Path) -> dict[Path, list[str]]:
-    """Return the names in each file that an index names."""
+    """Return the names in each file that an index lists."""
     with open_regular(index) as descriptor:
         content = read_some(descriptor, 0, _MOST_INDEX)
+    shards: dict[Path, list[str]] = {}
     try:
-        names: Mapping[str, str] = json.loads(content)["weight_map"]
-        shards: dict[Path, list[str]] = {}
-        for name, file in names.items():
+        for name, file in json.loads(content)["weight_map"].items():
             shards.setdefault(index.with_name(file), []).append(name)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FileError(f"{index} is corrupt: {error!r}", SHARDED) from error
@@ -170,7 +167,7 @@ def _state_dict_at(
         raise FileError(f"{path} has no {part!r} on the way to key={key!r}") from None
     if not isinstance(found, Mapping):
         raise FileError(f"{path} holds {type(found).__name__}, not a state dict")
-    # Attributes that come from the file may hide methods of dicts, and of tensors.
+    # Attributes from the file may hide methods of dicts and tensors.
     entries = dict(dict.items(found) if isinstance(found, dict) else found.items())
     for name, value in entries.items():
         if problem := _problem_of(name, value):
@@ -188,14 +185,13 @@ def _problem_of(name: object, value: object) -> str | None:
         return f"not a tensor but {type(value).__name__}"
     if not isinstance(name, str):
         return "not the name of a tensor"
-    if value.layout != torch.strided or value.is_quantized or value.is_nested:
-        return "a tensor without plain memory (sparse, quantized or nested)"
+    plain = value.layout == torch.strided and value.dtype is not _FLOAT4
+    if not plain or value.is_quantized or value.is_nested:
+        return "a tensor without plain memory (sparse, quantized, nested or float4)"
     if min(value.shape, default=0) < 0:
         return "a tensor with a negative dimension"
     if value.is_meta:
         return "a tensor without values, on the device meta"
-    if value.dtype is _FLOAT4:
-        return "a tensor of a dtype that torch cannot copy"
     # An expanded tensor has more elements than the file.
     size = Tensor.numel(value) * value.dtype.itemsize
     if size > max(Tensor.untyped_storage(value).nbytes(), _MOST_EXPANDED):
@@ -203,43 +199,34 @@ def _problem_of(name: object, value: object) -> str | None:
     return None
 
 
-# Safetensors files.
-
-# What the format safetensors calls the dtypes of torch.
+# Safetensors files: names of dtypes in the format and in torch.
 DTYPES: Final[dict[str, str]] = {
     "BOOL": "bool",
     "BF16": "bfloat16",
+    "C64": "complex64",
     "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E8M0": "float8_e8m0fnu",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    **{f"F8_{name.upper()}": f"float8_{name}" for name in ("e4m3fnuz", "e5m2", "e5m2fnuz")},
     **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
-    "C64": "complex64",
 }
-# By what torch calls it, if this version of torch has it.
 _NAMES: Final[dict[Any, str]] = {getattr(torch, own, None): name for name, own in DTYPES.items()}
 _ALIGNMENT: Final = 8
 
 
 def library(name: str) -> Any:
-    """Import a part of safetensors, which modkit does not depend on."""
+    """Import a part of safetensors, which is an optional dependency."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError("files in the format safetensors need the package safetensors") from error
+        raise ImportError(
+            "safetensors files need the package safetensors: pip install safetensors"
+        ) from error
 
 
 def safetensors_file(path: str | os.PathLike[str]) -> Any:
-    """Return what ``safetensors.safe_open`` returns: names, shapes, and tensors one at a time.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        FileError: If the file is corrupt or has another format.
-        ImportError: If safetensors is not installed.
-    """
+    """Return what ``safetensors.safe_open`` returns: names, shapes, and tensors one at a time."""
     package = library("safetensors")
     with open_regular(path):
         pass
@@ -254,58 +241,44 @@ def save_safetensors(
     path: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write tensors atomically; without ``metadata`` in the form that transformers asks for."""
+    """Write tensors atomically, by default with the metadata that transformers expects."""
     save = library("safetensors.torch").save_file
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
     with atomic_write(path) as unfinished:
         save(plain, unfinished, metadata=dict(metadata or {"format": "pt"}))
 
 
-@dataclass(frozen=True)
-class Described:
-    """What a file says of a tensor before the first one is written."""
+class Described(NamedTuple):
+    """Dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: torch.Size
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """Size in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 def in_file_order(described: Mapping[str, Described]) -> dict[str, Described]:
-    """Return the same, wide numbers first: so each begins where its numbers may begin.
-
-    Raises:
-        ValueError: The format has no such dtype.
-    """
+    """Sort tensors by the width of their dtypes, so that each is aligned; raise for unknown dtypes."""
     for name, one in described.items():
         if one.dtype not in _NAMES:
-            raise ValueError(f"{name} is {one.dtype}, for which safetensors has no name")
+            raise ValueError(f"{name} is {one.dtype}, which safetensors does not support")
     return dict(sorted(described.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
 def write_safetensors(
     path: Path, described: Mapping[str, Described], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Write tensors as they come, one in memory at a time.
-
-    Args:
-        path: The file.
-        described: What is going to come, in this order.
-        tensors: The tensors by name, in host memory.
-    """
-    # transformers refuses a file that does not say for which library it is.
+    """Write tensors in host memory, one at a time, in the order of ``described``."""
+    # transformers refuses a file that does not name its library.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, one in described.items():
         begin, end = end, end + one.nbytes
-        header[name] = {
-            "dtype": _NAMES[one.dtype],
-            "shape": list(one.shape),
-            "data_offsets": [begin, end],
-        }
+        offsets = {"shape": list(one.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": _NAMES[one.dtype], **offsets}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % _ALIGNMENT)
     with path.open("wb") as file:

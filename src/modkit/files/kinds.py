@@ -1,4 +1,4 @@
-"""Which kind of file something is, from its first bytes and its members. No code is executed."""
+"""The kind of a file, from its first bytes and its members. No code is executed."""
 
 import contextlib
 import hashlib
@@ -28,13 +28,14 @@ TEXT: Final = "text file"
 EMPTY: Final = "empty file"
 UNKNOWN: Final = "unknown file"
 
-_ADVICE: Final = {
+ADVICE: Final = {
     TORCH_SAVE: "read it with modkit.load_checkpoint",
-    LEGACY: "read it with torch.load(..., weights_only=True); it has no checksums",
+    LEGACY: "it has no checksums; read it with torch.load(..., weights_only=True) and save it again",
     TORCHSCRIPT: "read it with modkit.jit.load",
     EXPORT: "read it with torch.export.load",
     SAFETENSORS: "read it with safetensors.torch.load_file",
-    PICKLE: "torch.load(..., weights_only=True) may read it; pickle would execute code that it names",
+    PICKLE: "torch.load(..., weights_only=True) may read it; pickle would execute code that it names. "
+    "fickling and picklescan analyse such files",
     EMPTY: "nothing was written to it",
 }
 _HEAD: Final = 1 << 16
@@ -55,7 +56,7 @@ def kind_of(source: int | bytes) -> str:
             return kind_of_members(Archive(source, "").members)
         except FileError as error:
             return error.kind
-    # A header of JSON after its length, which safetensors limits too.
+    # A JSON header after its length, which safetensors limits too.
     if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 100_000_000:
         return SAFETENSORS
     return _kind_of_pickle(head) or (TEXT if _is_text(head) else UNKNOWN)
@@ -71,22 +72,21 @@ def kind_of_members(names: Collection[str]) -> str:
 
 
 def wrong_kind(source: int | bytes, what: str, wanted: str) -> FileError:
-    """Return the error for a file of another kind than wanted: which kind it is, and what reads it."""
+    """Return the error for a file of another kind than wanted: its kind, and what reads it."""
     kind = kind_of(source)
     if kind in {CORRUPT_ZIP, ZIP}:
         try:
             Archive(source, what)
         except FileError as error:
             return error
-    advice = first_line(source) if kind == TEXT else _ADVICE.get(kind)
+    advice = first_line(source) if kind == TEXT else ADVICE.get(kind)
     article = "an" if kind[0] in "aeu" else "a"
-    return FileError(
-        f"{what} is {article} {kind}, not {wanted}" + (f": {advice}" if advice else ""), kind
-    )
+    text = f"{what} is {article} {kind}, not {wanted}"
+    return FileError(f"{text}: {advice}" if advice else text, kind)
 
 
 def first_line(source: int | bytes) -> str:
-    """Return how a text file begins: a Git LFS pointer and an HTML page are recognized by it."""
+    """Return how a text file begins, which identifies a Git LFS pointer or an HTML page."""
     text = read_some(source, 0, 1000).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
     return f"it begins with {printable(text.splitlines()[0][:60] if text else '')!r}"
 
@@ -107,36 +107,32 @@ def is_pickle(content: bytes) -> bool:
 
 def _kind_of_pickle(head: bytes) -> str | None:
     stream, seen = io.BytesIO(head), list[str]()
-    with warnings.catch_warnings(), contextlib.suppress(ValueError):
-        # pickletools warns of odd escapes in texts.
+    with warnings.catch_warnings():
+        # pickletools warns of invalid escapes in strings.
         warnings.simplefilter("ignore")
-        for instruction, argument, _ in islice(pickletools.genops(stream), 10_000):
-            name = instruction.name
-            parts = re.split("[ .]", str(argument)) if name in {"GLOBAL", "INST"} else ()
-            # Text begins with letters that are instructions of protocol 0, but they make no sense.
-            if not all(map(str.isidentifier, parts)) or (name == "INST" and "MARK" not in seen):
-                break
-            if argument == _LEGACY_MAGIC and len(seen) < 3:
-                return LEGACY
-            seen.append(name)
-    if head.startswith(b"\x80") and len(seen) >= 3:
-        return PICKLE
-    if not (_IMPORTS.isdisjoint(seen) or _CALLS.isdisjoint(seen)):
-        return PICKLE
-    # A mark that POP has taken is an IndexError of pickletools.
-    with warnings.catch_warnings(), contextlib.suppress(ValueError, IndexError):
-        warnings.simplefilter("ignore")
-        pickletools.dis(head, io.StringIO())
-        return PICKLE
+        with contextlib.suppress(ValueError):
+            for instruction, argument, _ in islice(pickletools.genops(stream), 10_000):
+                name = instruction.name
+                parts = re.split("[ .]", str(argument)) if name in {"GLOBAL", "INST"} else ()
+                # The letters of a text are instructions of protocol 0, but make no sense together.
+                if not all(map(str.isidentifier, parts)) or (name == "INST" and "MARK" not in seen):
+                    break
+                if argument == _LEGACY_MAGIC and len(seen) < 3:
+                    return LEGACY
+                seen.append(name)
+        if head.startswith(b"\x80") and len(seen) >= 3:
+            return PICKLE
+        if not (_IMPORTS.isdisjoint(seen) or _CALLS.isdisjoint(seen)):
+            return PICKLE
+        # pickletools raises IndexError for a mark that POP has taken.
+        with contextlib.suppress(ValueError, IndexError):
+            pickletools.dis(head, io.StringIO())
+            return PICKLE
     return None
 
 
 def parse_digest(sha256: str) -> str:
-    """Return the hexadecimal digits of a SHA-256 in lower case.
-
-    Raises:
-        ValueError: If it is not a digest.
-    """
+    """Return the hexadecimal digits of a SHA-256 in lower case; raise ValueError if it is not one."""
     text = sha256.strip().lower().removeprefix("sha256:")
     if not re.fullmatch("[0-9a-f]{64}", text):
         raise ValueError(f"{sha256!r} is not a SHA-256 digest: 64 hexadecimal digits")

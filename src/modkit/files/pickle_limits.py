@@ -1,12 +1,11 @@
-"""What a pickle would make torch do: how deep it nests, what it hashes, how much memory it asks for.
+"""Limits on what a pickle may make torch's readers do: nesting, hashing, memory.
 
-torch's readers execute no code from a pickle, but trust the rest. In C++, deep nesting overflows the stack, and
-a storage is as large as the pickle says, whatever the file has. In Python, hashing tuples that hold one another
-takes exponential time. This follows the instructions without making the objects.
+The readers execute no code from a pickle, but trust its structure. In C++, deep nesting overflows the stack,
+and a storage is as large as the pickle states. In Python, hashing nested tuples takes exponential time. This
+module follows the instructions without making the objects.
 """
 
 import gc
-import io
 import pickletools
 import warnings
 from collections.abc import Generator, Mapping
@@ -19,15 +18,13 @@ from modkit.files.zip_archive import Member
 
 
 DEEPEST: Final = 1000
-_MOST_MEMORY: Final = 1 << 24  # bytes that a call may ask for by a number
-# Bytes of an element, for storages whose names are not those of dtypes.
-_WIDTHS: Final = {
-    "Byte": 1,
-    "Char": 1,
-    "Untyped": 1,
-    "ComplexHalf": 4,
-    "ComplexFloat": 8,
-    "ComplexDouble": 16,
+_DTYPES: Final = {
+    "Byte": "uint8",
+    "Char": "int8",
+    "Untyped": "uint8",
+    "ComplexHalf": "complex32",
+    "ComplexFloat": "cfloat",
+    "ComplexDouble": "cdouble",
 }
 _FILLS: Final = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"}
 _CALLS: Final = {"REDUCE", "NEWOBJ"}
@@ -42,30 +39,9 @@ _KNOWN: Final = {
 }
 
 
-class _Object:
-    """An object: what it is, how deep it nests, how many objects its hash visits, if another holds it."""
-
-    __slots__ = ("content", "depth", "held", "weight")
-
-    def __init__(self, content: Any = None) -> None:
-        self.content, self.depth, self.weight, self.held = content, 0, 1, False
-
-    def hold(self, items: "list[_Object]", *, strict: bool) -> None:
-        """Note that this object has others inside."""
-        depth = max([self.depth, *(1 + item.depth for item in items)])
-        if depth > DEEPEST:
-            raise ValueError(f"it nests deeper than {DEEPEST:,} levels")
-        if strict and depth > self.depth and self.held:
-            # The depth of what holds it would no longer be right. No pickler of torch writes this.
-            raise ValueError("it fills an object that is part of another one already")
-        self.depth = depth
-        for item in items:
-            item.held = True
-
-
 @contextmanager
 def collector_paused() -> Generator[None]:
-    """Pause the cyclic collector: it would follow thousands of new objects, none of them garbage."""
+    """Pause the garbage collector: it would traverse thousands of new objects, none of them garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -75,35 +51,25 @@ def collector_paused() -> Generator[None]:
             gc.enable()
 
 
+def storage_dtype(kind: str) -> torch.dtype | None:
+    """Return the dtype of a class of storages: FloatStorage, or UInt16Storage in scripts."""
+    name = kind.removesuffix("Storage")
+    found = getattr(torch, _DTYPES.get(name, name.lower()), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
 def pickle_problem(
     data: bytes, members: Mapping[str, Member], folder: str = "data/", *, script: bool = False
 ) -> str:
-    """Return why a reader of torch must not read a pickle, or an empty text.
+    """Return why a reader of torch must not read a pickle, or an empty string.
 
-    Args:
-        data: The pickle.
-        members: The members of the file by name, among them the storages.
-        folder: The folder of the storages.
-        script: True for the reader in C++, which checks less than the one in Python.
+    ``folder`` contains the storages; ``script`` is True for the reader in C++, which checks less.
     """
-    return _problem_of(data, members, folder, script, 1)
-
-
-def legacy_problem(data: bytes) -> str:
-    """Return the same for the five pickles that a file from before torch 1.6 begins with."""
-    return _problem_of(data, {}, "", False, 5)
-
-
-def _problem_of(
-    data: bytes, members: Mapping[str, Member], folder: str, script: bool, count: int
-) -> str:
-    stream = io.BytesIO(data)
     try:
         with warnings.catch_warnings(), collector_paused():
-            # pickletools warns of odd escapes in instructions that torch does not have.
+            # pickletools warns of invalid escapes in instructions that torch does not have.
             warnings.simplefilter("ignore")
-            while count and _Follower(len(data), members, folder, script=script).follow(stream):
-                count -= 1
+            _Follower(len(data), members, folder, script=script).follow(data)
     except (IndexError, KeyError, TypeError, AttributeError):
         return "its instructions do not fit together"
     except ValueError as error:
@@ -111,11 +77,25 @@ def _problem_of(
     return ""
 
 
-def _width(kind: str) -> int | None:
-    """Return the bytes of an element of a kind of storage: FloatStorage, or UInt16Storage in scripts."""
-    name = kind.removesuffix("Storage")
-    dtype = getattr(torch, name.lower(), None)
-    return dtype.itemsize if isinstance(dtype, torch.dtype) else _WIDTHS.get(name)
+class _Object:
+    """An object: its content and depth, how many objects its hash visits, if another one holds it."""
+
+    __slots__ = ("content", "depth", "held", "weight")
+
+    def __init__(self, content: Any = None) -> None:
+        self.content, self.depth, self.weight, self.held = content, 0, 1, False
+
+    def hold(self, items: "list[_Object]", *, strict: bool) -> None:
+        """Put other objects into this one."""
+        depth = max([self.depth, *(1 + item.depth for item in items)])
+        if depth > DEEPEST:
+            raise ValueError(f"it nests deeper than {DEEPEST:,} levels")
+        if strict and depth > self.depth and self.held:
+            # The depth of its holder would no longer be right. No pickler of torch writes this.
+            raise ValueError("it fills an object that is part of another one already")
+        self.depth = depth
+        for item in items:
+            item.held = True
 
 
 class _Follower:
@@ -131,20 +111,20 @@ class _Follower:
         self._storages: set[str] = set()
         self._work = 10_000 + 10 * size
 
-    def follow(self, stream: io.BytesIO) -> bool:
-        """Follow the pickle; return False if it has an instruction that torch does not have."""
+    def follow(self, data: bytes) -> None:
+        """Follow the pickle, up to an instruction that torch does not have."""
         instruction: pickletools.OpcodeInfo
         argument: Any
-        for instruction, argument, _ in pickletools.genops(stream):
+        for instruction, argument, _ in pickletools.genops(data):
             name = instruction.name
             if name not in _KNOWN:
                 if self._script:
                     raise ValueError(f"it has the instruction {name}, which torch never writes")
-                return False
+                return
             if name == "MARK":
                 self._marks.append(len(self._stack))
             elif name.endswith("PUT"):
-                # torch's reader in C++ makes room for all places below.
+                # torch's reader in C++ allocates all places below.
                 if argument > self._size:
                     raise ValueError(f"it stores an object at place {argument}")
                 self._memo[argument] = self._stack[-1]
@@ -156,12 +136,11 @@ class _Follower:
                 self._take(name, instruction.stack_before)
             elif instruction.stack_after:
                 self._stack.append(_Object([] if name.startswith("EMPTY_") else argument))
-        return True
 
     def _take(self, name: str, takes: list[Any]) -> None:
         """Apply an instruction that takes objects from the stack."""
         marked = pickletools.markobject in takes
-        # What is below the mark is taken too.
+        # Objects below the mark are taken too.
         below = takes.index(pickletools.markobject) if marked else len(takes)
         begin = (self._marks.pop() if marked else len(self._stack)) - below
         if begin < (self._marks[-1] if self._marks else 0):
@@ -186,7 +165,7 @@ class _Follower:
             self._storage(taken[0])
 
     def _hash(self, value: _Object, levels: int = 0) -> None:
-        """Count the work of hashing an object, and of some levels of what it holds."""
+        """Count the work of hashing an object, and the objects in it down to some levels."""
         self._work -= value.weight
         if self._work < 0:
             raise ValueError("it holds tuples within tuples that take too long to hash")
@@ -201,14 +180,9 @@ class _Follower:
         given = arguments.content if isinstance(arguments.content, list) else []
         if name.endswith(_HASHING):
             self._hash(arguments, 3)
-        elif name == "_codecs.encode":
-            # Some encodings take quadratic time; pickle knows this one only.
-            if len(given) != 2 or given[1].content not in {"latin1", "latin-1"}:
-                raise ValueError("it encodes a text in another way than pickle does")
-        elif name.endswith(("bytearray", "Tensor", "Storage")):
-            numbers = [item.content for item in given if isinstance(item.content, int)]
-            if any(abs(number) > _MOST_MEMORY for number in numbers):
-                raise ValueError(f"it calls {name} with {max(numbers)}, for memory alone")
+        elif name == "_codecs.encode" and [each.content for each in given[1:]] != ["latin1"]:
+            # Some encodings take quadratic time; pickle uses only this one.
+            raise ValueError("it encodes a string in another way than pickle does")
 
     def _storage(self, taken: _Object) -> None:
         """Compare the size of a storage with that of its member."""
@@ -219,14 +193,15 @@ class _Follower:
             return
         _, kind, key, location, numel = (item.content for item in given)
         if not isinstance(key, (str, int)) or given[3].weight > 1 or isinstance(location, list):
-            raise ValueError("it names a storage by something else than a text")
+            raise ValueError("it names a storage by something else than a string")
         member = self._members.get(f"{self._folder}{key}")
-        width = _width(str(kind).rpartition(" ")[2])
-        if not isinstance(numel, int) or width is None or "\0" in str(key):
+        dtype = storage_dtype(str(kind).rpartition(" ")[2])
+        if not isinstance(numel, int) or dtype is None or "\0" in str(key):
             raise ValueError(f"it names the storage {key!r} in another way than torch does")
-        # torch.load makes a storage once, whatever the pickle says of it later.
-        if str(key) in self._storages and numel * width and not self._script:
+        size = numel * dtype.itemsize
+        # torch.load makes a storage once, whatever the pickle states about it later.
+        if str(key) in self._storages and size and not self._script:
             return
         self._storages.add(str(key))
-        if member is not None and numel * width != member.size:
-            raise ValueError(f"{member.name!r} has {member.size} bytes, not {numel * width}")
+        if member is not None and size != member.size:
+            raise ValueError(f"{member.name!r} has {member.size} bytes, not {size}")

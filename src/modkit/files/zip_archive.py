@@ -1,8 +1,7 @@
-"""The container that ``torch.save`` and ``torch.jit.save`` write: members of a zip file, with checksums.
+"""Zip files as ``torch.save`` and ``torch.jit.save`` write them, verified against their checksums.
 
-torch's own reader looks at no checksum, so a flipped bit in the weights loads in silence:
-https://github.com/pytorch/pytorch/issues/126952. This reader accepts the subset of zip that torch writes.
-Whatever another reader might understand in another way is refused.
+torch's own reader ignores the checksums: https://github.com/pytorch/pytorch/issues/126952. This reader
+accepts only the subset of zip that torch writes, and refuses what two readers could interpret differently.
 """
 
 import os
@@ -18,9 +17,8 @@ from typing import Final, NamedTuple
 from modkit.errors import FileError
 
 
-_CHUNK: Final = 1 << 18
-_PART: Final = 1 << 24
-# Pickles and code are read whole; a member that claims to be larger is refused.
+_CHUNK: Final = 1 << 18  # stays in the processor's cache between reading and checking
+# Pickles and code are read into memory; a member that claims to be larger is refused.
 MOST_TEXT: Final = 128 << 20
 _MOST_MEMBERS: Final = 1_000_000
 # Members up to this size are read together with their header, without another thread.
@@ -31,6 +29,7 @@ _THREADS: Final = min(4, os.cpu_count() or 1)
 _END: Final = struct.Struct("<4s4H2LH")
 _END_64_LOCATOR: Final = struct.Struct("<4sLQL")
 _END_64: Final = struct.Struct("<4sQ2H2L4Q")
+_ENDS: Final = _END_64.size + _END_64_LOCATOR.size + _END.size
 _ENTRY: Final = struct.Struct("<4s4B4HL2L5H2L")
 _LOCAL: Final = struct.Struct("<4s5H3L2H")
 _UNKNOWN: Final = 0xFFFFFFFF
@@ -42,7 +41,7 @@ _UNREADABLE: Final = 0x1 | 0x20 | 0x40 | 0x2000
 
 
 class Member(NamedTuple):
-    """One member: where its local header is, its bytes in the file, its size unpacked, its checksum."""
+    """A member: offset of its local header, compressed and uncompressed size, CRC-32, compression."""
 
     name: str
     header: int
@@ -54,26 +53,19 @@ class Member(NamedTuple):
 
 @contextmanager
 def open_regular(path: str | os.PathLike[str]) -> Generator[int]:
-    """Open a regular file for reading and yield the descriptor; never wait for a pipe or a device.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        IsADirectoryError: If it is a folder.
-        FileError: If it is neither a regular file nor a folder.
-    """
+    """Open a regular file for reading and yield the descriptor; never block on a FIFO or a device."""
     mode = Path(path).stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise FileError(f"{os.fspath(path)} is not a regular file", "special file")
-    # Opening a folder succeeds, reading from it does not; Python's own open() raises the right error.
+    # For a directory, open() raises IsADirectoryError.
     with Path(path).open("rb", buffering=0) as file:
         yield file.fileno()
 
 
-def is_zip(descriptor: int) -> bool:
-    """Return True for a zip file or what is left of one, an empty file included."""
-    size = os.fstat(descriptor).st_size
-    end = os.pread(descriptor, 4, max(0, size - _END.size))
-    return os.pread(descriptor, 2, 0) in {b"", b"PK"} or end == b"PK\x05\x06"
+def path_of(descriptor: int, path: str | os.PathLike[str]) -> str:
+    """Return a path to an open file that stays valid if another file replaces it."""
+    same = Path(f"/proc/self/fd/{descriptor}")
+    return str(same) if same.exists() else os.fspath(path)
 
 
 def read_some(source: int | bytes, start: int, count: int) -> bytes:
@@ -81,21 +73,21 @@ def read_some(source: int | bytes, start: int, count: int) -> bytes:
     if not isinstance(source, int):
         return source[start : start + count]
     found = b""
-    # One call returns at most 2 GiB, or fewer where a signal comes in between.
+    # One call returns at most 2 GiB, and fewer after a signal.
     while len(found) < count and (part := os.pread(source, count - len(found), start)):
         found, start = found + part if found else part, start + len(part)
     return found
 
 
 class Archive:
-    """The members of a zip file, by their names without the folder that holds all of them.
+    """The members of a zip file, by name without the folder that contains all of them.
 
     Args:
         source: A descriptor, or the content.
         what: The name of the file in errors.
 
     Raises:
-        FileError: If it is not a zip file as torch writes it, or is cut off.
+        FileError: If it is not a zip file as torch writes it, or is truncated.
     """
 
     def __init__(self, source: int | bytes, what: str) -> None:
@@ -109,7 +101,7 @@ class Archive:
         self._check_places()
 
     def corrupt(self, reason: str) -> FileError:
-        """Return the error for a damaged file."""
+        """Return the error for a corrupt file."""
         return FileError(f"{self.what} is corrupt: {reason}", "corrupt zip file")
 
     def _bytes(self, start: int, count: int) -> bytes:
@@ -117,28 +109,23 @@ class Archive:
 
     def _find_table(self) -> tuple[int, int, int]:
         """Return the number of members, and where their table begins and ends."""
-        tail = self._bytes(max(0, self._length - 98), 98)
-        if len(tail) < _END.size or not tail[-_END.size :].startswith(b"PK\x05\x06"):
+        tail = self._bytes(max(0, self._length - _ENDS), _ENDS)
+        last = tail[-_END.size :]
+        if len(tail) < _END.size or not last.startswith(b"PK\x05\x06"):
             raise self.corrupt("the end of a zip file is missing; copy or download it again")
         end = self._length - _END.size
-        _, disk, table_disk, here, count, size, start, comment = _END.unpack(tail[-_END.size :])
+        _, disk, table_disk, here, count, size, start, comment = _END.unpack(last)
         disks = {disk, table_disk}
-        place = tail[-_END.size - _END_64_LOCATOR.size :]
-        if place.startswith(b"PK\x06\x07"):
+        locator = tail[-_END.size - _END_64_LOCATOR.size : -_END.size]
+        if locator.startswith(b"PK\x06\x07"):
             end -= _END_64_LOCATOR.size + _END_64.size
-            record = _END_64.unpack(
-                tail[-_END.size - _END_64_LOCATOR.size - _END_64.size :][: _END_64.size]
-            )
-            _, on_disk, found, number = _END_64_LOCATOR.unpack(place[: _END_64_LOCATOR.size])
-            long = (here, count, size, start)
-            here, count, size, start = record[6:]
-            # What both records can say has to agree.
-            short = zip(
-                long, (here, count, size, start), (0xFFFF, 0xFFFF, _UNKNOWN, _UNKNOWN), strict=True
-            )
-            if any(a not in {b, unknown} for a, b, unknown in short) or found != end:
-                raise self.corrupt("its two end records contradict each other")
-            if record[0] != b"PK\x06\x06" or record[1] != _END_64.size - 12 or number > 1:
+            record = _END_64.unpack(tail[: _END_64.size])
+            _, on_disk, found, number = _END_64_LOCATOR.unpack(locator)
+            short, (here, count, size, start) = (here, count, size, start), record[6:]
+            unknown = (0xFFFF, 0xFFFF, _UNKNOWN, _UNKNOWN)
+            both = zip(short, record[6:], unknown, strict=True)
+            agree = found == end and all(a in {b, c} for a, b, c in both)
+            if not agree or record[:2] != (b"PK\x06\x06", _END_64.size - 12) or number > 1:
                 raise self.corrupt("its end record for large files is invalid")
             disks |= {record[4], record[5], on_disk}
         if disks != {0} or comment or here != count:
@@ -167,7 +154,7 @@ class Archive:
                 self.folder = name.partition("/")[0] + "/"
             short = name.removeprefix(self.folder)
             self._check_entry(name, short, entry, packed, size)
-            # torch looks members up without regard to case.
+            # torch ignores case when it looks a member up.
             seen.add(short.lower())
             self.members[short] = Member(name, header, packed, size, entry[9], entry[6])
         if len(seen) < count:
@@ -178,30 +165,21 @@ class Archive:
     def _check_entry(
         self, name: str, short: str, entry: tuple[int, ...], packed: int, size: int
     ) -> None:
-        method = entry[6]
-        problem = ""
+        stored = entry[6] == _STORED and packed == size
+        code = entry[6] == _DEFLATED and short.endswith((".py", ".debug_pkl")) and size <= MOST_TEXT
+        problem = "" if stored or code else f"is compressed ({packed} of {size} bytes)"
         if not short or self.folder == "/" or "\0" in name:
             problem = "has no name in a folder"
-        elif len(short) == len(name):
-            problem = "is in another folder than the others"
-        elif entry[17] & _FOLDER or name.endswith("/"):
-            problem = "is marked as a folder"
+        elif len(short) == len(name) or entry[17] & _FOLDER or name.endswith("/"):
+            problem = "is marked as a folder, or in another folder"
         elif entry[5] & _UNREADABLE or entry[15]:
             problem = "is encrypted, or on another disk"
-        elif method == _STORED:
-            problem = "" if packed == size else "has two sizes"
-        elif method != _DEFLATED or not short.endswith((".py", ".debug_pkl")):
-            problem = "is compressed, which torch never does"
-        elif size > MOST_TEXT:
-            problem = f"has {size} bytes unpacked"
         if problem:
-            text = (
-                f"{self.what} is not a zip file as torch writes it: its member {name!r} {problem}"
-            )
-            raise FileError(text, "zip file")
+            text = f"{self.what} is not a zip file as torch writes it: its member {name!r}"
+            raise FileError(f"{text} {problem}", "zip file")
 
     def _check_places(self) -> None:
-        """Refuse bytes before the first member, and members that share bytes."""
+        """Refuse bytes before the first member, and members that overlap."""
         place = 0
         for member in sorted(self.members.values(), key=lambda member: member.header):
             if member.header < place or (place == 0 and member.header):
@@ -209,9 +187,9 @@ class Archive:
             place = member.header + _LOCAL.size + len(member.name.encode()) + member.packed
         if place > self._table:
             raise self.corrupt("its last member reaches into the table of members")
-        packed = sum(m.size for m in self.members.values() if m.method == _DEFLATED)
-        if packed > MOST_TEXT:
-            raise self.corrupt(f"its compressed members have {packed} bytes unpacked")
+        size = sum(m.size for m in self.members.values() if m.method == _DEFLATED)
+        if size > MOST_TEXT:
+            raise self.corrupt(f"its compressed members have {size} bytes uncompressed")
 
     @property
     def has_checksums(self) -> bool:
@@ -220,9 +198,8 @@ class Archive:
 
     def start_of(self, member: Member) -> int:
         """Return where the content of a member begins, after comparing its local header."""
-        return self._after_header(
-            member, self._bytes(member.header, _LOCAL.size + 4 * len(member.name))
-        )
+        head = self._bytes(member.header, _LOCAL.size + 4 * len(member.name))
+        return self._after_header(member, head)
 
     def _after_header(self, member: Member, head: bytes) -> int:
         try:
@@ -238,13 +215,19 @@ class Archive:
         return start
 
     def read(self, name: str) -> bytes:
-        """Return the content of a member of at most :data:`MOST_TEXT` bytes, verified."""
+        """Return the verified content of a member of at most :data:`MOST_TEXT` bytes."""
         member = self.members[name]
         if member.packed > MOST_TEXT:
             raise self.corrupt(f"{name!r} has {member.size} bytes, more than torch would write")
         content = self._content(member)
         if member.method == _DEFLATED:
-            content = self._inflated(member, content)
+            unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
+            try:
+                content = unpacker.decompress(content, member.size + 1)
+            except zlib.error as error:
+                raise self.corrupt(f"{member.name!r} cannot be decompressed: {error}") from error
+            if unpacker.unconsumed_tail or unpacker.unused_data:
+                raise self.corrupt(f"{member.name!r} has another size than stated")
         self._check(member, zlib.crc32(content), len(content))
         return content
 
@@ -258,80 +241,43 @@ class Archive:
                 return content
         return self._bytes(self.start_of(member), member.packed)
 
-    def _inflated(self, member: Member, content: bytes) -> bytes:
-        unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
-        try:
-            found = unpacker.decompress(content, member.size + 1)
-        except zlib.error as error:
-            raise self.corrupt(f"{member.name!r} cannot be unpacked: {error}") from error
-        if unpacker.unconsumed_tail or unpacker.unused_data:
-            raise self.corrupt(f"{member.name!r} has another size than stated")
-        return found
-
     def is_large(self, name: str) -> bool:
-        """Return True for a stored member that :meth:`read_all` takes, False for one to :meth:`read`."""
+        """Return True for a member for :meth:`read_all`, False for one for :meth:`read`."""
         member = self.members[name]
         return member.size > _SMALL and member.method == _STORED
 
     def read_all(self, targets: Mapping[str, memoryview | None]) -> None:
-        """Verify large members, in threads, and fill memory of their sizes with their content.
+        """Verify large members in threads, and copy each into its memory, unless that is None."""
+        if len(targets) < 2 or _THREADS < 2:
+            for name, target in targets.items():
+                self._read_into(name, target)
+            return
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(self._read_into, targets, targets.values()))
 
-        Args:
-            targets: The memory for each member, or None for those that are only verified.
-
-        Raises:
-            FileError: If a member is not what was written.
-        """
-        parts: list[tuple[str, int, int, memoryview | None]] = []
-        for name, target in targets.items():
-            start, size = self.start_of(self.members[name]), self.members[name].size
-            for at in range(0, size, _PART):
-                length = min(_PART, size - at)
-                memory = None if target is None else target[at : at + length]
-                parts.append((name, start + at, length, memory))
-        if len(parts) < 2 or _THREADS < 2:
-            found = [self._read_part(*part) for part in parts]
-        else:
-            with ThreadPoolExecutor(_THREADS) as pool:
-                found = list(pool.map(self._read_part, *zip(*parts, strict=True)))
-        totals = dict.fromkeys(targets, 0)
-        for (name, _, length, _), crc in zip(parts, found, strict=True):
-            totals[name] = _crc_of_both(totals[name], crc, length)
-        for name, crc in totals.items():
-            self._check(self.members[name], crc, self.members[name].size)
-
-    def _read_part(self, name: str, start: int, length: int, target: memoryview | None) -> int:
-        """Return the checksum of a part of the file."""
-        # A small piece stays in the cache of the processor between reading and checking.
-        step = min(length, _CHUNK)
-        scratch = memoryview(bytearray(step)) if target is None else None
-        crc = done = 0
-        while done < length:
-            step = min(step, length - done)
-            piece = scratch[:step] if scratch is not None else target[done : done + step]  # type: ignore[index]
-            count = self._fill(start + done, piece)
+    def _read_into(self, name: str, target: memoryview | None) -> None:
+        member = self.members[name]
+        start, crc, done = self.start_of(member), 0, 0
+        scratch = memoryview(bytearray(_CHUNK)) if target is None else target
+        while done < member.size:
+            at = 0 if target is None else done
+            piece = scratch[at : at + min(_CHUNK, member.size - done)]
+            if isinstance(self._source, int):
+                count = os.preadv(self._source, [piece], start + done)
+            else:
+                piece[:] = self._source[start + done : start + done + len(piece)]
+                count = len(piece)
             if not count:
                 raise self.corrupt(f"{name!r} is cut off")
             crc, done = zlib.crc32(piece[:count], crc), done + count
-        return crc
-
-    def _fill(self, start: int, piece: memoryview) -> int:
-        if isinstance(self._source, int):
-            return os.preadv(self._source, [piece], start)
-        content = self._source[start : start + len(piece)]
-        piece[: len(content)] = content
-        return len(content)
+        self._check(member, crc, done)
 
     def _check(self, member: Member, crc: int, size: int) -> None:
         if size != member.size or (crc != member.crc and self.has_checksums):
             raise self.corrupt(f"the content of {member.name!r} does not match its checksum")
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Compare the content of members, by default all, with their checksums.
-
-        Raises:
-            FileError: If a member is not what was written.
-        """
+        """Compare the content of members, by default all, with their checksums."""
         chosen = list(self.members if names is None else names)
         self.read_all({name: None for name in chosen if self.is_large(name)})
         for name in chosen:
@@ -339,32 +285,8 @@ class Archive:
                 self.read(name)
 
 
-def _crc_of_both(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of two pieces from those of each; ``length`` is that of the second in bytes."""
-    # A piece moves the polynomial of what is before it by x ** (8 * length), modulo that of the CRC.
-    if not first:
-        return second
-    power, square = 1 << 31, 1 << 23
-    while length:
-        if length & 1:
-            power = _product(power, square)
-        square = _product(square, square)
-        length >>= 1
-    return _product(power, first) ^ second
-
-
-def _product(a: int, b: int) -> int:
-    """Multiply polynomials over GF(2), the highest power in the lowest bit, modulo that of CRC-32."""
-    found = 0
-    for bit in range(31, -1, -1):
-        if a >> bit & 1:
-            found ^= b
-        b = b >> 1 ^ (0xEDB88320 if b & 1 else 0)
-    return found
-
-
 def _long_fields(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
-    """Return size, packed size and place, those that are unknown from the field for large files."""
+    """Return size, compressed size and offset, with those that exceed 32 bits from the extra field."""
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<2H", extra)
         if kind == 1:
@@ -374,9 +296,3 @@ def _long_fields(extra: bytes, size: int, packed: int, header: int) -> tuple[int
             return found[0], found[1], found[2]
         extra = extra[4 + length :]
     return size, packed, header
-
-
-def path_of(descriptor: int, path: str | os.PathLike[str]) -> str:
-    """Return a path that leads to an open file, also where another one has replaced it since."""
-    same = Path(f"/proc/self/fd/{descriptor}")
-    return str(same) if same.exists() else os.fspath(path)

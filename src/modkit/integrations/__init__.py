@@ -1,1 +1,1 @@
-"""modkit in the trainers of others; each module needs the package that it is named after."""
+"""Callbacks for the trainers of other libraries; each module needs the package in its name."""

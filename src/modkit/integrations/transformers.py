@@ -1,4 +1,4 @@
-"""``EMACallback`` for the Trainer of transformers. It needs the extra ``transformers``."""
+"""``EMACallback`` for the Trainer of transformers; it needs ``transformers`` and ``accelerate``."""
 
 import functools
 import importlib
@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 import torch
 from typing_extensions import Self, Unpack
@@ -26,15 +26,13 @@ from modkit.averaging.swap import any_swapped, pairs_for, write
 from modkit.files.torch_files import load_checkpoint, save_checkpoint
 
 
-__all__ = ["EMACallback", "EMATrainer"]
-
-Saved: TypeAlias = Literal["average", "raw"]
+__all__ = ["EMACallback"]
 
 FILE: Final = "ema.pt"
 VERSION: Final = 1
 
-# The entry of ``trainer_state.json`` that says what the model file of a checkpoint holds. Without
-# that file a Trainer does not resume, so the entry cannot get lost as ``ema.pt`` can.
+# The entry of ``trainer_state.json`` that marks a model file as the average. Without that file a
+# Trainer does not resume, so the entry cannot get lost as ``ema.pt`` can.
 MARK: Final = "modkit.EMA"
 
 # The flags of a Trainer whose ranks hold shards of the model.
@@ -45,13 +43,8 @@ _SHARDED: Final = (
     "is_distributed_loading_by_transformers",
 )
 
-BEST_WITHOUT_AVERAGES: Final = (
-    "EMACallback: the best checkpoint holds no averages, so its training weights are evaluated now"
-)
-
 
 def _package() -> Any:
-    """Return transformers. To type checkers it is Any."""
     try:
         importlib.import_module("accelerate")
         return importlib.import_module("transformers")
@@ -64,49 +57,38 @@ def _package() -> Any:
 
 
 _hf = _package()
-Trainer: Any = _hf.Trainer
 TrainerCallback: Any = _hf.TrainerCallback
 
 
 class EMACallback(TrainerCallback):
     """Averages a model that the Trainer of transformers trains; evaluates and saves the average.
 
-    Each optimizer step updates the average: once per step with gradient accumulation, and not for
-    steps that a gradient scaler skips. (Fused optimizers skip them on the device, without notice; the
-    Trainer and the average count them.) ``evaluate()`` and ``predict()`` see the average, in training
-    and after it, and before the first update the training weights. The training weights are restored
-    afterwards, and after any error.
+    Each optimizer step updates the average. (Steps that a gradient scaler skips do not count, except in
+    fused optimizers, which skip them on the device.) ``evaluate()`` and ``predict()`` see the average,
+    and before the first update the training weights, which are restored even after an error.
 
-    ``save`` chooses the content of ``model.safetensors`` in a checkpoint, which loads without this
-    callback. ``ema.pt`` beside it holds the averages, and the training weights if the model file does
-    not. ``train(resume_from_checkpoint=...)`` resumes bitwise identically. After
-    ``load_best_model_at_end`` the averages are those of the best checkpoint. A ``train()`` that does
-    not resume starts averaging anew.
+    A checkpoint loads without this callback. ``ema.pt`` beside the model holds the averages, and the
+    training weights if the model file does not. ``train(resume_from_checkpoint=...)`` resumes bitwise
+    identically; without it averaging starts anew. After ``load_best_model_at_end`` the averages are
+    those of the best checkpoint.
 
     Callbacks are not notified when an evaluation begins. :meth:`attach` therefore wraps the methods
-    ``train``, ``evaluate``, ``predict``, ``evaluation_loop`` and ``save_model`` of one Trainer;
-    :meth:`detach` unwraps them. :class:`EMATrainer` attaches its callback by itself. Without either,
-    training is refused. Models that FSDP or DeepSpeed shard are refused.
+    ``train``, ``evaluate``, ``predict``, ``evaluation_loop`` and ``save_model`` of one Trainer. Training
+    without it is refused, and so is a model that FSDP or DeepSpeed shards.
 
     Args:
-        decay: Fraction of the average that each update keeps, or a list of them for several averages.
+        decay: Decay factor, or a list of them for several averages.
         save: Content of ``model.safetensors``: ``"average"``, or ``"raw"`` for the training weights.
-        index: Index of the average to evaluate and to save, if there are several.
+        index: Index of the average to evaluate and to save.
         swap_to_average_at_end: If True, training ends with the average in the model;
             ``callback.ema.restore()`` restores the training weights.
-        **options: All other options of :class:`~modkit.EMA`.
+        **options: Further options of :class:`~modkit.EMA`.
 
     Attributes:
         ema: The :class:`~modkit.EMA` of the latest training, or None.
 
-    Raises:
-        TypeError, ValueError: If an argument is invalid.
-
     Example::
 
-        from modkit.integrations.transformers import EMACallback
-
-        trainer = Trainer(model, args, train_dataset=data)
         ema = EMACallback(decay=0.999).attach(trainer)
         trainer.train(resume_from_checkpoint=True)
     """
@@ -115,59 +97,48 @@ class EMACallback(TrainerCallback):
         self,
         decay: Decays = None,
         *,
-        save: Saved = "average",
+        save: Literal["average", "raw"] = "average",
         index: int = 0,
         swap_to_average_at_end: bool = False,
         **options: Unpack[EMAOptions],
     ) -> None:
         check_choice("EMACallback", "save", save, ("average", "raw"))
         check_options(decay, index, options)
-        self.index = index
-        self.save: Saved = save
+        self.save, self.index = save, index
         self.swap_to_average_at_end = swap_to_average_at_end
         self.ema: EMA[Any] | None = None
-        self._decay = decay
-        self._options = options
+        self._decay, self._options = decay, options
         self._trainer: Any = None
-        self._wrapped: dict[str, tuple[Callable[..., Any], Any]] = {}
         self._is_training = False
         self._resumed: Path | None = None
 
     def attach(self, trainer: Any) -> Self:
-        """Average the model of a Trainer, from its next ``train()`` on.
+        """Average the model of a Trainer, from its next ``train()`` on, and return this callback.
 
-        The callback is added to the Trainer's callbacks, unless it is one of them already. It is
-        detached from the Trainer that it was attached to before.
-
-        Args:
-            trainer: A ``transformers.Trainer`` or an instance of a class derived from it.
-
-        Returns:
-            This callback.
+        The callback is added to the Trainer's callbacks, and removed from those of an earlier Trainer.
+        ``trainer.remove_callback(callback)`` ends averaging; the averages stay in ``ema``.
 
         Raises:
             TypeError: If ``trainer`` is not a ``transformers.Trainer``.
             ValueError: If the Trainer has another callback of this class.
         """
-        if not isinstance(trainer, Trainer):
+        if not isinstance(trainer, _hf.Trainer):
             kind = type(trainer).__name__
             raise TypeError(f"EMACallback.attach: {kind} is not a transformers.Trainer")
         found: Any = trainer
-        if self._trainer is found:
-            return self
         callbacks: list[Any] = found.callback_handler.callbacks
         if any(isinstance(one, EMACallback) and one is not self for one in callbacks):
-            raise ValueError(
-                "EMACallback: the Trainer has one already; give it a list of decays instead"
-            )
-        self.detach()
+            raise ValueError("EMACallback: the Trainer has one already; pass it a list of decays")
         if self not in callbacks:
             found.callback_handler.add_callback(self)
-        self._trainer = found
-        self._wrap("train", self._training)
-        for name in ("evaluate", "predict", "evaluation_loop"):
-            self._wrap(name, self._evaluating)
-        self._wrap("save_model", self._saving)
+        if self._trainer is not found:
+            if self._trainer is not None:
+                self._trainer.remove_callback(self)
+            self._trainer = found
+            self._wrap("train", self._training)
+            for name in ("evaluate", "predict", "evaluation_loop"):
+                self._wrap(name, self._evaluating)
+            self._wrap("save_model", self._saving)
         return self
 
     def _wrap(self, name: str, block: Callable[..., AbstractContextManager[None]]) -> None:
@@ -177,46 +148,26 @@ class EMACallback(TrainerCallback):
 
         @functools.wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # The callback may have been removed, or detached below a later wrapper.
+            # The callback may have been removed, or attached to another Trainer.
             if self._trainer is not trainer or self not in trainer.callback_handler.callbacks:
                 return inner(*args, **kwargs)
             with block(*args, **kwargs):
                 return inner(*args, **kwargs)
 
-        self._wrapped[name] = (call, vars(trainer).get(name))
         setattr(trainer, name, call)
-
-    def detach(self) -> None:
-        """Remove the callback from its Trainer and unwrap the Trainer's methods.
-
-        The averages stay in ``ema``. Without a Trainer nothing happens.
-        """
-        trainer, self._trainer = self._trainer, None
-        wrapped, self._wrapped = self._wrapped, {}
-        for name, (call, before) in wrapped.items():
-            if vars(trainer).get(name) is not call:
-                continue  # wrapped again by the user; this wrapper has no effect from now on
-            delattr(trainer, name)
-            if before is not None:
-                setattr(trainer, name, before)
-        if trainer is not None and self in trainer.callback_handler.callbacks:
-            trainer.remove_callback(self)
-        if self.ema is not None:
-            self.ema.detach()
-
-    # Events of the Trainer.
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start averaging, or resume with the averages and training weights of a checkpoint."""
         if not self._is_training:
             raise RuntimeError(
                 "EMACallback: not attached to the Trainer, which passes itself to no callback. Call "
-                "callback.attach(trainer) before train(), or derive the Trainer from EMATrainer"
+                "callback.attach(trainer) before train()"
             )
         if self.ema is not None:
             self.ema.detach()
         self.ema = None
-        optimizer = _innermost(kwargs["optimizer"])
+        # Inside accelerate's optimizer: its hooks run only for steps that are taken.
+        optimizer = check_optimizer(getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]))
         ema = EMA(kwargs["model"], self._decay, **self._options)
         folder, step = self._resumed, state.global_step
         content = None if folder is None else _read(folder, step)
@@ -225,16 +176,15 @@ class EMACallback(TrainerCallback):
         elif folder is not None and state.stateful_callbacks.get(MARK) == _mark(step):
             raise ValueError(
                 f"EMACallback: the model in {folder} is the average, and {FILE} with the training "
-                "weights is missing, so training would go on from the average. Put the file back or "
-                "resume from another checkpoint. To train the average, load it with "
-                "from_pretrained() and call train() without resume_from_checkpoint"
+                "weights is missing, so training cannot resume. Restore the file or resume from "
+                "another checkpoint. To train the average, load it with from_pretrained()"
             )
         elif folder is not None and state.is_world_process_zero:
             warnings.warn(NO_AVERAGES, stacklevel=2)
         self.ema = ema.attach(optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Load the averages of the best model, or copy the average into the model, if asked to."""
+        """Load the averages of the best model; copy the average into the model, if configured."""
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         if best is not None and self.ema is not None:
             self.ema = self._averages_in(Path(best), state)
@@ -248,13 +198,12 @@ class EMACallback(TrainerCallback):
         if content is None:
             # From now on the loaded model is evaluated as it is.
             if self.save == "raw" and state.is_world_process_zero:
-                warnings.warn(BEST_WITHOUT_AVERAGES, stacklevel=3)
+                message = "the best checkpoint holds no averages, so its training weights are used"
+                warnings.warn(f"EMACallback: {message}", stacklevel=3)
             return None
         ema = EMA(self.ema.model, self._decay, **self._options)
         ema.load_state_dict(content["ema"])
         return ema
-
-    # Blocks around methods of the Trainer, with their arguments.
 
     @contextmanager
     def _training(
@@ -329,41 +278,8 @@ class EMACallback(TrainerCallback):
         return ema if any(id(one) in averaged for one in model.parameters()) else None
 
 
-class EMATrainer(Trainer):
-    """A Trainer that attaches the :class:`EMACallback` among its callbacks.
-
-    Use it in place of ``transformers.Trainer``, or as the first base of a class:
-    ``class MyTrainer(EMATrainer, SFTTrainer)``. Without the callback it is a plain Trainer.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._attach_ema()
-
-    def add_callback(self, callback: Any) -> None:
-        """Add a callback, and attach it if it is an :class:`EMACallback`."""
-        super().add_callback(callback)
-        self._attach_ema()
-
-    def _attach_ema(self) -> None:
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, EMACallback):
-                callback.attach(self)
-
-
-def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that accelerate has wrapped: its hooks run for steps that are taken."""
-    accelerated = importlib.import_module("accelerate.optimizer").AcceleratedOptimizer
-    while isinstance(optimizer, accelerated):
-        optimizer = optimizer.optimizer
-    return check_optimizer(optimizer)
-
-
 def _mark(step: int) -> dict[str, Any]:
-    """Return the entry of a checkpoint whose model file holds the average.
-
-    A run without the callback copies the entry to its checkpoints, where the step is another one.
-    """
+    # A run without the callback copies the entry to its checkpoints, where the step is another one.
     return {"model": "average", "global_step": step}
 
 
@@ -382,9 +298,9 @@ def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
         ) from error
     if version > VERSION:
         raise ValueError(f"EMACallback: {path} has version {version}, newer than {VERSION}")
-    if step is not None and found != step:
+    if step not in (None, found):
         raise ValueError(
-            f"EMACallback: {path} was written at step {found}, and the checkpoint at step {step}"
+            f"EMACallback: {path} is of step {found}, and the checkpoint of step {step}"
         )
     return content
 

@@ -19,41 +19,34 @@ from modkit.jit._upstream import CompilationUnit, import_module, import_module_f
 
 
 RECORD: Final = "modkit.json"
-_VERSION: Final = 1
 ExtraFiles = Mapping[str, str | bytes]
 
 
-def _record(module: Any) -> dict[str, str]:
-    """Return the extra file that is needed for this module, if any."""
+def _extra_files(module: Any, given: ExtraFiles | None) -> dict[str, str | bytes]:
+    """Return the given extra files, and that of modkit if the module needs it."""
+    files = dict(given or {})
+    for name, content in files.items():
+        if not isinstance(cast("object", content), (str, bytes)):
+            raise TypeError(
+                f"the extra file {name!r} must be str or bytes, not {type(content).__name__}"
+            )
+    # It may be among files that were read from another archive.
+    files.pop(RECORD, None)
     transient = {
         path: sorted(part._non_persistent_buffers_set)
         for path, part in module.named_modules()
         if part._non_persistent_buffers_set
     }
-    if not transient:
-        return {}
-    return {RECORD: json.dumps({"version": _VERSION, "non_persistent_buffers": transient})}
-
-
-def _extra_files(module: Any, given: ExtraFiles | None) -> dict[str, str | bytes]:
-    files = dict(given or {})
-    for name, content in files.items():
-        if not isinstance(cast("object", content), (str, bytes)):
-            raise TypeError(
-                f"the extra file {name!r} has to be str or bytes, not {type(content).__name__}"
-            )
-    # It may be among files that were read from another archive.
-    files.pop(RECORD, None)
-    return {**files, **_record(module)}
+    if transient:
+        files[RECORD] = json.dumps({"version": 1, "non_persistent_buffers": transient})
+    return files
 
 
 def to_bytes(module: Any, files: ExtraFiles | None) -> bytes:
-    """Return the archive."""
     return cast("bytes", module._c.save_to_buffer(_extra_files=_extra_files(module, files)))
 
 
 def save(module: Any, target: Any, files: ExtraFiles | None) -> None:
-    """Write the archive to a path or an open file."""
     tensors = [*module.parameters(), *module.buffers()]
     storages = [each.untyped_storage() for each in tensors if each.layout == torch.strided]
     size = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
@@ -61,17 +54,9 @@ def save(module: Any, target: Any, files: ExtraFiles | None) -> None:
 
 
 def save_compiled(compiled_module: Any, target: Any, files: ExtraFiles, size: int = 0) -> None:
-    """Write the archive of a module, or a function, of C++.
+    """Write the archive of a C++ module or function to a path or an open file.
 
-    Args:
-        compiled_module: The module or function.
-        target: Path or open file.
-        files: The extra files.
-        size: Bytes in the tensors: on a full disk the writer of C++ would abort the process.
-
-    Raises:
-        OSError: The file cannot be written.
-        RuntimeError: The folder does not exist.
+    ``size`` bytes are reserved for the tensors: on a full disk the writer of C++ aborts the process.
     """
     if not isinstance(target, (str, os.PathLike)):
         target.write(compiled_module.save_to_buffer(_extra_files=files))
@@ -95,16 +80,10 @@ def read(
     files: Iterable[str] = (),
     restore_shapes: bool = False,
 ) -> tuple[Any, dict[str, bytes]]:
-    """Return the C++ module in an archive, and the content of extra files.
-
-    Args:
-        source: Path or content of the archive.
-        map_location: Device to put the tensors on.
-        files: Names of extra files to read, beside that of modkit.
-        restore_shapes: Run the module with the inputs that it was traced with.
+    """Return the C++ module in an archive, a path or bytes, and the contents of extra files.
 
     Raises:
-        RuntimeError: Torch cannot load it, or loads no TorchScript at all.
+        RuntimeError: Torch cannot load the archive, or no longer reads TorchScript.
     """
     if import_module is None:
         raise RuntimeError("this release of torch reads no TorchScript")
@@ -113,7 +92,7 @@ def read(
     try:
         cpp = load(CompilationUnit(), source, map_location, found, restore_shapes)
     except UnicodeDecodeError as error:
-        # The message of C++ has bytes of the file in it.
+        # The message of C++ contains bytes of the file.
         text = bytes(error.object).decode("utf-8", "replace")
         raise RuntimeError(f"torch cannot load the archive: {text}") from error
     return cpp, found

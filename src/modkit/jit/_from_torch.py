@@ -7,41 +7,44 @@ import torch
 from torch.nn import Parameter
 
 from modkit.jit._attributes import BOOKKEEPING, bind
-from modkit.jit._upstream import ModuleDict, ScriptMethod, TorchRecursiveScriptModule
+from modkit.jit._upstream import (
+    ModuleDict,
+    ScriptMethod,
+    TorchRecursiveScriptModule,
+    TorchTopLevelTracedModule,
+    TorchTracedModule,
+)
 from modkit.nn._attributes import fill
 from modkit.nn._hooks import add
 
 
-_OF_CONTAINERS: Final = frozenset(
-    ("__iter__", "__len__", "__getitem__", "__contains__", "__dir__", "keys", "values", "items")
+# Entries of a torch wrapper's dict that are not copied. Those of containers, and properties, lead to
+# the original module; modkit finds them through C++ and the children.
+_NOT_COPIED: Final = BOOKKEEPING.union(
+    ("_c", "_concrete_type", "_initializing", "training", "keys", "values", "items"),
+    ("__iter__", "__len__", "__getitem__", "__contains__", "__dir__"),
 )
 
 
-# The class of modkit for each class of wrappers that torch has; entered where they are defined.
-WRAPPERS: Final[dict[type, Any]] = {}
-
-
-class Memo:
-    """The wrappers of one tree: by C++ module, and by the module each was compiled from."""
-
-    def __init__(self) -> None:
-        self.by_cpp: dict[Any, Any] = {}
-        self.by_source: dict[int, Any] = {}
+# Modkit's class for each of torch's classes of wrappers; filled where the classes are defined.
+WRAPPERS: Final[dict[type, Any]] = dict.fromkeys(
+    (TorchRecursiveScriptModule, TorchTracedModule, TorchTopLevelTracedModule)
+)
 
 
 def blank(cls: Any) -> Any:
-    """Return an instance of ``cls`` with the bookkeeping of a module and nothing else."""
+    """Return an instance of ``cls`` with the state of a new module."""
     module = cls.__new__(cls)
     fill(module.__dict__)
     return module
 
 
-def wrap_cpp(cpp: Any, memo: Memo | None = None) -> Any:
+def wrap_cpp(cpp: Any, memo: dict[Any, Any] | None = None) -> Any:
     """Return a new wrapper of a C++ module, with wrappers of all below it."""
-    memo = memo or Memo()
-    if cpp in memo.by_cpp:
-        return memo.by_cpp[cpp]
-    module = memo.by_cpp[cpp] = blank(WRAPPERS[TorchRecursiveScriptModule])
+    memo = {} if memo is None else memo
+    if cpp in memo:
+        return memo[cpp]
+    module = memo[cpp] = blank(WRAPPERS[TorchRecursiveScriptModule])
     children = {name: wrap_cpp(child, memo) for name, child in ModuleDict(cpp).items()}
     bind(module, cpp, children)
     attach_compiled_hooks(module)
@@ -58,78 +61,63 @@ def rewrap(module: Any, cpp: Any) -> None:
 
 
 def attach_compiled_hooks(module: Any) -> None:
-    """Enter the hooks that were compiled, so that a call from Python runs them."""
+    """Register the compiled hooks, so that a call from Python runs them."""
     for hook in module._c._get_forward_pre_hooks():
         add(module._forward_pre_hooks, hook)
     for hook in module._c._get_forward_hooks():
         add(module._forward_hooks, hook)
 
 
-def wrap_torch(script: Any, source: Any = None, memo: Memo | None = None) -> Any:
+def wrap_torch(script: Any, source: Any = None, memo: dict[Any, Any] | None = None) -> Any:
     """Return a wrapper of the same C++ modules as ``script``, a wrapper of torch.
 
-    Args:
-        script: A module of torch of one of the classes in ``WRAPPERS``, with all below it. A child
-            of a user's class stays as it is, since it has methods in Python.
-        source: The module that it was compiled from. The compiler forgets which buffers are not
-            persistent, and which children are one module.
-        memo: The wrappers of this tree so far.
+    A child of a user's class stays as it is, since it has methods in Python. ``source`` is the module
+    that was compiled: the compiler forgets which buffers are not persistent, and which children are
+    one module. ``memo`` has the wrappers of this tree, by C++ module and by id of the source.
     """
-    memo = memo or Memo()
-    if script._c in memo.by_cpp:
-        return memo.by_cpp[script._c]
-    module = memo.by_cpp[script._c] = blank(WRAPPERS[type(script)])
+    memo = {} if memo is None else memo
+    if script._c in memo:
+        return memo[script._c]
+    module = memo[script._c] = blank(WRAPPERS[type(script)])
     inner = script.__dict__.get("_actual_script_module", script)
     bind(module, inner._c, wrap_children(inner, source, memo), inner.__dict__.get("_concrete_type"))
     _copy_own_attributes(module, inner)
     if inner is not script:
         module.__dict__["_name"] = script._name
     attach_compiled_hooks(module)
-    if source is not None:
-        keep_transient(module, source)
+    transient = getattr(source, "_non_persistent_buffers_set", ())
+    module._non_persistent_buffers_set.update(name for name in transient if name in module._buffers)
     return module
 
 
-def wrap_children(inner: Any, source: Any, memo: Memo) -> dict[str, Any]:
+def wrap_children(inner: Any, source: Any, memo: dict[Any, Any]) -> dict[str, Any]:
     """Return the wrappers of the children; those that were one module become one again."""
     children: dict[str, Any] = {}
     for name, child in inner.__dict__["_modules"].items():
-        # What torch has compiled before has a mapping with little more than item access.
+        # The children of a module that torch has compiled are a mapping without ``get``.
         origin: Any = None
         if source is not None and name in source._modules:
             origin = source._modules[name]
-        known = memo.by_source.get(id(origin)) if origin is not None else None
+        known = memo.get(id(origin)) if origin is not None else None
         if known is not None and known._c._type() == child._c._type():
             inner._c.setattr(name, known)
             children[name] = known
             continue
-        bare = type(child) in WRAPPERS
-        children[name] = wrap_torch(child, origin, memo) if bare else child
+        children[name] = wrap_torch(child, origin, memo) if type(child) in WRAPPERS else child
         if origin is not None:
-            memo.by_source[id(origin)] = children[name]
+            memo[id(origin)] = children[name]
     return children
 
 
 def _copy_own_attributes(module: Any, inner: Any) -> None:
-    """Take over what torch's wrapper has in Python: methods, and attributes that C++ lacks."""
+    """Copy the methods in Python, and the attributes that C++ lacks, of torch's wrapper."""
     for name, value in inner.__dict__.items():
-        if name in BOOKKEEPING or name in {"_c", "_concrete_type", "_initializing", "training"}:
+        if name in _NOT_COPIED or isinstance(value, property):
             continue
-        if isinstance(value, ScriptMethod):
-            module.__dict__[name] = value
-        elif isinstance(value, property) or name in _OF_CONTAINERS:
-            # Both are found through C++ and the children; torch's lead to the original module.
-            continue
-        elif isinstance(value, types.MethodType) and value.__self__ is inner:
+        if isinstance(value, types.MethodType) and value.__self__ is inner:
             module.__dict__[name] = types.MethodType(value.__func__, module)
         else:
             module.__dict__[name] = value
-
-
-def keep_transient(module: Any, source: Any) -> None:
-    """Note which buffers are not persistent."""
-    names = getattr(source, "_non_persistent_buffers_set", ())
-    module._non_persistent_buffers_set.update(name for name in names if name in module._buffers)
 
 
 def make_parameters(module: Any) -> None:

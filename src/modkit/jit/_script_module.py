@@ -1,24 +1,23 @@
 """The class ``ScriptModule``: a module whose state and methods are those of a C++ module.
 
 ``script``, ``load`` and ``freeze`` return a ``RecursiveScriptModule``, and ``trace`` a
-``TopLevelTracedModule``: subclasses of ``ScriptModule`` and of torch's class of that name. An
-instance of a user's class is compiled when its constructor has returned. What is not defined here is
-that of ``modkit.nn.Module``, which finds parameters, buffers and children through views of C++.
+``TopLevelTracedModule``: subclasses of ``ScriptModule`` and of torch's class of that name. ``code``,
+``graph`` and others are inherited from ``torch.jit.ScriptModule``; the rest from
+``modkit.nn.Module``, which finds parameters, buffers and children through views of C++.
 """
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from typing_extensions import Self
 
-from modkit._types import FunctionT
-from modkit.jit import _archives, _copy_and_pickle
+from modkit._upstream import FunctionT
+from modkit.jit import _archives, _copies
 from modkit.jit._attributes import BOOKKEEPING, DEFINED, assign, bind, find, item, kind
 from modkit.jit._from_torch import (
     WRAPPERS,
-    Memo,
     blank,
     make_parameters,
     rewrap,
@@ -27,7 +26,6 @@ from modkit.jit._from_torch import (
 )
 from modkit.jit._upstream import (
     ENABLED,
-    ConstMap,
     MethodStub,
     ScriptMethod,
     TorchRecursiveScriptModule,
@@ -46,29 +44,20 @@ from modkit.nn.module import Module, ModuleType
 
 
 InstanceT = TypeVar("InstanceT")
-# Torch's classes of wrappers. Those of modkit count as instances, and inherit nothing from them.
-_TORCH_WRAPPERS: Final = (
-    TorchRecursiveScriptModule,
-    TorchTopLevelTracedModule,
-    TorchTracedModule,
-)
 
 
 class ScriptMeta(TorchScriptMeta, ModuleType):
     """Collects the script methods of a class as torch's metaclass does, and compiles its instances.
 
-    The instance itself is the wrapper of the C++ module. Torch keeps a second object behind it, and
-    every access and call goes through that. Every ScriptModule of torch is an instance of
-    ``ScriptModule``.
+    The instance itself becomes the wrapper of the C++ module. In torch every access and call goes
+    through a second object.
     """
 
     def mro(cls) -> list[type]:  # noqa: N805 - a metaclass
-        """Keep Python's order of bases, but put torch's classes of wrappers last.
-
-        ``RecursiveScriptModule`` of torch overrides many methods with functions that only raise.
-        """
+        # Torch's RecursiveScriptModule overrides many methods with functions that only raise, so
+        # torch's wrappers come last.
         order = type.mro(cls)
-        last = [base for base in order if base in _TORCH_WRAPPERS]
+        last = [base for base in order if base in WRAPPERS]
         return [*(base for base in order[:-1] if base not in last), *last, order[-1]]
 
     def __call__(cls: type[InstanceT], *args: Any, **kwargs: Any) -> InstanceT:  # noqa: N805 - a metaclass
@@ -89,7 +78,7 @@ class ScriptMeta(TorchScriptMeta, ModuleType):
 
 
 def _compile(module: Any) -> None:
-    """Compile an instance of a user's class, and make it the wrapper of the C++ module."""
+    """Compile an instance of a user's class, which becomes the wrapper of the C++ module."""
     defined: dict[str, Any] = module.__dict__.pop(DEFINED, {})
 
     def stubs_for(part: Any) -> list[Any]:
@@ -101,14 +90,11 @@ def _compile(module: Any) -> None:
     with without_warnings_of_torch():
         # An instance with methods of its own cannot share its compiled type with another.
         inner = create_script_module(module, stubs_for, share_types=not defined)
-    children = wrap_children(inner, module, Memo())
+    children = wrap_children(inner, module, {})
     concrete_type = inner._concrete_type
-    for name in (
-        *concrete_type.get_attributes(),
-        *(name for name, _ in concrete_type.get_modules()),
-    ):
-        if name not in BOOKKEEPING:
-            module.__dict__.pop(name, None)
+    compiled = {*concrete_type.get_attributes(), *(name for name, _ in concrete_type.get_modules())}
+    for name in compiled - BOOKKEEPING:
+        module.__dict__.pop(name, None)
     bind(module, inner._c, children, concrete_type)
     for name, value in inner.__dict__.items():
         if isinstance(value, ScriptMethod):
@@ -118,8 +104,7 @@ def _compile(module: Any) -> None:
 def script_method(fn: FunctionT) -> FunctionT:
     """Mark a method of a subclass of ``ScriptModule`` for compilation.
 
-    Args:
-        fn: The method. Names that it uses are looked up where the class is defined.
+    Names in the method are looked up where the class is defined.
 
     Example:
         >>> import torch
@@ -143,12 +128,12 @@ def script_method(fn: FunctionT) -> FunctionT:
 
 
 def _without_type(module: Any, name: str, value: Any) -> Any:
-    """Return the value of a ``torch.jit.Attribute``, and note its type on the class."""
+    """Return the value of a ``torch.jit.Attribute``, and enter its type on the class."""
     if not ENABLED or not isinstance(value, torch.jit.Attribute):
         return value
     cls = type(module)
     if "__annotations__" not in cls.__dict__:
-        # The compiler reads the annotations of one class, so those of users' bases are copied.
+        # The compiler reads the annotations of one class, so those of the user's bases are copied.
         theirs = [base for base in cls.__mro__ if isinstance(base, ScriptMeta)]
         inherited = [inspect.get_annotations(base) for base in theirs if not _is_ours(base)]
         cls.__annotations__ = {k: v for found in reversed(inherited) for k, v in found.items()}
@@ -157,15 +142,13 @@ def _without_type(module: Any, name: str, value: Any) -> Any:
 
 
 def _is_ours(cls: type) -> bool:
-    """Return True for a class of modkit, False for a user's."""
     return "_disable_script_meta" in cls.__dict__
 
 
 class _Forward:
-    """Finds the compiled ``forward``, which is then an entry of the instance's own dict.
+    """Finds the compiled ``forward`` and caches it in the instance's dict.
 
-    Without it, that of ``Module`` would be found, which only raises. As it is not a data descriptor,
-    the entry comes first at the next access.
+    ``Module.forward``, which only raises, would be found otherwise.
     """
 
     def __get__(self, module: Any, owner: type) -> Any:
@@ -175,20 +158,17 @@ class _Forward:
 
 
 class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
-    """A module of TorchScript: a wrapper around the C++ ``torch::jit::Module``.
+    """A wrapper of the C++ ``torch::jit::Module``, with the interface of a module.
 
     ``modkit.jit.script``, ``trace``, ``load`` and ``freeze`` return one. An instance of a subclass
     with methods marked with ``script_method`` is compiled when its constructor has returned.
-    Methods, attributes, parameters, buffers, constants and children are read and set as on any
-    module. ``isinstance(x, ScriptModule)`` holds for every ScriptModule of torch, too.
+    ``isinstance(x, ScriptModule)`` is True for every ScriptModule of torch, too.
 
     Example:
         >>> import torch
         >>> import modkit.nn as nn
         >>> from modkit import jit
         >>> module = jit.script(nn.Linear(4, 2))
-        >>> isinstance(module, jit.ScriptModule), isinstance(module, torch.jit.ScriptModule)
-        (True, True)
         >>> module(torch.ones(3, 4)).shape
         torch.Size([3, 2])
 
@@ -202,23 +182,15 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
 
     @classmethod
     def from_torch(cls, module: torch.jit.ScriptModule) -> "ScriptModule":
-        """Return a ScriptModule of modkit around the C++ module of one of torch.
+        """Return a ScriptModule of modkit that shares the C++ module of one of torch.
 
-        The two share all state. Loaded tensors that are parameters become ``Parameter``. A module
-        of modkit, or of a user's class, is returned as it is.
+        Loaded tensors that are parameters become ``Parameter``. A module of modkit, or of a user's
+        class, is returned as it is.
 
         Raises:
             TypeError: ``module`` is not a ScriptModule.
 
-        Example:
-            >>> import torch, warnings
-            >>> with warnings.catch_warnings():
-            ...     warnings.simplefilter("ignore")
-            ...     plain = torch.jit.script(torch.nn.Linear(4, 2))
-            >>> jit.ScriptModule.from_torch(plain).weight is plain.weight
-            True
-
-        Differs from torch: there is nothing like it.
+        Differs from torch: torch has no such method.
         """
         if not isinstance(cast("object", module), torch.jit.ScriptModule):
             raise TypeError(
@@ -231,46 +203,10 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
         make_parameters(wrapped)
         return wrapped
 
-    # What was compiled.
-
-    @property
-    def code(self) -> str:
-        """The code of ``forward``, as Python that TorchScript would compile again."""
-        return cast("str", self.forward.code)
-
-    @property
-    def code_with_constants(self) -> tuple[str, ConstMap]:
-        """The code of ``forward``, and the constants that it names ``CONSTANTS.c0`` and so on."""
-        code, constants = self.forward.code_with_constants
-        return code, ConstMap(constants)
-
-    @property
-    def graph(self) -> Any:
-        """The graph of ``forward``; ``str`` of it shows all nodes."""
-        return self._c._get_method("forward").graph
-
-    @property
-    def inlined_graph(self) -> Any:
-        """The graph of ``forward`` with all functions and methods inlined."""
-        return self.forward.inlined_graph
-
-    @property
-    def original_name(self) -> str:
-        """The name of the class that was compiled."""
-        return str(self._c._type().name())
-
-    def graph_for(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the graph that was specialized for these arguments by a call with them."""
-        return self.forward.graph_for(self, *args, **kwargs)
-
-    def get_debug_state(self) -> Any:
-        """Return the state of the executor of ``forward``, after a call."""
-        return self._c.get_debug_state()
-
     def define(self, src: str) -> None:
         """Compile a method from source; names in it are looked up in the calling function.
 
-        Modules of one compiled type share their methods. What a constructor defines is compiled
+        Modules of one compiled type share their methods. A method defined in a constructor is compiled
         with the instance, which then has a type of its own.
 
         Raises:
@@ -285,8 +221,6 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
             return
         with without_warnings_of_torch():
             cpp._define(self._concrete_type, src, names)
-
-    # Attributes.
 
     def __getattr__(self, name: str) -> Any:
         if "_c" in self.__dict__:
@@ -303,35 +237,25 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
         return str(self.__dict__.get("_name") or type(self).__name__)
 
     def extra_repr(self) -> str:
-        """Return the name of the class that was compiled, unless it is that of the instance."""
+        """Return the name of the compiled class, unless it is that of the instance."""
         return "" if not _is_ours(type(self)) else f"original_name={self.original_name}"
 
-    # Saving and copying.
-
     def save(self, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) -> None:
-        """Write the archive that ``torch.jit.load`` reads, in Python and in C++.
-
-        Args:
-            f: A path, which is written atomically, or a file that is open for writing.
-            _extra_files: Further files for the archive: name to content.
-        """
+        """Write an archive to a path, atomically, or to an open file; see ``modkit.jit.save``."""
         _archives.save(self, f, _extra_files)
 
     def save_to_buffer(self, _extra_files: Mapping[str, str | bytes] | None = None) -> bytes:
-        """Return what ``save`` would write."""
+        """Return the archive as bytes."""
         return _archives.to_bytes(self, _extra_files)
 
     def __copy__(self) -> Self:
-        return cast("Self", _copy_and_pickle.shallow(self))
+        return cast("Self", _copies.shallow(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return cast("Self", _copy_and_pickle.deep(self, memo))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _copy_and_pickle.reduce(self)
+        return cast("Self", _copies.deep(self, memo))
 
     def _reconstruct(self, cpp_module: Any) -> None:
-        """Become the wrapper of another C++ module; in-place quantization calls this."""
+        # In-place quantization calls this.
         rewrap(self, cpp_module)
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -342,17 +266,11 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
 
 
 class RecursiveScriptModule(ScriptModule, TorchRecursiveScriptModule):  # type: ignore[misc]
-    """What ``script``, ``load`` and ``freeze`` return.
-
-    Python looks special methods up in the class, so those of containers, and compiled ones, are
-    here. Where there is none, the error is torch's.
-    """
+    """The result of ``script``, ``load`` and ``freeze``."""
 
     _disable_script_meta = True
 
-    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse, as torch does."""
-        raise RuntimeError("compile is not supported on ScriptModules")
+    compile = TorchRecursiveScriptModule.compile
 
     def _special(self, name: str, *args: Any) -> Any:
         if not self._c._has_method(name):
@@ -388,24 +306,18 @@ class TracedModule(ScriptModule, TorchTracedModule):  # type: ignore[misc]
 
     _disable_script_meta = True
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse, as torch does: the code is part of the traced parent's."""
-        raise RuntimeError("Trace submodules cannot be called.")
+    forward = TorchTracedModule.forward
 
 
 class TopLevelTracedModule(ScriptModule, TorchTopLevelTracedModule):  # type: ignore[misc]
-    """What ``trace`` returns for a module."""
+    """The result of ``trace`` for a module."""
 
     _disable_script_meta = True
 
 
-WRAPPERS.update(
-    {
-        TorchRecursiveScriptModule: RecursiveScriptModule,
-        TorchTracedModule: TracedModule,
-        TorchTopLevelTracedModule: TopLevelTracedModule,
-    }
-)
+WRAPPERS[TorchRecursiveScriptModule] = RecursiveScriptModule
+WRAPPERS[TorchTracedModule] = TracedModule
+WRAPPERS[TorchTopLevelTracedModule] = TopLevelTracedModule
 
 if not TYPE_CHECKING and not ENABLED:
     # With PYTORCH_JIT=0 a user's class is a plain module, as in torch. Archives still load.

@@ -1,23 +1,8 @@
 """The private parts of ``torch.jit`` that ``modkit.jit`` uses, and the notice of its deprecation.
 
-They are named here and not in ``modkit/_upstream.py``, so that nothing but ``modkit.jit`` depends
-on them: the public functions of ``torch.jit`` warn, and later releases of torch may refuse.
-``modkit/_upstream.py`` has the releases of torch that they were checked against.
-
-- ``ENABLED`` is False if the environment variable ``PYTORCH_JIT`` is 0.
-- ``ScriptMethod`` is the C++ object behind a method. ``ParameterDict``, ``BufferDict`` and
-  ``ModuleDict`` list the members of a C++ module.
-- ``freeze_module``, ``optimize_frozen_graph`` and ``optimize_for_inference`` are what the public
-  functions call after their warning; ``import_module`` and ``import_module_from_buffer`` likewise.
-- ``create_script_module``, ``prepare_scriptable``, ``script_anything`` and ``trace_anything`` are the
-  compiler behind ``torch.jit.script`` and ``torch.jit.trace``. ``methods_to_compile`` is its rule.
-- ``compile_interface``, ``class_definition``, ``method_definition``, ``names_of_frame`` and
-  ``MethodStub``: names are looked up in the calling frame, so decorators cannot call torch's.
-- ``ConstMap`` gives the constants of compiled code as attributes. ``TorchScriptMeta`` collects the
-  script methods and constants of a class.
-- ``DEPRECATION`` is the category of this torch's warnings: ``FutureWarning`` since 2.14.
-- ``import_module`` is None if this release of torch cannot read TorchScript.
-- ``concrete_type_of`` describes the type of a C++ module to the compiler.
+They are not in ``modkit/_upstream.py``, so that only ``modkit.jit`` depends on them: the public
+functions of ``torch.jit`` warn, and later releases of torch may refuse. ``modkit/_upstream.py`` lists
+the releases of torch that they were checked against.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -31,51 +16,13 @@ from typing import Any, Final, cast
 import torch
 import torch.jit._recursive
 import torch.jit._script
+import torch.jit._serialization
 import torch.jit._state
 import torch.jit._trace
 import torch.jit.frontend
 from torch import _jit_internal
-from torch.jit._script import ConstMap, ScriptMeta as TorchScriptMeta
+from torch.jit._script import ScriptMeta as _ScriptMeta
 
-
-__all__ = [
-    "DEPRECATION",
-    "ENABLED",
-    "BufferDict",
-    "CompilationUnit",
-    "ConstMap",
-    "MethodStub",
-    "ModuleDict",
-    "ParameterDict",
-    "RecursiveScriptClass",
-    "ScriptMethod",
-    "TorchRecursiveScriptModule",
-    "TorchScriptMeta",
-    "TorchTensors",
-    "TorchTopLevelTracedModule",
-    "TorchTracedModule",
-    "class_definition",
-    "compile_interface",
-    "concrete_type_of",
-    "create_script_module",
-    "freeze_module",
-    "give_notice",
-    "import_module",
-    "import_module_from_buffer",
-    "magic_methods",
-    "method_definition",
-    "methods_to_compile",
-    "names_of_frame",
-    "optimize_for_inference",
-    "optimize_frozen_graph",
-    "parse_definition",
-    "prepare_scriptable",
-    "qualified_name",
-    "script_anything",
-    "trace_anything",
-    "trace_module_anything",
-    "without_warnings_of_torch",
-]
 
 _C: Any = torch._C
 _script: Any = torch.jit._script
@@ -84,38 +31,40 @@ _trace: Any = torch.jit._trace
 _frontend: Any = torch.jit.frontend
 _internal: Any = _jit_internal
 
+# False if the environment variable PYTORCH_JIT is 0.
 ENABLED: Final = bool(cast("Any", torch.jit._state)._enabled)
 
+# The C++ object behind a method, and the members of a C++ module.
 ScriptMethod: Final = _C.ScriptMethod
 ParameterDict: Final = _C.ParameterDict
 BufferDict: Final = _C.BufferDict
 ModuleDict: Final = _C.ModuleDict
 CompilationUnit: Final = _C.CompilationUnit
+# The description of a C++ module's type for the compiler.
+concrete_type_of: Final = _C.ConcreteModuleType.from_jit_type
 
-# What a module of torch has as parameters and buffers.
+# Torch's parameters and buffers of a compiled module, and names that its type information lacks.
 TorchTensors: Final[Any] = _script.OrderedDictWrapper
-# Names of torch.jit that its type information leaves out.
 TorchRecursiveScriptModule: Final[Any] = _script.RecursiveScriptModule
 TorchTracedModule: Final[Any] = _trace.TracedModule
 TorchTopLevelTracedModule: Final[Any] = _trace.TopLevelTracedModule
-RecursiveScriptClass: Final[Any] = _script.RecursiveScriptClass
-# Torch does not define them with PYTORCH_JIT=0.
-magic_methods: Final[tuple[str, ...]] = tuple(getattr(_script, "_magic_methods", ()))
+# Collects the script methods and constants of a class.
+TorchScriptMeta = _ScriptMeta
 
-freeze_module: Final = _C._freeze_module
-optimize_frozen_graph: Final = _C._jit_pass_optimize_frozen_graph
-optimize_for_inference: Final = _C._jit_pass_optimize_for_inference
+# None if this release of torch cannot read TorchScript.
 import_module: Final[Any] = getattr(_C, "import_ir_module", None)
 import_module_from_buffer: Final[Any] = getattr(_C, "import_ir_module_from_buffer", None)
+validate_map_location: Final[Any] = cast("Any", torch.jit._serialization).validate_map_location
 
+# The compiler behind torch.jit.script and torch.jit.trace, and its rule for which methods to compile.
 create_script_module: Final = _recursive.create_script_module
 methods_to_compile: Final = _recursive.infer_methods_to_compile
 prepare_scriptable: Final = _script.call_prepare_scriptable_func
 script_anything: Final = _script._script_impl
 trace_anything: Final = _trace._trace_impl
 trace_module_anything: Final = _trace.trace_module
-concrete_type_of: Final = _C.ConcreteModuleType.from_jit_type
 
+# Names are looked up in the calling frame, so decorators cannot call torch's.
 MethodStub: Final[Any] = _recursive.ScriptMethodStub
 compile_interface: Final = _C._jit_script_interface_compile
 parse_definition: Final = _C._parse_source_def
@@ -124,6 +73,7 @@ method_definition: Final = _frontend.get_jit_def
 qualified_name: Final = _internal._qualified_name
 names_of_frame: Final = _internal.createResolutionCallbackFromFrame
 
+# The category of this torch's warnings: ``FutureWarning`` since 2.14.
 DEPRECATION: Final[type[Warning]] = (
     FutureWarning if "FutureWarning" in torch.jit.load.__code__.co_names else DeprecationWarning
 )

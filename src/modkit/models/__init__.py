@@ -1,4 +1,4 @@
-"""Networks that others have published, built on :mod:`modkit.nn`."""
+"""Networks of published papers, built on :mod:`modkit.nn`."""
 
 from modkit._namespace import publish_all as _publish_all
 from modkit.models.efficientzero import (

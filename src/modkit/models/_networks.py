@@ -1,42 +1,154 @@
-"""The networks that look at a state: what it is like, and what to do in it."""
+"""The networks of EfficientZero, and the blocks and heads that they are built from."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch import Tensor
 
 from modkit import nn
-from modkit._upstream import is_scripting
-from modkit.models._blocks import (
-    DEFAULT_ACTIVATION,
-    DownsampleBlock,
-    ResBlock,
-    check_features,
-    check_norm_type,
-    head,
-    norm_of_planes,
-    own_activation,
-)
+from modkit._upstream import get_tracing_state, is_scripting
+from modkit.nn._load_state_dict import only_migrates
 
 
-# How many times smaller the latent state is than an observation of a given height.
+if TYPE_CHECKING:
+    import numpy as np
+
+NORM_TYPES: Final = ["BN", "LN"]
+# The height of an observation, and how many times smaller downsampling makes it.
 REDUCTIONS: Final = {64: 8, 84: 16, 96: 16}
+
+# LightZero's defaults. Each network replaces DEFAULT_ACTIVATION by a module of its own: LightZero's
+# is shared by all networks of a process, so a hook on one activation runs in every network.
+ONE_HIDDEN_LAYER: Final[Sequence[int]] = [32]
+DEFAULT_ACTIVATION: Final[nn.Module] = nn.ReLU(inplace=True)
+
+
+def checked(norm_type: str | None, activation: nn.Module | None) -> Any:
+    """Check the normalization, and return the activation, or a new ReLU in place of the default."""
+    if norm_type not in NORM_TYPES:
+        raise AssertionError(f"norm_type must in {NORM_TYPES}")
+    return nn.ReLU(inplace=True) if activation is DEFAULT_ACTIVATION else activation
+
+
+def renamed(owner: str, default: object, /, **names: Any) -> Any:
+    """Return the value of an argument, given under its older or its newer name, but not both."""
+    (old, value), (new, alias) = names.items()
+    if alias is None:
+        return value
+    if value is not default:
+        raise TypeError(f"{owner}: {new}={alias!r} is {old}={value!r} by its newer name; give one")
+    return alias
 
 
 def reduction(owner: nn.Module, observation_shape: Sequence[int]) -> int:
-    """Return how many times smaller downsampling makes an observation.
-
-    Raises:
-        NotImplementedError: There is no downsampling for an observation of that height.
-    """
+    """Return how many times smaller downsampling makes an observation, if it is supported."""
     height = observation_shape[1]
     if height not in REDUCTIONS:
-        message = (
+        raise NotImplementedError(
             f"{type(owner).__name__}: observation_shape={observation_shape!r} cannot be "
             f"downsampled; the height has to be one of {list(REDUCTIONS)}"
         )
-        raise NotImplementedError(message)
     return REDUCTIONS[height]
+
+
+def _norm_of_planes(
+    norm_type: str | None, channels: int, shape: Sequence[int], downsample: bool = False
+) -> nn.Module:
+    """Make the normalization of feature planes; only LayerNorm depends on their size.
+
+    As in LightZero, a downsampled observation counts as 16 times smaller, whatever its size.
+    """
+    if norm_type == "BN":
+        return nn.BatchNorm2d(channels)
+    factor = 16 if downsample else 1
+    return nn.LayerNorm([channels, -(-shape[-2] // factor), -(-shape[-1] // factor)])
+
+
+def _convolution(
+    in_channels: int, out_channels: int, norm_type: str | None, *activation: Any, stride: int = 1
+) -> nn.Sequential:
+    """Make a 3x3 convolution of a residual block, where "LN" is a GroupNorm with one group."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels) if norm_type == "BN" else nn.GroupNorm(1, out_channels),
+        *(layer for layer in activation if layer is not None),
+    )
+
+
+class ResBlock(nn.Module):
+    """Two convolutions beside a shortcut, with the activation after their sum.
+
+    With ``stride=2`` it halves height and width, and the shortcut is a convolution without norm.
+    """
+
+    _downsamples: Final[bool]
+
+    def __init__(
+        self, channels: int, out_channels: int, activation: Any, norm_type: Any, stride: int = 1
+    ) -> None:
+        super().__init__()
+        self._downsamples = stride > 1
+        self.act: Any = activation
+        self.conv1 = _convolution(channels, out_channels, norm_type, activation, stride=stride)
+        self.conv2 = _convolution(out_channels, out_channels, norm_type)
+        if stride > 1:
+            conv = nn.Conv2d(channels, out_channels, 3, stride=stride, padding=1, bias=False)
+            self.conv3 = nn.Sequential(conv)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = self.conv3(x) if self._downsamples else x
+        x = self.act(self.conv2(self.conv1(x)) + shortcut)
+        return x  # noqa: RET504 - typed, without a cast that TorchScript would refuse
+
+
+def _blocks(number: int, channels: int, activation: Any, norm_type: str | None) -> nn.ModuleList:
+    return nn.ModuleList(
+        [ResBlock(channels, channels, activation, norm_type) for _ in range(number)]
+    )
+
+
+def _head(
+    widths: Sequence[int],
+    sizes: tuple[int, int],
+    activation: nn.Module | None,
+    norm_type: str | None,
+    zero_last_layer: bool,
+) -> nn.Sequential:
+    """Make the layers that map the features of a sample to logits; ``sizes`` are their numbers.
+
+    As in LightZero, there is a hidden layer for each of ``widths``, and all have the first width.
+    """
+    width = widths[0]
+    layers: list[nn.Module] = []
+    for features in [sizes[0], *[width] * (len(widths) - 1)]:
+        norm = nn.BatchNorm1d(width) if norm_type == "BN" else nn.LayerNorm(width)
+        layers += [nn.Linear(features, width), norm]
+        if activation is not None:
+            layers.append(activation)
+    last = nn.Linear(width, sizes[1])
+    if zero_last_layer:
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+    return nn.Sequential(*layers, last)
+
+
+def _check_features(owner: nn.Module, kind: str, features: object) -> None:
+    """Raise unless each sample has as many features as the head ``kind`` takes.
+
+    LightZero reshapes to rows of that size instead, which may mix the samples of a batch. While fx or
+    ``torch.jit.trace`` records, there is no tensor, and the layer itself does the check.
+    """
+    if not isinstance(features, Tensor) or get_tracing_state():
+        return
+    name = f"flatten_output_size_for_{kind}_head"
+    size, planes = getattr(owner, name), features.shape[1:]
+    if planes.numel() != size:
+        shape = "x".join(map(str, planes))
+        raise RuntimeError(
+            f"{type(owner).__name__}: the head gets {shape} = {planes.numel()} features a sample, "
+            f"but {name}={size}"
+        )
 
 
 class DownSample(nn.Module):
@@ -45,21 +157,10 @@ class DownSample(nn.Module):
     Args:
         observation_shape: Channels, height and width; the height is 64, 84 or 96.
         out_channels: Channels of the result.
-        activation: Used in all places. The default stands for a ReLU of the network's own.
+        activation: Activation of all layers; by default a new ReLU.
         norm_type: "BN" or "LN".
 
-    Raises:
-        AssertionError: ``norm_type`` is neither.
-        NotImplementedError: The height is another one.
-
-    Example:
-        >>> import torch
-        >>> from modkit.models import DownSample
-        >>> DownSample((4, 96, 96), 16)(torch.randn(2, 4, 96, 96)).shape
-        torch.Size([2, 16, 6, 6])
-
-    Same as ``lzero.model.common.DownSample``, which fails in its call for a height of 84;
-    see https://opendilab.github.io/LightZero/.
+    Same as ``lzero.model.common.DownSample``, where calls fail for a height of 84.
     """
 
     _pools_twice: Final[bool]
@@ -72,24 +173,22 @@ class DownSample(nn.Module):
         norm_type: str | None = "BN",
     ) -> None:
         super().__init__()
-        check_norm_type(self, norm_type)
+        act = checked(norm_type, activation)
         self._pools_twice = reduction(self, observation_shape) == 16
-        act = own_activation(activation)
         self.observation_shape = observation_shape
         half = out_channels // 2
         self.conv1 = nn.Conv2d(observation_shape[0], half, 3, stride=2, padding=1, bias=False)
         halved = [length // 2 for length in observation_shape[-2:]]
-        self.norm1 = norm_of_planes(norm_type, half, halved, downsample=False)
-        self.resblocks1 = nn.ModuleList([ResBlock(half, act, norm_type)])
-        self.downsample_block = DownsampleBlock(half, out_channels, act, norm_type)
-        self.resblocks2 = nn.ModuleList([ResBlock(out_channels, act, norm_type)])
+        self.norm1 = _norm_of_planes(norm_type, half, halved)
+        self.resblocks1 = _blocks(1, half, act, norm_type)
+        self.downsample_block = ResBlock(half, out_channels, act, norm_type, stride=2)
+        self.resblocks2 = _blocks(1, out_channels, act, norm_type)
         self.pooling1 = nn.AvgPool2d(3, stride=2, padding=1)
-        self.resblocks3 = nn.ModuleList([ResBlock(out_channels, act, norm_type)])
+        self.resblocks3 = _blocks(1, out_channels, act, norm_type)
         self.pooling2 = nn.AvgPool2d(3, stride=2, padding=1)
         self.activation = act
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map observations (batch, channels, height, width) to smaller planes."""
         x = self.activation(self.norm1(self.conv1(x)))
         for block in self.resblocks1:
             x = block(x)
@@ -105,49 +204,28 @@ class DownSample(nn.Module):
 
 
 class SimNorm(nn.Module):
-    """Softmax within groups of neighbours in the last dimension."""
+    """Softmax within groups of neighbors in the last dimension."""
 
     def __init__(self, group_size: int) -> None:
         super().__init__()
         self.group_size = group_size
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map a tensor to one of the same shape whose groups each sum to 1."""
         groups: Tensor = x.unflatten(-1, (-1, self.group_size))
         return groups.softmax(-1).flatten(-2)
 
     def extra_repr(self) -> str:
-        """Tell the size of a group."""
         return f"group_size={self.group_size}"
 
 
 class RepresentationNetwork(nn.Module):
     """Turn observations into latent states.
 
-    Args:
-        observation_shape: Channels, height and width of an observation.
-        num_res_blocks: How many residual blocks there are at the end.
-        num_channels: Channels of the latent state.
-        downsample: Whether to begin with :class:`DownSample`; otherwise the size stays as it is.
-        activation: Used in all places. The default stands for a ReLU of the network's own.
-        norm_type: "BN" or "LN".
-        embedding_dim: Not used, as in LightZero.
-        group_size: The size of a group if ``use_sim_norm`` is set; it has to divide the width of the
-            latent state.
-        use_sim_norm: Whether to end with a softmax within groups.
+    Arguments as in :class:`EfficientZeroModel`. With ``use_sim_norm=True`` the network ends with a
+    softmax within groups of ``group_size`` neighbors, which must divide the width of the latent state.
+    ``embedding_dim`` has no effect, as in LightZero.
 
-    Raises:
-        AssertionError: ``norm_type`` is neither.
-        NotImplementedError: There is no downsampling for the height of the observation.
-
-    Example:
-        >>> import torch
-        >>> from modkit.models import RepresentationNetwork
-        >>> network = RepresentationNetwork((3, 6, 7), num_channels=16, downsample=False)
-        >>> network(torch.randn(2, 3, 6, 7)).shape
-        torch.Size([2, 16, 6, 7])
-
-    Same as ``lzero.model.common.RepresentationNetwork``; see https://opendilab.github.io/LightZero/.
+    Same as ``lzero.model.common.RepresentationNetwork``.
     """
 
     downsample: Final[bool]
@@ -166,17 +244,14 @@ class RepresentationNetwork(nn.Module):
         use_sim_norm: bool = False,
     ) -> None:
         super().__init__()
-        check_norm_type(self, norm_type)
-        act = own_activation(activation)
+        act = checked(norm_type, activation)
         self.downsample = downsample
         if downsample:
             self.downsample_net = DownSample(observation_shape, num_channels, act, norm_type)
         else:
             self.conv = nn.Conv2d(observation_shape[0], num_channels, 3, padding=1, bias=False)
-            self.norm = norm_of_planes(norm_type, num_channels, observation_shape, downsample=False)
-        self.resblocks = nn.ModuleList(
-            [ResBlock(num_channels, act, norm_type) for _ in range(num_res_blocks)]
-        )
+            self.norm = _norm_of_planes(norm_type, num_channels, observation_shape)
+        self.resblocks = _blocks(num_res_blocks, num_channels, act, norm_type)
         self.activation = act
         self.embedding_dim = embedding_dim
         self.use_sim_norm = use_sim_norm
@@ -184,7 +259,6 @@ class RepresentationNetwork(nn.Module):
             self.sim_norm = SimNorm(group_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map observations (batch, channels, height, width) to latent states."""
         if self.downsample:  # noqa: SIM108 - TorchScript compiles only the branch that is taken
             x = self.downsample_net(x)
         else:
@@ -199,40 +273,11 @@ class RepresentationNetwork(nn.Module):
 class PredictionNetwork(nn.Module):
     """Predict the policy and the value of a latent state.
 
-    Args:
-        observation_shape: Channels, height and width of an observation. Read with ``norm_type="LN"``
-            only, which needs the height and width of the latent state.
-        action_space_size: Number of actions.
-        num_res_blocks: How many residual blocks come first.
-        num_channels: Channels of the latent state.
-        value_head_channels: Channels that it is reduced to for the value.
-        policy_head_channels: Channels that it is reduced to for the policy.
-        fc_value_layers: Hidden layers of the value: as many as there are elements, all as wide as the
-            first one says.
-        fc_policy_layers: Hidden layers of the policy, likewise.
-        output_support_size: Number of logits of the value.
-        flatten_output_size_for_value_head: ``value_head_channels`` times height times width of the
-            latent state.
-        flatten_output_size_for_policy_head: ``policy_head_channels`` times height times width.
-        downsample: With ``norm_type="LN"``: the latent state is 16 times smaller than an observation.
-        last_linear_layer_init_zero: Whether both outputs are zero at first.
-        activation: Used in all places. The default stands for a ReLU of the network's own.
-        norm_type: "BN" or "LN".
+    Arguments as in :class:`EfficientZeroModel`. ``flatten_output_size_for_value_head`` is
+    ``value_head_channels`` times height times width of the latent state; likewise for the policy. Only
+    LayerNorm reads ``observation_shape``, 16 times larger than the latent state if ``downsample``.
 
-    Raises:
-        AssertionError: ``norm_type`` is neither.
-        IndexError: ``fc_value_layers`` or ``fc_policy_layers`` is empty.
-
-    Example:
-        >>> import torch
-        >>> from modkit.models import PredictionNetwork
-        >>> network = PredictionNetwork((3, 6, 7), 7, 1, 16, 2, 2, [32], [32], 21, 84, 84)
-        >>> policy, value = network(torch.randn(2, 16, 6, 7))
-        >>> policy.shape, value.shape
-        (torch.Size([2, 7]), torch.Size([2, 21]))
-
-    Same as ``lzero.model.common.PredictionNetwork``, which cannot be built with LayerNorm and
-    downsampling; see https://opendilab.github.io/LightZero/.
+    Same as ``lzero.model.common.PredictionNetwork``, which does not support LayerNorm with downsampling.
     """
 
     def __init__(
@@ -254,57 +299,188 @@ class PredictionNetwork(nn.Module):
         norm_type: str | None = "BN",
     ) -> None:
         super().__init__()
-        check_norm_type(self, norm_type)
-        act = own_activation(activation)
-        self.resblocks = nn.ModuleList(
-            [ResBlock(num_channels, act, norm_type) for _ in range(num_res_blocks)]
-        )
+        act, shape = checked(norm_type, activation), observation_shape
+        self.resblocks = _blocks(num_res_blocks, num_channels, act, norm_type)
         self.conv1x1_value = nn.Conv2d(num_channels, value_head_channels, 1)
         self.conv1x1_policy = nn.Conv2d(num_channels, policy_head_channels, 1)
-        shape = observation_shape
-        self.norm_value = norm_of_planes(
-            norm_type, value_head_channels, shape, downsample=downsample
-        )
-        self.norm_policy = norm_of_planes(
-            norm_type, policy_head_channels, shape, downsample=downsample
-        )
+        self.norm_value = _norm_of_planes(norm_type, value_head_channels, shape, downsample)
+        self.norm_policy = _norm_of_planes(norm_type, policy_head_channels, shape, downsample)
         self.flatten_output_size_for_value_head = flatten_output_size_for_value_head
         self.flatten_output_size_for_policy_head = flatten_output_size_for_policy_head
         self.activation = act
-        self.fc_value = head(
-            self,
-            flatten_output_size_for_value_head,
-            ("fc_value_layers", fc_value_layers),
-            output_support_size,
-            act,
-            norm_type,
-            zero_last_layer=last_linear_layer_init_zero,
-        )
-        self.fc_policy = head(
-            self,
-            flatten_output_size_for_policy_head,
-            ("fc_policy_layers", fc_policy_layers),
-            action_space_size,
-            act,
-            norm_type,
-            zero_last_layer=last_linear_layer_init_zero,
-        )
+        options = act, norm_type, last_linear_layer_init_zero
+        sizes = flatten_output_size_for_value_head, output_support_size
+        self.fc_value = _head(fc_value_layers, sizes, *options)
+        sizes = flatten_output_size_for_policy_head, action_space_size
+        self.fc_policy = _head(fc_policy_layers, sizes, *options)
 
     def forward(self, latent_state: Tensor) -> tuple[Tensor, Tensor]:
-        """Map latent states to the logits of the policy and of the value, in this order.
-
-        Raises:
-            RuntimeError: The size of the latent state does not fit.
-            ValueError: In training mode, the batch is a single sample.
-        """
+        """Map latent states to the logits of the policy and of the value, in this order."""
         x = latent_state
         for block in self.resblocks:
             x = block(x)
         value = self.activation(self.norm_value(self.conv1x1_value(x)))
         policy = self.activation(self.norm_policy(self.conv1x1_policy(x)))
         if not is_scripting():
-            name = "flatten_output_size_for_value_head"
-            check_features(self, name, self.flatten_output_size_for_value_head, value)
-            name = "flatten_output_size_for_policy_head"
-            check_features(self, name, self.flatten_output_size_for_policy_head, policy)
+            _check_features(self, "value", value)
+            _check_features(self, "policy", policy)
         return self.fc_policy(policy.flatten(1)), self.fc_value(value.flatten(1))
+
+
+class DynamicsNetwork(nn.Module):
+    """Predict the next latent state and the value prefix from a latent state and an action.
+
+    The state dict, the initial weights of a seed, the outputs and the gradients are those of
+    LightZero's class. Checkpoints of LightZero 0.0.2 to 0.0.4 load too: their unused
+    ``reward_resblocks`` are dropped.
+
+    Args:
+        observation_shape: Channels, height and width of an observation; used for LayerNorm only.
+        action_encoding_dim: Number of input channels that hold the action; they come last.
+        num_res_blocks: Number of residual blocks after the first convolution.
+        num_channels: Channels of the input: those of the latent state and those of the action.
+        reward_head_channels: Channels that the reward head reduces the latent state to.
+        fc_reward_layers: Hidden layers of the reward head: one for each element, all as wide as the
+            first.
+        output_support_size: Number of logits of the value prefix.
+        flatten_output_size_for_reward_head: ``reward_head_channels`` times height times width of
+            the latent state.
+        downsample: If True, LayerNorm expects planes 16 times smaller than the observation.
+        lstm_hidden_size: Size of the two hidden states.
+        last_linear_layer_init_zero: If True, the value prefix is zero at first.
+        activation: Activation of all layers; by default a new ReLU.
+        norm_type: "BN", or "LN" for LayerNorm after the first convolution and in the reward head.
+            Residual blocks have BatchNorm in either case.
+        reward_head_hidden_channels: Name of ``fc_reward_layers`` in LightZero 0.2.
+        flatten_input_size_for_reward_head: Name of ``flatten_output_size_for_reward_head`` there.
+
+    Raises:
+        AssertionError: ``norm_type`` is invalid, or ``num_channels <= action_encoding_dim``.
+        ValueError: ``action_encoding_dim`` is less than 1.
+        IndexError: ``fc_reward_layers`` is empty.
+        TypeError: An argument is given under both of its names.
+
+    Example:
+        >>> import torch
+        >>> from modkit.models import DynamicsNetwork
+        >>> network = DynamicsNetwork((3, 4, 4), flatten_output_size_for_reward_head=64 * 4 * 4)
+        >>> latent, (h, c), value_prefix = network(torch.randn(3, 64, 4, 4), None)
+        >>> latent.shape, h.shape, value_prefix.shape
+        (torch.Size([3, 62, 4, 4]), torch.Size([1, 3, 512]), torch.Size([3, 601]))
+
+    Same as ``lzero.model.efficientzero_model.DynamicsNetwork``; ``docs/models.md`` lists the differences.
+    """
+
+    def __init__(
+        self,
+        observation_shape: Sequence[int],
+        action_encoding_dim: int = 2,
+        num_res_blocks: int = 1,
+        num_channels: int = 64,
+        reward_head_channels: int = 64,
+        fc_reward_layers: Sequence[int] = ONE_HIDDEN_LAYER,
+        output_support_size: int = 601,
+        flatten_output_size_for_reward_head: int = 64,
+        downsample: bool = False,
+        lstm_hidden_size: int = 512,
+        last_linear_layer_init_zero: bool = True,
+        activation: nn.Module | None = DEFAULT_ACTIVATION,
+        norm_type: str | None = "BN",
+        *,
+        reward_head_hidden_channels: Sequence[int] | None = None,
+        flatten_input_size_for_reward_head: int | None = None,
+    ) -> None:
+        super().__init__()
+        act, name = checked(norm_type, activation), type(self).__name__
+        hidden: Sequence[int] = renamed(
+            *(name, ONE_HIDDEN_LAYER),
+            fc_reward_layers=fc_reward_layers,
+            reward_head_hidden_channels=reward_head_hidden_channels,
+        )
+        features: int = renamed(
+            *(name, 64),
+            flatten_output_size_for_reward_head=flatten_output_size_for_reward_head,
+            flatten_input_size_for_reward_head=flatten_input_size_for_reward_head,
+        )
+        if num_channels <= action_encoding_dim:
+            raise AssertionError(
+                f"num_channels:{num_channels} <= action_encoding_dim:{action_encoding_dim}"
+            )
+        if action_encoding_dim < 1:
+            raise ValueError(f"{name}: action_encoding_dim={action_encoding_dim} is less than 1")
+        shape, channels = observation_shape, num_channels - action_encoding_dim
+
+        self.action_encoding_dim = action_encoding_dim
+        self.num_channels = num_channels
+        self.flatten_output_size_for_reward_head = features
+        self.lstm_hidden_size = lstm_hidden_size
+        # The order decides the random numbers of the weights, and the keys in a checkpoint.
+        self.activation = act
+        self.conv = nn.Conv2d(num_channels, channels, 3, padding=1, bias=False)
+        self.norm_common = _norm_of_planes(norm_type, channels, shape, downsample)
+        self.resblocks = _blocks(num_res_blocks, channels, act, "BN")
+        self.conv1x1_reward = nn.Conv2d(channels, reward_head_channels, 1)
+        self.norm_reward = _norm_of_planes(norm_type, reward_head_channels, shape, downsample)
+        self.lstm = nn.LSTM(features, lstm_hidden_size)
+        self.norm_value_prefix = nn.BatchNorm1d(lstm_hidden_size)
+        options = act, norm_type, last_linear_layer_init_zero
+        sizes = lstm_hidden_size, output_support_size
+        self.fc_reward_head = _head(hidden, sizes, *options)
+
+    def forward(
+        self,
+        state_action_encoding: Tensor,
+        reward_hidden_state: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+        """Take one step.
+
+        Args:
+            state_action_encoding: Shape (batch, num_channels, height, width): the latent state, then
+                ``action_encoding_dim`` planes of the action.
+            reward_hidden_state: h and c, each of shape (1, batch, lstm_hidden_size); None for zeros.
+
+        Returns:
+            The next latent state, of shape (batch, num_channels - action_encoding_dim, height, width);
+            the next h and c; and the logits of the value prefix, (batch, output_support_size).
+
+        Raises:
+            RuntimeError: The number of channels, the size of the planes or a hidden state do not fit.
+            ValueError: The network is in training mode and the batch is a single sample.
+        """
+        state_encoding = state_action_encoding[:, : -self.action_encoding_dim, :, :]
+        x = self.norm_common(self.conv(state_action_encoding)) + state_encoding
+        x = self.activation(x)
+        for block in self.resblocks:
+            x = block(x)
+        next_latent_state = x
+
+        x = self.activation(self.norm_reward(self.conv1x1_reward(x)))
+        if not is_scripting():
+            _check_features(self, "reward", x)
+        prefix, next_hidden_state = self.lstm(x.flatten(1).unsqueeze(0), reward_hidden_state)
+        prefix = self.activation(self.norm_value_prefix(prefix.squeeze(0)))
+        return next_latent_state, next_hidden_state, self.fc_reward_head(prefix)
+
+    @only_migrates
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        unused = prefix + "reward_resblocks."
+        for key in [key for key in state_dict if key.startswith(unused)]:
+            del state_dict[key]
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def get_dynamic_mean(self) -> float:
+        """Return the mean of the absolute weights of the first convolution and all residual blocks."""
+        tensors = [self.conv.weight, *self.resblocks.parameters()]
+        total = sum(tensor.detach().abs().sum(dtype=torch.float64).item() for tensor in tensors)
+        return float(total) / sum(tensor.numel() for tensor in tensors)
+
+    def get_reward_mean(self) -> "tuple[np.ndarray[Any, Any], float]":
+        """Return the weights of the reward head as one vector, and the mean of their absolutes.
+
+        The LSTM is not part of it. LightZero's method raises AttributeError.
+        """
+        tensors = [self.conv1x1_reward.weight, *self.fc_reward_head.parameters()]
+        weights = torch.cat([tensor.detach().flatten() for tensor in tensors])
+        return weights.cpu().numpy(), float(weights.abs().mean())

@@ -1,20 +1,24 @@
-"""EfficientZero's model, as LightZero has it: three networks and the two steps of a search."""
+"""EfficientZero's model as in LightZero: three networks and the two inference steps of a search."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from modkit import nn
-from modkit.models._blocks import DEFAULT_ACTIVATION, ONE_HIDDEN_LAYER, own_activation, renamed
-from modkit.models._dynamics import DynamicsNetwork
 from modkit.models._networks import (
+    DEFAULT_ACTIVATION,
+    ONE_HIDDEN_LAYER,
     DownSample,
+    DynamicsNetwork,
     PredictionNetwork,
     RepresentationNetwork,
+    checked,
     reduction,
+    renamed,
 )
 
 
@@ -28,13 +32,9 @@ __all__ = [
 ]
 
 
-# A head's channels, and its hidden layers under the older and under the newer name.
-_Head: TypeAlias = tuple[int, Sequence[int], Sequence[int] | None]
-
-
 @dataclass
 class EZNetworkOutput:
-    """What one inference of an :class:`EfficientZeroModel` returns.
+    """The result of one inference of an :class:`EfficientZeroModel`.
 
     Attributes:
         value: Logits of the value, (batch, value_support_size).
@@ -59,61 +59,50 @@ class EfficientZeroModel(nn.Module):
     LightZero's class.
 
     Args:
-        observation_shape: Channels, height and width of an observation; one number n stands for
-            (1, n, 1).
+        observation_shape: Channels, height and width of an observation; an integer n means (1, n, 1).
         action_space_size: Number of actions.
         lstm_hidden_size: Size of the hidden states.
-        num_res_blocks: Residual blocks in each of the three networks.
+        num_res_blocks: Number of residual blocks in each of the three networks.
         num_channels: Channels of the latent state.
-        reward_head_channels: Channels that the head of the value prefix reduces it to.
-        value_head_channels: Channels that the head of the value reduces it to.
-        policy_head_channels: Channels that the head of the policy reduces it to.
-        fc_reward_layers: Hidden layers of the value prefix: as many as there are elements, all as wide
-            as the first one says.
-        fc_value_layers: Hidden layers of the value, likewise.
-        fc_policy_layers: Hidden layers of the policy, likewise.
+        reward_head_channels, value_head_channels, policy_head_channels: Channels that each head reduces
+            the latent state to.
+        fc_reward_layers, fc_value_layers, fc_policy_layers: Hidden layers of each head: one for each
+            element, all as wide as the first.
         reward_support_size: Number of logits of the value prefix.
         value_support_size: Number of logits of the value.
-        proj_hid: Width of the projection's hidden layers.
-        proj_out: Number of features of the projection.
-        pred_hid: Width of the hidden layer of the head after the projection.
-        pred_out: Number of features of that head.
-        self_supervised_learning_loss: Whether there is a projection.
-        categorical_distribution: False makes the value and its prefix single numbers.
-        last_linear_layer_init_zero: Whether policy, value and value prefix are zero at first.
-        state_norm: Whether each latent state is scaled to lie between 0 and 1.
-        downsample: Whether observations are made smaller first, see :class:`DownSample`. Without it,
-            a network for images of 96x96 pixels has 900 million parameters.
-        activation: Used in all places. The default stands for a ReLU of the model's own.
+        proj_hid, proj_out: Width of the projection's hidden layers, and its output features.
+        pred_hid, pred_out: Width of the hidden layer of the head after it, and its output features.
+        self_supervised_learning_loss: If True, the model has a projection.
+        categorical_distribution: If False, the value and the value prefix are single numbers.
+        last_linear_layer_init_zero: If True, policy, value and value prefix are zero at first.
+        state_norm: If True, each latent state is scaled to lie between 0 and 1.
+        downsample: If True, begin with :class:`DownSample`. Without it, a network for images of 96x96
+            pixels has 900 million parameters.
+        activation: Activation of all layers; by default a new ReLU.
         norm_type: "BN" or "LN".
-        discrete_action_encoding_type: "one_hot" for one plane for each action, "not_one_hot" for one
-            plane with the number of the action.
-        reward_head_hidden_channels: ``fc_reward_layers`` by its name in LightZero 0.2.
-        value_head_hidden_channels: ``fc_value_layers`` by its name there.
-        policy_head_hidden_channels: ``fc_policy_layers`` by its name there.
-        **kwargs: Ignored: LightZero hands over the whole section of a configuration.
+        discrete_action_encoding_type: "one_hot" for one plane per action, "not_one_hot" for one
+            plane with the index of the action.
+        reward_head_hidden_channels, value_head_hidden_channels, policy_head_hidden_channels: Names of
+            ``fc_reward_layers``, ``fc_value_layers`` and ``fc_policy_layers`` in LightZero 0.2.
+        **kwargs: No effect: LightZero passes the whole section of a configuration.
 
     Raises:
-        AssertionError: ``norm_type`` or ``discrete_action_encoding_type`` is none that there is.
-        NotImplementedError: There is no downsampling for the height of the observation.
+        AssertionError: ``norm_type`` or ``discrete_action_encoding_type`` is invalid.
+        NotImplementedError: Observations of this height cannot be downsampled.
         IndexError: A head has no hidden layer.
         TypeError: An argument is given under both of its names.
 
     Example:
         >>> import torch
         >>> from modkit.models import EfficientZeroModel
-        >>> model = EfficientZeroModel(
-        ...     (3, 6, 7), action_space_size=7, num_channels=16, lstm_hidden_size=32
-        ... ).eval()
+        >>> model = EfficientZeroModel((3, 6, 7), action_space_size=7, num_channels=16).eval()
         >>> root = model.initial_inference(torch.zeros(1, 3, 6, 7))
-        >>> step = model.recurrent_inference(
-        ...     root.latent_state, root.reward_hidden_state, torch.tensor([3])
-        ... )
-        >>> step.policy_logits.shape, step.value_prefix.shape
-        (torch.Size([1, 7]), torch.Size([1, 601]))
+        >>> state = root.latent_state, root.reward_hidden_state
+        >>> model.recurrent_inference(*state, torch.tensor([3])).policy_logits.shape
+        torch.Size([1, 7])
 
-    Same as ``lzero.model.efficientzero_model.EfficientZeroModel``, besides what ``docs/models.md``
-    lists; see https://opendilab.github.io/LightZero/.
+    Same as ``lzero.model.efficientzero_model.EfficientZeroModel``; ``docs/models.md`` lists the
+    differences.
     """
 
     def __init__(
@@ -166,96 +155,76 @@ class EfficientZeroModel(nn.Module):
         self.downsample = downsample
         self.self_supervised_learning_loss = self_supervised_learning_loss
         self.norm_type = norm_type
-        self.activation = own_activation(activation)
-
-        heads = {
-            "reward": (reward_head_channels, fc_reward_layers, reward_head_hidden_channels),
-            "value": (value_head_channels, fc_value_layers, value_head_hidden_channels),
-            "policy": (policy_head_channels, fc_policy_layers, policy_head_hidden_channels),
-        }
-        self._add_networks(_three_lengths(observation_shape), num_res_blocks, num_channels, heads)
-        if self_supervised_learning_loss:
-            self._add_projection()
+        self.activation = checked(norm_type, activation)
+        heads = (
+            ("reward", fc_reward_layers, reward_head_hidden_channels),
+            ("value", fc_value_layers, value_head_hidden_channels),
+            ("policy", fc_policy_layers, policy_head_hidden_channels),
+        )
+        channels = reward_head_channels, value_head_channels, policy_head_channels
+        shape = observation_shape if not isinstance(observation_shape, int) else [observation_shape]
+        shape = [1, shape[0], 1] if len(shape) == 1 else shape
+        self._add_networks(shape, num_res_blocks, num_channels, channels, heads)
 
     def _add_networks(
         self,
         shape: Sequence[int],
         num_res_blocks: int,
         num_channels: int,
-        heads: Mapping[str, _Head],
+        head_channels: tuple[int, int, int],
+        heads: Sequence[tuple[str, Sequence[int], Sequence[int] | None]],
     ) -> None:
-        """Add the three networks, in the order of the random numbers of their weights."""
+        """Add the networks, in the order of the random numbers of their weights."""
         factor = reduction(self, shape) if self.downsample else 1
-        # What the heads see. LightZero gives them the observation's size, and they take it for 16
-        # times that of the latent state, which is not so if observations are 64 pixels high.
+        # The heads get the size of the latent state. LightZero gives them the observation's, which
+        # they divide by 16; that is wrong for observations that are 64 pixels high.
         latent = [num_channels, -(-shape[1] // factor), -(-shape[2] // factor)]
         cells = latent[1] * latent[2]
-        self.projection_input_dim = num_channels * cells
-        channels = {kind: head[0] for kind, head in heads.items()}
-        hidden = {kind: _hidden(kind, *head[1:]) for kind, head in heads.items()}
+        reward_layers, value_layers, policy_layers = (
+            renamed(
+                *("EfficientZeroModel", ONE_HIDDEN_LAYER),
+                **{f"fc_{kind}_layers": layers, f"{kind}_head_hidden_channels": alias},
+            )
+            for kind, layers, alias in heads
+        )
+        reward_size, value_size, policy_size = (channels * cells for channels in head_channels)
         common: dict[str, Any] = {"activation": self.activation, "norm_type": self.norm_type}
-        zero_last: dict[str, Any] = {
-            "last_linear_layer_init_zero": self.last_linear_layer_init_zero
-        }
         self.representation_network = RepresentationNetwork(
             shape, num_res_blocks, num_channels, self.downsample, **common
         )
+        common["last_linear_layer_init_zero"] = self.last_linear_layer_init_zero
         self.dynamics_network = DynamicsNetwork(
-            latent,
-            self.action_encoding_dim,
-            num_res_blocks,
-            num_channels + self.action_encoding_dim,
-            channels["reward"],
-            hidden["reward"],
-            self.reward_support_size,
-            channels["reward"] * cells,
+            *(latent, self.action_encoding_dim, num_res_blocks),
+            *(num_channels + self.action_encoding_dim, head_channels[0], reward_layers),
+            *(self.reward_support_size, reward_size),
             lstm_hidden_size=self.lstm_hidden_size,
-            **zero_last,
             **common,
         )
         self.prediction_network = PredictionNetwork(
-            latent,
-            self.action_space_size,
-            num_res_blocks,
-            num_channels,
-            channels["value"],
-            channels["policy"],
-            hidden["value"],
-            hidden["policy"],
-            self.value_support_size,
-            channels["value"] * cells,
-            channels["policy"] * cells,
-            **zero_last,
+            *(latent, self.action_space_size, num_res_blocks, num_channels, *head_channels[1:]),
+            *(value_layers, policy_layers, self.value_support_size, value_size, policy_size),
             **common,
         )
+        self.projection_input_dim = num_channels * cells
+        if self.self_supervised_learning_loss:
+            # The loss compares latent states by it. Its norms are BatchNorm.
+            widths = self.projection_input_dim, self.proj_hid, self.proj_hid, self.proj_out
+            layers = [self._layer(*pair) for pair in itertools.pairwise(widths)]
+            self.projection = nn.Sequential(*layers[0], *layers[1], *layers[2][:2])
+            layer = self._layer(self.proj_out, self.pred_hid)
+            self.prediction_head = nn.Sequential(*layer, nn.Linear(self.pred_hid, self.pred_out))
 
-    def _add_projection(self) -> None:
-        """Add what the self-supervised loss compares latent states by; its norms are BatchNorm."""
+    def _layer(self, in_features: int, out_features: int) -> list[nn.Module]:
         activation = [] if self.activation is None else [self.activation]
-        self.projection = nn.Sequential(
-            *(nn.Linear(self.projection_input_dim, self.proj_hid), nn.BatchNorm1d(self.proj_hid)),
-            *activation,
-            *(nn.Linear(self.proj_hid, self.proj_hid), nn.BatchNorm1d(self.proj_hid)),
-            *activation,
-            *(nn.Linear(self.proj_hid, self.proj_out), nn.BatchNorm1d(self.proj_out)),
-        )
-        self.prediction_head = nn.Sequential(
-            *(nn.Linear(self.proj_out, self.pred_hid), nn.BatchNorm1d(self.pred_hid)),
-            *activation,
-            nn.Linear(self.pred_hid, self.pred_out),
-        )
+        return [nn.Linear(in_features, out_features), nn.BatchNorm1d(out_features), *activation]
 
     def initial_inference(self, obs: Tensor) -> EZNetworkOutput:
-        """Begin a search: represent observations, and predict what to do.
+        """Represent observations (batch, channels, height, width), and predict policy and value.
 
-        Args:
-            obs: Observations, (batch, channels, height, width).
-
-        Returns:
-            The predictions, with a value prefix and hidden states of zero.
+        The value prefix and the hidden states of the result are zero.
         """
-        latent_state = self._representation(obs)
-        policy_logits, value = self._prediction(latent_state)
+        latent_state = self._normalized(self.representation_network(obs))
+        policy_logits, value = self.prediction_network(latent_state)
         shape = (1, obs.shape[0], self.lstm_hidden_size)
         # LightZero's zeros are always float32, which a network in another precision refuses.
         hidden = (latent_state.new_zeros(shape), latent_state.new_zeros(shape))
@@ -267,21 +236,29 @@ class EfficientZeroModel(nn.Module):
         reward_hidden_state: tuple[Tensor, Tensor] | None,
         action: Tensor,
     ) -> EZNetworkOutput:
-        """Take a step of a search: what an action leads to, and what to do then.
+        """Predict the latent state after an action, its value prefix, and policy and value there.
 
         Args:
             latent_state: Latent states, (batch, num_channels, height, width).
             reward_hidden_state: h and c, each (1, batch, lstm_hidden_size); None for zeros.
-            action: The number of an action for each of them, (batch,) or (batch, 1).
-
-        Returns:
-            The predictions, with the next latent state and hidden states.
+            action: Index of an action for each latent state, (batch,) or (batch, 1).
 
         Raises:
-            RuntimeError: There is no such action, or a shape does not fit.
+            RuntimeError: An index is out of range, or a shape does not fit.
         """
-        state, hidden, value_prefix = self._dynamics(latent_state, reward_hidden_state, action)
-        policy_logits, value = self._prediction(state)
+        action = action.reshape(-1, 1)
+        if self.discrete_action_encoding_type == "one_hot":
+            encoded = latent_state.new_zeros(len(action), self.action_space_size)
+            encoded.scatter_(1, action.long(), 1)
+        else:
+            # The quotient of integers has the default precision, as in LightZero.
+            encoded = (action / self.action_space_size).to(latent_state.dtype)
+        batch, _, height, width = latent_state.shape
+        planes = encoded.unsqueeze(2).unsqueeze(3).expand(batch, -1, height, width)
+        inputs = torch.cat([latent_state, planes], 1)
+        state, hidden, value_prefix = self.dynamics_network(inputs, reward_hidden_state)
+        state = self._normalized(state)
+        policy_logits, value = self.prediction_network(state)
         return EZNetworkOutput(value, value_prefix, policy_logits, state, hidden)
 
     def project(self, latent_state: Tensor, with_grad: bool = True) -> Tensor:
@@ -301,52 +278,11 @@ class EfficientZeroModel(nn.Module):
         features: Tensor = self.projection(latent_state.flatten(1))
         return cast("Tensor", self.prediction_head(features)) if with_grad else features.detach()
 
-    def _representation(self, observation: Tensor) -> Tensor:
-        latent_state: Tensor = self.representation_network(observation)
-        return _renormalized(latent_state) if self.state_norm else latent_state
-
-    def _prediction(self, latent_state: Tensor) -> tuple[Tensor, Tensor]:
-        return cast("tuple[Tensor, Tensor]", self.prediction_network(latent_state))
-
-    def _dynamics(
-        self,
-        latent_state: Tensor,
-        reward_hidden_state: tuple[Tensor, Tensor] | None,
-        action: Tensor,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-        inputs = torch.cat([latent_state, self._action_planes(latent_state, action)], 1)
-        state, hidden, value_prefix = self.dynamics_network(inputs, reward_hidden_state)
-        return _renormalized(state) if self.state_norm else state, hidden, value_prefix
-
-    def _action_planes(self, latent_state: Tensor, action: Tensor) -> Tensor:
-        """Return planes of the size of the latent state that tell the action."""
-        action = action.reshape(-1, 1)
-        if self.discrete_action_encoding_type == "one_hot":
-            encoded = latent_state.new_zeros(len(action), self.action_space_size)
-            encoded.scatter_(1, action.long(), 1)
-        else:
-            # The quotient of integers has the default precision, as it has in LightZero.
-            encoded = (action / self.action_space_size).to(latent_state.dtype)
-        batch, _, height, width = latent_state.shape
-        return encoded.unsqueeze(2).unsqueeze(3).expand(batch, -1, height, width)
-
-
-def _three_lengths(observation_shape: int | Sequence[int]) -> Sequence[int]:
-    if isinstance(observation_shape, int):
-        return [1, observation_shape, 1]
-    return [1, observation_shape[0], 1] if len(observation_shape) == 1 else observation_shape
-
-
-def _hidden(kind: str, layers: Sequence[int], alias: Sequence[int] | None) -> Sequence[int]:
-    """Return the hidden layers of a head, under whichever name they were given."""
-    names = f"fc_{kind}_layers", f"{kind}_head_hidden_channels"
-    chosen = renamed("EfficientZeroModel", names[0], layers, ONE_HIDDEN_LAYER, names[1], alias)
-    return cast("Sequence[int]", chosen)
-
-
-def _renormalized(latent_state: Tensor) -> Tensor:
-    """Scale each latent state so that it lies between 0 and 1; a constant one becomes zero."""
-    flat = latent_state.flatten(1)
-    lowest, highest = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
-    scaled = (flat - lowest) / (highest - lowest).clamp(min=1e-8)
-    return scaled.reshape(latent_state.shape)
+    def _normalized(self, latent_state: Tensor) -> Tensor:
+        """Scale each latent state to [0, 1] if ``state_norm``; a constant one becomes zero."""
+        if not self.state_norm:
+            return latent_state
+        flat = latent_state.flatten(1)
+        lowest, highest = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
+        scaled = (flat - lowest) / (highest - lowest).clamp(min=1e-8)
+        return scaled.reshape(latent_state.shape)

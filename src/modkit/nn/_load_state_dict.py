@@ -13,9 +13,9 @@ import torch
 from torch.nn import Buffer, Parameter
 
 from modkit._messages import text_of
-from modkit._types import FunctionT
 from modkit._upstream import (
     EXTRA_STATE_KEY,
+    FunctionT,
     IncompatibleKeys,
     foreach_copy_,
     layer_loaders,

@@ -13,8 +13,7 @@ from typing import Any, Final
 import torch
 
 from modkit._messages import MSG_CYCLE
-from modkit._types import FunctionT
-from modkit._upstream import original_methods
+from modkit._upstream import FunctionT, original_methods
 
 
 TorchModule: Final = torch.nn.Module

@@ -1,4 +1,4 @@
-"""Models that are split up unevenly, their steps, and what the tests of averages count."""
+"""Unevenly sharded models, their training steps, and the counters of the averaging tests."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -62,7 +62,7 @@ def train(ema: "modkit.EMA[Any]", optimizer: torch.optim.Optimizer, first: int, 
 
 
 def trained(steps: int, **options: Any) -> "modkit.EMA[Any]":
-    """Return the average of a network that is split up, after some steps."""
+    """Return the average of a sharded network after some steps."""
     ema: modkit.EMA[Any] = modkit.EMA(split(network()), **options)
     train(ema, sgd(ema.model), 0, steps)
     return ema
@@ -71,7 +71,7 @@ def trained(steps: int, **options: Any) -> "modkit.EMA[Any]":
 def average_both(
     net: nn.Module, plain: nn.Module, steps: int, **options: Any
 ) -> "tuple[modkit.EMA[Any], modkit.EMA[Any], torch.optim.Optimizer]":
-    """Average a model that is split up, and beside it one that is given its whole weights."""
+    """Average a sharded model, and beside it a model with the full weights."""
     ema: modkit.EMA[Any] = modkit.EMA(net, **options)
     reference: modkit.EMA[Any] = modkit.EMA(plain, **options)
     optimizer = sgd(net)

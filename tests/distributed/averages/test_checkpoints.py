@@ -27,7 +27,7 @@ from tests.distributed.averages.networks import (
 from tests.distributed.launcher import run
 
 
-# What a checkpoint has of each kind of average beside the averages.
+# The entries of a checkpoint for each kind of average, beside the averages.
 KINDS: dict[str, dict[str, Any]] = {
     "one": {"decay": 0.9},
     "several, kept on the host": {"decay": [0.5, 0.9], "device": "cpu"},
@@ -43,7 +43,7 @@ EVERY = [*KINDS]
 
 
 def save_all(kinds: list[str], folder: Path) -> dict[str, Any]:
-    """Train a model that is split up, and save an average of each kind; return all of them whole."""
+    """Train a sharded model, save an average of each kind, and return the full averages."""
     net = split(network())
     averages = {kind: modkit.EMA(net, **KINDS[kind]) for kind in kinds}
     optimizer = sgd(net)
@@ -55,7 +55,7 @@ def save_all(kinds: list[str], folder: Path) -> dict[str, Any]:
 
 
 def load_all(kinds: list[str], folder: Path) -> dict[str, Any]:
-    """Load them into new averages of a model that is split up among those who are here."""
+    """Load them into new averages of a model that is sharded over the present ranks."""
     net = network() if torch.distributed.get_world_size() == 1 else split(network())
     model = get_model_state_dict(net)
     dcp.load({"model": model}, checkpoint_id=folder)
@@ -162,7 +162,7 @@ def load_inside(folder: Path) -> dict[str, Any]:
 
 
 def test_a_checkpoint_from_inside_has_both(tmp_path: Path) -> None:
-    """On three processes the raw weights of two are back, and the average is the average."""
+    """On three ranks two ranks restore the training weights, and the average is unchanged."""
     folder = tmp_path / "checkpoint"
     saved = run(2, save_inside, folder, folder=tmp_path / "save")[0]
 

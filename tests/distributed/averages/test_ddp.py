@@ -72,7 +72,7 @@ def average() -> dict[str, Any]:
 
 
 def test_the_wrapper_makes_no_difference(tmp_path: Path) -> None:
-    """Averages are those of the plain model in all processes, once a step, and ask nobody."""
+    """Averages are those of the plain model on all ranks, once per step, without communication."""
     results = run(2, average, folder=tmp_path)
 
     assert differing(results[0]["averages"], results[1]["averages"]) == []

@@ -25,7 +25,7 @@ from tests.distributed.launcher import run
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# What averages there are, each with the dtype of the model.
+# The kinds of averages, each with the dtype of the model.
 KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (FP32, {"decay": 0.9}),
     "fp64": (FP32, {"decay": 0.9, "precision": "fp64"}),
@@ -47,7 +47,7 @@ SHORT = ["fp32", "bf16 compensated", "several", "cpu"]
 
 
 def average_kinds(kinds: list[str]) -> dict[str, list[str]]:
-    """Average a model that is split up, and a whole one beside it."""
+    """Average a sharded model, and a full model beside it."""
     found = {}
     for kind in kinds:
         dtype, options = KINDS[kind]
@@ -121,7 +121,7 @@ def test_an_update_asks_nobody(tmp_path: Path) -> None:
     gathered, _ = costs.pop("forward")
     collectives, reads = costs.pop("raise")
 
-    # What is counted is there to be counted.
+    # The counters must have counted something.
     assert gathered > 0
     assert collectives == 1
     assert reads > 0
@@ -138,7 +138,7 @@ def apply(options: dict[str, Any]) -> dict[str, Any]:
     for model, average in (net, ema), (plain, reference):
         model.eval()
         with torch.no_grad():
-            # The first call leaves whole parameters in a model that is not split up again after it.
+            # The first call leaves full parameters in a model that is not resharded after it.
             outputs = [model(batch)]
             with average.applied():
                 outputs.append(model(batch))
@@ -152,7 +152,7 @@ def apply(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def apply_all() -> list[dict[str, Any]]:
-    """Do that for models that are split up again after a forward, and for others."""
+    """Check models that are resharded after a forward, and models that are not."""
     runs = [apply({"reshard_after_forward": after}) for after in (True, False)]
     for one in runs:
         one["after"] = state_of(one.pop("net"))
@@ -160,7 +160,7 @@ def apply_all() -> list[dict[str, Any]]:
 
 
 def test_a_forward_sees_the_average(tmp_path: Path) -> None:
-    """Inside of applied() it does, afterwards the raw weights are back, and training goes on."""
+    """applied() swaps the average in, restores the training weights, and training goes on."""
     for results in run(2, apply_all, folder=tmp_path):
         for one in results:
             before, inside, after = one["split"]
@@ -192,7 +192,7 @@ def break_rules() -> dict[str, str]:
     ema.copy_to()
     found["copied"] = str(differing(averages_of(ema), {**state_of(ema.model)}))
     ema.restore()
-    # The step inside has moved the statistics of the normalization, which nobody puts back.
+    # The step inside has changed the statistics of the normalization, which are not restored.
     kept = [name for name in raw if not name.startswith("1.running") and "num_" not in name]
     found["raw"] = str(
         differing({k: state_of(ema.model)[k] for k in kept}, {k: raw[k] for k in kept})
@@ -204,7 +204,7 @@ def break_rules() -> dict[str, str]:
 
 
 def test_blocks_that_go_wrong_lose_nothing(tmp_path: Path) -> None:
-    """After an error, or a step that trains the average, the raw weights and the average are there."""
+    """After an error, or a step that trains the average, training weights and average are kept."""
     for found in run(2, break_rules, folder=tmp_path):
         assert "was called inside applied()" in found["update"]
         assert "was written to inside applied()" in found["step"]

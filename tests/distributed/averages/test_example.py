@@ -38,19 +38,19 @@ def read(folder: Path) -> dict[str, Tensor]:
 
 
 def test_a_run_goes_on_where_another_one_has_ended(tmp_path: Path) -> None:
-    """On the same number of processes with the same bits, and on another number with the weights."""
+    """At an equal world size a run resumes bitwise identically, at another with equal weights."""
     through = launched(2, "--steps", "40", "--every", "20", "--out", str(tmp_path / "through"))
     launched(2, "--steps", "20", "--out", str(tmp_path / "parts"))
     resumed = launched(2, "--steps", "40", "--out", str(tmp_path / "parts"))
     more = launched(3, "--steps", "40", "--out", str(tmp_path / "parts"))
-    shares = re.findall(r"step 40: ([\d.]+)% right, ([\d.]+)% with the average", through)
+    shares = re.findall(r"step 40: accuracy ([\d.]+)%, ([\d.]+)% with averaged weights", through)
 
-    assert "2 processes, from step 0" in through
-    assert "2 processes, from step 20" in resumed
-    assert "3 processes, from step 40" in more
+    assert "2 ranks, from step 0" in through
+    assert "2 ranks, from step 20" in resumed
+    assert "3 ranks, from step 40" in more
     assert len(shares) == 1
     assert all(float(share) > 50 for share in shares[0])
-    assert shares[0] == re.findall(r"step 40: ([\d.]+)% right, ([\d.]+)%", resumed)[0]
+    assert shares[0] == re.findall(r"step 40: accuracy ([\d.]+)%, ([\d.]+)%", resumed)[0]
     first, second = read(tmp_path / "through"), read(tmp_path / "parts")
     assert first.keys() == second.keys()
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())

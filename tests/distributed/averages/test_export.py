@@ -18,14 +18,14 @@ FILES = ["average.safetensors", "average.pt"]
 
 
 def read(path: Path) -> Any:
-    """Read a file as anybody would."""
+    """Read a file with the library of its format."""
     if path.suffix == ".safetensors":
         return safetensors.torch.load_file(path)
     return torch.load(path)
 
 
 def export(folder: Path) -> dict[str, Any]:
-    """Write the averages of a model that is split up to several files."""
+    """Write the averages of a sharded model to several files."""
     ema = modkit.EMA(
         networks.split(networks.network(torch.bfloat16)), decay=[0.5, 0.9], device="cpu"
     )
@@ -124,12 +124,12 @@ def export_wrapped(folder: Path) -> dict[str, Any]:
     ema = modkit.EMA(model, decay=0.5)
     networks.train(ema, networks.sgd(model), 0, 3)
     export_average(ema, folder / "average.pt")
-    # Whoever is back can read it.
+    # Each rank whose call has returned can read it.
     return {"file": torch.load(folder / "average.pt"), "average": networks.averages_of(ema)}
 
 
 def test_the_names_are_those_of_the_model_itself(tmp_path: Path) -> None:
-    """What wraps it is not in them, and the file is there for all when the call returns."""
+    """Names have no prefixes of wrappers, and the file exists on all ranks when the call returns."""
     for found in run(2, export_wrapped, tmp_path, folder=tmp_path):
         assert networks.differing(found["file"], found["average"]) == []
         assert found["file"]._metadata["1"] == {"version": 2}
@@ -162,7 +162,7 @@ def test_all_processes_know_that_a_file_is_not_there(tmp_path: Path) -> None:
 
     for name in FILES:
         assert "No such file" in first[name] or "does not exist" in first[name]
-        assert second[name].startswith("RuntimeError: export_average: the first process could not")
+        assert second[name].startswith("RuntimeError: export_average: rank 0 could not")
     assert first["dtype"] == second["dtype"]
     assert "0.weight is torch.complex128" in first["dtype"]
     assert [path.name for path in folder.iterdir()] == [FILES[0]]

@@ -128,7 +128,7 @@ def hang_on_one(folder: Path) -> None:
 
 @pytest.mark.distributed
 def test_a_process_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
-    """An update needs nobody; one that does ends with torch's timeout, and nothing has moved."""
+    """An update needs no other rank; a collective one ends with torch's timeout, changing nothing."""
     launch(2, hang_on_one, tmp_path, folder=tmp_path / "run", timeout=2.0, grace=0.1)
     found = torch.load(tmp_path / "first.pt")
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.distributed
 
 
 def network() -> nn.Sequential:
-    """Return a network whose layers tensor parallelism can take in turns."""
+    """Return a network whose layers tensor parallelism can shard by columns and rows."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
 
@@ -43,7 +43,7 @@ def parallel() -> nn.Module:
 
 
 def both_ways() -> nn.Module:
-    """Split what is split up by tensor parallelism up again."""
+    """Shard the shards of tensor parallelism once more."""
     net = network()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})

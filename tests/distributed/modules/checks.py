@@ -1,4 +1,4 @@
-"""What the tests of networks in several processes look at."""
+"""Measurements that the tests of distributed networks compare."""
 
 import contextlib
 import math
@@ -17,11 +17,11 @@ from tests.distributed.modules.training import MARK, STEPS, Case, compare
 # For each process: what torch and modkit have come to.
 Found = list[dict[Case, dict[str, dict[str, Any]]]]
 
-# What torch refuses, or does not know, and a part of its message.
+# Modules that torch refuses or does not know, and a part of its message.
 REFUSED: dict[Case, str] = {
     **{(task, "ddp unused not found"): "find_unused_parameters=True" for task in TASKS},
     ("layers", "ddp synchronized norms"): "SyncBatchNorm layers only work with GPU modules",
-    # The statistics of BatchNorm are no parameters, and stay in 32 bits.
+    # The statistics of BatchNorm are buffers, and stay in 32 bits.
     ("layers", "fsdp bf16"): "expected scalar type BFloat16 but found Float",
 }
 
@@ -40,7 +40,7 @@ def started_by(folder: Path) -> list[int]:
     """Return the numbers of such processes that are there."""
     found = []
     for place in Path("/proc").glob("[0-9]*/environ"):
-        # It may be gone, or that of somebody else.
+        # The process may have ended, or its number may belong to another process.
         with contextlib.suppress(OSError):
             if f"{MARK}={mark_of(folder)}".encode() in place.read_bytes().split(b"\0"):
                 found.append(int(place.parent.name))

@@ -40,7 +40,7 @@ class Mode:
         wrap: Does it, and returns what is trained.
         same_data: Whether each process has the whole batch.
         parts: Into how many parts, with one step after the last, a batch is divided.
-        ranks: The number of processes that it needs, where it is not any.
+        ranks: The world size that it needs, unless it runs at any.
         only: The names of the tasks that it is for, where it is not for all.
         compiled: Whether something is compiled.
     """
@@ -120,18 +120,18 @@ def recompute_wrapped(model: torch.nn.Module, task: Task, *, reentrant: bool) ->
     return model
 
 
-# Parameters that are split up.
+# Sharded parameters.
 
 
 def shard(model: torch.nn.Module, task: Task, **options: Any) -> torch.nn.Module:
-    """Split up the parameters of each block, and then the rest."""
+    """Shard the parameters of each block, and then the rest."""
     for path in task.blocks:
         fully_shard(model.get_submodule(path), **options)
     return fully_shard(model, **options)
 
 
 def shard_in_bf16(model: torch.nn.Module, task: Task) -> torch.nn.Module:
-    """Calculate in 16 bits, and add up gradients in 32."""
+    """Calculate in bf16, and add up gradients in fp32."""
     narrow = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     for path in task.blocks:
         fully_shard(model.get_submodule(path), mp_policy=MixedPrecisionPolicy(**narrow))
@@ -145,7 +145,7 @@ def shard_in_host_memory(model: torch.nn.Module, task: Task) -> torch.nn.Module:
 
 
 def shard_and_copy(model: torch.nn.Module, task: Task) -> torch.nn.Module:
-    """Split up in one direction of the mesh, and copy in the other one."""
+    """Shard along one dimension of the mesh, and replicate along the other."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("copies", "shards"))
     return shard(model, task, mesh=mesh)
 
@@ -158,11 +158,11 @@ def compiled_shards(model: torch.nn.Module, task: Task, backend: str) -> torch.n
 
 
 def flat_shards(model: torch.nn.Module, task: Task) -> torch.nn.Module:
-    """Split up all parameters as one, in the older way, which is for accelerators."""
+    """Shard all parameters as one, with FullyShardedDataParallel, which needs accelerators."""
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 
 
-# Layers that are split up.
+# Sharded layers.
 
 
 def _all() -> DeviceMesh:
@@ -170,12 +170,12 @@ def _all() -> DeviceMesh:
 
 
 def tensor_parallel(model: torch.nn.Module, task: Task) -> torch.nn.Module:
-    """Split up layers by rows and by columns."""
+    """Shard layers by rows and by columns."""
     return parallelize_module(model, _all(), task.plan())
 
 
 def tensor_parallel_and_shard(model: torch.nn.Module, task: Task) -> torch.nn.Module:
-    """Split up layers in one direction of the mesh, and what is left of them in the other one."""
+    """Shard layers along one dimension of the mesh, and the rest along the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "layers"))
     parallelize_module(model, mesh["layers"], task.plan())
     return shard(model, task, mesh=mesh["data"])

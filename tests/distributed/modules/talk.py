@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-# What says the same, whoever calls it. An operator that waits, or that makes a group, is none.
+# Operators that communicate. Those that only wait, or make a group, are left out.
 KINDS = {
     "c10d::allreduce_": "all_reduce",
     "c10d::allreduce_coalesced_": "all_reduce",
@@ -59,7 +59,7 @@ class Talk(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            # What it does with its parts comes by once more.
+            # The operator's own parts are counted a second time.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""

@@ -1,4 +1,4 @@
-"""Networks that are trained in several processes, once on torch's classes and once on modkit's."""
+"""Networks for distributed training, once on torch's classes and once on modkit's."""
 
 import functools
 import importlib
@@ -26,7 +26,7 @@ LENGTH = 6
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and what has to be known of it.
+    """A network to train, with its inputs and its modes.
 
     Attributes:
         build: Makes the network; the weights depend on the random state alone.
@@ -77,7 +77,7 @@ def of_layers(impl: Implementation) -> torch.nn.Module:
 
 
 def plan_of_layers() -> dict[str, ParallelStyle]:
-    """Split up the two linear layers of each block."""
+    """Shard the two linear layers of each block."""
     return {f"{block}.{index}": style for block in "12" for index, style in _pair("0", "2").items()}
 
 
@@ -151,13 +151,13 @@ def of_torchs_classes(impl: Implementation) -> torch.nn.Module:
 
 
 def plan_of_classes() -> dict[str, ParallelStyle]:
-    """Split up the linear layers of each block."""
+    """Shard the linear layers of each block."""
     pair = _pair("up", "down")
     return {f"blocks.{block}.{name}": style for block in "01" for name, style in pair.items()}
 
 
 def plan_of_sequence() -> dict[str, ParallelStyle]:
-    """Split up the rows for the first norm, too."""
+    """Shard the rows for the first norm, too."""
     return {**plan_of_classes(), "blocks.0.norm": SequenceParallel(sequence_dim=0)}
 
 
@@ -196,7 +196,7 @@ def of_llama(impl: Implementation) -> torch.nn.Module:
 
 
 def plan_of_llama() -> dict[str, ParallelStyle]:
-    """Split up attention by heads, and the network after it by features."""
+    """Shard attention by heads, and the network after it by features."""
     plan: dict[str, ParallelStyle] = {}
     for layer in range(2):
         path = f"net.model.layers.{layer}"
@@ -220,7 +220,7 @@ def of_gpt2(impl: Implementation) -> torch.nn.Module:
 
 
 def no_plan() -> dict[str, ParallelStyle]:
-    """Split up nothing: the layers of GPT-2 are no ``Linear``."""
+    """Shard nothing: the layers of GPT-2 are not ``Linear``."""
     return {}
 
 

@@ -40,7 +40,7 @@ def test_losses_are_those_of_torch(found, case) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
 def test_no_process_of_a_compiler_is_left(found, folder) -> None:
-    """What has been started to compile ends with those who have started it."""
+    """Compilations end together with the processes that started them."""
     marked = {**os.environ, MARK: mark_of(folder)}
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1, env=marked) as other:
         assert other.pid in started_by(folder)

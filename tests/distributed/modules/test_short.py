@@ -34,7 +34,7 @@ def test_losses_are_those_of_one_process(found, case) -> None:
 
 
 def test_nothing_is_exchanged_but_what_the_mode_needs(found) -> None:
-    """One process talks to nobody; copies reduce gradients, and shards are gathered and reduced."""
+    """One rank does not communicate; copies reduce gradients, and shards are gathered and reduced."""
     talk = {mode: found[0]["classes", mode]["modkit"]["talk"] for mode in MODES}
 
     assert talk["alone"] == {}

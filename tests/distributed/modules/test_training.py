@@ -68,7 +68,7 @@ def test_losses_on_three_are_those_of_one_process(on_three, case) -> None:
 
 @pytest.mark.parametrize("case", ON_FOUR, ids="-".join)
 def test_losses_on_a_mesh_are_those_of_torch(on_four, case) -> None:
-    """Layers that are split up, and the rest of their parameters in the other direction."""
+    """Layers are sharded, and the rest of the parameters along the other dimension."""
     assert_same(on_four, case)
 
 

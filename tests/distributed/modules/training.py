@@ -40,7 +40,7 @@ def cases(tasks: tuple[str, ...], modes: tuple[str, ...], ranks: int) -> list[Ca
 
 
 def is_there(task: str) -> bool:
-    """Tell whether the packages are installed that a task needs."""
+    """Return True if the packages are installed that a task needs."""
     return all(importlib.util.find_spec(name) is not None for name in TASKS[task].needs)
 
 

@@ -59,7 +59,7 @@ class Fatal(dcp.FileSystemWriter):
 
 
 def save_twice(folder: Path, when: str, fate: str, later: bool) -> None:
-    """Save, learn more, and save once more, which somebody does not survive."""
+    """Save, learn more, and save once more, which one rank does not survive."""
     model, optimizer = trained(MODKIT)
     group = dist.new_group()
     for number in (1, 2):

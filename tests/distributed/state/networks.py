@@ -1,4 +1,4 @@
-"""A network whose state has some of everything: versions, old names, ties, and what is no tensor."""
+"""A network whose state has versions, old names, ties, and entries that are not tensors."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -78,13 +78,13 @@ def network(impl: Implementation, seed: int = 0, *, tied: bool = False) -> torch
 
 
 def shard(model: torch.nn.Module) -> torch.nn.Module:
-    """Split up its parameters among all processes."""
+    """Shard its parameters over all ranks."""
     fully_shard(model.body)
     return fully_shard(model)
 
 
 def split_layers(model: torch.nn.Module) -> torch.nn.Module:
-    """Split up its layers among all processes."""
+    """Shard its layers over all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plan = {"body.0": ColwiseParallel(), "body.2": RowwiseParallel()}
     return parallelize_module(model, mesh, plan)
@@ -130,7 +130,7 @@ def frozen(value: Any) -> Any:
 
 
 def wholes(value: Any) -> Any:
-    """Replace the tensors that are split up by whole ones."""
+    """Replace the sharded tensors by full tensors."""
     if isinstance(value, DTensor):
         # A single process has it already, and would be given the parameter itself.
         return value.detach().full_tensor().clone()

@@ -1,4 +1,4 @@
-"""What processes really hold and exchange, to be compared with what was planned."""
+"""Measured memory and communication of ranks, to be compared with the formulas."""
 
 import runpy
 from pathlib import Path
@@ -41,14 +41,14 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def units(net: nn.Sequential) -> list[Any]:
-    """Return what ``split`` splits up, in the terms of the formulas."""
+    """Return the tensors that ``split`` shards, in the terms of the formulas."""
     make = formulas()["Unit"]
     shapes = [tuple(tuple(one.shape) for one in part.parameters()) for part in net]
     return [make(shapes[0]), make(shapes[1]), make(shapes[2], root=True)]
 
 
 def split(net: nn.Sequential, **options: Any) -> nn.Sequential:
-    """Split up each block, and then the rest."""
+    """Shard each block, and then the rest."""
     for block in net[:2]:
         fully_shard(block, **options)
     return fully_shard(net, **options)

@@ -1,4 +1,4 @@
-"""What is done with the state of a network that several processes have in parts."""
+"""Operations on the sharded state of a network."""
 
 import traceback
 import warnings
@@ -51,7 +51,7 @@ def trained(impl: Implementation, spread: str = "fsdp", **options: Any) -> Any:
     return model, optimizer
 
 
-# What a state holds.
+# The content of a state.
 
 
 @scenario
@@ -181,7 +181,7 @@ def parts_are_put_in_place(impl: Implementation, folder: Path) -> Any:
 
 @scenario
 def memory_comes_late(impl: Implementation, folder: Path) -> Any:
-    """Build without memory, split up, get memory, initialize, load: as torchtitan does."""
+    """Build on the meta device, shard, allocate, initialize and load, as torchtitan does."""
     saved, _ = trained(impl)
     dcp.save({"model": get_model_state_dict(saved)}, checkpoint_id=folder / f"late-{impl}")
     with torch.device("meta"):
@@ -243,7 +243,7 @@ def refusal(action: Callable[[], Any]) -> tuple[str, str] | None:
 
 @scenario
 def what_does_not_fit(impl: Implementation, folder: Path) -> Any:
-    """The errors of loading parts, and of loading what is split up on the way."""
+    """Collect the errors of loading shards, and of loading full tensors into shards."""
     texts = []
     options = StateDictOptions(full_state_dict=True)
     for change in ({"body.0.weight": None}, {"other": (2,)}, {"body.0.weight": (3, 3)}):
@@ -282,7 +282,7 @@ def compare(names: list[str], folder: Path) -> dict[str, dict[str, dict[str, Any
     }
 
 
-# Checkpoints, which another number of processes may load.
+# Checkpoints, which are loaded at another world size.
 
 
 def save(impl: Implementation, folder: Path, *, later: bool) -> Any:
@@ -295,7 +295,7 @@ def save(impl: Implementation, folder: Path, *, later: bool) -> Any:
         # In a group of its own, or its messages would be taken for those of training.
         group = dist.new_group()
         saving = dcp.async_save(state, checkpoint_id=folder, process_group=group)
-        # What is being saved is a copy, which training does not reach.
+        # The checkpoint is written from a copy, which training does not change.
         losses = steps(model, optimizer, range(3, 5))
         saving.result()
     else:
@@ -305,7 +305,7 @@ def save(impl: Implementation, folder: Path, *, later: bool) -> Any:
 
 
 def load(impl: Implementation, folder: Path) -> Any:
-    """Load that into a network of this number of processes; return the same."""
+    """Load that into a network at this world size; return the same entries."""
     model = shard(network(impl, 1))
     optimizer = optimizer_of(model)
     modules, moments = get_state_dict(model, optimizer)

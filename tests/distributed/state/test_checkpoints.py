@@ -43,7 +43,7 @@ def loaded(request, saved, folder):
 
 
 def assert_equal(one, two) -> None:
-    """Assert that two states have the same keys and the same bits."""
+    """Assert that two states have equal keys and bitwise identical values."""
     (ones, spec), (twos, other) = tree_flatten(one), tree_flatten(two)
 
     assert spec == other

@@ -28,7 +28,7 @@ def long(tmp_path_factory):
 
 
 def assert_same(found, name) -> None:
-    """Assert that each process has the same parts, of the same bits, errors and warnings."""
+    """Assert that each rank has bitwise identical shards, and equal errors and warnings."""
     for by_name in found:
         theirs, ours = by_name[name]["torch"], by_name[name]["modkit"]
 
@@ -39,12 +39,12 @@ def assert_same(found, name) -> None:
 
 @pytest.mark.parametrize("name", SHORT)
 def test_states_are_put_in_place_as_in_torch(short, name) -> None:
-    """What is split up, built without memory, or of old versions is loaded to the same bits."""
+    """Sharded networks, on the meta device or of old versions, load bitwise identically."""
     assert_same(short, name)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", LONG)
 def test_states_are_those_of_torch(long, name) -> None:
-    """What is asked for, and what is put in place or refused, is the same to the last bit."""
+    """Returned, replaced and refused entries are bitwise identical."""
     assert_same(long, name)

@@ -28,7 +28,7 @@ def save_and_lose(folder, when, fate="die", ranks=2, *, later=False):
 
 
 def assert_the_first_is_whole(folder, ranks) -> None:
-    """Assert that the first checkpoint loads as it was saved, and that the second one is none."""
+    """Assert that the first checkpoint loads as it was saved, and that the second is incomplete."""
     assert not (folder / "2" / ".metadata").exists()
 
     expected = torch.load(folder / "whole.pt")
@@ -55,7 +55,7 @@ def test_a_process_is_killed_before_the_checkpoint_is_complete(tmp_path) -> None
 @pytest.mark.parametrize("later", [False, True], ids=["save", "async_save"])
 @pytest.mark.parametrize(("when", "killed"), [("written", 2), ("index", 0)])
 def test_one_of_three_is_killed(tmp_path, when, killed, later) -> None:
-    """Whoever it is, and whenever: the survivors end in an error, and one process loads."""
+    """Whichever rank is killed, at any time: the survivors end in an error, and one rank loads."""
     outcomes = save_and_lose(tmp_path, when, ranks=3, later=later)
 
     assert outcomes[killed].code == -signal.SIGKILL

@@ -61,5 +61,5 @@ def test_steps_exchange_what_was_planned(measured) -> None:
 
 
 def test_updates_of_averages_exchange_nothing(measured) -> None:
-    """However many processes and averages there are."""
+    """The formulas hold for any world size and any number of averages."""
     assert [found["update"] for found in measured] == [{}] * len(measured)

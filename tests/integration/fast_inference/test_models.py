@@ -1,4 +1,4 @@
-"""Models of four libraries compute the same bits inside `modkit.fast_inference` as outside."""
+"""Models of four libraries are bitwise identical inside and outside `modkit.fast_inference`."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -14,7 +14,7 @@ from tests.integration.fast_inference.zoo import DECODERS, ZOO, Entry, named
 from tests.integration.networks import gradients
 
 
-# What the libraries say of their own code, inside and outside alike.
+# Warnings of the libraries about their own code, inside and outside.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 DIFFERENTIATED: Final = named(
@@ -126,7 +126,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def three_ways(model: torch.nn.Module, compute: Any) -> tuple[Any, Any, Any, bool]:
-    """Compute before, inside and after the scope; tell whether the modules are as before, too.
+    """Compute before, inside and after the scope; return True if the modules are unchanged, too.
 
     Some models replace an attribute at each call, such as the anchors of their boxes.
     """
@@ -198,7 +198,7 @@ def test_gradients(entry: Entry) -> None:
 
 @pytest.mark.parametrize("entry", named("timm-vit_tiny_patch16_224", "timm-resnet18"), ids=str)
 def test_gradients_in_training_mode(entry: Entry) -> None:
-    """In training mode, dropout drops the same elements and statistics move by the same bits."""
+    """In training mode, dropout masks and statistics are bitwise identical."""
     model, twin = entry.build().train(), entry.build().train()
     expected = [differentiate(entry, twin) for _ in range(2)]
     with modkit.fast_inference(model):
@@ -276,7 +276,7 @@ def test_generation(entry: Entry) -> None:
 
 @for_each("library", ["timm", "torchvision", "transformers", "diffusers"])
 def test_model_on_modkit_around_a_library(library: str) -> None:
-    """A user's module on modkit around a library's model computes the same bits inside."""
+    """A user's module on modkit around a library's model is bitwise identical inside."""
     entry = next(entry for entry in ZOO if entry.library == library)
 
     class Scaled(modkit.nn.Module):

@@ -20,7 +20,7 @@ from tests.integration.fast_inference.zoo import Entry, named
 from tests.integration.image_networks import image_net, images, scaled_net
 
 
-# What the tools say of their own code, inside and outside alike.
+# Warnings of the tools about their own code, inside and outside.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -434,7 +434,7 @@ def test_attention_processors_of_diffusers() -> None:
 
 @pytest.mark.parametrize("library", ["diffusers", "transformers"])
 def test_save_pretrained(library: str, tmp_path: Any) -> None:
-    """A model saved inside the scope is loaded again with the same bits."""
+    """A model saved inside the scope loads bitwise identically."""
     name = {"diffusers": "diffusers-UNet2DModel", "transformers": "transformers-BertForMaskedLM"}
     entry = named(name[library])[0]
 

@@ -75,7 +75,7 @@ class Net(pl.LightningModule):
 
 
 class Adversaries(Net):
-    """Two networks with an optimizer each, which step in turns of the user's choice."""
+    """Two networks with an optimizer each, which step in the order that the user chooses."""
 
     def __init__(self, discriminator_steps: int = 1) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Adversaries(Net):
 
 
 class Sharded(Net):
-    """Its parameters are split up among the processes.
+    """A model whose parameters are sharded over the ranks.
 
     It has no buffers: each process would have its own, and Lightning saves those of the first.
     """

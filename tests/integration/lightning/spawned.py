@@ -1,4 +1,4 @@
-"""What a script with `ddp_spawn` runs: spawned processes import it, and not pytest, again.
+"""A script with `ddp_spawn`: spawned processes import it, and not pytest, again.
 
 Argument: the folder for what each process, and the script at the end, finds.
 """

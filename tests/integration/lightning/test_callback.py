@@ -90,7 +90,7 @@ def test_the_average_is_that_of_lightning(tmp_path) -> None:
 
 
 def test_it_takes_every_option_of_ema() -> None:
-    """What EMA refuses is refused when the callback is made, and not when a fit starts."""
+    """Options that EMA refuses are refused when the callback is made, not when a fit starts."""
     with pytest.raises(TypeError, match="warmup"):
         EMACallback(warmup=True)
     with pytest.raises(ValueError, match="update_every must be 1 or more, got 0"):
@@ -107,7 +107,7 @@ def test_it_takes_every_option_of_ema() -> None:
 
 
 def test_only_what_is_chosen_is_averaged(tmp_path) -> None:
-    """The options reach EMA: a layer that is left out keeps its raw weights in evaluation."""
+    """The options reach EMA: an excluded layer keeps its training weights in evaluation."""
     ema = EMACallback(
         0.9, include="net.0.*", buffers="ignore", update_after_step=3, precision="fp64"
     )
@@ -120,11 +120,11 @@ def test_only_what_is_chosen_is_averaged(tmp_path) -> None:
     assert (ema.ema.step, ema.ema.n_averaged) == (2 * runs.BATCHES, 2 * runs.BATCHES - 3)
 
 
-# What is evaluated.
+# Evaluation.
 
 
 def test_validation_sees_the_average(tmp_path) -> None:
-    """The sanity check has the raw weights, each validation the latest average."""
+    """The sanity check sees the training weights, each validation the latest average."""
     ema = EMACallback(decay=0.9)
     watch = runs.Watch(ema)
     untrained = runs.Net().net[0].weight
@@ -149,7 +149,7 @@ def test_validation_before_the_first_update_sees_the_raw_weights(tmp_path) -> No
 
 
 def test_test_and_prediction_see_the_average(tmp_path) -> None:
-    """So does a validation by itself; afterwards the model has its raw weights."""
+    """A validation by itself sees it too; afterwards the model has its training weights."""
     net, ema, trainer = runs.fit(tmp_path)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     data = runs.Batches(1)
@@ -181,7 +181,7 @@ def test_weights_that_were_loaded_are_evaluated(weights_only, tmp_path) -> None:
 
 
 def test_early_stopping_looks_at_the_average(tmp_path) -> None:
-    """What it monitors is the loss of the average, which is that of the averaged model."""
+    """It monitors the loss of the average, which is that of the averaged model."""
     ema = EMACallback(decay=0.9)
     stopping = callbacks.EarlyStopping("loss", mode="max", patience=1)
     _, ema, trainer = runs.fit(tmp_path, stopping, ema=ema, max_epochs=10)
@@ -257,7 +257,7 @@ def test_going_on_without_the_callback_is_told(tmp_path) -> None:
 
 
 def test_going_on_from_lightnings_own_averages(tmp_path) -> None:
-    """Raw weights and averages are those that WeightAveraging has saved."""
+    """Training weights and averages are those that WeightAveraging has saved."""
 
     class Start(pl.Callback):
         def on_train_start(self, trainer, pl_module) -> None:

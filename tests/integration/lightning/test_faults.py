@@ -61,9 +61,9 @@ def test_a_flipped_bit_is_an_error_or_means_nothing(tmp_path: Path, saved) -> No
     through, content = saved
     path, dice, errors = tmp_path / "last.ckpt", random.Random(0), []
     for _ in range(40):
-        damaged = bytearray(content)
-        damaged[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
-        path.write_bytes(damaged)
+        corrupt = bytearray(content)
+        corrupt[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        path.write_bytes(corrupt)
         try:
             found = resumed(path)
         except ValueError as error:
@@ -94,7 +94,7 @@ def test_a_checkpoint_without_checksums(tmp_path: Path, saved, older: bool) -> N
 
 
 def test_a_full_disk(tmp_path: Path, saved) -> None:
-    """Where no more can be written, the raw weights stay, and so does an older checkpoint."""
+    """On a full disk the training weights are kept, and so is an older checkpoint."""
     path = tmp_path / "last.ckpt"
     path.write_bytes(saved[1])
     net, ema, trainer = runs.fit(tmp_path)

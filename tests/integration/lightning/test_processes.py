@@ -68,7 +68,7 @@ def test_spawned_processes_bring_the_average_home(tmp_path) -> None:
     assert found["resumed"] == found["whole"]
 
 
-# Models that are split up.
+# Sharded models.
 
 
 def run_sharded(rank, folder, port, options) -> None:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
     ("include", "updates"), [(None, 2 * runs.BATCHES), ("critic.*", 2 * runs.BATCHES), ("net.*", 6)]
 )
 def test_batches_count_in_which_an_averaged_network_steps(include, updates, tmp_path) -> None:
-    """Several steps in a batch are one update, and those of networks that are left out are none."""
+    """Several steps in a batch are one update; steps of excluded networks do not count."""
     ema = EMACallback(decay=0.9, include=include)
     runs.fit(tmp_path, model=runs.Adversaries(discriminator_steps=3), ema=ema)
 
@@ -68,7 +68,7 @@ def test_parameters_that_come_later_to_an_optimizer(tmp_path) -> None:
 
 
 def test_an_optimizer_that_tells_nothing_is_refused(tmp_path) -> None:
-    """A wrapper that is no optimizer of torch would be averaged never, in silence."""
+    """A wrapper that is not a torch optimizer is refused, since it would never be averaged."""
 
     class Wrapper:
         param_groups: list = []
@@ -154,7 +154,7 @@ def test_an_error_in_a_validation_leaves_all_intact(error, seen, tmp_path) -> No
 
 
 def test_a_fit_after_an_error_trains_the_raw_weights(tmp_path) -> None:
-    """The same callback and model go on, whatever the trainer of before has left behind."""
+    """A callback and a model can be fitted again after the trainer has raised an error."""
     ema = EMACallback(decay=0.9)
     net, watch = runs.Failing(KeyError), runs.Watch(ema)
     with pytest.raises(KeyError):
@@ -168,7 +168,7 @@ def test_a_fit_after_an_error_trains_the_raw_weights(tmp_path) -> None:
 
 
 def test_an_evaluation_that_somebody_stopped_is_ended(tmp_path) -> None:
-    """A training step never sees the average, even if nobody has told of the end."""
+    """A training step never sees the average, even if the end of an evaluation was not reported."""
     net, ema, _ = runs.fit(tmp_path)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
@@ -202,7 +202,7 @@ def test_the_average_can_be_the_model_at_the_end(tmp_path) -> None:
 
 
 def test_a_second_fit_goes_on(tmp_path) -> None:
-    """With the same model averaging goes on from the raw weights; another one gets a new average."""
+    """A second fit of a model goes on averaging; another model gets a new average."""
     plain, net, ema = runs.Net(), runs.Net(), EMACallback(decay=0.9)
     for _ in range(2):
         runs.fit(tmp_path, model=plain, ema=pl.Callback())

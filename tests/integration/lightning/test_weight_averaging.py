@@ -89,7 +89,7 @@ def check_against_lightning(folder, **options):
     theirs, their_callback = trained(folder, "lightning", model=make(), **options)
     ours, callback = trained(folder, "modkit", model=make(), **options)
 
-    # Lightning asks again after a batch that only accumulates, if the answer was no.
+    # Lightning asks again after a batch that only accumulates, if the answer was False.
     assert callback.calls == list(dict.fromkeys(their_callback.calls))
     assert callback.counts == their_callback.counts
     for name, value in ours.items():
@@ -272,7 +272,7 @@ def test_resume_with_a_frequency(library, place, tmp_path) -> None:
 @pytest.mark.parametrize("saver", ["before", "after"])
 @pytest.mark.parametrize("place", runs.PLACES)
 def test_resume_with_updates_at_the_end_of_epochs(place, saver, tmp_path) -> None:
-    """A checkpoint of the end of an epoch, whoever saves it, counts that epoch once."""
+    """A checkpoint of the end of an epoch counts that epoch once, whichever callback saves it."""
     options = {"update_starting_at_step": 10**6, "update_starting_at_epoch": 0}
     through, saving = callback_of("modkit", **options), runs.Saver(tmp_path)
     order = ((saving,), ()) if saver == "before" else ((), [saving])
@@ -322,6 +322,6 @@ def test_validation_sees_the_average(library, tmp_path) -> None:
     ],
 )
 def test_bad_options(options, error) -> None:
-    """A number of steps or epochs that is none is refused, with its name."""
+    """An invalid number of steps or epochs is refused, with its name."""
     with pytest.raises(error, match=next(iter(options))):
         EMACallback(**options)

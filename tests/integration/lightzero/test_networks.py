@@ -31,7 +31,7 @@ def lightzero():
 
 
 def assert_equal(actual, expected):
-    """Compare two lists of tensors, in which there may be None, to the last bit."""
+    """Assert that two lists of tensors, which may contain None, are bitwise identical."""
     assert len(actual) == len(expected)
     for ours, theirs in zip(actual, expected, strict=True):
         assert (ours is None) == (theirs is None)
@@ -59,7 +59,7 @@ def test_structure(name, lightzero):
 
 @every_case
 def test_numbers(name, lightzero):
-    """Outputs, gradients and statistics are LightZero's, to the last bit."""
+    """Outputs, gradients and statistics are bitwise identical to LightZero's."""
     case = CASES[name]
 
     actual = dict(runs(case, lambda: case.build(models)))
@@ -94,7 +94,7 @@ def test_repr(lightzero):
 
 
 def test_training(lightzero):
-    """Ten steps of training by the same optimizer leave the same bits."""
+    """Ten steps of training by equal optimizers leave bitwise identical weights."""
     case = CASES["model, BN, one_hot"]
     ours, theirs = case.build(models), case.build(lightzero)
     latent, hidden, action = case.inputs("recurrent_inference", torch.float32)

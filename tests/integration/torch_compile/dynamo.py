@@ -1,4 +1,4 @@
-"""What the tests of ``torch.compile`` share."""
+"""Helpers of the tests of ``torch.compile``."""
 
 import copy
 from typing import Any

@@ -153,7 +153,7 @@ def test_unflatten(network: str, strict: bool) -> None:
 
 @both_modes
 def test_shared_submodule(strict: bool) -> None:
-    """A child that stands in two places is seen under torch's paths; non-strictly under both."""
+    """A child in two places is seen under torch's paths; non-strictly under both."""
 
     def scenario(impl: Implementation) -> tuple[Any, ...]:
         nn = impl.nn

@@ -11,7 +11,7 @@ from tests.integration.networks import NETWORKS, agree, gradients, make_batch, m
 
 
 class Sharded:
-    """What a sharding library mixes into the class of a module that it takes over."""
+    """Mixin that a sharding library adds to the class of a module."""
 
     def unshard(self) -> str:
         """Tell which class was taken over."""
@@ -198,7 +198,7 @@ def test_overrides_are_called() -> None:
 def test_patched_methods_of_torch_are_honoured(
     impl: Implementation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What libraries replace on ``torch.nn.Module`` is replaced for modkit's modules."""
+    """Methods that libraries replace on ``torch.nn.Module`` are replaced for modkit's modules."""
     called = []
     original_call = torch.nn.Module.__call__
 

@@ -124,7 +124,7 @@ def test_parameters_without_weight_decay() -> None:
 
 @pytest.mark.parametrize("build", [Backbone, lambda: torch.nn.Linear(1, 1), torch.nn.Sequential])
 def test_is_a_module(impl: Implementation, build: type[torch.nn.Module]) -> None:
-    """What torch or a library built is a Module, and so is its class."""
+    """A module built by torch or a library is an instance of Module, and its class a subclass."""
     module = build()
 
     assert isinstance(module, impl.nn.Module)

@@ -76,7 +76,7 @@ def test_every_optimizer_is_covered() -> None:
 
 @for_each("name", OPTIMIZERS)
 def test_five_steps_are_equal(name: str) -> None:
-    """Losses, weights, buffers and the optimizer's state are torch's to the last bit."""
+    """Losses, weights, buffers and the optimizer's state are bitwise identical to torch's."""
 
     def scenario(impl: Implementation) -> tuple[list[Tensor], Any, Any]:
         net, parameters, batch = trainee(name, impl.nn)

@@ -41,7 +41,7 @@ def test_registries_are_plain_dicts(impl: Implementation, network: str) -> None:
 
 
 def test_instance_keys() -> None:
-    """A layer's ``__dict__`` has torch's keys; beside them only where it stands in ``torch.nn``."""
+    """A layer's ``__dict__`` has torch's keys, apart from its place in ``torch.nn``."""
 
     def scenario(impl: Implementation) -> list[list[str]]:
         nets = [make_net(impl.nn, network) for network in NETWORKS]

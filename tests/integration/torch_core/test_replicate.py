@@ -98,7 +98,7 @@ def parallel_apply_on_cpu(replicas: list[torch.nn.Module], batch: torch.Tensor) 
 
 @pytest.mark.usefixtures("_copies_on_cpu")
 def test_shared_children_stay_shared(impl: Implementation) -> None:
-    """Tied weights and a module that stands in two places are one object in a replica, too."""
+    """Tied weights and a module in two places are one object in a replica, too."""
     nn = impl.nn
     shared = nn.Linear(6, 6)
     net = nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(6, 6))

@@ -63,7 +63,7 @@ def test_state_dict_file_loads_into_the_other(
 
 @for_each("network", NETWORKS)
 def test_state_dict_files_carry_the_same(network: str) -> None:
-    """What is read back is the same type with the same keys, bits and version metadata."""
+    """A reloaded state dict has the same type, keys, values and version metadata."""
 
     def scenario(impl: Implementation) -> tuple[str, Any, Any]:
         buffer = io.BytesIO()

@@ -123,7 +123,7 @@ def test_checkpointed_dropout_and_sequential(use_reentrant: bool) -> None:
 
 @for_each("network", NETWORKS)
 def test_saved_tensor_hooks(network: str) -> None:
-    """What autograd saves can be packed and unpacked, and the graph has torch's nodes."""
+    """Saved tensors of autograd can be packed and unpacked, and the graph has torch's nodes."""
 
     def scenario(impl: Implementation) -> tuple[Any, ...]:
         net, batch = make_net(impl.nn, network), make_batch(network)

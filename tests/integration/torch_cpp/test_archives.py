@@ -157,7 +157,7 @@ def test_what_only_modkit_knows_comes_through_cpp(program, tmp_path, kind):
 
 
 def test_cpp_does_not_notice_what_loading_refuses(program, tmp_path):
-    """C++ computes from damaged weights without a complaint; the error names what is damaged."""
+    """C++ computes from corrupt weights without an error; modkit's error names the corrupt member."""
     module, path = made("scripted"), tmp_path / "there.pt"
     jit.save(module, path)
     data = bytearray(path.read_bytes())

@@ -114,7 +114,7 @@ def test_layers_are_leaves(impl: Implementation, index: int) -> None:
 
 
 def test_containers_and_subclasses_are_traced_into() -> None:
-    """A Sequential is no leaf, nor are a user's own module and a user's subclass of a layer."""
+    """A Sequential, a user's own module and a user's subclass of a layer are not leaves."""
 
     def scenario(impl: Implementation) -> list[Any]:
         nn = impl.nn

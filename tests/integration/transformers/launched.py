@@ -1,4 +1,4 @@
-"""What each process of a launched training runs; it writes what it ends with.
+"""The script of each process of a launched training; it writes its final state.
 
 Arguments: the folder of checkpoints, the checkpoint to go on from or "-", and the file to write.
 """

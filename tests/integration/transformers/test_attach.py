@@ -6,7 +6,6 @@ import torch
 
 from tests.integration.transformers.trainers import (
     EMACallback,
-    EMATrainer,
     Texts,
     arguments,
     average,
@@ -30,7 +29,7 @@ from tests.integration.transformers.trainers import (
     ],
 )
 def test_bad_options(options: dict[str, Any], error: type[Exception], match: str) -> None:
-    """An option that makes no sense is an error when the callback is made."""
+    """An invalid option is an error when the callback is made."""
     with pytest.raises(error, match=match):
         EMACallback(**options)
 
@@ -51,21 +50,20 @@ def test_attach(tmp_path: Path) -> None:
     assert run.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
 
 
-def test_detach(tmp_path: Path) -> None:
-    """After `detach` the Trainer is as it was, and the averages are kept."""
+def test_remove(tmp_path: Path) -> None:
+    """After `remove_callback` the Trainer is a plain Trainer, and the averages are kept."""
     run, callback = trainer(tmp_path), EMACallback(0.9)
     callback.attach(run)
     run.train()
     inside = run.evaluate()["eval_loss"]
-    callback.detach()
-    callback.detach()
+    run.remove_callback(callback)
 
-    assert not {"train", "evaluate", "predict", "evaluation_loop", "save_model"} & {*vars(run)}
-    assert callback not in run.callback_handler.callbacks
     assert run.evaluate()["eval_loss"] == trainer(tmp_path, model=run.model).evaluate()["eval_loss"]
     assert run.evaluate()["eval_loss"] != inside
     assert callback.ema.n_averaged == 12
     assert not callback.ema._attached._handles
+    assert callback.attach(run).ema.n_averaged == 12
+    assert run.evaluate()["eval_loss"] == inside
 
 
 def test_another_trainer(tmp_path: Path) -> None:
@@ -76,15 +74,14 @@ def test_another_trainer(tmp_path: Path) -> None:
     second.train()
 
     assert callback not in first.callback_handler.callbacks
-    assert "evaluate" not in vars(first)
     assert callback.ema.model is second.model
 
 
-def test_detach_below_a_wrapper(tmp_path: Path) -> None:
-    """Methods that the user has wrapped, before `attach` or after it, stay wrapped."""
+def test_remove_below_a_wrapper(tmp_path: Path) -> None:
+    """Methods that the user wraps before or after `attach` stay wrapped after its removal."""
     run, callback, calls = trainer(tmp_path), EMACallback(0.9), []
 
-    def wrap(name: str, text: str) -> Any:
+    def wrap(name: str, text: str) -> None:
         inner = getattr(run, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -92,51 +89,16 @@ def test_detach_below_a_wrapper(tmp_path: Path) -> None:
             return inner(*args, **kwargs)
 
         setattr(run, name, call)
-        return call
 
-    first = wrap("predict", "below")
+    wrap("predict", "below")
     callback.attach(run)
-    last = wrap("evaluate", "above")
+    wrap("evaluate", "above")
     run.train()
-    callback.detach()
+    run.remove_callback(callback)
 
-    assert run.predict == first
-    assert run.evaluate == last
     assert run.evaluate()["eval_loss"] == trainer(tmp_path, model=run.model).evaluate()["eval_loss"]
     run.predict(Texts(4))
     assert calls == ["above", "below"]
-
-
-@pytest.mark.parametrize("added", ["in the constructor", "afterwards", "as a class"])
-def test_a_class_of_ones_own(tmp_path: Path, added: str) -> None:
-    """A class with `EMATrainer` as its first base attaches its callback, however it is added."""
-
-    class Base(transformers.Trainer):  # type: ignore[misc]
-        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-            inside.append(weights(self.model))
-            return super().evaluate(*args, **kwargs)
-
-    class Own(EMATrainer, Base):
-        pass
-
-    inside: list[Any] = []
-    run = Own(
-        gpt2(),
-        arguments(tmp_path),
-        train_dataset=Texts(),
-        eval_dataset=Texts(8, seed=1),
-        callbacks=[EMACallback(0.9)] if added == "in the constructor" else [],
-    )
-    if added == "afterwards":
-        run.add_callback(EMACallback(0.9))
-    elif added == "as a class":
-        run.add_callback(EMACallback)
-    (callback,) = (one for one in run.callback_handler.callbacks if isinstance(one, EMACallback))
-    run.train()
-    run.evaluate()
-
-    assert type(run) is Own
-    assert equal(inside[0], average(callback.ema))
 
 
 def test_an_evaluation_that_the_user_overrides(tmp_path: Path) -> None:
@@ -157,17 +119,13 @@ def test_an_evaluation_that_the_user_overrides(tmp_path: Path) -> None:
 
 
 def test_a_trainer_without_the_callback(tmp_path: Path) -> None:
-    """An `EMATrainer` without the callback, or after its removal, is a plain Trainer."""
+    """After the callback is removed, the Trainer is a plain Trainer."""
     plain = trainer(tmp_path)
     plain.train()
-    run = trainer(tmp_path, kind=EMATrainer, save_strategy="epoch")
-    run.train()
     removed = trainer(tmp_path / "removed", EMACallback(0.9))
     removed.remove_callback(EMACallback)
     removed.train()
 
-    assert equal(weights(run.model), weights(plain.model))
-    assert run.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
     assert removed.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
     assert not list(tmp_path.rglob("ema.pt"))
 
@@ -184,7 +142,7 @@ def test_a_trainer_that_is_not_known(tmp_path: Path) -> None:
 
 
 def test_refused_trainers(tmp_path: Path) -> None:
-    """What is no Trainer, has a callback already, or is sharded, is refused."""
+    """An object that is not a Trainer, a second callback and a sharded model are refused."""
     run = trainer(tmp_path, EMACallback(0.9))
 
     with pytest.raises(TypeError, match="Linear is not a transformers"):
@@ -192,7 +150,7 @@ def test_refused_trainers(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the Trainer has one already"):
         EMACallback().attach(run)
     with pytest.raises(ValueError, match="the Trainer has one already"):
-        trainer(tmp_path, EMACallback(0.9), EMACallback(0.99), kind=EMATrainer)
+        EMACallback(0.99).attach(trainer(tmp_path, EMACallback(0.9)))
     run.is_fsdp_enabled = True
     with pytest.raises(NotImplementedError, match="sharded"):
         run.train()
@@ -200,7 +158,7 @@ def test_refused_trainers(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_model_that_is_wrapped_afterwards(tmp_path: Path) -> None:
-    """What wraps the model still evaluates its average; another model is evaluated as it is."""
+    """A wrapped model still evaluates its average; another model is evaluated as it is."""
     callback = EMACallback(0.9)
     run = trainer(tmp_path, callback)
     run.train()
@@ -299,7 +257,7 @@ def test_evaluation_in_a_narrower_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_lora(tmp_path: Path) -> None:
-    """Of a model with adapters the adapters can be averaged, saved and gone on from."""
+    """The adapters of a model can be averaged, saved and resumed from."""
     peft = pytest.importorskip("peft", reason="needs peft: nox -s ecosystem installs it")
 
     def adapted() -> Any:

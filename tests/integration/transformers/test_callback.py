@@ -35,7 +35,7 @@ class Listener(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 def test_training_is_not_changed(tmp_path: Path) -> None:
-    """The raw weights after training are the bits of a Trainer without the callback."""
+    """The training weights after training are bitwise identical without the callback."""
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "epoch"}
     plain = trainer(tmp_path / "plain", **options)
     plain.train()
@@ -63,14 +63,14 @@ def test_one_update_for_each_step(tmp_path: Path, accumulation: int, steps: int)
 
 
 def test_a_step_that_a_scaler_leaves_out(tmp_path: Path) -> None:
-    """A step with infinite gradients, which a gradient scaler does not take, is no update."""
+    """A step with infinite gradients, which a gradient scaler skips, is not an update."""
 
     def spoil(step: int) -> None:
         for parameter in run.model.parameters():
             parameter.grad.fill_(torch.inf)
 
     callback, seen = EMACallback(0.5), Listener("on_step_end")
-    # Not the fused one, the default, which leaves the step out on the device and tells nobody.
+    # The default, the fused optimizer, skips the step on the device without a notice.
     options = {"max_grad_norm": 0, "optim": "adamw_torch"}
     run = trainer(tmp_path, callback, seen, At("on_pre_optimizer_step", spoil, 4), **options)
     run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -101,7 +101,7 @@ def test_the_averages_of_diffusers(tmp_path: Path) -> None:
 
 
 def test_evaluations_in_training_see_the_average(tmp_path: Path) -> None:
-    """Each evaluation runs on the average of its step, and the next step on the raw weights."""
+    """Each evaluation runs on the average of its step, the next step on the training weights."""
     callback, wanted = EMACallback(0.9), {}
     raw: dict[int, Any] = {}
 
@@ -155,7 +155,7 @@ def test_several_evaluation_sets(tmp_path: Path) -> None:
 
 
 def test_before_the_first_update(tmp_path: Path) -> None:
-    """Evaluations before training and before the first update see the raw weights; so do checkpoints."""
+    """Before the first update, evaluations and checkpoints see the training weights."""
     callback, seen = EMACallback(0.5, update_after_step=100), Listener("on_evaluate", "on_step_end")
     run = trainer(
         tmp_path,
@@ -276,7 +276,7 @@ def test_the_best_raw_model_without_states(tmp_path: Path) -> None:
 
 
 def test_the_average_at_the_end(tmp_path: Path) -> None:
-    """On request the model holds the average after training, and `restore` brings the raw weights."""
+    """On request training ends with the average, and `restore` restores the training weights."""
     callback = EMACallback(0.9, swap_to_average_at_end=True)
     plain = trainer(tmp_path)
     plain.train()

@@ -37,7 +37,7 @@ def interrupt(step: int) -> None:
 @pytest.mark.parametrize(("call", "error"), [(fail, RuntimeError), (interrupt, KeyboardInterrupt)])
 @pytest.mark.parametrize("where", ["on_prediction_step", "on_evaluate", "compute_metrics"])
 def test_errors_in_an_evaluation(tmp_path: Path, where: str, call: Any, error: Any) -> None:
-    """After an error in an evaluation the raw weights are in place, and the last checkpoint resumes."""
+    """An error in an evaluation restores the training weights, and the last checkpoint resumes."""
 
     def compute(prediction: Any) -> dict[str, float]:
         if where == "compute_metrics" and run.state.global_step == 8:
@@ -64,7 +64,7 @@ def test_errors_in_an_evaluation(tmp_path: Path, where: str, call: Any, error: A
 
 
 def test_errors_in_what_the_user_calls(tmp_path: Path) -> None:
-    """An error in `evaluate`, `predict` or `save_model` after training leaves the raw weights."""
+    """An error in `evaluate`, `predict` or `save_model` leaves the training weights."""
     callback = EMACallback(0.9)
     run = trainer(tmp_path, callback)
     run.train()
@@ -89,7 +89,7 @@ def cut(content: bytes) -> bytes:
 
 
 def flip(content: bytes) -> bytes:
-    """Change one bit of a raw weight."""
+    """Change one bit of a training weight."""
     raw = torch.load(io.BytesIO(content), weights_only=True)["raw"]
     place = content.index(raw["transformer.wte.weight"].numpy().tobytes())
     return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
@@ -102,7 +102,7 @@ def empty(content: bytes) -> bytes:
 
 @pytest.mark.parametrize("damage", [cut, flip, empty])
 def test_a_damaged_file(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    """A damaged file of averages is an error that says what is lost and what can be done."""
+    """A corrupt file of averages is an error that states the loss and the remedy."""
     trainer(tmp_path, EMACallback(0.9), save_strategy="steps", save_steps=4).train()
     path = tmp_path / "checkpoint-4" / "ema.pt"
     path.write_bytes(damage(path.read_bytes()))
@@ -115,7 +115,7 @@ def test_a_damaged_file(tmp_path: Path, damage: Callable[[bytes], bytes]) -> Non
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("global_step", 5, "was written at step 5, and the checkpoint at step 4"),
+        ("global_step", 5, "is of step 5, and the checkpoint of step 4"),
         ("version", 9, "newer"),
     ],
 )
@@ -143,7 +143,7 @@ def test_averages_of_another_model(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """Where no more can be written, the raw weights stay, and so does an older file of that name."""
+    """On a full disk the training weights are kept, and so is an older file of that name."""
     callback = EMACallback(0.9)
     run = trainer(tmp_path, callback, save_strategy="steps", save_steps=12)
     run.train()

@@ -120,7 +120,7 @@ def test_resume_of_trainings(tmp_path: Path, options: dict[str, Any]) -> None:
     ids=["inverse gamma", "several", "now and then", "some"],
 )
 def test_resume_with_options(tmp_path: Path, options: dict[str, Any], save: Any) -> None:
-    """The options of `EMA`, with running statistics, resume to the same bits at each step."""
+    """With options of `EMA` and running statistics a run resumes bitwise identically at each step."""
     callback = EMACallback(**options, save=save)
     whole = trainer(tmp_path, callback, model=normalized(), save_strategy="steps", save_steps=1)
     whole.train()
@@ -255,7 +255,7 @@ def test_training_weights_without_averages(tmp_path: Path) -> None:
 
 
 def test_a_run_without_the_callback_in_between(tmp_path: Path) -> None:
-    """What a plain Trainer has saved after it resumed is not taken for an average."""
+    """A checkpoint that a plain Trainer saves after it resumed is not taken for an average."""
     options = {"save_strategy": "steps", "save_steps": 3}
     trainer(tmp_path, EMACallback(0.9), **options).train()
     plain = trainer(tmp_path / "plain", **options)
@@ -283,7 +283,7 @@ def test_a_checkpoint_with_averages_needs_no_callback(tmp_path: Path) -> None:
 
 
 def test_another_way_to_save(tmp_path: Path) -> None:
-    """Whether the model of a checkpoint is the average or not, both go on to the same bits."""
+    """A run resumes bitwise identically whether checkpoints hold the average or not."""
     runs = []
     for save, other in (("average", "raw"), ("raw", "average")):
         first: Any = EMACallback(0.9, save=save)

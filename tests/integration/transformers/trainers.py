@@ -16,11 +16,11 @@ transformers = pytest.importorskip(
 )
 pytest.importorskip("accelerate", reason="needs accelerate: nox -s ecosystem installs it")
 
-# What it derives classes from has to be there.
-from modkit.integrations.transformers import EMACallback, EMATrainer  # noqa: E402
+# The module needs these packages to be imported.
+from modkit.integrations.transformers import EMACallback  # noqa: E402
 
 
-__all__ = ["EMACallback", "EMATrainer"]
+__all__ = ["EMACallback"]
 
 
 class Texts(Dataset[dict[str, torch.Tensor]]):
@@ -40,7 +40,7 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
 
 
 class Normalized(torch.nn.Module):
-    """A model that is none of transformers', with running statistics."""
+    """A model outside transformers, with running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,14 +157,14 @@ def average(ema: Any, index: int = 0) -> dict[str, torch.Tensor]:
 
 
 def equal(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Tell whether two dicts of tensors have the same names and bits."""
+    """Return True if two dicts have equal names and bitwise identical tensors."""
     return found.keys() == wanted.keys() and all(
         torch.equal(found[name], wanted[name]) for name in wanted
     )
 
 
 def result(run: Any, callback: EMACallback) -> dict[str, Any]:
-    """Return the raw weights, the averages and the counts at the end of a run."""
+    """Return the training weights, the averages and the counts at the end of a run."""
     ema = callback.ema
     assert ema is not None
     averages = [dict(ema.named_averages(index)) for index in range(len(ema.schedules))]
@@ -176,7 +176,7 @@ def result(run: Any, callback: EMACallback) -> dict[str, Any]:
 
 
 def fail(step: int) -> None:
-    """Raise an error of one's own."""
+    """Raise an error of a custom class."""
     raise RuntimeError("out of paper")
 
 

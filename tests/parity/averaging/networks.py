@@ -48,7 +48,7 @@ def decaying(averaged: torch.Tensor, current: torch.Tensor, count: Any) -> torch
 
 
 def decaying_lists(averaged: Any, current: Any, count: Any) -> None:
-    """Do the same for lists of tensors."""
+    """Apply the rule to lists of tensors."""
     for target, source in zip(averaged, current, strict=True):
         target.copy_(decaying(target, source, count))
 

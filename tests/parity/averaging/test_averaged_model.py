@@ -111,7 +111,7 @@ def test_without_a_device_the_copy_stays_with_the_model_and_the_counter_on_the_d
 
 @for_each("device", ["nowhere", "", 1.5, []])
 def test_bad_device_is_refused_as_in_torch(device) -> None:
-    """A device that is none raises torch's error."""
+    """An invalid device raises torch's error."""
     result = same(lambda impl: impl.AveragedModel(one_weight(impl), device))
 
     assert result[0] == "raised"
@@ -125,7 +125,7 @@ def test_averaging_function_in_the_place_of_the_device_is_refused(impl: Implemen
 
 @for_each("model", [None, 3, "net", len])
 def test_what_cannot_be_a_model_is_taken_until_it_is_used(model) -> None:
-    """The model is not checked; only a device, a call or an update shows that it is none."""
+    """The model is not checked; a device, a call or an update raises if it is not a module."""
 
     def scenario(impl: Implementation):
         averaged = impl.AveragedModel(model)

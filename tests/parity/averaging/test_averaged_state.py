@@ -146,7 +146,7 @@ def test_copies_are_complete_and_independent(impl: Implementation, way) -> None:
 
 @every_rule
 def test_deepcopy_keeps_the_averaging_function(impl: Implementation, rule: str) -> None:
-    """A deep copy goes on with the same rule and gives the same bits."""
+    """A deep copy continues with the same rule, bitwise identically."""
     model, averaged = averaged_net(impl, rule)
     other = copy.deepcopy(averaged)
     for _ in training_states(model, 2):

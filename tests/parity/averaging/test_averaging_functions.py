@@ -153,7 +153,7 @@ def test_unequal_dtypes_do_what_torch_does(name: str) -> None:
 @for_each("decay", [-0.1, 1.1, -1, 2, float("inf"), torch.tensor(1.5)])
 @for_each("name", EMA)
 def test_decay_outside_of_0_to_1_is_refused(name: str, decay) -> None:
-    """A decay that is no share raises torch's ValueError when the function is made."""
+    """A decay outside [0, 1] raises torch's ValueError when the function is created."""
     assert same(lambda impl: getattr(impl, name)(decay))[:2] == ("raised", "ValueError")
 
 

@@ -17,7 +17,7 @@ def swap(averaged: torch.nn.Module, model: torch.nn.Module) -> None:
 
 
 def test_weight_averaging_callback() -> None:
-    """What Lightning's WeightAveraging does with the class gives the bits of torch.
+    """Lightning's WeightAveraging with the class is bitwise identical to torch's.
 
     It makes the average by keywords, swaps it in for each validation, writes it into a checkpoint
     as the weights, the rest of its state beside them, and takes both apart again.

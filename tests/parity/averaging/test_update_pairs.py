@@ -140,7 +140,7 @@ def test_meta_tensors_are_refused_as_in_torch() -> None:
 
 @for_each("model", [None, {}, torch.ones(1), "net"])
 def test_update_with_something_else_is_refused_as_in_torch(model) -> None:
-    """What has no parameters raises torch's error and leaves the average as it was."""
+    """A model without parameters raises torch's error and leaves the average unchanged."""
 
     def scenario(impl: Implementation):
         return state_after_updates(impl.AveragedModel(one_weight(impl, 3.0)), model)

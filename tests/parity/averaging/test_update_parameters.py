@@ -72,7 +72,7 @@ def test_exponential_average_follows_its_formula(impl: Implementation) -> None:
 @pytest.mark.parametrize("use_buffers", [False, True])
 @every_rule
 def test_updates_give_the_bits_of_torch(rule: str, use_buffers: bool, dtype) -> None:
-    """Six updates give the same bits in every parameter and buffer, for every rule and dtype."""
+    """Six updates are bitwise identical in every parameter and buffer, for every rule and dtype."""
 
     def scenario(impl: Implementation):
         model = normed_net(impl).to(dtype)
@@ -254,7 +254,7 @@ def test_devices_with_grouped_kernels_are_those_of_torch(kind: str) -> None:
 
 
 def test_own_function_gives_the_same_alone_and_in_lists() -> None:
-    """A rule of the user's gives the same bits tensor by tensor and for lists."""
+    """A user-defined rule is bitwise identical for tensors and for lists."""
     model = torch.nn.Linear(4, 4)
     single = swa_utils.AveragedModel(model, avg_fn=decaying)
     many = swa_utils.AveragedModel(model, **RULES["multi_avg_fn own"](None))

@@ -156,7 +156,7 @@ def test_exponential_weights_instead_of_equal_weights(
 @every_subject
 @every_rule
 def test_averages_are_bitwise_identical(subject: str, rule: str) -> None:
-    """Every rule gives each subject the same bits on both."""
+    """Every rule is bitwise identical on both for each subject."""
 
     def scenario(impl: Implementation) -> object:
         return averaged_of(impl, subject, 5, **RULES[rule](impl))[1]
@@ -339,7 +339,7 @@ def test_buffers_are_not_averaged_by_default(impl: Implementation, subject: str)
 @WITH_BUFFERS
 @every_rule
 def test_averaged_buffers_are_bitwise_identical(subject: str, rule: str) -> None:
-    """With use_buffers=True, every rule gives the same bits in parameters and buffers on both."""
+    """With use_buffers=True, every rule is bitwise identical in parameters and buffers on both."""
 
     def scenario(impl: Implementation) -> object:
         model = without_integers(build(impl, subject))

@@ -156,7 +156,7 @@ def test_a_full_backward_hook_sees_the_gradients(subject: str) -> None:
 def test_a_full_backward_hook_replaces_the_input_gradient(
     impl: Implementation, subject: str
 ) -> None:
-    """What it returns is used in place of grad_input."""
+    """The returned value replaces grad_input."""
     _, averaged = averaged_of(impl, subject)
     averaged.register_full_backward_hook(lambda m, grad_in, grad_out: (torch.ones(5, 3) * 7,))
     x = differentiable()
@@ -169,7 +169,7 @@ def test_a_full_backward_hook_replaces_the_input_gradient(
 def test_a_full_backward_pre_hook_replaces_the_output_gradient(
     impl: Implementation, subject: str
 ) -> None:
-    """What it returns is used in place of grad_output: zeros leave all gradients zero."""
+    """The returned value replaces grad_output: zeros leave all gradients zero."""
     _, averaged = averaged_of(impl, subject)
     averaged.register_full_backward_pre_hook(lambda m, grad_out: (torch.zeros_like(grad_out[0]),))
     x = differentiable()

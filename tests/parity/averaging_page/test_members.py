@@ -173,7 +173,7 @@ def test_duplicates_are_returned_once(impl: Implementation) -> None:
 
 @every_subject
 def test_memo_of_named_modules(impl: Implementation, subject: str) -> None:
-    """What is in the memo is left out, and what is listed is added to it."""
+    """Members in the memo are left out, and listed members are added to it."""
     _, averaged = averaged_of(impl, subject)
     memo = {averaged}
 

@@ -92,7 +92,7 @@ def test_positional_arguments_are_deprecated(subject: str) -> None:
 def test_an_average_goes_on_where_it_was_saved(
     impl: Implementation, subject: str, assign: bool, rule: str
 ) -> None:
-    """Through a file and into a new average, copied or assigned, it continues with the same bits."""
+    """A new average that loads the file, by copy or assignment, continues bitwise identically."""
     model, averaged = averaged_of(impl, subject, 3, **RULES[rule](impl))
     file = io.BytesIO()
     torch.save(averaged.state_dict(), file)

@@ -23,7 +23,7 @@ def _clean_global_hooks() -> Iterator[None]:
 
 TARGETS = ("", "stem", "stem.0", "stem.2", "blocks.1", "blocks.0.fc", "head.1", "head.1.2")
 
-# The method that registers a hook, its keywords, and the table that it stands in.
+# The method that registers a hook, its keywords, and the hook table.
 KINDS = {
     "forward pre": ("register_forward_pre_hook", {}, "_forward_pre_hooks"),
     "forward pre, kwargs": (
@@ -344,7 +344,7 @@ ACTIONS = {
 @for_each("action", ACTIONS.values(), ids=ACTIONS.keys())
 @for_each("kind", ["forward pre", "forward"])
 def test_hook_that_changes_the_network(impl, kind, action):
-    """What a hook does to the network has the same effect on the same call and on later ones."""
+    """A hook that changes the network has the same effect on this call and on later ones."""
     differing = []
     for target in ("", "blocks.1.fc", "head", "head.0", "head.1.0"):
 

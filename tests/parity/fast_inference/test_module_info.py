@@ -141,7 +141,7 @@ def _as(dtype, value):
 
 @every_info
 def test_low_precision(info):
-    """A layer in 16 bits gives the same results, or the same error, inside."""
+    """A bf16 or fp16 layer gives equal results, or the same error, inside."""
     differing = []
     for label, sample, training in samples(info, torch.float32, most=1):
         for dtype in (torch.bfloat16, torch.float16):

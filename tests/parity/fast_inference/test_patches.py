@@ -350,7 +350,7 @@ def readers(impl):
 
 
 def test_subclasses(impl):
-    """What a user's subclass of a layer overrides is called inside."""
+    """Overrides in a user's subclass of a layer are called inside."""
 
     def scenario(scope):
         seen = {}

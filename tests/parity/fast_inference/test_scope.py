@@ -185,7 +185,7 @@ def test_scope_in_a_generator(impl):
 
 
 def test_changes_persist(impl):
-    """What the user has set, replaced and deleted inside is there after nested scopes."""
+    """Attributes that the user sets, replaces and deletes inside persist after nested scopes."""
 
     def scenario(scope):
         model = net(impl)
@@ -226,7 +226,7 @@ def test_modules_that_leave_and_join(impl):
     ids=["None", "int", "str", "class", "another class", "list", "function"],
 )
 def test_wrong_model(wrong):
-    """What is not a module raises TypeError that names fast_inference."""
+    """An object that is not a module raises TypeError that names fast_inference."""
     with pytest.raises(TypeError, match="fast_inference"), modkit.fast_inference(wrong):
         pass
 
@@ -536,7 +536,7 @@ def test_forgotten_model_inside(impl):
 
 
 def test_shared_and_cyclic_models(impl):
-    """A module that stands in several places, or refers to its parent, is handled once."""
+    """A module in several places, or one that refers to its parent, is handled once."""
 
     class Cyclic(impl.nn.Module):
         def __init__(self):

@@ -105,7 +105,7 @@ def test_output_of_a_tuple_class_is_rebuilt(impl: Implementation, kind: type, co
 
 
 def test_output_of_torchs_own_tuple_class_is_rebuilt(impl: Implementation) -> None:
-    """What `torch.max` and its like return keeps its class and its fields."""
+    """Named tuples, such as those of `torch.max`, keep their class and fields."""
     module = function_module(impl, lambda x: torch.max(x, dim=0))
     module.register_full_backward_hook(lambda _, gi, go: (gi[0] * 2,))
     x = leaf(1.0, 5.0)

@@ -23,7 +23,7 @@ OPERATIONS = (
 
 @pytest.mark.parametrize("call", OPERATIONS)
 def test_a_cycle_is_an_error_that_names_the_module(impl: Implementation, call: str) -> None:
-    """What visits every path says at once which module contains itself."""
+    """A walk over every path raises at once and names the module that contains itself."""
     module = tree(impl)
     module.left.inner.back = module.left
     with pytest.raises(RecursionError) as caught:
@@ -46,7 +46,7 @@ def test_a_module_that_is_its_own_child_is_named(impl: Implementation, call: str
 
 @for_each("call", OPERATIONS)
 def test_a_shared_module_is_no_cycle(impl: Implementation, call: str) -> None:
-    """A module that stands in many places, on many levels, is visited on every path."""
+    """A module in many places, on many levels, is visited on every path."""
     module = tree(impl)
     module.left.other = module.left.inner.other = module.again
 

@@ -18,7 +18,7 @@ def values(module):
 
 
 def unchanged(module, before):
-    """Tell whether all tensors of a module are what they were."""
+    """Return True if all tensors of a module are unchanged."""
     return all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
@@ -124,7 +124,7 @@ def test_a_hook_that_takes_part_gets_torchs_order(impl: Implementation) -> None:
 
 
 def test_keys_below_a_child_that_is_none_are_unexpected(impl: Implementation) -> None:
-    """Nobody would load what is below a child that is None, so those keys are reported."""
+    """Keys below a child that is None are unexpected."""
     model = impl.Module()
     model.register_module("child", None)
     state = {"child.weight": torch.zeros(1)}

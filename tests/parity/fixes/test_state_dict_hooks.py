@@ -31,7 +31,7 @@ def answer(*_arguments: object) -> dict[str, int]:
 
 
 def answer_publicly(*_arguments: object) -> dict[str, int]:
-    """Do the same; a function of its own, since torch does not forget how it was registered."""
+    """Return that entry from a second function: torch remembers how a function was registered."""
     return {"replaced": 1}
 
 
@@ -92,7 +92,7 @@ def test_public_registration_leaves_the_callable_as_it_was(impl: Implementation)
 def test_public_hook_may_be_registered_privately_too(
     impl: Implementation, removed: bool, where: str
 ) -> None:
-    """What one registration says about a function does not hold for another one."""
+    """A flag of one registration of a function does not apply to another registration."""
     hook = returning({"replaced": 1})
     module = impl.own.Identity()
     handle = module.register_state_dict_post_hook(hook)
@@ -164,7 +164,7 @@ def test_tables_hold_the_callables_under_the_ids_of_their_handles(impl: Implemen
 
 
 def test_hooks_registered_through_torch_are_public(impl: Implementation) -> None:
-    """What torch's own function has registered on a module must return None here too."""
+    """A hook registered by torch's own function must return None here too."""
     module = impl.own.Identity()
     torch.nn.Module.register_state_dict_post_hook(module, returning({}))
 

@@ -163,7 +163,7 @@ def test_ties_hold_across_an_override(impl: Implementation) -> None:
 
 
 def test_ties_hold_across_an_override_with_a_function_of_its_own(impl: Implementation) -> None:
-    """The same if the override passes on another function, which is then applied as well."""
+    """Ties hold if an override passes on another function, which is applied as well."""
     root = overriding(impl, lambda fn: lambda t: fn(t).double())
     first, second = weights(root._apply(lambda t: t.to("meta")))
 
@@ -193,7 +193,7 @@ def test_each_override_is_asked_for_each_parent(impl: Implementation) -> None:
 
 
 def test_the_next_conversion_starts_afresh(impl: Implementation) -> None:
-    """The same function applied again is applied to every tensor again, also after an error."""
+    """Applying a function again applies it to every tensor again, also after an error."""
     root = empty(impl)
     root.weight = torch.nn.Parameter(torch.ones(2))
     root.child = impl.own.Linear(1, 1)

@@ -84,7 +84,7 @@ def test_plain_forward_hooks_do_not_run_when_the_call_fails(
 def test_always_call_hook_does_not_run_for_exit_exceptions(
     impl: Implementation, error: type[BaseException]
 ) -> None:
-    """What is no Exception, such as KeyboardInterrupt, passes without the hooks (rule 18)."""
+    """A BaseException such as KeyboardInterrupt propagates without running the hooks (rule 18)."""
     log: list[str] = []
     module = impl.own.Identity()
     module.forward = raising(error())

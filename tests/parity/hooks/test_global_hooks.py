@@ -38,7 +38,7 @@ def test_global_registrars_import_from_where_torch_has_them(
 
 @for_each("registrar", GLOBAL_REGISTRARS)
 def test_global_hooks_live_in_torchs_tables(registrar: str) -> None:
-    """A hook registered through modkit stands in the very table that torch uses."""
+    """A hook registered through modkit is in torch's own table."""
     through_torch = getattr(TORCH, registrar)(do_nothing)
     through_modkit = getattr(MODKIT, registrar)(do_nothing)
 

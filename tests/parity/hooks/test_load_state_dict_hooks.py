@@ -28,7 +28,7 @@ def test_what_is_no_mapping_cannot_be_loaded(value: object) -> None:
 
 
 def test_any_mapping_can_be_loaded(impl: Implementation) -> None:
-    """A Mapping that is no dict is loaded like one (rule 34)."""
+    """A Mapping that is not a dict is loaded like one (rule 34)."""
 
     class Lookup(collections.abc.Mapping):
         def __getitem__(self, key):
@@ -191,7 +191,7 @@ def test_pre_hook_gets_the_module_and_all_containers(impl: Implementation) -> No
 
 
 def test_value_of_a_pre_hook_is_ignored(impl: Implementation) -> None:
-    """What a load pre-hook returns does not matter (rule 36)."""
+    """The return value of a load pre-hook is ignored (rule 36)."""
     module = parent_and_child(impl)
     module.register_load_state_dict_pre_hook(returning({"other": 1}))
 
@@ -228,7 +228,7 @@ def test_pre_hook_runs_before_the_members_are_looked_up(impl: Implementation) ->
 def test_edits_to_the_state_dict_reach_the_module_and_its_descendants(
     impl: Implementation,
 ) -> None:
-    """What a parent's pre-hook puts into the mapping is what its children load (rule 36)."""
+    """Children load the entries that a parent's pre-hook puts into the mapping (rule 36)."""
     module = parent_and_child(impl)
 
     def rename(_module, state_dict, prefix, *_: object) -> None:
@@ -245,7 +245,7 @@ def test_edits_to_the_state_dict_reach_the_module_and_its_descendants(
 
 
 def test_edits_of_a_child_reach_neither_siblings_nor_parents(impl: Implementation) -> None:
-    """What a child's pre-hook changes stays in its own mapping (rule 36)."""
+    """Changes by a child's pre-hook stay in its own mapping (rule 36)."""
     seen: list[list[str]] = []
     module = impl.own.Sequential(parent_and_child(impl), parent_and_child(impl))
 
@@ -346,7 +346,7 @@ def test_which_keys_are_unexpected(key: str, reported: bool) -> None:
 
 
 def test_parent_leaves_the_keys_of_a_child_to_the_child(impl: Implementation) -> None:
-    """A child's pre-hook can repair keys before anybody reports them (rule 37)."""
+    """A child's pre-hook can repair keys before they are reported (rule 37)."""
     module = parent_and_child(impl)
 
     def repair(_module, state_dict, prefix, *_: object) -> None:
@@ -369,7 +369,7 @@ def test_unexpected_keys_are_listed_module_by_module(impl: Implementation) -> No
 
 
 def test_hooks_of_a_shared_child_run_once_per_path(impl: Implementation) -> None:
-    """A module that stands in two places is loaded, with its hooks, in both (rule 35)."""
+    """A module in two places is loaded, with its hooks, in both (rule 35)."""
     seen: list[tuple[object, ...]] = []
     child = parent_and_child(impl)
     module = impl.own.Sequential(child, child)

@@ -109,7 +109,7 @@ def test_non_full_hook_goes_to_the_first_tensor_of_a_sequence(impl, pack) -> Non
 
 
 def test_non_full_hook_goes_to_the_first_tensor_value_of_a_dict(impl: Implementation) -> None:
-    """Of a dict the first value that is a tensor gets the hook (rule 17)."""
+    """The first tensor among the values of a dict gets the hook (rule 17)."""
     seen: list[tuple[object, ...]] = []
     module = function_module(impl, lambda a: {"n": 5, "x": a * 2, "y": a * 3})
     module.register_backward_hook(capturing(seen))
@@ -163,7 +163,7 @@ def test_outputs_that_make_a_non_full_hook_incomplete_warn(impl, forward, text) 
 
 
 def test_inputs_that_make_a_non_full_hook_incomplete_warn(impl: Implementation) -> None:
-    """An arg that is no tensor gives a FutureWarning about grad_input (rule 17)."""
+    """An arg that is not a tensor gives a FutureWarning about grad_input (rule 17)."""
     categories, texts = warnings_of(impl, lambda a, n: a * n, inner_tensor(), 2)
 
     assert categories == ["FutureWarning"]
@@ -187,7 +187,7 @@ def test_warnings_about_non_full_hooks_have_the_same_text() -> None:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["tensors", "tuples"])
 def test_complete_non_full_hook_does_not_warn(impl: Implementation, packed: bool) -> None:
-    """One node between tensors, given as they are or in tuples, is no reason to warn (rule 17)."""
+    """One node between tensors, plain or in tuples, does not warn (rule 17)."""
     x = inner_tensor()
     y = x.exp()
     arguments = ((x,), (y,)) if packed else (x, y)

@@ -123,7 +123,7 @@ def test_removing_a_handle_clears_its_companion_flags(impl: Implementation) -> N
 
 
 def test_one_callable_registered_twice_runs_twice(impl: Implementation) -> None:
-    """Hooks are kept by id: the same callable can stand in the table twice (rule 1)."""
+    """Hooks are stored by id: one callable can be in the table twice (rule 1)."""
     log: list[str] = []
     module = impl.own.Identity()
     hook = noting(log, "ran")

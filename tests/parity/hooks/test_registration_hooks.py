@@ -159,7 +159,7 @@ def test_module_hook_is_called_for_none_too(impl: Implementation) -> None:
     ],
 )
 def test_hooks_run_after_validation(impl, registrar, method, name, value) -> None:
-    """What is refused never reaches a registration hook (rule 40)."""
+    """A refused member never reaches a registration hook (rule 40)."""
     log: list[object] = []
     getattr(impl, f"register_module_{registrar}_registration_hook")(noting(log, "ran"))
     with pytest.raises((TypeError, KeyError)):

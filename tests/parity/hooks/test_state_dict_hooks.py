@@ -32,7 +32,7 @@ def test_pre_hook_gets_the_module_the_prefix_and_keep_vars(impl: Implementation)
 
 
 def test_value_of_a_pre_hook_is_ignored(impl: Implementation) -> None:
-    """What a state_dict pre-hook returns does not matter (rule 31)."""
+    """The return value of a state_dict pre-hook is ignored (rule 31)."""
     module = parent_and_child(impl)
     module.register_state_dict_pre_hook(returning({"other": 1}))
 
@@ -217,7 +217,7 @@ def test_post_hook_sees_all_keys_written_so_far(impl: Implementation) -> None:
 
 
 def test_private_hook_of_the_root_may_replace_the_state_dict(impl: Implementation) -> None:
-    """What the root's private hook returns is the result, and the next hook's input (rule 32)."""
+    """The return value of the root's private hook is the result, and the next hook's input (rule 32)."""
     seen: list[tuple[object, ...]] = []
     module = parent_and_child(impl)
     module._register_state_dict_hook(returning({"replaced": 1}))

@@ -106,7 +106,7 @@ def test_tensors_inside_containers_are_not_wrapped(impl: Implementation) -> None
 
 
 def test_args_are_wrapped_after_the_pre_hooks(impl: Implementation) -> None:
-    """What a pre-hook puts into the args is what gets wrapped (rule 12)."""
+    """Arguments that a pre-hook returns are the ones that are wrapped (rule 12)."""
     seen: list[torch.Tensor] = []
     module = function_module(impl, lambda a: seen.append(a) or a)
     module.register_full_backward_hook(returning(None))
@@ -243,7 +243,7 @@ class Holder:
 )
 @FULL_KINDS
 def test_other_outputs_warn_and_are_left_alone(impl, registrar, pack) -> None:
-    """An output that is no tensor or tuple warns, comes back as it is, fires no hook (rule 16)."""
+    """An output that is not a tensor or tuple warns, is returned unchanged, and fires no hook (rule 16)."""
     log: list[str] = []
     outputs: list[object] = []
     module = function_module(impl, lambda a: pack(a * 2))

@@ -95,7 +95,7 @@ def leaf(*values: float) -> torch.Tensor:
 
 
 def inner_tensor(*values: float) -> torch.Tensor:
-    """Make a tensor of the values that requires grad and is no leaf of the graph."""
+    """Make a non-leaf tensor of the values that requires grad."""
     return leaf(*values) * 1
 
 

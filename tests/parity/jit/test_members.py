@@ -30,7 +30,7 @@ def normal(value):
 
 
 def tensors(pairs):
-    """Name each tensor with its values; torch's loaded parameters are no Parameters."""
+    """Name each tensor with its values; torch's loaded parameters are not Parameters."""
     return [(name, tensor.detach(), tensor.requires_grad) for name, tensor in pairs]
 
 
@@ -222,7 +222,7 @@ def test_a_member_gives_what_it_gives_in_torch(member, kind):
 
 @for_each("kind", KINDS)
 def test_a_file_holds_code_tensors_and_extra_files(kind, tmp_path):
-    """What is saved to a path and loaded computes the same, and its extra files are there."""
+    """A module that is saved to a path and loaded computes the same, and has its extra files."""
     results = [
         outcome(
             lambda impl: through_file(impl, build(impl, kind), tmp_path, note="text"),

@@ -191,7 +191,7 @@ CLASSES["nn.Module"] = (torch.nn.Module, modkit.nn.Module)
 
 @for_each("constructor", CONSTRUCTORS)
 def test_isinstance_agrees_both_ways(constructor):
-    """What modkit returns is an instance of what torch returns, under the names of either."""
+    """A result of modkit is an instance of the class of torch's result, under both names."""
     theirs, ours = (CONSTRUCTORS[constructor](impl) for impl in (TORCH, MODKIT))
     expected = {name: isinstance(theirs, torchs) for name, (torchs, _) in CLASSES.items()}
 

@@ -99,7 +99,7 @@ def observe(
             seen |= _call(module, sample)
             seen |= {"after": state_of(module), "repr after": repr(module)}
         except Exception as error:
-            # What torch cannot run, modkit cannot either, and for the same reason.
+            # Cases that torch cannot run fail in modkit for the same reason.
             seen["raised"] = (type(error).__name__, str(error))
     # A warning that torch gives once a process goes to whichever implementation comes first.
     texts = {str(warning.message) for warning in caught}

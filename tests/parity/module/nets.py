@@ -96,7 +96,7 @@ def child_leaf(impl: Implementation) -> torch.nn.Module:
 
 
 class TensorLike:
-    """An object that is no tensor, but takes part in torch's function protocol."""
+    """An object that is not a tensor, but implements `__torch_function__`."""
 
     def detach(self) -> TensorLike:
         """Stand in for the method that ``state_dict`` calls."""
@@ -109,7 +109,7 @@ class TensorLike:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a module holds, in order; equal only if all objects and tensor values are the same."""
+    """Contents of a module, in order; equal only if all objects and tensor values are equal."""
 
     entries: list[tuple[str, str, object, Any]]
 

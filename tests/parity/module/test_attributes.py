@@ -70,7 +70,7 @@ def test_the_precedence_of_registries(impl: Implementation, order) -> None:
 
 
 def test_the_instance_dict_and_the_class_come_first(impl: Implementation) -> None:
-    """What Python finds without ``__getattr__`` hides a member of that name."""
+    """An attribute that Python finds without ``__getattr__`` hides a member of that name."""
 
     class Host(impl.Module):
         constant = "of the class"

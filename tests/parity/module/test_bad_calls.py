@@ -52,7 +52,7 @@ def unfinished(impl):
     ],
 )
 def test_use_before_init(impl: Implementation, call: str) -> None:
-    """What needs the registries fails before ``__init__`` ran, and leaves nothing behind."""
+    """Operations on the registries before ``__init__`` fail, and change nothing."""
     before, after = raises_like_torch(impl, unfinished, call)
 
     assert before == after
@@ -61,7 +61,7 @@ def test_use_before_init(impl: Implementation, call: str) -> None:
 
 @for_each("value", [1, "text", None, [3]])
 def test_plain_attributes_may_be_set_before_init(impl: Implementation, value: object) -> None:
-    """What is neither parameter, buffer nor module can be assigned before ``__init__``."""
+    """Plain attributes can be assigned before ``__init__``."""
     module = unfinished(impl)
     module.early = value
 

@@ -145,7 +145,7 @@ def test_a_refused_load_names_what_cannot_be_copied(
 
 
 def test_a_refused_load_names_targets_that_cannot_be_written() -> None:
-    """So it does where the tensors of the model are what stands in the way."""
+    """The error names tensors of the model that cannot be written, as in torch."""
 
     def scenario(impl):
         module = impl.Module()

@@ -181,7 +181,7 @@ def test_overrides_are_called_as_torch_calls_them(method, level):
 
 
 def test_overrides_that_return_less_are_respected():
-    """What an override leaves out of a walk is left out of every operation built on it."""
+    """Modules that an override omits from a walk are omitted from every operation built on it."""
 
     def scenario(impl):
         found = []

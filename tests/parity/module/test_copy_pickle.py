@@ -181,7 +181,7 @@ def test_states_of_older_releases(missing):
 
 @for_each("missing", ["_parameters", "_buffers", "_modules", "training", "_forward_hooks"])
 def test_states_that_lack_more(missing):
-    """What torch does not fill in is missing in the revived module as well."""
+    """Attributes that torch does not fill in are missing in the unpickled module as well."""
 
     def scenario(impl):
         module = leaf(impl)
@@ -205,7 +205,7 @@ def test_setstate_updates_an_existing_module(impl: Implementation) -> None:
 
 
 def test_setstate_of_bad_states():
-    """A state that is no mapping of names fails as in torch."""
+    """A state that is not a mapping of names fails as in torch."""
 
     def scenario(impl):
         found = []

@@ -68,7 +68,7 @@ OPERATIONS = {
 
 
 def survives(impl: Implementation, operation: str, depth: int) -> bool:
-    """Tell whether the operation ends without RecursionError, counted from an empty stack."""
+    """Return True if the operation ends without RecursionError, from an empty stack."""
     module = chain(impl, depth)
     raised: list[BaseException] = []
 
@@ -119,7 +119,7 @@ def test_modkit_goes_as_deep_as_torch(operation: str) -> None:
 
 @for_each("operation", ["named_parameters", "state_dict", "repr", "float", "train"])
 def test_three_hundred_levels(impl: Implementation, operation: str) -> None:
-    """Three hundred levels are no problem for the operations that a training loop uses."""
+    """The operations of a training loop work on three hundred levels."""
     assert survives(impl, operation, 300)
 
 

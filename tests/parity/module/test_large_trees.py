@@ -34,7 +34,7 @@ def deep() -> torch.nn.Module:
 
 @pytest.mark.parametrize("make", [wide, deep])
 def test_forty_thousand_modules_load_walk_and_convert(make):
-    """What torch takes minutes to load has every operation done, to every one of its modules."""
+    """Every operation runs on every module of a tree that torch takes minutes to load."""
     model = make()
     state = model.state_dict()
 

@@ -87,7 +87,7 @@ def test_the_metadata_that_each_module_is_given(metadata):
 
 
 def test_a_dict_of_a_child_is_its_own(impl: Implementation) -> None:
-    """What a child removes or adds is not seen by its siblings or parent, but by its children."""
+    """Entries that a child removes or adds are visible to its children only."""
     seen = {}
 
     class Editing(impl.Module):

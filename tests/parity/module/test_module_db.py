@@ -72,7 +72,7 @@ def test_copies_as_torch(info):
 @for_each(("source", "target"), [(TORCH, MODKIT), (MODKIT, TORCH)], ids=str)
 @every_info
 def test_checkpoints_load_across(info, source, target):
-    """A checkpoint of either library loads strictly into the other, to the last bit."""
+    """A checkpoint of either library loads strictly and bitwise identically into the other."""
     differing = []
     for label, sample, dtype, training in _one_of_a_kind(info):
         saved = ready(sample, source, dtype, training)

@@ -40,7 +40,7 @@ class TorchLinear(torch.nn.Linear, torch.nn.Module):
 
 
 class ModkitLinear(torch.nn.Linear, MODKIT.Module):
-    """The same on modkit."""
+    """A layer of the user's on modkit."""
 
 
 OwnLinear = {"torch": TorchLinear, "modkit": ModkitLinear}
@@ -430,7 +430,7 @@ def test_tables_of_global_hooks_may_be_rebound(
 def test_tables_of_registration_hooks_may_be_rebound(
     impl: Implementation, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same holds for the hooks that see members being registered."""
+    """Registration looks the tables of registration hooks up, which may be rebound."""
     name = f"_global_{kind}_registration_hooks"
     table = getattr(torch.nn.modules.module, name)
     monkeypatch.setattr(torch.nn.modules.module, name, type(table)())

@@ -115,7 +115,7 @@ def test_instance_level_extra_repr_is_used(impl: Implementation) -> None:
 
 
 def test_odd_children():
-    """Children that are no modules, or have odd names, are printed as in torch."""
+    """Children that are not modules, or have odd names, are printed as in torch."""
 
     def scenario(impl):
         module = empty(impl)

@@ -159,7 +159,7 @@ def test_the_positional_form_warns_at_the_callers_line(impl: Implementation) -> 
 
 
 def test_the_version_of_a_class_is_recorded(impl: Implementation) -> None:
-    """``_version`` of the class, or of the instance, stands in the metadata of each module."""
+    """``_version`` of the class, or of the instance, is in the metadata of each module."""
 
     class Third(impl.Module):
         _version = 3

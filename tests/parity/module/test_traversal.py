@@ -253,7 +253,7 @@ def test_walks_of_a_cycle_end(impl: Implementation, call: str) -> None:
     ["m.train()", "m.float()", "m.state_dict()", "repr(m)", "m.apply(id)", "m.load_state_dict({})"],
 )
 def test_operations_on_a_cycle_end_in_a_recursion_error(impl: Implementation, call: str) -> None:
-    """What visits every path cannot end on a cycle, and says so."""
+    """A walk over every path of a cycle raises an error that names the cause."""
     module = tree(impl)
     module.left.inner.back = module
     with pytest.raises(RecursionError):

@@ -196,7 +196,7 @@ def test_hook_that_returns_none_changes_no_gradient(impl: Implementation, regist
 @BOTH
 @pytest.mark.parametrize("value", [(), (None, None, None), 5], ids=repr)
 def test_hook_must_return_as_many_gradients(registrar: str, value: object) -> None:
-    """What does not fit the gradients gives the same outcome on both."""
+    """Return values that do not fit the gradients have the same outcome on both."""
 
     def scenario(impl: Implementation) -> object:
         module = scaling(impl)

@@ -126,7 +126,7 @@ def test_type_casts_the_buffers_of_a_layer(impl: Implementation, dst_type: objec
 
 @pytest.mark.parametrize("dst_type", ["nonsense", 1, None], ids=repr)
 def test_type_must_exist(dst_type: object) -> None:
-    """What is not a type gives the same outcome on both."""
+    """An argument that is not a type has the same outcome on both."""
 
     def scenario(impl: Implementation) -> object:
         return scaling(impl).type(dst_type) is not None

@@ -38,7 +38,7 @@ def test_loaded_values_are_copies(impl: Implementation) -> None:
 
 
 def test_loading_is_bitwise_identical() -> None:
-    """A state loads to the same bits on both, with and without `assign`."""
+    """A state loads bitwise identically on both, with and without `assign`."""
 
     def scenario(impl: Implementation) -> object:
         copied, assigned = network(impl), network(impl)
@@ -291,7 +291,7 @@ def test_post_hook_gets_two_lists_of_names(impl: Implementation) -> None:
 
 
 def test_post_hook_modifies_the_keys_in_place(impl: Implementation) -> None:
-    """What a post hook does to the lists shows in the result."""
+    """Changes of the lists by a post hook are visible in the result."""
     model = network(impl)
 
     def hook(_module: object, keys) -> None:

@@ -169,7 +169,7 @@ def test_pre_hook_runs_before_state_dict(impl: Implementation) -> None:
 
 
 def test_pre_hook_can_prepare_the_state(impl: Implementation) -> None:
-    """What a state_dict pre-hook does to the module shows in the state."""
+    """Changes of the module by a state_dict pre-hook are visible in the state."""
     model = network(impl)
 
     def prepare(module, _prefix: str, _keep_vars: bool) -> None:

@@ -199,7 +199,7 @@ def test_applying_a_function_to_all_modules(impl: Implementation) -> None:
         "MyLinear",
         "DynamicNet",
     ]
-    # MyLinear is no nn.Linear, so the note's function leaves this network as it was.
+    # MyLinear is not an nn.Linear, so the note's function leaves this network unchanged.
     assert all(map(torch.equal, dynamic_net.parameters(), before))
 
 
@@ -225,7 +225,7 @@ def test_applying_an_initialization_to_linear_layers() -> None:
 
 
 def test_outputs_of_all_networks_are_the_same() -> None:
-    """Seeded alike, every network of the section gives the same bits on both."""
+    """With equal seeds, every network of the section is bitwise identical on both."""
 
     def scenario(impl: Implementation) -> object:
         note = networks(impl)

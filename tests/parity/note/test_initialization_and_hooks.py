@@ -91,7 +91,7 @@ def hook_example(impl: Implementation) -> dict[str, torch.Tensor]:
     return printed
 
 
-# What the note prints: all of it follows from its seed.
+# Output printed in the note, which is determined by its seed.
 PRINTED = {
     "no forward hooks": [[-0.5059, -0.8158, 0.2390], [-0.0043, 0.4724, -0.1714]],
     "forward pre hook": [[-0.5752, -0.7421, 0.4942], [-0.0736, 0.5461, 0.0838]],

@@ -25,7 +25,7 @@ def train(impl: Implementation, steps: int) -> tuple[torch.nn.Module, list[float
 
 
 def test_training_loop_gives_the_same_losses_and_weights() -> None:
-    """The loop that teaches the network zero runs alike on both, to the last bit."""
+    """The loop that trains the network to return zero is bitwise identical on both."""
     kind, value = same(lambda impl: train(impl, steps=500))
 
     assert kind == "returned"
@@ -106,7 +106,7 @@ def test_file_of_one_implementation_loads_into_the_other(source, target, tmp_pat
 
 
 def test_running_mean_is_a_buffer(impl: Implementation) -> None:
-    """The mean is registered as a buffer, starts at zero and is no parameter."""
+    """The mean is registered as a buffer, starts at zero and is not a parameter."""
     m = networks(impl).RunningMean(4)
 
     assert [name for name, _ in m.named_buffers()] == ["mean"]

@@ -53,7 +53,7 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=10)
 @given(cases())
 def test_any_configuration(case):
-    """A network of any configuration has LightZero's weights, outputs and gradients, in all bits."""
+    """A network of any configuration is bitwise identical to LightZero's in weights, outputs and gradients."""
     networks = lightzero_networks()
     ours, theirs = case.build(models), case.build(networks)
 

@@ -1,6 +1,6 @@
 """The shared behaviours: functions of torch or modkit, by area and name.
 
-A case gives the same with both libraries, or stands in ``differences.py`` with what each gives.
+A case gives equal results with both libraries, or is listed in ``differences.py`` with both results.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ Cases = dict[str, Case]
 
 
 def tried(function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> Any:
-    """Return what a function returns, or its exception as text."""
+    """Return the result of a function, or its exception as text."""
     try:
         return function(*arguments, **kwargs)
     except Exception as error:

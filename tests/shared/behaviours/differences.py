@@ -1,4 +1,4 @@
-"""The behaviours on which torch and modkit differ on purpose, with what each of them gives.
+"""The behaviors on which torch and modkit differ on purpose, with both results.
 
 The reasons are rows of the one table of differences, ``docs/parity.md``.
 """
@@ -24,7 +24,7 @@ BOTH_KINDS: Final = (
 
 
 class Difference(NamedTuple):
-    """Why two libraries differ, the case that shows it, and what torch and modkit give."""
+    """The reason of a difference, the case that shows it, and the results of torch and modkit."""
 
     reason: str
     case: Case
@@ -34,7 +34,7 @@ class Difference(NamedTuple):
 
 
 def on(function: Callable[[Any], Any]) -> Case:
-    """Return the case of a function of the standard network; the last of a tuple counts."""
+    """Return the case of a function of the standard network; of a tuple, the last item is compared."""
 
     def case(lib: Any) -> Any:
         found = tried(function, lib.net())
@@ -44,12 +44,12 @@ def on(function: Callable[[Any], Any]) -> Case:
 
 
 def on_scale(method: str, hook: Any, use: Callable[[Any], Any], **options: Any) -> Case:
-    """Return the case of a small module with a hook: what is raised, if something is."""
+    """Return the case of a small module with a hook; its result is the exception, if any."""
     return lambda lib: error_of(use, hooked(lib.nets.Scale(), method, hook, **options))
 
 
 def error_of(function: Callable[..., Any], *arguments: Any) -> str | None:
-    """Return the class of what a function raises."""
+    """Return the class of the exception of a function."""
     try:
         function(*arguments)
     except Exception as error:
@@ -187,7 +187,7 @@ DIFFERENCES: Final = {
         modkit=True,
     ),
     "loading: keys below a child that is None": Difference(
-        "Torch says that all keys match although nobody loads those below a child that is None.",
+        "Torch reports that all keys match, although those below a child that is None are not loaded.",
         on(lambda n: n.load_state_dict({"empty.weight": X}, strict=False).unexpected_keys),
         torch=[],
         modkit=["empty.weight"],

@@ -23,7 +23,7 @@ class Log(list[Any]):
     """Records the calls of its hooks."""
 
     def hook(self, label: object, result: Any = None) -> Callable[..., Any]:
-        """Return a hook that enters what it was called with, and returns ``result``."""
+        """Return a hook that records its arguments, and returns ``result``."""
 
         def hook(*arguments: Any, **kwargs: Any) -> Any:
             shown = [type(one) if isinstance(one, Module) else one for one in arguments]
@@ -135,7 +135,7 @@ def for_all(lib: Library, kinds: str, use: Any, result: Any = None, **options: A
     """Use a network while hooks for all modules are registered."""
     log = Log()
     with ExitStack() as handles:
-        # What torch does not undo when a handle is removed.
+        # Torch does not undo this when a handle is removed.
         handles.callback(lib.hooks._global_forward_hooks_with_kwargs.clear)
         handles.callback(setattr, lib.hooks, "_global_is_full_backward_hook", None)
         for kind in kinds.split():

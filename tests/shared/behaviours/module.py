@@ -1,4 +1,4 @@
-"""What a module is and does without hooks and files: members, walks, modes, casts, classes, copies."""
+"""Behaviors of a module without hooks and files: members, walks, modes, casts, classes, copies."""
 
 import abc
 import copy
@@ -19,7 +19,7 @@ X: Final = torch.ones(2, 3)
 
 
 def reloaded(value: Any) -> Any:
-    """Return what ``torch.load`` reads after ``torch.save``."""
+    """Return the result of ``torch.load`` after ``torch.save``."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
@@ -204,7 +204,7 @@ OVERRIDES: Final = {
 
 
 def lazy(lib: Library, use: Any) -> Any:
-    """Return a network of lazy modules after a use, and what came of it."""
+    """Return a network of lazy modules after a use, with the result of the use."""
     net = lib.nets.Pair(nn.LazyLinear(4), nn.Sequential(nn.LazyBatchNorm1d(), ReLU()))
     return tried(use, net), net
 

@@ -1,4 +1,4 @@
-"""The networks that the behaviours are about, defined once for torch and once for modkit."""
+"""The networks of the behaviors, defined once for torch and once for modkit."""
 
 from typing import Any
 

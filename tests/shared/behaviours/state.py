@@ -35,14 +35,14 @@ def with_hook(lib: Library, kind: str, use: Any, result: Any = None) -> Any:
 
 
 def with_part(lib: Library, use: Any, **members: Any) -> Any:
-    """Use a network with a part that has other members than usual."""
+    """Use a network with a part that has unusual members."""
     net = lib.net()
     net.part = type(lib.nn.Module)("Part", (lib.nn.Module,), members)()
     return tried(use, net), getattr(net.part, "seen", None)
 
 
 def stores(module: Any, *arguments: Any) -> None:
-    """Keep what a method of a part is called with."""
+    """Record the arguments of a method of a part."""
     module.seen = [type(one) if isinstance(one, OrderedDict) else one for one in arguments]
 
 
@@ -117,7 +117,7 @@ LOADING_A_PART: Final[Any] = {
     "an override": {"use": load_own, "_version": 3, "_load_from_state_dict": stores},
     "extra state": {"use": load_own, "get_extra_state": lambda m: 1, "set_extra_state": stores},
     "extra state that is missing": {"use": load_nothing, "set_extra_state": stores},
-    "extra state that nobody sets": {"use": load_own, "get_extra_state": lambda self: 1},
+    "extra state without a setter": {"use": load_own, "get_extra_state": lambda self: 1},
 }
 LOADING_WITH_HOOKS: Final[Any] = {
     f"{kind}{name}": {"kind": kind, "use": use, "result": result}

@@ -1,4 +1,4 @@
-"""What other parts of torch do with modules: nn.utils, func, graphs, averages, third-party modules."""
+"""Other parts of torch applied to modules: nn.utils, func, graphs, averages, third-party modules."""
 
 import copy
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def tensors(net: Any) -> dict[str, Any]:
 
 
 def trained(net: Any) -> Any:
-    """Return what a network computes after a step."""
+    """Return the output of a network after a step."""
     net(X).square().sum().backward()
     torch.optim.SGD(net.parameters(), lr=0.01).step()
     return net(X)
@@ -84,13 +84,13 @@ def compiled(net: Any, use: Callable[[Any], Any] = lambda run: run(X)) -> Any:
 
 
 def exported(net: Any) -> Any:
-    """Return what ``torch.export`` makes of a network, and what that computes."""
+    """Return the exported program of a network, and its output."""
     program = torch.export.export(net.eval(), (X,))
     return str(program.graph), list(program.state_dict), program.module()(X)
 
 
 def traced(net: Any) -> Any:
-    """Return what ``torch.fx`` makes of a network, and what that computes."""
+    """Return the traced code of a network, and its output."""
     found = fx.symbolic_trace(net)
     return found.code, list(found.state_dict()), reloaded(found)(X)
 
@@ -113,7 +113,7 @@ GRAPHS: Final[Any] = {
 
 
 def scripted(lib: Library, make: Callable[[Any, Any], Any]) -> Any:
-    """Return the code of a compiled network, and what it computes."""
+    """Return the code of a compiled network, and its output."""
     found = make(lib.jit, lib.net().eval())
     return found.code, found(X), [name for name, _ in found.named_parameters()]
 

@@ -22,7 +22,7 @@ import torch
 OUTCOMES = Path(os.environ["SUITE_OUTCOMES"])
 SAMPLE = json.loads(os.environ.get("SUITE_SAMPLE", "{}"))
 SEVERITY = ("passed", "xpassed", "skipped", "xfailed", "failed", "error")
-# A test that asks for more fails by itself.
+# A test that needs more memory fails alone.
 resource.setrlimit(resource.RLIMIT_DATA, (6 << 30, 6 << 30))
 _found: dict[str, tuple[str, str]] = {}
 _started: dict[str, float] = {}
@@ -39,12 +39,12 @@ def _write(**line: object) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Give each test the same random numbers, whatever ran before it."""
+    """Seed all generators, so that a test does not depend on earlier ones."""
     _seed()
 
 
 def pytest_collectstart(collector):
-    """Give each file the same random parameters of tests."""
+    """Seed all generators before a file is collected."""
     _seed()
 
 
@@ -55,7 +55,7 @@ def _seed() -> None:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keep one test in so many of the files that are too long."""
+    """Sample the tests of files that take too long."""
     kept = [i for i in items if not zlib.crc32(_name(i.nodeid).encode()) % _rate(i.nodeid)]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
@@ -66,14 +66,14 @@ def _rate(nodeid: str) -> int:
 
 
 def pytest_runtest_logstart(nodeid, location):
-    """Name the test that is about to run."""
+    """Record the start of a test."""
     _started[nodeid] = time.process_time()
     _write(test=_name(nodeid))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Keep the worst outcome of the phases and subtests of a test."""
+    """Keep the worst outcome over the phases and subtests of a test."""
     report = yield
     outcome = report.outcome
     if hasattr(report, "wasxfail"):
@@ -88,7 +88,7 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_runtest_logfinish(nodeid, location):
-    """Write how the test ended."""
+    """Write the outcome of the test."""
     outcome, raised = _found.pop(nodeid, ("passed", ""))
     seconds = round(time.process_time() - _started.pop(nodeid), 1)
     _write(test=_name(nodeid), outcome=outcome, raised=raised, seconds=seconds)

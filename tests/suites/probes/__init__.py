@@ -1,4 +1,4 @@
-"""Probes: what libraries without tests in their distribution do with a user's modules.
+"""Probes: libraries without tests in their distribution, applied to a user's modules.
 
 Each function of a file gets ``torch.nn`` or ``modkit.nn``, builds modules on it, and returns what is
 compared: tensors by their bits, modules by their text and state, exceptions by type and text.

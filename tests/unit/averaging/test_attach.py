@@ -48,7 +48,7 @@ def test_an_optimizer_is_attached_once() -> None:
 
 
 def test_an_optimizer_is_named_once_in_a_call() -> None:
-    """The same optimizer twice in one call is a ValueError, and it is not attached."""
+    """An optimizer given twice in one call is a ValueError, and it is not attached."""
     net = network()
     optimizer = sgd(net)
     ema = modkit.EMA(net)

@@ -40,7 +40,7 @@ def test_a_precision_keeps_slow_averages_moving(precision, dtype) -> None:
 
 
 def test_a_precision_never_narrows() -> None:
-    """What has more bits already keeps them, complex numbers stay complex and integers integers."""
+    """Wider dtypes are kept, complex tensors stay complex, and integer tensors integer."""
     model = nn.Linear(2, 1).double()
     model.register_buffer("turn", torch.ones(1, dtype=torch.complex64))
     model.register_buffer("index", torch.ones(1, dtype=torch.int16))

@@ -87,7 +87,7 @@ def test_both_faces(
     accelerator: bool,
     monkeypatch,
 ) -> None:
-    """What an EMA averages or copies, the averaged model has too; the rest is copied or ignored."""
+    """The averaged model averages and copies the tensors that EMA does; the rest is copied or ignored."""
     if accelerator:
         as_accelerator(monkeypatch)
     model = network(dtype)
@@ -122,7 +122,7 @@ def test_both_faces(
 @for_each("options", OPTIONS[:3], ids=named)
 @for_each("first", [False, True])
 def test_both_faces_raise(options: dict[str, Any], first: bool) -> None:
-    """The same step is refused by both, which stay as they are."""
+    """Both refuse the step and stay unchanged."""
     model = network()
     ema = modkit.EMA(model, DECAY, on_nonfinite="raise", **options)
     average = AveragedModel(model, on_nonfinite="raise", **options)

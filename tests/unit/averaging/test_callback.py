@@ -38,7 +38,7 @@ def snapshot(net: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def is_at(net: nn.Module, state: dict[str, torch.Tensor]) -> bool:
-    """Tell whether a network is in that state, bit for bit."""
+    """Return True if a network is bitwise in that state."""
     return all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
 
 
@@ -49,7 +49,7 @@ def averages(ema) -> list[torch.Tensor]:
 
 
 def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    """Tell whether two lists of tensors are the same, bit for bit."""
+    """Return True if two lists of tensors are bitwise identical."""
     return all(map(torch.equal, first, second)) and len(first) == len(second) > 0
 
 
@@ -85,7 +85,7 @@ def test_an_optimizer_counts_each_step_once() -> None:
 
 
 def test_a_list_with_one_optimizer() -> None:
-    """One optimizer may be given by itself or in a list, and an empty list is none."""
+    """One optimizer may be given alone or in a list; an empty list equals None."""
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     ema, by_hand = modkit.EMACallback(net, [optimizer]), modkit.EMACallback(net, [])
@@ -235,7 +235,7 @@ def averages_and_weights(net: nn.Module, ema) -> list[list[float]]:
 
 @pytest.mark.parametrize("kind", ["validation", "test", "predict"])
 def test_hooks_put_the_average_in_and_out(kind) -> None:
-    """Twice is as once, for each kind of evaluation, and an end without a start is nothing."""
+    """Starting twice is idempotent for each kind of evaluation, and an end without a start has no effect."""
     net, _, ema = loop()
     before = snapshot(net)
     ema.on_validation_end()
@@ -254,7 +254,7 @@ def test_hooks_put_the_average_in_and_out(kind) -> None:
 
 
 def test_hooks_and_blocks_in_any_order() -> None:
-    """A block that outlives the hooks, and hooks that outlive a block, leave the raw weights."""
+    """A block that outlives the hooks, and hooks that outlive a block, restore the training weights."""
     net, _, ema = loop()
     before = snapshot(net)
     ema.on_validation_start()
@@ -296,7 +296,7 @@ def test_evaluating_changes_nothing_about_training(mode, precision) -> None:
 
 @pytest.mark.parametrize("hook", ["on_exception", "on_train_batch_start", "on_train_end"])
 def test_an_evaluation_that_was_left_is_ended(hook) -> None:
-    """What comes after an error in the validation puts the raw weights back."""
+    """The hook after an error in the validation restores the training weights."""
     net, _, ema = loop()
     before = snapshot(net)
     ema.on_validation_start()
@@ -322,7 +322,7 @@ def test_a_step_in_an_evaluation_is_refused() -> None:
 
 
 def test_writing_to_the_weights_in_an_evaluation_is_told() -> None:
-    """The raw weights are back all the same, and the next end finds nothing to do."""
+    """Writing to the weights raises at the end, which restores the training weights."""
     net, _, ema = loop()
     before = snapshot(net)
     ema.on_validation_start()
@@ -445,7 +445,7 @@ def test_resuming_is_as_not_stopping(place, accumulate, precision) -> None:
 
 
 def test_a_checkpoint_of_an_evaluation_says_so() -> None:
-    """The raw weights are put into the model with a warning, whatever was loaded into it."""
+    """The training weights are restored with a warning, whatever was loaded into the model."""
     net, _, ema = loop()
     ema.on_validation_start()
     state, shown = copy.deepcopy(ema.state_dict()), snapshot(net)

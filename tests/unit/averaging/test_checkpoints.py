@@ -54,7 +54,7 @@ def test_the_average_is_the_weighted_mean(tmp_path, kind: str, dtype, weights) -
 
 
 def test_equal_files_are_their_average(tmp_path) -> None:
-    """The mean of the same values is those values, to the last bit."""
+    """The mean of equal values is bitwise identical to them."""
     state = states(1)[0]
     found = average_checkpoints(written(tmp_path, [state] * 7), [0.1, 0.7, 3, 1, 1, 1, 1e-9])
 
@@ -150,7 +150,7 @@ def test_weights_that_make_no_sense_are_refused(tmp_path, weights) -> None:
 
 
 def test_a_file_of_weight_zero_does_not_count(tmp_path) -> None:
-    """What is not finite there does not reach the average."""
+    """Non-finite values there do not reach the average."""
     saved = states(2)
     saved[0]["weight"].fill_(float("nan"))
     found = average_checkpoints(written(tmp_path, saved), [0, 1])

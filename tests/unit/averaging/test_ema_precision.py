@@ -36,7 +36,7 @@ def test_sixteen_bits_stand_still_by_themselves() -> None:
     assert averaged(ema).item() == 1.0
 
 
-# What 20,000 steps move at a decay of 1 - 1e-5 where a weight goes from 1 to 1.001.
+# Movement in 20,000 steps at a decay of 1 - 1e-5, if a weight goes from 1 to 1.001.
 NEAR_ONE = (float(torch.tensor(1.001)) - 1.0) * -math.expm1(20_000 * math.log1p(-1e-5))
 
 
@@ -60,7 +60,7 @@ def test_a_decay_near_one_needs_more_than_float32(precision, error: float | None
 def test_an_averaged_model_keeps_a_decay_near_one_in_float64(
     precision, error: float | None
 ) -> None:
-    """The same holds for `AveragedModel`, whose "same" is what torch has."""
+    """`AveragedModel` has the same accuracy; its "same" is torch's."""
     model = model_of([1.0])
     average = swa_utils.AveragedModel(
         model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(1 - 1e-5), precision=precision
@@ -77,7 +77,7 @@ def test_an_averaged_model_keeps_a_decay_near_one_in_float64(
 @for_each("precision", PRECISIONS)
 @for_each("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_a_constant_does_not_drift(precision, dtype) -> None:
-    """Weights that stay the same are their own average, to the last bit."""
+    """The average of constant weights is bitwise identical to them."""
     value = torch.linspace(-3, 3, 101).to(dtype)
     model = model_of(value, dtype)
     ema = modkit.EMA(model, decay=0.9999, precision=precision)

@@ -29,7 +29,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def same_state(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:
-    """Tell whether a model is in that state, bit for bit."""
+    """Return True if a model is bitwise in that state."""
     return all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
@@ -50,7 +50,7 @@ def test_pointers_change_places() -> None:
 
 
 def test_blocks_may_be_nested() -> None:
-    """The same average twice, and another one inside, come out in order."""
+    """Nested blocks of one average, and of another one inside, are restored in order."""
     model = model_of([8.0])
     first, second = half(model), modkit.EMA(model, decay=0.0)
     set_to(model, [2.0])
@@ -71,7 +71,7 @@ def test_blocks_may_be_nested() -> None:
 
 
 def test_an_exception_puts_the_weights_back() -> None:
-    """Whatever happens inside, the raw weights are back and the average is as it was."""
+    """After any event inside, the training weights are restored and the average is unchanged."""
     net = network()
     ema = half(net)
     before, average = state_of(net), averaged(ema, "0.weight").clone()
@@ -88,7 +88,7 @@ def test_an_exception_puts_the_weights_back() -> None:
 
 
 def test_before_the_first_update_nothing_is_applied() -> None:
-    """Without an average the block sees the raw weights, and copying does nothing."""
+    """Without an average the block sees the training weights, and copying has no effect."""
     model = model_of([3.0])
     ema = modkit.EMA(model, update_after_step=10)
     ema.update()
@@ -244,7 +244,7 @@ def test_a_model_of_the_average() -> None:
 
 
 def test_several_averages_by_index() -> None:
-    """Each of several averages can be put into the model."""
+    """Each of several averages can be swapped in."""
     model = model_of([1.0])
     ema = modkit.EMA(model, decay=[0.5, 0.75])
     ema.update()
@@ -282,7 +282,7 @@ def test_states_inside_nested_blocks_hold_the_raw_weights() -> None:
 
 
 def test_another_model_is_not_saved_as_the_raw_one() -> None:
-    """With the average in another model the state has no raw weights: those of this one are in place."""
+    """With the average in another model the state has no training weights: this model holds its own."""
     model, other = model_of([8.0]), model_of([-99.0])
     ema = half(model)
     with ema.applied(other):
@@ -306,7 +306,7 @@ def test_no_average_of_an_average() -> None:
 
 
 def test_blocks_may_end_in_any_order() -> None:
-    """The raw weights come back when the last of two overlapping blocks ends."""
+    """The training weights are restored when the last of two overlapping blocks ends."""
     model, first, second = two_averages()
     outer, inner = first.applied(), second.applied()
     outer.__enter__()

@@ -179,7 +179,7 @@ def test_wrappers_do_not_change_names() -> None:
 
 
 def test_a_child_called_module_is_no_wrapper() -> None:
-    """A model of one's own may have a child of that name beside parameters of its own."""
+    """A user's model may have a child of that name and other parameters."""
     model = nn.Module()
     model.module = nn.Linear(1, 1, bias=False)
     model.weight = nn.Parameter(torch.zeros(1))
@@ -310,7 +310,7 @@ def test_kinds_of_numbers(dtype, precision) -> None:
 
 
 def test_integers_empty_and_channels_last() -> None:
-    """Integer parameters are copied; tensors without elements or in another layout are no problem."""
+    """Integer parameters are copied; empty tensors and tensors in another layout are averaged."""
     model = nn.Module()
     model.count = nn.Parameter(torch.tensor(3), requires_grad=False)
     model.none = nn.Parameter(torch.zeros(0, 2))

@@ -96,7 +96,7 @@ def test_more_than_tensors_goes_into_files_of_torch_only(tmp_path) -> None:
 
     ema = modkit.EMA(Extra(1, 1))
     export_average(ema, tmp_path / "file.pt")
-    with pytest.raises(ValueError, match="_extra_state is no tensor"):
+    with pytest.raises(ValueError, match="_extra_state is not a tensor"):
         export_average(ema, tmp_path / "file.safetensors")
 
     assert torch.load(tmp_path / "file.pt")["_extra_state"] == {"calls": 3}

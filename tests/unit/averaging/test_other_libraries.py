@@ -154,7 +154,7 @@ def test_constant_decay_of_torch_ema():
     [(False, 0, 0), (True, 1, 1), (True, 101, 1), (True, 111, 11)],
 )
 def test_count_of_ema_pytorch(initted, step, n_averaged):
-    """What ema-pytorch was told to wait for is not counted."""
+    """Steps before ema-pytorch's `update_after_step` are not counted."""
     state = EMA_PYTORCH | {"initted": torch.tensor(initted), "step": torch.tensor(step)}
 
     assert convert(state, Net(), update_after_step=100).n_averaged == n_averaged
@@ -185,7 +185,7 @@ def test_lists_that_do_not_fit(state):
 
 
 def test_tied_parameters_in_lists():
-    """A parameter with two names stands in a list once, under its first name."""
+    """A parameter with two names is listed once, under its first name."""
     model = Net()
     model.other = model.head
 

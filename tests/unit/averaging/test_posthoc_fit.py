@@ -100,6 +100,6 @@ def test_error_shrinks_with_more_snapshots():
     ids=["step 0", "average of step 0", "too early", "twice", "width"],
 )
 def test_refusals(averages, step, text):
-    """What no combination can answer is an error that says why."""
+    """A request that no combination can meet is an error with the reason."""
     with pytest.raises(ValueError, match=text):
         fit_power(averages, 0.07, step)

@@ -1,32 +1,86 @@
-"""What all commands have in common."""
+"""The properties that all commands share."""
 
+import errno
+import importlib.metadata
 import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import click.testing
 import pytest
+import torch
 
 from modkit import __main__ as entry
-from modkit.cli._commands import NAMES, commands
+from modkit.cli import average, compat, inspect
+from modkit.cli._commands import commands
+from tests.cases import for_each
+from tests.processes import python
 
 
-def invoke(*arguments):
-    """Run a command line and return what it printed, and with which status it ended."""
-    return click.testing.CliRunner().invoke(commands, arguments)
+NAMES = ("average", "compat", "inspect")
+MAIN = "from modkit.__main__ import main; main()"
 
 
-def test_the_help_names_every_command():
-    """The help of the group lists the commands, and each has a help of its own."""
-    found = invoke("--help")
+def invoke(*arguments: object) -> click.testing.Result:
+    """Run a command line and return its output and exit status."""
+    return click.testing.CliRunner().invoke(commands, [*map(str, arguments)])
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> Path:
+    """Write a state dict with a long name."""
+    path = tmp_path / "net.pt"
+    torch.save({f"{'encoder.' * 8}weight": torch.ones(2, 3), "bias": torch.ones(3)}, path)
+    return path
+
+
+def test_the_help_of_the_group_names_every_command() -> None:
+    """The help lists the commands, examples, exit statuses and shell completion."""
+    found = invoke("--help").output
+
+    for text in (*NAMES, "Examples:", "130  interrupted", "_MODKIT_COMPLETE=bash_source"):
+        assert text in found
+
+
+@for_each("name", NAMES)
+def test_the_help_of_a_command(name: str) -> None:
+    """Each command has a help with examples, ``--json`` and the exit statuses."""
+    found = invoke(name, "--help")
 
     assert found.exit_code == 0
-    for name in NAMES:
-        assert name in found.output
-        assert invoke(name, "--help").exit_code == 0
-    assert invoke("nonsense").exit_code == 2
+    for text in ("Examples:", f"modkit {name}", "--json", "Exit status:"):
+        assert text in found.output
 
 
-def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch):
-    """Without the extra, the command line says what it needs and how to get it."""
+def test_the_version() -> None:
+    """``--version`` names the installed version."""
+    line = [sys.executable, "-m", "modkit", "--version"]
+    done = subprocess.run(line, capture_output=True, encoding="utf-8", check=True)
+
+    assert done.stdout == f"python -m modkit, version {importlib.metadata.version('modkit')}\n"
+
+
+@for_each(
+    ("words", "number", "expected"),
+    [("modkit a", "1", "average"), ("modkit inspect --ch", "2", "--check")],
+)
+def test_shell_completion(words: str, number: str, expected: str) -> None:
+    """The script for bash asks the command, which completes commands and options."""
+    variables = {"COMP_WORDS": words, "COMP_CWORD": number, "_MODKIT_COMPLETE": "bash_complete"}
+    code = f"import sys; sys.argv[0] = 'modkit'; {MAIN}"
+    found = python(code, env=variables)
+    script = python(code, env={"_MODKIT_COMPLETE": "bash_source"})
+
+    assert found.stdout == f"plain,{expected}\n"
+    assert "complete -o nosort -F" in script.stdout
+
+
+def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch) -> None:
+    """Without the extra, the command line names the missing library and how to install it."""
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "click" else find(name)
@@ -34,5 +88,124 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
     with pytest.raises(SystemExit) as ended:
         entry.main()
 
-    assert "needs click, " in ended.value.code
-    assert "pip install modkit[cli]" in ended.value.code
+    assert ended.value.code == "Error: the command line needs click: pip install modkit[cli]"
+
+
+@for_each("line", ["average {0} -o {0}.out", "average {0} --dry-run", "inspect {0}"])
+def test_a_missing_safetensors_is_named_before_any_work(tmp_path, monkeypatch, line: str) -> None:
+    """Without safetensors, the error comes before anything is read."""
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setattr("hashlib.sha256", None)
+    found = invoke(*line.format(path).split())
+
+    assert found.exit_code == 1
+    assert found.stderr.endswith("need the package safetensors: pip install safetensors\n")
+
+
+@for_each("width", [80, 40])
+@for_each("line", ["inspect {0}", "average {0} {0} --dry-run", "compat --area members"])
+def test_tables_fit_the_terminal(net: Path, monkeypatch, line: str, width: int) -> None:
+    """No line is wider than the terminal, and long names are folded, not cut."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    found = invoke(*line.format(net).split()).stdout
+
+    assert max(map(len, found.splitlines())) <= width
+    assert "…" not in found
+    letters = "".join(row.split("│")[1] for row in found.splitlines() if "│" in row)
+    name = f"{'encoder.' * 8}weight"
+    assert (name in "".join(letters.split())) == ("{0}" in line)
+
+
+def test_the_json_of_each_command(net: Path) -> None:
+    """``--json`` prints one JSON document."""
+    out = net.with_name("out.pt")
+    match = json.loads(invoke("average", net, net, "--dry-run", "--json").stdout)
+    facts = json.loads(invoke("average", net, net, "-o", out, "--json").stdout)
+
+    assert [row["fits"] for row in match["tensors"]] == [True, True]
+    assert facts == {"output": str(out), "checkpoints": 2, "tensors": 2}
+    assert json.loads(invoke("inspect", net, "--json").stdout)["kind"] == "torch.save file"
+    assert json.loads(invoke("compat", "--area", "members", "--json").stdout)["areas"]
+
+
+@for_each(
+    ("error", "status", "message"),
+    [
+        (KeyboardInterrupt(), 130, "Error: interrupted\n"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out.pt"), 1, "No space left on device"),
+        (MemoryError(), 1, "Error: MemoryError\n"),
+        (RuntimeError("a\x1b[31m\nb"), 1, r"Error: a\x1b[31m\nb"),
+    ],
+    ids=["Ctrl-C", "full disk", "memory", "forged"],
+)
+@for_each(
+    ("line", "where"),
+    [
+        ("average {0} -o {0}.out", (average, "average_checkpoints")),
+        ("inspect {0}", (inspect, "show")),
+        ("compat", (compat, "run")),
+    ],
+    ids=NAMES,
+)
+def test_errors_are_one_line(
+    net: Path, monkeypatch, line: str, where: Any, error: BaseException, status: int, message: str
+) -> None:
+    """Ctrl-C, a full disk and other errors end each command in one line with its exit status."""
+
+    def failing(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(*where, failing)
+    found = invoke(*line.format(net).split())
+
+    assert found.exit_code == status
+    assert found.stderr.count("\n") == 1
+    assert message in found.stderr
+
+
+@for_each("options", [[], ["--json"]], ids=["tables", "json"])
+@for_each("why", ["closed pipe", "full disk"])
+def test_output_that_cannot_be_written(net: Path, options: list[str], why: str) -> None:
+    """A closed pipe ends a command silently, a full disk in one line."""
+    torch.save({f"{n}": torch.ones(1) for n in range(5_000)}, net)
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000));"
+    code = f"{limit if why == 'full disk' else ''}{MAIN}"
+    line = [sys.executable, "-c", code, "inspect", str(net), "--limit", "5000", *options]
+    # Without its buffer, Python ignores that only a part was written.
+    environment = {name: v for name, v in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with (
+        net.with_name("output").open("wb") as file,
+        subprocess.Popen(
+            line,
+            stdout=file if why == "full disk" else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+        ) as process,
+    ):
+        if process.stdout is not None:
+            process.stdout.readline()
+            process.stdout.close()
+        assert process.stderr is not None
+        error = process.stderr.read()
+
+    message = b"Error: [Errno 27] File too large\n" if why == "full disk" else b""
+    assert (process.returncode, error) == (1, message)
+
+
+def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys) -> None:
+    """The bar goes to standard error, and only if that is a terminal."""
+    from modkit.cli._tables import progress
+
+    with progress("averaging", 1.0) as bar:
+        bar(0.5)
+    plain = capsys.readouterr()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress("averaging", 1.0) as bar:
+        bar(0.5)
+    shown = capsys.readouterr()
+
+    assert plain == ("", "")
+    assert shown.out == ""
+    assert "averaging" in shown.err

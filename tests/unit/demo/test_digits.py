@@ -79,7 +79,7 @@ def metrics(folder: Path, name: str = "metrics.json") -> dict:
 
 
 def test_losses_and_accuracies_are_equal_to_the_last_bit(runs) -> None:
-    """The same file trains to the same numbers on torch and on modkit."""
+    """Training has equal results on torch and on modkit."""
     expected, actual = metrics(runs["torch"][0]), metrics(runs["modkit"][0])
 
     assert actual == expected
@@ -122,7 +122,7 @@ def test_the_average_without_a_network_of_its_own_learns(runs) -> None:
 
     assert len(report["history"]["in_place"]) == EPOCHS
     assert report["test"]["in_place"]["errors"] < 0.8 * 901
-    assert "the same bits" in printed
+    assert "bitwise identical" in printed
     assert all(
         torch.equal(tensor, state["ema"][f"module.{name}"])
         for name, tensor in average["tensors"].items()
@@ -132,7 +132,7 @@ def test_the_average_without_a_network_of_its_own_learns(runs) -> None:
 
 @pytest.mark.parametrize(("writer", "reader"), [("torch", "modkit"), ("modkit", "torch")])
 def test_checkpoint_of_either_loads_into_the_other(runs, tmp_path, writer, reader) -> None:
-    """Evaluating the other backend's checkpoint gives the writer's results to the last bit."""
+    """Evaluating the other backend's checkpoint is bitwise identical to the writer's results."""
     checkpoint = runs[writer][0] / "checkpoint.pt"
     status, _, errors = run_here("--backend", reader, "--load", checkpoint, "--out", tmp_path)
     expected = {"test": metrics(runs[writer][0])["test"]}

@@ -359,7 +359,7 @@ def moved(location: str, content: bytes | None = None) -> bytes:
 
 
 def big_endian() -> bytes:
-    """Return a file as a machine of the other byte order writes it."""
+    """Return a file as a machine of the opposite byte order writes it."""
     swapped = {
         name: torch.from_numpy(tensor.numpy().byteswap()) for name, tensor in state().items()
     }
@@ -367,7 +367,7 @@ def big_endian() -> bytes:
 
 
 def edited(content: Any, *changes: tuple[bytes, bytes]) -> bytes:
-    """Return a file in whose pickle some bytes are replaced by others, with right checksums."""
+    """Return a file with some bytes of its pickle replaced, with valid checksums."""
     data = saved(content)
     (pickled,) = (m.data for m in unpacked(data) if m.name.endswith(b"/data.pkl"))
     for old, new in changes:
@@ -414,7 +414,9 @@ WAYS: dict[str, Callable[[], bytes]] = {
     "no descriptors": lambda: _without_descriptors(saved(state())),
     "no format version": lambda: replaced(saved(state()), {".format_version": None}),
     "no alignment record": lambda: replaced(saved(state()), {".storage_alignment": None}),
-    "alignment that is no number": lambda: replaced(saved(state()), {".storage_alignment": b"x"}),
+    "alignment that is not a number": lambda: replaced(
+        saved(state()), {".storage_alignment": b"x"}
+    ),
     "no version": lambda: replaced(saved(state()), {"version": None}),
     "no id": lambda: replaced(saved(state()), {".data/serialization_id": None}),
     "more members": lambda: replaced(saved(state()), {"extra/a.txt": b"text", "data/99": b"xyz"}),

@@ -1,4 +1,4 @@
-"""Run faults x writers and print what held, as JSON: ``python -m tests.unit.files.fault_runs --help``.
+"""Run faults x writers and print the results as JSON: ``python -m tests.unit.files.fault_runs --help``.
 
 Each trial runs in a forked process. That is why the tests start this file as a program: forking pytest
 itself would copy its threads.

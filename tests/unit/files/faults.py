@@ -77,7 +77,7 @@ def check(writer: Writer, target: Path, *versions: int, beside: tuple[str, ...] 
 
 
 def failed(writer: Writer, target: Path, named: Path | None = None) -> BaseException:
-    """Save, which must fail and name a path, by default the target; return the error that says why."""
+    """Save, which must fail and name a path, by default the target; return the error."""
     error: BaseException | None = None
     try:
         writer.save(target, 2)
@@ -476,7 +476,7 @@ def full_device(writer: Writer, folder: Path, count: int) -> None:
 
 @fault("folder as target")
 def folder_as_target(writer: Writer, folder: Path, count: int) -> None:
-    """It is an error that names the path, and the folder keeps what it has."""
+    """The error names the path, and the folder is unchanged."""
     target = folder / writer.file
     target.mkdir()
     (target / "content").write_text("of the user")
@@ -500,7 +500,7 @@ _NO_FOLDER: Final = {
 
 @fault("missing folder")
 def missing_folder(writer: Writer, folder: Path, count: int) -> None:
-    """It is an error that names the path, and nothing is made."""
+    """The error names the path, and nothing is created."""
     target = folder / "missing" / writer.file
     if writer.name not in _NO_FOLDER:
         raise NotPossible("the writer makes the folder")
@@ -511,7 +511,7 @@ def missing_folder(writer: Writer, folder: Path, count: int) -> None:
 
 
 # An interrupt in these, which make and remove the private folder, may leave it.
-_HOUSEKEEPING: Final = {"_private_folder", "_remove", "_remove_leftovers", "_replaced"}
+_HOUSEKEEPING: Final = {"_private_folder", "_remove", "_remove_stale", "_replaced"}
 
 
 @fault("`KeyboardInterrupt` at a random moment", large=True, random=True)
@@ -538,7 +538,10 @@ def interrupted(writer: Writer, folder: Path, count: int) -> str:
             writer.save(target, 2)
             signal.setitimer(signal.ITIMER_REAL, 0)
         except BaseException as error:
-            if type(error).__name__ not in {"KeyboardInterrupt", "Abort"}:  # click's name for it
+            if type(error).__name__ not in {
+                "KeyboardInterrupt",
+                "Interrupted",
+            }:  # that of the command line
                 raise
         if not _HOUSEKEEPING & {*places}:
             assert names_in(folder) == {target.name}, places
@@ -555,7 +558,7 @@ def interrupted(writer: Writer, folder: Path, count: int) -> str:
 
 @fault("leftovers of a killed save")
 def leftovers(writer: Writer, folder: Path, count: int) -> None:
-    """Those of the target are removed; those of other targets and of living writers are not."""
+    """Stale files of the target are removed; those of other targets and of running writers are not."""
     target, other = folder / writer.file, folder / "other.pt"
     writer.save(target, 1)
     whole = target.read_bytes()

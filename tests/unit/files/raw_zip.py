@@ -63,11 +63,11 @@ class Member:
         name: The name, in bytes.
         data: The content.
         method: 0 for stored, 8 for deflated.
-        packed: What stands in the file, if that is not the content.
+        packed: Bytes in the file, if not the content.
         local: Fields of the local header.
         central: Fields of the entry in the central directory.
         descriptor: Fields of the data descriptor, or None to leave it out.
-        extra: What stands in the central entry behind the name.
+        extra: Bytes in the central entry after the name.
     """
 
     name: bytes

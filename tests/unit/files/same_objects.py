@@ -104,7 +104,7 @@ class Comparison:
         return False
 
     def _mappings(self, path: str, a: Any, b: Any) -> None:
-        # Attributes that stand in the file may hide methods.
+        # Attributes from the file may hide methods.
         items, values = list(dict.items(a)), list(dict.values(b))
         equal(path, "keys", [packed(key) for key, _ in items], [packed(key) for key in b])
         for (key, one), other in zip(items, values, strict=True):

@@ -10,7 +10,7 @@ from modkit.files.atomic_write import atomic_write, reserve
 
 
 def test_the_file_appears_when_it_is_complete(tmp_path):
-    """Inside of the block the path holds what it held before, after it the new content."""
+    """Inside the block the path has the previous content, after it the new content."""
     path = tmp_path / "file.txt"
     path.write_text("old")
     with atomic_write(path) as unfinished:
@@ -72,7 +72,7 @@ def test_a_block_that_writes_nothing(tmp_path):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
 def test_an_interrupt_leaves_everything_as_it_was(tmp_path, error):
-    """What is not an ordinary error passes through as well, and the old file stays."""
+    """Exceptions such as KeyboardInterrupt pass through, and the previous file stays."""
     path = tmp_path / "file.txt"
     path.write_text("old")
 

@@ -111,7 +111,7 @@ def test_a_truncated_file_is_an_error(tmp_path: Path, length: int) -> None:
 
 
 def test_checksums_are_there_whatever_is_set(tmp_path: Path) -> None:
-    """Where torch is told to write none, these files have them, and the setting stays."""
+    """Files have checksums even if torch's option disables them; the option is kept."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -125,7 +125,7 @@ def test_checksums_are_there_whatever_is_set(tmp_path: Path) -> None:
 
 
 def test_a_file_without_checksums_is_refused(tmp_path: Path) -> None:
-    """What cannot be verified is not loaded, and the error says what would."""
+    """A file without checksums is not loaded; the error names the function that loads it."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -144,7 +144,7 @@ def child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_process_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
-    """After kill -9 in the middle of writing, the last checkpoint is whole."""
+    """After SIGKILL during a write, the last checkpoint is intact."""
     path = tmp_path / "last.pt"
     modkit.save_checkpoint(checkpoint(), path)
     code = """
@@ -162,7 +162,7 @@ torch.save = save
 
 @pytest.mark.skipif(os.name != "posix", reason="limits the size of files as POSIX does")
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
-    """Where no more can be written there is an error, and the last checkpoint is whole."""
+    """On a full disk, the save raises an error and the last checkpoint is intact."""
     path = tmp_path / "last.pt"
     modkit.save_checkpoint(checkpoint(), path)
     code = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"

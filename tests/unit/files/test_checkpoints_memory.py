@@ -35,7 +35,7 @@ def live_bytes() -> int:
 def test_no_more_is_held_than_the_sum_and_one_checkpoint(
     suffix: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many files there are, tensors of two checkpoints at most are held at any moment."""
+    """Memory holds the tensors of at most two checkpoints, for any number of files."""
     paths = [tmp_path / f"{index}.{suffix}" for index in range(FILES)]
     for index, path in enumerate(paths):
         state = {f"{n}": torch.full((NUMBERS,), float(index), dtype=dtype) for n in range(NAMES)}

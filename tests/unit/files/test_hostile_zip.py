@@ -22,7 +22,7 @@ from tests.unit.files.same_objects import assert_same
 
 
 def changed(data, index=0, *, local=None, central=None, descriptor=None, **fields):
-    """Return a file in which the headers of one member have other fields."""
+    """Return a file with changed fields in both headers of one member."""
     members = unpacked(data)
     member = dataclasses.replace(
         members[index],
@@ -35,7 +35,7 @@ def changed(data, index=0, *, local=None, central=None, descriptor=None, **field
 
 
 def added(data, name, content=b"content", **fields):
-    """Return a file with another member, whose name may have the folder of the others in it."""
+    """Return a file with one more member, whose name may contain the folder."""
     full = name.replace(b"FOLDER/", folder_of(data))
     return build([*unpacked(data), Member(full, content, **fields)])
 
@@ -52,7 +52,7 @@ def places(data):
 
 
 def sized(data, **fields):
-    """Return a file in which the first member has the sizes of large files, given by other fields."""
+    """Return a file whose first member has zip64 sizes with these fields."""
     return changed(data, central={"size": 0xFFFFFFFF, "packed": 0xFFFFFFFF}, **fields)
 
 
@@ -163,7 +163,7 @@ each_reader = for_each("reader", READERS)
 @each_reader
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case, reader, tmp_path):
-    """What torch would not write, or readers may understand in different ways, is refused."""
+    """Files that torch would not write, or that readers interpret differently, are refused."""
     path = tmp_path / "file.pt"
     path.write_bytes(REFUSED[case](seed_of(reader)))
 

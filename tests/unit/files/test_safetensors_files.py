@@ -7,7 +7,7 @@ from modkit.files.checkpoint_files import Described, library, write_safetensors
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):
-    """Without the package for a format the error says which one is needed."""
+    """The error names the missing package."""
     monkeypatch.setitem(sys.modules, "safetensors", None)
 
     with pytest.raises(ImportError, match="need the package safetensors"):

@@ -161,7 +161,7 @@ def default_dtype(dtype):
 
 @contextlib.contextmanager
 def endianness(order):
-    """Take files that do not tell their byte order for those of a machine with this one."""
+    """Read files without a byte order as files of a machine with this one."""
     before = torch.serialization.get_default_load_endianness()
     torch.serialization.set_default_load_endianness(order)
     try:
@@ -193,7 +193,7 @@ def test_surroundings(surroundings, name, mmap, tmp_path):
 @for_each("name", PERMISSIONS)
 @for_each("mmap", [False, True])
 def test_permissions(name, mmap, tmp_path):
-    """What the user has allowed torch to load, modkit loads."""
+    """Classes that the user has allowed torch to load are loaded."""
     path = written(tmp_path, name)
     options = {"mmap": True} if mmap else {}
     with pytest.raises(FileError, match="cannot be read as a checkpoint"):

@@ -43,7 +43,7 @@ def flipped(data, offset, mask=1):
 
 
 def with_fields(data, offset, fields):
-    """Return the bytes with others from an offset on."""
+    """Return the bytes, replaced from an offset on."""
     offset %= len(data)
     return data[:offset] + fields + data[offset + len(fields) :]
 
@@ -143,7 +143,7 @@ def test_archives_of_old_names_for_the_version():
 
 
 def test_a_flipped_bit_in_the_weights():
-    """Torch loads other weights without a word; here the corrupt member is named."""
+    """Torch silently loads other weights; modkit names the corrupt member."""
     corrupt = flipped(archive(), place_of(archive(), weight()), 0x40)
 
     theirs = loaded(corrupt).state_dict()
@@ -177,7 +177,7 @@ def test_corrupt_weights_are_found_before_the_block(size):
     "text", ["PytorchStreamReader failed locating file", "[enforce fail at inline_container.cc:9]"]
 )
 def test_errors_of_the_reader_of_torch(text):
-    """What torch's reader of zip files refuses is a corrupt file; other errors pass through."""
+    """Errors of torch's zip reader become FileError; other errors pass through."""
     message = re.escape(f"is corrupt: torch cannot read it: {text}")
     with pytest.raises(FileError, match=message), verified_archive(io.BytesIO(archive())):
         raise RuntimeError(f"{text}\nand a trace of C++")
@@ -247,8 +247,10 @@ def test_two_members_of_one_name():
 
 
 def test_a_member_outside_of_the_folder():
-    """A member that is not where the others are is refused: torch would not see it."""
-    with pytest.raises(FileError, match="'other/data/0' is in another folder"):
+    """A member in another folder than the others is refused: torch would not see it."""
+    with pytest.raises(
+        FileError, match="'other/data/0' is marked as a folder, or in another folder"
+    ):
         verified(packed({**members(archive()), "other/data/0": b"1234"}))
 
 
@@ -260,7 +262,7 @@ def test_a_member_without_a_name():
 
 @pytest.mark.parametrize("side", ["before", "after", "comment"])
 def test_something_around_the_zip_file(side):
-    """What stands before or behind the zip is refused: readers differ on what the file holds."""
+    """Bytes before or after the zip are refused: readers interpret such files differently."""
     around = {
         "before": packed({"archive/data.pkl": b"other"}) + archive(),
         "after": archive() + b"more",
@@ -293,13 +295,13 @@ def test_a_small_file_that_unpacks_to_a_large_one(tmp_path):
                 target.writestr(member, data)
         _append_zeros(path, name, 1_500_000_000)
         start = time.perf_counter()
-        with pytest.raises(FileError, match=r"is compressed|bytes unpacked"):
+        with pytest.raises(FileError, match="is compressed"):
             verified(path)
         assert time.perf_counter() - start < 1
 
 
 def _append_zeros(path, name, size):
-    """Write a member whose packed bytes are few; only its table tells the full size."""
+    """Write a member with few compressed bytes; only its table states the full size."""
     content = members(path.read_bytes())
     with zipfile.ZipFile(path, "w") as target:
         for member, data in content.items():
@@ -412,7 +414,7 @@ FIELDS = {
 @for_each("change", [1, -1])
 @for_each("field", FIELDS)
 def test_fields_of_the_end_record(field, change, tmp_path):
-    """Several disks, or a table of another size or place, are a FileError, whoever finds them."""
+    """Several disks, or a table of another size or place, are a FileError."""
     data = archive() if "large" in field else packed(members(archive()))
     place, size = FIELDS[field]
     place += len(data)
@@ -455,7 +457,7 @@ def test_a_digest_takes_no_second_copy_in_memory(tmp_path):
 
 
 def test_a_file_that_is_exchanged_after_it_was_verified(tmp_path):
-    """What was verified is what torch's reader gets, even if another file takes its place."""
+    """Torch reads the file that was verified, even if another file has replaced it."""
     path = tmp_path / "net.pt"
     path.write_bytes(archive())
     other = tmp_path / "other.pt"

@@ -134,7 +134,7 @@ def test_blocks_of_zeros():
 
 
 def test_members_that_change_places_without_new_checksums():
-    """Contents of one size that change places on the disk do not match their checksums."""
+    """Members of equal size that are swapped on disk do not match their checksums."""
     content = members(archive())
     names = [name for name in content if "/data/" in name]
 
@@ -203,7 +203,7 @@ def test_every_bit_that_no_checksum_covers(bit, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_many_more_bit_flips(seed, tmp_path):
-    """As above, at 1,000 other places for each seed."""
+    """1,000 random flips for each seed are refused or harmless."""
     counts = assert_harmless(tmp_path, random_flips(seed, 1000))
 
     sys.stdout.write(f"{sorted(counts.items())}\n")

@@ -70,7 +70,7 @@ def test_a_malformed_digest(tmp_path: Path, digest: str) -> None:
 
 @each_kind
 def test_truncated_files_are_refused(tmp_path: Path, write: Callable[[Path], Path]) -> None:
-    """However much is missing, the file is refused."""
+    """A truncated file of any length is refused."""
     path = write(tmp_path / "x.pt2")
     data = path.read_bytes()
     for length in (0, 10, len(data) // 2, len(data) - 1):
@@ -85,15 +85,15 @@ def test_each_flipped_bit_is_found(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     place = data.find(WEIGHT.numpy().tobytes())
     for bit in (0, 1000, 8 * WEIGHT.nbytes - 1):
-        damaged = bytearray(data)
-        damaged[place + bit // 8] ^= 1 << bit % 8
-        path.write_bytes(damaged)
+        corrupted = bytearray(data)
+        corrupted[place + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(corrupted)
         with pytest.raises(FileError, match="checksum"):
             verify(path)
 
 
 def test_sharded_checkpoints(tmp_path: Path) -> None:
-    """Each shard is tested, and there is no digest of all of them."""
+    """Each shard is tested; a digest of all shards is refused."""
     index = sharded(tmp_path)
     verify(index)
     verify(tmp_path)

@@ -1,4 +1,4 @@
-"""Run in a process of its own: load archives, and say of each what came of it.
+"""Run in a process of its own: load archives, and print the outcome of each.
 
 ``python torchscript_loads.py LIBRARY FOLDER`` loads every file of the folder in the order of the names, with torch
 or with modkit. For each it writes a line at once: the name, and whether it was refused or has the right

@@ -83,7 +83,7 @@ def test_one_notice_takes_the_place_of_all_warnings(tmp_path):
     lines = run(
         tmp_path,
         """
-        import copy, io, pickle, warnings
+        import copy, io, warnings
         import torch
         import modkit.nn as nn
         from modkit import jit
@@ -102,7 +102,6 @@ def test_one_notice_takes_the_place_of_all_warnings(tmp_path):
             jit.trace_module(nn.Linear(2, 2), {"forward": torch.ones(1, 2)})
             module.define("def none(self) -> int:\\n    return 0\\n")
             copy.deepcopy(module)
-            pickle.loads(pickle.dumps(module))
 
             @jit.interface
             class Numbers:

@@ -67,7 +67,7 @@ def test_the_wrong_digest(kind, tmp_path, monkeypatch):
 
 
 def test_nothing_runs_of_a_damaged_archive(tmp_path):
-    """Code that runs while an archive is loaded does not run where the archive is damaged."""
+    """Code that runs during loading does not run if the archive is corrupt."""
 
     class Writes(nn.Module):
         def __init__(self, path: str):
@@ -99,15 +99,6 @@ def test_nothing_runs_of_a_damaged_archive(tmp_path):
     assert mark.exists()
 
 
-def test_extra_files_are_looked_for_before_loading(tmp_path):
-    """A missing extra file is named with those that are there, and nothing is filled in."""
-    files = {"labels.txt": "", "other.txt": "before"}
-
-    with pytest.raises(KeyError, match=r"no extra file 'other\.txt'; it has .*'labels\.txt'"):
-        jit.load(io.BytesIO(saved()[0]), _extra_files=files, strict_extra_files=True)
-    assert files == {"labels.txt": "", "other.txt": "before"}
-
-
 def test_a_torch_without_torchscript_says_so(monkeypatch):
     """Where torch has nothing that reads TorchScript the error says that."""
     monkeypatch.setattr(_archives, "import_module", None)
@@ -117,7 +108,7 @@ def test_a_torch_without_torchscript_says_so(monkeypatch):
 
 
 def test_an_error_that_is_no_text_is_one_all_the_same(monkeypatch):
-    """Where the message of torch has bytes of a damaged file in it, it is shown without them."""
+    """An error of torch with bytes of a corrupt file in its message is shown without them."""
 
     def refuse(*args):
         return b"bad name \xc0".decode()

@@ -46,7 +46,7 @@ def test_mean_of_the_reward_head(networks):
 
 
 def test_default_activation_is_not_shared_between_networks(networks):
-    """What is done to the default activation of one network does not show in another."""
+    """A change of one network's default activation does not show in another network."""
     first, second = small().build(networks), small().build(networks)
     first.eval()
 

@@ -35,7 +35,7 @@ def state(*shape):
 @for_each("norm_type", ["GN", "IN", "bn", None, "", 0])
 @for_each("kind", ["DynamicsNetwork", "RepresentationNetwork", "PredictionNetwork", "DownSample"])
 def test_norm_type(kind, norm_type):
-    """A normalization other than the two is LightZero's error, with the value in a note."""
+    """A normalization other than the two is LightZero's error."""
     case = {
         "DynamicsNetwork": "BN",
         "RepresentationNetwork": "RepresentationNetwork, BN",
@@ -48,8 +48,6 @@ def test_norm_type(kind, norm_type):
         getattr(models, kind)(**options)
 
     assert str(caught.value) == "norm_type must in ['BN', 'LN']"
-    notes = getattr(caught.value, "__notes__", [])
-    assert notes in ([], [f"{kind} was given norm_type={norm_type!r}"])
 
 
 def test_norm_type_of_a_model():
@@ -68,7 +66,7 @@ def test_too_few_channels(channels):
 @for_each(
     ("options", "error", "text"),
     [
-        ({"fc_reward_layers": []}, IndexError, r"DynamicsNetwork: fc_reward_layers=\[\] needs"),
+        ({"fc_reward_layers": []}, IndexError, "out of range"),
         ({"fc_reward_layers": 32}, TypeError, "int"),
         ({"flatten_output_size_for_reward_head": 0}, ValueError, "input_size must be greater than"),
         ({"lstm_hidden_size": 0}, ValueError, "hidden_size must be greater than zero"),

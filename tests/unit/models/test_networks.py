@@ -25,7 +25,7 @@ def inputs(batch=3):
 
 
 def equal(first, second):
-    """Tell whether two results consist of equal tensors."""
+    """Return True if two results consist of equal tensors."""
     pairs = zip(tensors_in(first), tensors_in(second), strict=True)
     return all(torch.equal(one, other) for one, other in pairs)
 

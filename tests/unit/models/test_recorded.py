@@ -16,7 +16,7 @@ every_case = for_each("name", CASES)
 
 @pytest.fixture(scope="module")
 def record() -> dict[str, Any]:
-    """What LightZero 0.1.0 computed; ``same_kernels`` tells whether this machine sums up alike."""
+    """Results of LightZero 0.1.0; ``same_kernels`` is True if this machine sums in the same order."""
     content = torch.load(RECORD, weights_only=True)
     same = content["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     return {**content, "same_kernels": same and content["kernels"] == kernels()}
@@ -55,7 +55,7 @@ def test_layout(name, record):
 
 @every_case
 def test_weights_of_a_seed(name, record):
-    """The same seed gives the weights that it gives in LightZero."""
+    """A seed gives LightZero's initial weights."""
     network = CASES[name].build(models)
 
     state = summary({"state": list(network.state_dict().values())})

@@ -1,0 +1,82 @@
+"""Copies of a ScriptModule, with the class and the leaf parameters that it has."""
+
+import copy
+import types
+from typing import Any
+
+import torch
+from torch.jit import ScriptFunction
+from torch.nn import Parameter
+
+from modkit.jit._attributes import bind, plain_state
+from modkit.jit._upstream import ModuleDict
+from modkit.nn._hooks import TABLES
+
+
+def _empty(module: Any) -> Any:
+    cls: Any = type(module)
+    return cls.__new__(cls)
+
+
+def shallow(module: Any) -> Any:
+    """Return a module of the same class that shares the tensors and the children."""
+    new = _empty(module)
+    if "_c" not in module.__dict__:
+        new.__dict__.update(module.__dict__)
+        return new
+    for name, value in plain_state(module).items():
+        kept = value.copy() if name in TABLES else value
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            kept = types.MethodType(value.__func__, new)
+        new.__dict__[name] = kept
+    new.__dict__["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
+    bind(new, copy.copy(module._c), dict(module._modules), module._concrete_type)
+    return new
+
+
+def deep(module: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of the tree, as ``copy.deepcopy`` does for modules that are not compiled."""
+    if "_c" not in module.__dict__:
+        new = memo[id(module)] = _empty(module)
+        new.__dict__.update(copy.deepcopy(module.__dict__, memo))
+        return new
+    pairs: list[tuple[Any, Any]] = []
+    new = _mirror(module, copy.deepcopy(module._c, {}), memo, pairs)
+    for old, copied in pairs:
+        _copy_tensors(old, copied, memo)
+        # A compiled hook belongs to the type, and cannot be copied.
+        hooks = [hook for table in TABLES for hook in getattr(old, table).values()]
+        memo.update((id(hook), hook) for hook in hooks if isinstance(hook, ScriptFunction))
+    for old, copied in pairs:
+        copied.__dict__.update(copy.deepcopy(plain_state(old), memo))
+    return new
+
+
+def _mirror(module: Any, cpp: Any, memo: dict[int, Any], pairs: list[tuple[Any, Any]]) -> Any:
+    """Return a wrapper of a copied C++ module, of the original's class; note both in ``pairs``."""
+    if id(module) in memo:
+        return memo[id(module)]
+    new = memo[id(module)] = _empty(module)
+    pairs.append((module, new))
+    below = dict(ModuleDict(cpp).items())
+    children = {
+        name: _mirror(child, below[name], memo, pairs) for name, child in module._modules.items()
+    }
+    bind(new, cpp, children, module._concrete_type)
+    return new
+
+
+def _copy_tensors(old: Any, new: Any, memo: dict[int, Any]) -> None:
+    """Make the tensors of ``new`` leaves where those of ``old`` are; C++ has cloned them."""
+    for name in {*old._parameters, *old._buffers, *old._concrete_type.get_attributes()}:
+        source = old._c.getattr(name) if old._c.hasattr(name) else None
+        if not isinstance(source, torch.Tensor):
+            continue
+        if id(source) not in memo:
+            copied = new._c.getattr(name)
+            if source.is_leaf:
+                make = Parameter if isinstance(source, Parameter) else torch.Tensor.requires_grad_
+                copied = make(copied.detach(), source.requires_grad)
+                copied.grad = copy.deepcopy(source.grad, memo)
+            memo[id(source)] = copied
+        new._c.setattr(name, memo[id(source)])

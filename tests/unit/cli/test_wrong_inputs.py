@@ -1,0 +1,132 @@
+"""Wrong command lines and wrong files: one line of error, and no traceback."""
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import click.testing
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from modkit.cli._commands import commands
+from tests.cases import for_each
+from tests.unit.files.test_inspect import Evil, rewritten, scripted
+
+
+def _torn(path: Path, start: int, end: int | None) -> None:
+    path.write_bytes(path.read_bytes()[start:end])
+
+
+# Files by name; each begins as a copy of a small state dict.
+FILES: dict[str, Callable[[Path], object]] = {
+    "net": lambda path: None,
+    "empty": lambda path: path.write_bytes(b""),
+    "html": lambda path: path.write_text("<!DOCTYPE html>\n"),
+    "lfs": lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n"),
+    "bytes": lambda path: path.write_bytes(bytes(range(256))),
+    "headless": lambda path: _torn(path, 100, None),
+    "tailless": lambda path: _torn(path, 0, -1),
+    "half": lambda path: _torn(path, 0, 500),
+    "pickle": lambda path: path.write_bytes(pickle.dumps({"a": 1})),
+    "evil": lambda path: torch.save({"m": Evil(path.with_name("marker"))}, path),
+    "opcode": lambda path: rewritten(path, "data.pkl", b"\x80\x02\xff."),
+    "cut": lambda path: rewritten(path, "data.pkl", b"\x80\x02"),
+    "nothing": lambda path: rewritten(path, "data.pkl", b""),
+    "storage": lambda path: rewritten(path, "data/0", b"x"),
+    "number": lambda path: torch.save(3, path),
+    "list": lambda path: torch.save([torch.ones(1)], path),
+    "no tensors": lambda path: torch.save({}, path),
+    "nested": lambda path: torch.save({"model": {"w": torch.ones(1)}, "epoch": 1}, path),
+    "shape": lambda path: torch.save({"w": torch.ones(9)}, path),
+    "names": lambda path: torch.save({"other": torch.ones(2)}, path),
+    "numbers as names": lambda path: torch.save({1: torch.ones(2)}, path),
+    "sparse": lambda path: torch.save({"w": torch.eye(2).to_sparse()}, path),
+    "legacy": lambda path: torch.save(
+        {"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False
+    ),
+    "script": scripted,
+    "x.safetensors": lambda path: path.write_bytes(b"\xff" * 20),
+    "y.safetensors": lambda path: save_file({"w": torch.ones(2)}, path),
+    "cut.safetensors": lambda path: (save_file({"w": torch.ones(2)}, path), _torn(path, 0, -4)),
+    "bad.index.json": lambda path: path.write_text("{"),
+    "gone.index.json": lambda path: path.write_text(json.dumps({"weight_map": {"w": "gone.bin"}})),
+    "up.index.json": lambda path: path.write_text(json.dumps({"weight_map": {"w": "../net"}})),
+    "fifo": lambda path: (path.unlink(), os.mkfifo(path)),
+    "folder": lambda path: (path.unlink(), path.mkdir()),
+    "m\x1b[31m\n": lambda path: path.write_bytes(b""),
+    "broken.py": lambda path: path.write_text("def f(:\n"),
+    "leaves.py": lambda path: path.write_text("import sys\nsys.exit(0)\n"),
+}
+READ = (
+    "empty html lfs bytes headless tailless half pickle opcode cut nothing storage number list|no tensors|"
+    "nested shape names|numbers as names|sparse legacy script x.safetensors cut.safetensors "
+    "bad.index.json gone.index.json up.index.json fifo folder evil"
+)
+# Every file as the second of two checkpoints, and the files that `inspect` refuses.
+AVERAGE = [
+    f"average net|{name}|-o|out.pt"
+    for part in READ.split("|")
+    for name in ([part] if part in {"no tensors", "numbers as names"} else part.split())
+]
+INSPECT = [
+    *("inspect empty", "inspect bytes", "inspect tailless", "inspect half", "inspect opcode"),
+    *("inspect cut", "inspect nothing", "inspect x.safetensors", "inspect cut.safetensors"),
+    *("inspect bad.index.json", "inspect gone.index.json", "inspect up.index.json", "inspect fifo"),
+    *("inspect folder", "inspect m\x1b[31m\n", "inspect missing", "inspect", "inspect net|net"),
+    *("inspect net|--sha256|zz", "inspect net|--sha256|" + "0" * 64, "inspect net|--limit|-1"),
+    *("inspect net|--limit|x", "inspect net|--wrong", "inspect storage|--check"),
+    *("inspect legacy|--check", "inspect html|--check", "inspect pickle|--check"),
+]
+OPTIONS = [
+    *("average", "average net", "average missing|-o|out.pt", "average net|-o|folder"),
+    *("average net|-o|no/such/out.pt", "average net|-o|net|--overwrite", "average net|-o|empty"),
+    *("average net|-o|out.pt|--weights|1,x", "average net|-o|out.pt|--weights|1,2"),
+    *("average net|-o|out.pt|--weights|nan", "average net|-o|out.pt|--weights|-1"),
+    *("average net|-o|out.pt|--weights|0", "average net|-o|out.pt|--step|3"),
+    *("average net|-o|out.pt|--dtype|int8", "average net|-o|out.pt|--prefix|net."),
+    *("average net|-o|out.pt|--key|model", "average nested|-o|out.pt|--key|model.w"),
+    *("average net|-o|out.pt|--ema-sigma|0", "average net|-o|out.pt|--ema-sigma|0.1"),
+    *("average folder|-o|out.pt|--ema-sigma|0.1", "average net|shape|--dry-run", "average -o"),
+]
+OTHERS = [
+    *("", "nonsense", "--nonsense", "compat --area|hats", "compat net:f|--area|members"),
+    *('compat --kwargs|{"a": 1}', "compat net:f|--args|[1", "compat net:f|--kwargs|[1]"),
+    *("compat nothing", "compat missing.py:f", "compat broken.py:f", "compat leaves.py:f"),
+]
+LINES = [*AVERAGE, *INSPECT, *OPTIONS, *OTHERS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write all files."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, change in FILES.items():
+        torch.save({"w": torch.ones(2)}, folder / name)
+        change(folder / name)
+    return folder
+
+
+def test_there_are_more_than_60() -> None:
+    """The number of wrong command lines."""
+    assert len(set(LINES)) == len(LINES) >= 60
+
+
+@for_each("line", LINES)
+def test_a_wrong_input_is_one_line(folder: Path, monkeypatch, line: str) -> None:
+    """The status is 1 or 2, the error is one printable line, and nothing is written or executed."""
+    monkeypatch.chdir(folder)
+    before = sorted(folder.iterdir())
+    command, _, rest = line.partition(" ")
+    arguments = [*filter(None, [command, *rest.split("|")])]
+    found = click.testing.CliRunner().invoke(commands, arguments)
+
+    assert isinstance(found.exception, SystemExit), found.exception
+    assert found.exit_code in {1, 2}
+    errors = [text for text in found.stderr.splitlines() if text.startswith("Error: ")]
+    assert len(errors) == (arguments != [])
+    assert all(text.isprintable() for text in found.output.splitlines())
+    assert "Traceback" not in found.output
+    assert sorted(folder.iterdir()) == before
