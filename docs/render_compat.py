@@ -59,11 +59,10 @@ def section() -> str:
 def run() -> dict[str, Any]:
     """Run the behaviors, and compare the models whose libraries are installed."""
     sys.path.insert(0, str(ROOT))
-    report = importlib.import_module("modkit.compat.report")
+    runner = importlib.import_module("modkit.compat.run")
     models = importlib.import_module("tests.integration.compat.models").MODELS
     found = read("compat")
-    results = importlib.import_module("modkit.compat.run").run()
-    made = report.Report("behaviors", results, by_area=True).as_json()
+    made = runner.Report("behaviors", runner.run(), by_area=True).as_json()
     made["versions"]["torch"] = torch = made["versions"]["torch"].split("+")[0]
     now = {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
     behaviors = {torch: {**made["versions"], **now, "areas": made["areas"]}}

@@ -29,14 +29,11 @@ _PROBE: Final = bytes(1 << 20)
 def atomic_write(path: str | os.PathLike[str]) -> Generator[Path]:
     """Yield a temporary path; if the block ends without an error, that file replaces ``path``.
 
-    The temporary file has the name of the target and lies in a private folder beside it, which must
-    exist. It is flushed to disk, gets the mode of the file that it replaces, and is renamed. The next
-    write of the same target removes what a killed process has left. Symbolic links are followed; other
-    hard links keep the previous content. A FIFO or a device is written to, which is not atomic.
-
-    Raises:
-        OSError: If the file cannot be written, with ``errno`` and the target, also where a C++ writer
-            inside the block raises an error without ``errno``.
+    The temporary file has the name of the target and lies in a private folder beside it. It is flushed to
+    disk, gets the mode of the file that it replaces, and is renamed. The next write of the same target
+    removes what a killed process has left. Symbolic links are followed; other hard links keep the
+    previous content. A FIFO or a device is written to, which is not atomic. An OSError has ``errno`` and
+    the target, also where a C++ writer inside the block raises an error without ``errno``.
     """
     given = os.fspath(path)
     target = Path(os.path.realpath(given))

@@ -1,8 +1,7 @@
 """Limits on what a pickle may make torch's readers do: nesting, hashing, memory.
 
-The readers execute no code, but trust the structure. In C++, deep nesting overflows the stack, and a storage is
-as large as the pickle states. In Python, hashing nested tuples takes exponential time. This module follows
-the instructions without making the objects.
+In C++, deep nesting overflows the stack, and a storage is as large as the pickle states. In Python, hashing
+nested tuples takes exponential time. This module follows the instructions without making the objects.
 """
 
 import gc
@@ -27,17 +26,8 @@ _HASHING: Final = (".OrderedDict", ".Counter", ".set", ".dict", ".frozenset")
 _KNOWN: Final = {
     *(*_FILLS, *_CALLS, "BINPERSID", "PROTO", "MARK", "POP", "DUP", "STOP", "GLOBAL"),
     *("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "BINUNICODE", "SHORT_BINSTRING", "LONG1"),
-    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "BINFLOAT"),
-    *(
-        "EMPTY_LIST",
-        "EMPTY_DICT",
-        "EMPTY_SET",
-        "EMPTY_TUPLE",
-        "TUPLE",
-        "TUPLE1",
-        "TUPLE2",
-        "TUPLE3",
-    ),
+    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "BINFLOAT", "EMPTY_TUPLE"),
+    *("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
 }
 
 

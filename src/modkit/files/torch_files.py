@@ -1,8 +1,7 @@
 """Checkpoints of ``torch.save`` and TorchScript archives: written atomically, read with verified checksums.
 
-A fast path reads plain state dicts: the standard unpickler with an allow-list of names, and memory that is
-read and verified in one pass. Everything else is verified, then read by ``torch.load(weights_only=True)``.
-Neither executes code from the file.
+A fast path reads plain state dicts, with an allow-list of names, and verifies memory as it is read. Other
+files are verified, then read by ``torch.load(weights_only=True)``. Neither executes code from the file.
 """
 
 import argparse
@@ -99,9 +98,8 @@ def load_checkpoint(
     with open_regular(path) as descriptor, collector_paused():
         archive = _archive_of(descriptor, os.fspath(path), kinds.TORCH_SAVE)
         if not archive.has_checksums:
-            advice = "torch.load(path, weights_only=True) reads it unverified"
-            text = f"{archive.what} was written without checksums; {advice}"
-            raise FileError(text, kinds.TORCH_SAVE)
+            advice = "without checksums; torch.load(path, weights_only=True) reads it unverified"
+            raise FileError(f"{archive.what} was written {advice}", kinds.TORCH_SAVE)
         if mmap:
             archive.verify()
         if map_location is None or map_location in ("cpu", torch.device("cpu")):
@@ -213,10 +211,6 @@ _INSTRUCTIONS: Final = re.compile(
 _VERSIONS: Final = {str(version).encode() for version in range(1, 11)}  # of the container
 
 
-class _NotPlainError(Exception):
-    """The file is not what torch.save writes for a plain state dict; torch reads or refuses it."""
-
-
 class _StorageType(NamedTuple):
     dtype: torch.dtype
 
@@ -228,7 +222,7 @@ class _Storage(NamedTuple):
 
 
 class _Unpickler(pickle.Unpickler):
-    """The standard unpickler with an allow-list of names."""
+    """The standard unpickler with an allow-list of names; UnpicklingError leaves the file to torch."""
 
     memo: Any
 
@@ -241,20 +235,18 @@ class _Unpickler(pickle.Unpickler):
         self.used: set[str] = {"data.pkl"}
 
     def find_class(self, module: str, name: str, /) -> Any:
-        found = _NAMES.get((module, name))
-        if found is None:
-            raise _NotPlainError
+        found = _NAMES[module, name]
         return partial(found, self) if found in _REBUILDS else found
 
     def persistent_load(self, pid: Any, /) -> _Storage:
         if type(pid) is not tuple or tuple(map(type, pid)) != _PID_TYPES:
-            raise _NotPlainError
+            raise pickle.UnpicklingError
         tag, kind, key, location, numel = pid
         if tag != "storage" or (location != "cpu" and not self._any_location):
-            raise _NotPlainError
+            raise pickle.UnpicklingError
         if found := self._storages.get(key):
             if found.dtype is not kind.dtype or found.numel != numel:
-                raise _NotPlainError
+                raise pickle.UnpicklingError
             return found
         name, stated = f"data/{key}", numel * kind.dtype.itemsize
         member = self._archive.members.get(name)
@@ -274,14 +266,14 @@ class _Unpickler(pickle.Unpickler):
     def tensor_of_dtype(self, stored: Any, *description: Any) -> Tensor:
         offset, size, stride, requires_grad, hooks, dtype, *metadata = description
         if tuple(map(type, (stored, *description[:6]))) != _TENSOR_TYPES or hooks or offset < 0:
-            raise _NotPlainError
+            raise pickle.UnpicklingError
         # Bits for lazy conjugation and negation.
         if metadata not in ([], [{}]):
-            raise _NotPlainError
+            raise pickle.UnpicklingError
         last = offset
         for length, step in zip(size, stride, strict=True):
             if type(length) is not int or type(step) is not int or length < 0 or step < 0:
-                raise _NotPlainError
+                raise pickle.UnpicklingError
             last += (length - 1) * step
         if 0 not in size and (last + 1) * dtype.itemsize > stored.storage.nbytes():
             raise self._archive.corrupt("a tensor extends beyond the end of its storage")
@@ -293,7 +285,7 @@ class _Unpickler(pickle.Unpickler):
 
     def parameter(self, data: Tensor, requires_grad: bool, hooks: Any) -> torch.nn.Parameter:
         if type(data) is not Tensor or type(hooks) is not OrderedDict or hooks:
-            raise _NotPlainError
+            raise pickle.UnpicklingError
         parameter = torch.nn.Parameter(data, requires_grad)
         parameter._backward_hooks = hooks
         return parameter
@@ -330,7 +322,7 @@ def _read_plain(archive: Archive, mapped: int | None, *, any_location: bool) -> 
         if mapping is not None and member.size:
             start = archive.start_of(member)
             if start % 16:
-                raise _NotPlainError
+                raise pickle.UnpicklingError
             flat = torch.frombuffer(mapping, dtype=torch.uint8, count=member.size, offset=start)
             return flat.untyped_storage()
         storage = torch.UntypedStorage(member.size)

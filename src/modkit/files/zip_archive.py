@@ -1,7 +1,7 @@
 """Zip files as ``torch.save`` and ``torch.jit.save`` write them, verified against their checksums.
 
-torch's own reader ignores the checksums: https://github.com/pytorch/pytorch/issues/126952. This reader
-accepts only the subset of zip that torch writes, and refuses what two readers could interpret differently.
+torch ignores the checksums: https://github.com/pytorch/pytorch/issues/126952. This reader accepts only the
+subset of zip that torch writes, and refuses what two readers could interpret differently.
 """
 
 import os
