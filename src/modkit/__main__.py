@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-from pathlib import Path
 
 
 def main() -> None:
@@ -12,8 +11,7 @@ def main() -> None:
         sys.exit(f"Error: the command line needs {' and '.join(missing)}: pip install modkit[cli]")
     from modkit.cli._commands import commands
 
-    script = Path(sys.argv[0]).name != "__main__.py"
-    commands(prog_name="modkit" if script else "python -m modkit")
+    commands(prog_name="python -m modkit" if sys.argv[0].endswith("__main__.py") else "modkit")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,7 @@ class FileError(ValueError, RuntimeError):
     """A file is corrupt, unsafe to read, or of another kind than expected; nothing was loaded.
 
     It is also a ``RuntimeError``, as ``torch.load`` raises for corrupt files. Control characters in the
-    message are escaped.
-
-    Attributes:
-        kind: The kind of the file, as in :class:`modkit.files.FileInfo`, or ``""`` if unknown.
+    message are escaped. ``kind`` is that of :class:`modkit.files.FileInfo`, or ``""`` if unknown.
     """
 
     def __init__(self, message: str, kind: str = "") -> None:

@@ -65,8 +65,7 @@ def average(
 ) -> None:
     """Average checkpoints of one model: torch or safetensors files, sharded or not.
 
-    Memory holds the average and one checkpoint. All names and shapes are compared first. OUTPUT is
-    written atomically.
+    All names and shapes are compared before any tensor is read. OUTPUT is written atomically.
 
     \b
     Examples:

@@ -53,9 +53,8 @@ def compat(
         raise click.UsageError("--area cannot be used with TARGET")
     if not target and any(options.values()):
         raise click.UsageError("--args, --kwargs, --input and --swap need TARGET")
-    for area in chosen:
-        if area not in areas():
-            raise click.UsageError(f"{area!r} is not an area: {', '.join(areas())}")
+    if unknown := [area for area in chosen if area not in areas()]:
+        raise click.UsageError(f"{unknown[0]!r} is not an area: {', '.join(areas())}")
     if page and not page.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {page.parent}")
     if target:

@@ -11,7 +11,6 @@ from rich.table import Table
 from modkit import files
 from modkit.averaging.state import recognise
 from modkit.cli import _tables as ui
-from modkit.errors import printable
 from modkit.files.kinds import parse_digest
 
 
@@ -43,9 +42,7 @@ def inspect(file: Path, as_json: bool, limit: int, sha256: str | None, check: bo
             files.verify(file, wanted)
         info = files.inspect(file)
     if wanted not in {None, info.sha256}:
-        raise click.ClickException(
-            f"{printable(str(file))} has the SHA-256 {info.sha256}, not {wanted}"
-        )
+        raise ValueError(f"{file} has the SHA-256 {info.sha256}, not {wanted}")
     if as_json:
         ui.print_json(asdict(info))
     else:
@@ -81,8 +78,7 @@ def show(info: files.FileInfo, limit: int) -> None:
     for headings, rows in tables.items():
         if rows[:limit]:
             ui.print_table(headings, rows[:limit])
-    longest = max(len(rows) for rows in tables.values())
-    if longest > limit:
+    if (longest := max(map(len, tables.values()))) > limit:
         out.print(f"--limit {longest} shows all rows")
 
 
@@ -92,8 +88,7 @@ def _keys_of(info: files.FileInfo) -> list[tuple[object, ...]]:
     rows: list[tuple[object, ...]] = []
     for key, names in info.groups.items():
         found = [t for name in names if (t := tensors.get(f"{key}.{name}" if key else name))]
-        ema = set(names) >= _EMA_STATE
-        owner = "modkit.EMA" if ema else recognise(dict.fromkeys(names))
+        owner = "modkit.EMA" if set(names) >= _EMA_STATE else recognise(dict.fromkeys(names))
         if found or owner:
             text = (key or "-") if len(found) == len(names) else f"({key or '-'})"
             nbytes = decimal(sum(each.nbytes for each in found))

@@ -1,7 +1,4 @@
-"""Build a user's model on torch and on modkit, each in its own process, and compare the two.
-
-In one process, a package that is imported twice would register its operators twice.
-"""
+"""Build a user's model on torch and on modkit, each in its own process, and compare the two."""
 
 import copy
 import importlib
@@ -208,6 +205,7 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
 
 def compare(target: Target) -> tuple[str, list[Result]]:
     """Build the model on torch and on modkit, and return a title and the results."""
+    # In one process, a package that is imported twice would register its operators twice.
     context = multiprocessing.get_context("spawn")
     connections: list[Connection] = []
     with ExitStack() as stack:
@@ -219,22 +217,19 @@ def compare(target: Target) -> tuple[str, list[Result]]:
             stack.callback(process.join)
             stack.callback(process.terminate)
             theirs.close()
+        one, other = connections
         try:
-            return _compared(target, *connections)
+            if isinstance(first := one.recv(), Exception):
+                raise first
+            if isinstance(second := other.recv(), Exception):
+                built, failed = ("returns", "a model", []), ("raises", str(second), [])
+                return target.path, [Result("model", "construction", "unlisted", built, failed)]
+            (_, left, left_state), (count, right, right_state) = first, second
+            one.send_bytes(right_state)
+            other.send_bytes(left_state)
+            left[_LOADING], right[_LOADING] = one.recv(), other.recv()
         except EOFError:
             raise RuntimeError("the process that ran the model ended early") from None
-
-
-def _compared(target: Target, one: Connection, other: Connection) -> tuple[str, list[Result]]:
-    if isinstance(first := one.recv(), Exception):
-        raise first
-    if isinstance(second := other.recv(), Exception):
-        outcomes: tuple[Outcome, Outcome] = ("returns", "a model", []), ("raises", str(second), [])
-        return target.path, [Result("model", "construction", "unlisted", *outcomes)]
-    (_, left, left_state), (count, right, right_state) = first, second
-    one.send_bytes(right_state)
-    other.send_bytes(left_state)
-    left[_LOADING], right[_LOADING] = one.recv(), other.recv()
     kinds = {check: "equal" if left[check] == right[check] else "unlisted" for check in left}
     results = [Result("model", n, kind, left[n], right[n]) for n, kind in kinds.items()]
     return f"{target.path}: {count}", results

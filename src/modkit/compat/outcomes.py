@@ -52,10 +52,6 @@ class Library:
             return self.nets.Net()
 
 
-TORCH: Final = Library("torch")
-MODKIT: Final = Library("modkit")
-
-
 def plain(text: str) -> str:
     """Return a text without addresses, and with one name for the networks of both libraries."""
     return _ADDRESS.sub("0x", re.sub(r"nets_on_(torch|modkit)", "nets", text))

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from modkit.compat.outcomes import MODKIT, TORCH, Outcome, difference, freeze, outcome
+from modkit.compat.outcomes import Library, Outcome, difference, freeze, outcome
 
 
 Case = Callable[..., Any]
@@ -39,7 +39,7 @@ class Result(NamedTuple):
 
 def run_case(area: str, name: str, case: Case) -> Result:
     """Run one case with both libraries."""
-    found = outcome(case, TORCH), outcome(case, MODKIT)
+    found = outcome(case, Library("torch")), outcome(case, Library("modkit"))
     listed = DIFFERENCES.get(f"{area}: {name}")
     if listed is None:
         return Result(area, name, "equal" if found[0] == found[1] else "unlisted", *found)

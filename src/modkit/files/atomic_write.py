@@ -37,7 +37,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Generator[Path]:
     """
     given = os.fspath(path)
     target = Path(os.path.realpath(given))
-    with _naming(given, target):
+    try:
         found = None
         with contextlib.suppress(FileNotFoundError):
             found = Path(given).stat()
@@ -50,14 +50,8 @@ def atomic_write(path: str | os.PathLike[str]) -> Generator[Path]:
             os.close(os.open(given, os.O_WRONLY))
         with writing as unfinished:
             yield unfinished
-
-
-@contextmanager
-def _naming(given: str, target: Path) -> Generator[None]:
-    """Make errors of the operating system name the target, not a temporary file."""
-    try:
-        yield
     except OSError as error:
+        # Name the target, not a temporary file.
         name = error.filename
         ours = name is None or ".modkit-" in str(name) or Path(name) in {target.parent, target}
         if error.errno is None or not ours:

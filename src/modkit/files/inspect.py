@@ -20,7 +20,6 @@ from modkit.files.zip_archive import Archive, open_regular
 
 # A hostile file can name one object a billion times. Each listed entry costs its name and 64.
 _BUDGET: Final = 1 << 26
-_MAX_DEPTH: Final = 16
 _MAX_NAME: Final = 1000
 _ARCHIVES: Final = {kinds.TORCH_SAVE, kinds.TORCHSCRIPT, kinds.EXPORT}
 _NEVER_INTACT: Final = {kinds.EMPTY, kinds.CORRUPT_ZIP, kinds.TEXT, kinds.ZIP, kinds.UNKNOWN}
@@ -70,7 +69,6 @@ def inspect(path: str | os.PathLike[str]) -> FileInfo:
 
     Raises:
         FileError: If the file is empty, corrupt, or not a regular file.
-        ImportError: If a safetensors file is inspected without the package safetensors.
 
     Example:
         >>> import torch
@@ -189,7 +187,7 @@ def _of_content(content: object, info: FileInfo) -> FileInfo:
             size = found.nbytes if found.layout == torch.strided and not found.is_nested else 0
             tensors.append(TensorInfo(key, shape, str(found.dtype)[6:], size))
             return
-        items = None if depth > _MAX_DEPTH else _items(found)
+        items = None if depth > 16 else _items(found)
         if items is None:
             entries[key] = _short(found)
             return

@@ -58,7 +58,11 @@ def kind_of(source: int | bytes) -> str:
     # A JSON header after its length, which safetensors limits too.
     if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 100_000_000:
         return SAFETENSORS
-    return _kind_of_pickle(head) or (TEXT if _is_text(head) else UNKNOWN)
+    if found := _kind_of_pickle(head):
+        return found
+    # The last character may be cut off. Surrogates are not printable.
+    text = (head[:-3] if len(head) == _HEAD else head).decode("utf-8", "surrogateescape")
+    return TEXT if all(c.isprintable() or c in "\ufeff\t\n\r\f" for c in text) else UNKNOWN
 
 
 def kind_of_members(names: Collection[str]) -> str:
@@ -88,12 +92,6 @@ def first_line(source: int | bytes) -> str:
     """Return how a text file begins, which identifies a Git LFS pointer or an HTML page."""
     text = read_some(source, 0, 1000).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
     return f"it begins with {printable(text.splitlines()[0][:60] if text else '')!r}"
-
-
-def _is_text(head: bytes) -> bool:
-    # The last character may be cut off. Surrogates are not printable.
-    text = (head[:-3] if len(head) == _HEAD else head).decode("utf-8", "surrogateescape")
-    return all(letter.isprintable() or letter in "\ufeff\t\n\r\f" for letter in text)
 
 
 def _kind_of_pickle(head: bytes) -> str | None:

@@ -20,11 +20,10 @@ from modkit.files.zip_archive import Member
 DEEPEST: Final = 1000
 _DTYPES: Final = {"byte": "uint8", "char": "int8", "untyped": "uint8"}
 _FILLS: Final = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"}
-_CALLS: Final = {"REDUCE", "NEWOBJ"}
 _HASHING: Final = (".OrderedDict", ".Counter", ".set", ".dict", ".frozenset")
 # The instructions of torch's readers.
 _KNOWN: Final = {
-    *(*_FILLS, *_CALLS, "BINPERSID", "PROTO", "MARK", "POP", "DUP", "STOP", "GLOBAL"),
+    *(*_FILLS, "REDUCE", "NEWOBJ", "BINPERSID", "PROTO", "MARK", "POP", "DUP", "STOP", "GLOBAL"),
     *("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "BINUNICODE", "SHORT_BINSTRING", "LONG1"),
     *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "BINFLOAT", "EMPTY_TUPLE"),
     *("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
@@ -125,7 +124,6 @@ class _Follower:
                 self._stack.append(_Object([] if name.startswith("EMPTY_") else argument))
 
     def _take(self, name: str, takes: list[Any]) -> None:
-        """Apply an instruction that takes objects from the stack."""
         marked = pickletools.markobject in takes
         # Objects below the mark are taken too.
         below = takes.index(pickletools.markobject) if marked else len(takes)
@@ -146,7 +144,7 @@ class _Follower:
                 target.content += items
             target.hold(items, strict=self._script)
             self._stack.append(target)
-        elif name in _CALLS:
+        elif name in {"REDUCE", "NEWOBJ"}:
             self._call(*taken)
         elif name == "BINPERSID":
             self._storage(taken[0])

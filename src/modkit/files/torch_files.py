@@ -278,8 +278,7 @@ class _Unpickler(pickle.Unpickler):
         if 0 not in size and (last + 1) * dtype.itemsize > stored.storage.nbytes():
             raise self._archive.corrupt("a tensor extends beyond the end of its storage")
         tensor = torch.empty(0, dtype=dtype).set_(stored.storage, offset, size, stride)
-        if requires_grad:
-            tensor.requires_grad = True
+        tensor.requires_grad = requires_grad
         tensor._backward_hooks = hooks
         return tensor
 
@@ -395,9 +394,7 @@ def _is_plain(found: Any, seen: set[int], depth: int = 0) -> bool:
     elif kind is not list and kind is not tuple:
         return False
     # Deeper nesting is left to pickle_problem.
-    return depth < 100 and all(
-        type(each) in _LEAVES or _is_plain(each, seen, depth + 1) for each in inner
-    )
+    return depth < 100 and all(_is_plain(each, seen, depth + 1) for each in inner)
 
 
 # TorchScript archives.

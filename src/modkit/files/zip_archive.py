@@ -237,9 +237,6 @@ class Archive:
 
     def read_all(self, targets: Mapping[str, memoryview | None]) -> None:
         """Verify large members in threads, and copy each into its memory, unless that is None."""
-        if len(targets) < 2:
-            list(map(self._read_into, targets, targets.values()))
-            return
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(self._read_into, targets, targets.values()))
 
