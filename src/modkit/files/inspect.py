@@ -134,11 +134,10 @@ def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
         kind = kinds.kind_of(descriptor)
         if kind in _NEVER_INTACT:
             raise kinds.wrong_kind(descriptor, str(file), "a checkpoint or an archive of torch")
+        archive = Archive(descriptor, str(file)) if kind in _ARCHIVES else None
         if kind == kinds.SAFETENSORS:
             SafetensorsFile(file)
-            return
-        archive = Archive(descriptor, str(file)) if kind in _ARCHIVES else None
-        if archive is not None and archive.has_checksums:
+        elif archive is not None and archive.has_checksums:
             archive.verify()
         elif sha256 is None:
             advice = "compare its SHA-256 with the expected one"
