@@ -222,7 +222,8 @@ def compare(target: Target) -> tuple[str, list[Result]]:
             if isinstance(first := one.recv(), Exception):
                 raise first
             if isinstance(second := other.recv(), Exception):
-                built, failed = ("returns", "a model", []), ("raises", str(second), [])
+                built: Outcome = ("returns", "a model", [])
+                failed: Outcome = ("raises", str(second), [])
                 return target.path, [Result("model", "construction", "unlisted", built, failed)]
             (_, left, left_state), (count, right, right_state) = first, second
             one.send_bytes(right_state)

@@ -38,7 +38,6 @@ ADVICE: Final = {
     EMPTY: "nothing was written to it",
 }
 _HEAD: Final = 1 << 16
-_CHUNK: Final = 1 << 20
 # The first object of the pickles that torch.save wrote before torch 1.6.
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
 _IMPORTS: Final = {"GLOBAL", "STACK_GLOBAL", "INST"}
@@ -131,7 +130,7 @@ def parse_digest(sha256: str) -> str:
 def sha256_of(source: int | bytes) -> str:
     """Return the SHA-256 of a file, as ``sha256sum`` prints it."""
     digest, at = hashlib.sha256(), 0
-    while chunk := read_some(source, at, _CHUNK):
+    while chunk := read_some(source, at, 1 << 20):
         digest.update(chunk)
         at += len(chunk)
     return digest.hexdigest()
