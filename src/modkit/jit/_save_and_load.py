@@ -51,6 +51,7 @@ def load(
     _restore_shapes: bool = False,
     *,
     sha256: str | None = None,
+    strict_extra_files: bool = False,
 ) -> ScriptModule:
     """Read an archive that modkit, torch or C++ has written, and verify its checksums.
 
@@ -64,9 +65,11 @@ def load(
             that of a missing file as ``b""``.
         _restore_shapes: Run the module with the inputs that it was traced with.
         sha256: Expected digest of the file, as ``sha256sum`` prints it.
+        strict_extra_files: If True, a missing extra file is an error.
 
     Raises:
         ValueError: The file does not exist or has another digest, or ``map_location`` is not a device.
+        KeyError: An extra file is missing and ``strict_extra_files`` is True.
         FileError: The file is corrupt or not a TorchScript archive. The text names its format.
         RuntimeError: The device is not available, or torch cannot load the archive.
 
@@ -85,6 +88,10 @@ def load(
     device = validate_map_location(map_location)
     wanted = tuple(_extra_files or ())
     with verified_archive(f, sha256) as archive:
+        missing = ", ".join(repr(name) for name in wanted if name not in archive.extra_files)
+        if missing and strict_extra_files:
+            names = ", ".join(map(repr, archive.extra_files)) or "none"
+            raise KeyError(f"the archive has no extra file {missing}; it has {names}")
         cpp, files = _archives.read(archive.source, device, wanted, _restore_shapes)
     if _extra_files is not None:
         _extra_files.update((name, files[name]) for name in wanted)
