@@ -19,10 +19,13 @@ from modkit.nn._attributes import fill
 
 
 def _refuse_deletion(name: str, kind: str) -> NoReturn:
-    raise RuntimeError(
-        f"cannot delete methods or parameters of a script module: '{name}' is a {kind} of its "
-        "compiled type"
-    )
+    text = f"of a script module: '{name}' is a {kind} of its compiled type"
+    raise RuntimeError(f"cannot delete methods or parameters {text}")
+
+
+def _refuse_addition(kind: str, added: str) -> NoReturn:
+    text = f"Can't add a new {kind} after ScriptModule construction. Tried to add {added}"
+    raise RuntimeError(text)
 
 
 class Tensors(TorchTensors, MutableMapping[str, Any]):  # type: ignore[misc,unused-ignore]
@@ -40,10 +43,7 @@ class Tensors(TorchTensors, MutableMapping[str, Any]):  # type: ignore[misc,unus
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self:
-            raise RuntimeError(
-                f"Can't add a new {self._kind} after ScriptModule construction. "
-                f"Tried to add '{name}'"
-            )
+            _refuse_addition(self._kind, f"'{name}'")
         self._c.setattr(name, value)
 
     def __delitem__(self, name: str) -> NoReturn:
@@ -65,10 +65,7 @@ class Children(UserDict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self and not self._cpp.contains(name):
-            raise RuntimeError(
-                "Can't add a new child after ScriptModule construction. "
-                f"Tried to add '{name}': {value}"
-            )
+            _refuse_addition("child", f"'{name}': {value}")
         if not isinstance(value, torch.jit.ScriptModule):
             raise RuntimeError(  # noqa: TRY004 - torch's type
                 "Cannot re-assign modules in a ScriptModule with non-scripted "
@@ -104,7 +101,6 @@ def bind(module: Any, cpp: Any, children: dict[str, Any], concrete_type: Any = N
 
 
 def find(module: Any, name: str) -> Any:
-    """Return a child, attribute, compiled method (which is cached) or value of a property."""
     state = module.__dict__
     cpp, children = state["_c"], state["_modules"]
     if name in children:
@@ -123,7 +119,6 @@ def find(module: Any, name: str) -> Any:
 
 
 def assign(module: Any, name: str, value: Any) -> None:
-    """Set a member of the C++ module, or a plain attribute that C++ does not know."""
     state = module.__dict__
     cpp, children = state["_c"], state["_modules"]
     if name in BOOKKEEPING:
@@ -155,11 +150,13 @@ def kind(module: Any) -> str | None:
     ``__contains__``, and no other special method.
     """
     cpp = module.__dict__.get("_c")
-    if cpp is None or not cpp._has_method("__len__"):
-        return None
-    if cpp._has_method("__getitem__") or cpp._has_method("__iter__"):
-        return None
-    if cpp._get_method("__len__")() != len(module.__dict__["_modules"]):
+    if (
+        cpp is None
+        or not cpp._has_method("__len__")
+        or cpp._has_method("__getitem__")
+        or cpp._has_method("__iter__")
+        or cpp._get_method("__len__")() != len(module.__dict__["_modules"])
+    ):
         return None
     return "mapping" if cpp._has_method("__contains__") else "sequence"
 
