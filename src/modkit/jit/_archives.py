@@ -71,10 +71,7 @@ def save_compiled(compiled_module: Any, target: Any, files: ExtraFiles, size: in
 
 
 def read(
-    source: str | bytes,
-    map_location: torch.device | None = None,
-    files: Iterable[str] = (),
-    restore_shapes: bool = False,
+    source: str | bytes, map_location: Any, files: Iterable[str], restore_shapes: bool
 ) -> tuple[Any, dict[str, bytes]]:
     """Return the C++ module in an archive, a path or bytes, and the contents of extra files."""
     if import_module is None:

@@ -15,7 +15,6 @@ from modkit.jit._upstream import (
     TorchTensors,
     concrete_type_of,
 )
-from modkit.nn._attributes import fill
 
 
 def _refuse_deletion(name: str, kind: str) -> NoReturn:
@@ -78,11 +77,9 @@ class Children(UserDict[str, Any]):
         _refuse_deletion(name, "child")
 
 
-_NEW_MODULE: Final[dict[str, Any]] = {}
-fill(_NEW_MODULE)
 # The entries of every module's dict beside ``training``. They never go to C++, where torch sends the
 # flag of backward hooks, which then do not run.
-BOOKKEEPING: Final = frozenset(_NEW_MODULE) - {"training"}
+BOOKKEEPING: Final = frozenset(vars(torch.nn.Module())) - {"training"}
 
 # The entry of a module's dict for the sources that ``define`` gets before the module is compiled. The
 # compiler makes fields of all entries except those that begin with two underscores.

@@ -25,12 +25,6 @@ def save(m: Any, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) 
         AttributeError: ``m`` is not compiled.
         RuntimeError: The folder does not exist, or compiled code calls a method of Python.
 
-    Example:
-        >>> import io, torch
-        >>> from modkit import jit
-        >>> buffer, files = io.BytesIO(), {"labels.txt": b"cat,dog"}
-        >>> jit.save(jit.script(torch.nn.Linear(4, 2)), buffer, _extra_files=files)
-
     Differs from torch: a file is replaced atomically, and buffers that are not persistent stay so.
     """
     give_notice()

@@ -128,14 +128,14 @@ def _without_type(module: Any, name: str, value: Any) -> Any:
     if "__annotations__" not in cls.__dict__:
         # The compiler reads the annotations of one class, so those of the user's bases are copied.
         theirs = [base for base in cls.__mro__ if isinstance(base, ScriptMeta)]
-        inherited = [inspect.get_annotations(base) for base in theirs if not _is_ours(base)]
+        inherited = [
+            inspect.get_annotations(base)
+            for base in theirs
+            if "_disable_script_meta" not in vars(base)
+        ]
         cls.__annotations__ = {k: v for found in reversed(inherited) for k, v in found.items()}
     cls.__annotations__[name] = value.type
     return value.value
-
-
-def _is_ours(cls: type) -> bool:
-    return "_disable_script_meta" in cls.__dict__
 
 
 class _Forward:
@@ -153,12 +153,6 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
     ``modkit.jit.script``, ``trace``, ``load`` and ``freeze`` return one. An instance of a subclass
     with methods marked with ``script_method`` is compiled when its constructor has returned.
     ``isinstance(x, ScriptModule)`` is True for every ScriptModule of torch, too.
-
-    Example:
-        >>> import torch
-        >>> from modkit import jit
-        >>> jit.script(torch.nn.Linear(4, 2))(torch.ones(3, 4)).shape
-        torch.Size([3, 2])
 
     Differs from torch: each difference is a row of ``docs/parity.md``.
     """
@@ -224,7 +218,8 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
 
     def extra_repr(self) -> str:
         """Return the name of the compiled class, unless it is that of the instance."""
-        return "" if not _is_ours(type(self)) else f"original_name={self.original_name}"
+        is_ours = "_disable_script_meta" in vars(type(self))
+        return f"original_name={self.original_name}" if is_ours else ""
 
     def save(self, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) -> None:
         """Write an archive to a path, atomically, or to an open file; see ``modkit.jit.save``."""

@@ -97,8 +97,5 @@ def message() -> str:
 def without_warnings_of_torch() -> Generator[None, None, None]:
     """Silence torch's warnings that TorchScript is deprecated; the compiler causes many."""
     with warnings.catch_warnings():
-        for category in (DeprecationWarning, FutureWarning):
-            warnings.filterwarnings(
-                "ignore", r"`torch\.jit\.\w+` is (deprecated|not supported)", category
-            )
+        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is (deprecated|not supported)")
         yield

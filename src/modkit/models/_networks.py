@@ -107,11 +107,7 @@ def _blocks(number: int, channels: int, *options: Any) -> nn.ModuleList:
 
 
 def _head(
-    widths: Sequence[int],
-    sizes: tuple[int, int],
-    activation: nn.Module | None,
-    norm_type: str | None,
-    zero_last_layer: bool,
+    widths: Sequence[int], sizes: tuple[int, int], activation: Any, norm_type: Any, zero: bool
 ) -> nn.Sequential:
     """Make the layers that map the features of a sample to logits; ``sizes`` are their numbers.
 
@@ -123,7 +119,7 @@ def _head(
         norm = nn.BatchNorm1d(width) if norm_type == "BN" else nn.LayerNorm(width)
         layers += [nn.Linear(features, width), norm, *([] if activation is None else [activation])]
     last = nn.Linear(width, sizes[1])
-    if zero_last_layer:
+    if zero:
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
     return nn.Sequential(*layers, last)
@@ -325,9 +321,7 @@ class PredictionNetwork(nn.Module):
 class DynamicsNetwork(nn.Module):
     """Predict the next latent state and the value prefix from a latent state and an action.
 
-    The state dict, the initial weights of a seed, the outputs and the gradients are those of
-    LightZero's class. Checkpoints of LightZero 0.0.2 to 0.0.4 load too: their unused
-    ``reward_resblocks`` are dropped.
+    Checkpoints of LightZero 0.0.2 to 0.0.4 load too: their unused ``reward_resblocks`` are dropped.
 
     Args:
         observation_shape: Channels, height and width of an observation; used for LayerNorm only.
@@ -413,19 +407,13 @@ class DynamicsNetwork(nn.Module):
         self.fc_reward_head = _head(hidden, sizes, act, norm_type, last_linear_layer_init_zero)
 
     def forward(
-        self,
-        state_action_encoding: Tensor,
-        reward_hidden_state: tuple[Tensor, Tensor] | None,
+        self, state_action_encoding: Tensor, reward_hidden_state: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-        """Take one step.
+        """Return the next latent states, the next h and c, and the logits of the value prefix.
 
         Args:
             state_action_encoding: Latent states and planes of actions, (batch, channels, height, width).
             reward_hidden_state: h and c, each (1, batch, lstm_hidden_size); None for zeros.
-
-        Returns:
-            The next latent states, the next h and c, and the logits of the value prefix, (batch,
-            output_support_size).
 
         Raises:
             RuntimeError: A shape does not fit.

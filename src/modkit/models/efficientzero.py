@@ -154,8 +154,8 @@ class EfficientZeroModel(nn.Module):
         shape: Sequence[int],
         num_res_blocks: int,
         num_channels: int,
-        head_channels: tuple[int, int, int],
-        heads: Sequence[tuple[str, Sequence[int], Sequence[int] | None]],
+        head_channels: Any,
+        heads: Any,
     ) -> None:
         """Add the networks, in the order of the random numbers of their weights."""
         factor = reduction(self, shape) if self.downsample else 1
