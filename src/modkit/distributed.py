@@ -171,8 +171,7 @@ def load_averages(
     Example::
 
         dcp.save({"model": model.state_dict(), "ema": ema.state_dict()}, checkpoint_id=folder)
-        resumed = modkit.EMA(model, decay=0.999)
-        load_averages(resumed, folder)
+        load_averages(modkit.EMA(model, decay=0.999), folder)
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load

@@ -192,7 +192,6 @@ class EMACallback(TrainerCallback):
             swap_at_end(self.ema, self.index)
 
     def _averages_in(self, folder: Path, state: Any) -> EMA[Any] | None:
-        """Return the averages of the best checkpoint, whose model the Trainer has loaded."""
         assert self.ema is not None
         content = _read(folder, state.best_global_step)
         if content is None:
@@ -280,7 +279,6 @@ def _mark(step: int) -> dict[str, Any]:
 
 
 def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
-    """Return the content of a checkpoint's ``ema.pt``, or None if there is no such file."""
     path = folder / FILE
     if not path.exists():
         return None

@@ -27,9 +27,8 @@ def with_record(module: Any, given: ExtraFiles | None) -> dict[str, str | bytes]
     files = dict(given or {})
     for name, content in files.items():
         if not isinstance(cast("object", content), (str, bytes)):
-            raise TypeError(
-                f"the extra file {name!r} must be str or bytes, not {type(content).__name__}"
-            )
+            kind = type(content).__name__
+            raise TypeError(f"the extra file {name!r} must be str or bytes, not {kind}")
     # It may be among files that were read from another archive.
     files.pop(RECORD, None)
     transient = {

@@ -66,10 +66,8 @@ class Children(UserDict[str, Any]):
         if name not in self and not self._cpp.contains(name):
             _refuse_addition("child", f"'{name}': {value}")
         if not isinstance(value, torch.jit.ScriptModule):
-            raise RuntimeError(  # noqa: TRY004 - torch's type
-                "Cannot re-assign modules in a ScriptModule with non-scripted "
-                f"module, tried to replace existing module '{name}': {value}"
-            )
+            text = f"non-scripted module, tried to replace existing module '{name}': {value}"
+            raise RuntimeError(f"Cannot re-assign modules in a ScriptModule with {text}")  # noqa: TRY004
         self._cpp.setattr(name, value)
         self.data[name] = value
 
@@ -125,9 +123,8 @@ def assign(module: Any, name: str, value: Any) -> None:
     elif cpp.hasattr(name):
         cpp.setattr(name, value)
     elif name in state["_concrete_type"].get_constants():
-        raise AttributeError(
-            f"Cannot mutate TorchScript constant value: '{name}'. Value: '{value}'"
-        )
+        text = f"Cannot mutate TorchScript constant value: '{name}'. Value: '{value}'"
+        raise AttributeError(text)
     elif cpp._has_method(f"__{name}_setter"):
         cpp._get_method(f"__{name}_setter")(value)
     elif isinstance(value, Parameter):

@@ -30,8 +30,7 @@ def save(m: Any, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) 
     give_notice()
     files = dict(_extra_files or {})
     if isinstance(m, torch.jit.ScriptFunction) or type(m) in WRAPPERS:
-        cpp = m if isinstance(m, torch.jit.ScriptFunction) else m._c
-        _archives.save_compiled(cpp, f, files)
+        _archives.save_compiled(getattr(m, "_c", m), f, files)
     elif isinstance(f, (str, os.PathLike)):
         m.save(f, _extra_files=files)
     else:
@@ -49,14 +48,12 @@ def load(
 ) -> ScriptModule:
     """Read an archive that modkit, torch or C++ has written, and verify its checksums.
 
-    Loading runs code from the archive, so load only files that you trust. With ``sha256`` any other
-    file is refused.
+    Loading runs code from the archive, so load only files that you trust.
 
     Args:
         f: A path, or a file that is open for reading.
         map_location: Device of the tensors; by default the one that they were saved from.
-        _extra_files: Dict with the names of extra files to read. Their contents are filled in as bytes,
-            that of a missing file as ``b""``.
+        _extra_files: Dict of the extra files to read, filled in as bytes; a missing file is ``b""``.
         _restore_shapes: Run the module with the inputs that it was traced with.
         sha256: Expected digest of the file, as ``sha256sum`` prints it.
         strict_extra_files: If True, a missing extra file is an error.

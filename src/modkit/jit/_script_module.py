@@ -100,14 +100,11 @@ def script_method(fn: FunctionT) -> FunctionT:
     """Mark a method of a subclass of ``ScriptModule`` for compilation.
 
     Example:
-        >>> import torch
         >>> from modkit import jit
-        >>> class Scale(jit.ScriptModule):
+        >>> class Twice(jit.ScriptModule):
         ...     @jit.script_method
-        ...     def forward(self, x, factor: int):
-        ...         return x * factor
-        >>> Scale()(torch.ones(2), 3)
-        tensor([3., 3.])
+        ...     def forward(self, x):
+        ...         return x * 2
 
     Same as ``torch.jit.script_method``.
     """
@@ -115,9 +112,8 @@ def script_method(fn: FunctionT) -> FunctionT:
     if not ENABLED:
         return fn
     # One frame up is the body of the class, two frames up the scope around it.
-    names = names_of_frame(frames_up=2)
     definition = method_definition(fn, fn.__name__, self_name="ScriptModule")
-    return cast("FunctionT", MethodStub(names, definition, fn))
+    return cast("FunctionT", MethodStub(names_of_frame(frames_up=2), definition, fn))
 
 
 def _without_type(module: Any, name: str, value: Any) -> Any:
@@ -203,9 +199,8 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
             cpp._define(self._concrete_type, src, names)
 
     def __getattr__(self, name: str) -> Any:
-        if "_c" in self.__dict__:
-            return find(self, name)
-        return torch.nn.Module.__getattr__(cast("torch.nn.Module", self), name)
+        look_up: Any = find if "_c" in self.__dict__ else torch.nn.Module.__getattr__
+        return look_up(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_c" in self.__dict__:

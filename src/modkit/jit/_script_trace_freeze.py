@@ -155,9 +155,7 @@ def trace_module(
 def interface(obj: ClassT) -> ClassT:
     """Compile a class to an interface: a type for all modules, or classes, with its methods.
 
-    The class has no base, or the one base ``torch.nn.Module`` or ``modkit.nn.Module``.
-
-    Same as ``torch.jit.interface``.
+    Same as ``torch.jit.interface``; the base may also be ``modkit.nn.Module``.
     """
     give_notice()
     if not isinstance(cast("object", obj), type):
@@ -165,10 +163,8 @@ def interface(obj: ClassT) -> ClassT:
     bases = obj.__mro__[1:-1]
     of_modules = bases in ((torch.nn.Module,), (Module, torch.nn.Module))
     if bases and not of_modules:
-        raise RuntimeError(
-            "TorchScript interface does not support inheritance yet. "
-            "Please directly inherit from 'object' or 'nn.Module'."
-        )
+        text = "Please directly inherit from 'object' or 'nn.Module'."
+        raise RuntimeError(f"TorchScript interface does not support inheritance yet. {text}")
     cast("Any", obj).__torch_script_interface__ = compile_interface(
         qualified_name(obj), class_definition(obj, obj.__name__), names_of_frame(1), of_modules
     )

@@ -45,10 +45,9 @@ def reduction(owner: nn.Module, observation_shape: Sequence[int]) -> int:
     """Return how many times smaller downsampling makes an observation."""
     height = observation_shape[1]
     if height not in REDUCTIONS:
-        raise NotImplementedError(
-            f"{type(owner).__name__}: observation_shape={observation_shape!r} cannot be "
-            f"downsampled; the height has to be one of {list(REDUCTIONS)}"
-        )
+        text = f"observation_shape={observation_shape!r} cannot be downsampled"
+        heights = f"the height has to be one of {list(REDUCTIONS)}"
+        raise NotImplementedError(f"{type(owner).__name__}: {text}; {heights}")
     return REDUCTIONS[height]
 
 
@@ -77,10 +76,7 @@ def _convolution(
 
 
 class ResBlock(nn.Module):
-    """Two convolutions beside a shortcut, with the activation after their sum.
-
-    With ``stride=2`` it halves height and width, and the shortcut is a convolution without norm.
-    """
+    """Two convolutions beside a shortcut, which is a convolution if ``stride=2``."""
 
     _downsamples: Final[bool]
 
@@ -128,8 +124,8 @@ def _head(
 def _check_features(owner: nn.Module, kind: str, features: object) -> None:
     """Raise unless each sample has as many features as the head ``kind`` takes.
 
-    LightZero reshapes to rows of that size instead, which may mix the samples of a batch. While fx or
-    ``torch.jit.trace`` records, there is no tensor, and the layer itself does the check.
+    LightZero reshapes, which may mix the samples of a batch. While fx or ``torch.jit.trace`` records,
+    the layer itself raises.
     """
     if not isinstance(features, Tensor) or get_tracing_state():
         return
@@ -137,10 +133,8 @@ def _check_features(owner: nn.Module, kind: str, features: object) -> None:
     size, planes = getattr(owner, name), features.shape[1:]
     if planes.numel() != size:
         shape = "x".join(map(str, planes))
-        raise RuntimeError(
-            f"{type(owner).__name__}: the head gets {shape} = {planes.numel()} features a sample, "
-            f"but {name}={size}"
-        )
+        got = f"{shape} = {planes.numel()} features a sample, but {name}={size}"
+        raise RuntimeError(f"{type(owner).__name__}: the head gets {got}")
 
 
 class DownSample(nn.Module):

@@ -159,8 +159,7 @@ class EfficientZeroModel(nn.Module):
     ) -> None:
         """Add the networks, in the order of the random numbers of their weights."""
         factor = reduction(self, shape) if self.downsample else 1
-        # LightZero passes the size of the observation, which the heads divide by 16. That is wrong
-        # for observations that are 64 pixels high.
+        # LightZero's heads divide the observation's size by 16, which is wrong if it is 64 high.
         latent = [num_channels, -(-shape[1] // factor), -(-shape[2] // factor)]
         cells = latent[1] * latent[2]
         reward_layers, value_layers, policy_layers = (
