@@ -59,8 +59,7 @@ class EMACallback(Callback):
     Args:
         decay: Decay factor, or a list of them for several averages.
         index: Index of the average to evaluate and to save as the ``state_dict``.
-        update_every_n_steps: Update on steps whose index is a multiple of this, without adjusting the
-            decay as ``update_every`` does.
+        update_every_n_steps: Update if the step's index is a multiple; the decay is not adjusted.
         update_starting_at_step: Index of the first step to update on; by default 0.
         update_starting_at_epoch: Index of the first epoch at whose end to update; by default none.
         swap_to_average_at_end: If True, ``fit`` ends with the average in the model;

@@ -60,14 +60,12 @@ def script(
 ) -> Any:
     """Compile a module, function, class, or object of a class; wrap a list or dict.
 
-    A module becomes a ``ScriptModule`` that shares its parameters. Modules of torch and of modkit may
-    be mixed in it.
+    A module becomes a ``ScriptModule`` that shares its parameters.
 
     Args:
         obj: The object to compile. A compiled object is returned as it is.
         optimize: No effect.
-        example_inputs: Arguments of a run that infers types that are not annotated. Requires the
-            package MonkeyType.
+        example_inputs: Arguments of a run that infers missing types; it requires MonkeyType.
 
     Raises:
         RuntimeError: The code uses Python that TorchScript does not support.
@@ -109,8 +107,7 @@ def trace(
 ) -> Any:
     """Run a module or function once and compile the operations that it runs.
 
-    Arguments as in ``torch.jit.trace``. A module becomes a ``ScriptModule``, a function a
-    ``ScriptFunction``.
+    A module becomes a ``ScriptModule``, a function a ``ScriptFunction``.
 
     Example:
         >>> import torch
@@ -118,7 +115,7 @@ def trace(
         >>> jit.trace(torch.nn.Linear(4, 2), torch.ones(1, 4))(torch.ones(3, 4)).shape
         torch.Size([3, 2])
 
-    Same as ``torch.jit.trace``.
+    Same as ``torch.jit.trace``, with the same arguments.
     """
     arguments = dict(locals())
     give_notice()

@@ -169,7 +169,7 @@ class EfficientZeroModel(nn.Module):
             )
             for kind, layers, alias in heads
         )
-        reward_size, value_size, policy_size = (channels * cells for channels in head_channels)
+        reward, value, policy = head_channels
         common: dict[str, Any] = {"activation": self.activation, "norm_type": self.norm_type}
         self.representation_network = RepresentationNetwork(
             shape, num_res_blocks, num_channels, self.downsample, **common
@@ -177,14 +177,14 @@ class EfficientZeroModel(nn.Module):
         common["last_linear_layer_init_zero"] = self.last_linear_layer_init_zero
         self.dynamics_network = DynamicsNetwork(
             *(latent, self.action_encoding_dim, num_res_blocks),
-            *(num_channels + self.action_encoding_dim, head_channels[0], reward_layers),
-            *(self.reward_support_size, reward_size),
+            *(num_channels + self.action_encoding_dim, reward, reward_layers),
+            *(self.reward_support_size, reward * cells),
             lstm_hidden_size=self.lstm_hidden_size,
             **common,
         )
         self.prediction_network = PredictionNetwork(
-            *(latent, self.action_space_size, num_res_blocks, num_channels, *head_channels[1:]),
-            *(value_layers, policy_layers, self.value_support_size, value_size, policy_size),
+            *(latent, self.action_space_size, num_res_blocks, num_channels, value, policy),
+            *(value_layers, policy_layers, self.value_support_size, value * cells, policy * cells),
             **common,
         )
         self.projection_input_dim = num_channels * cells
