@@ -160,11 +160,10 @@ class EMACallback(Callback):
                 self._latest_step = trainer.global_step
 
         # After an error that the user caught in an evaluation, the average is still swapped in.
-        before = optimizer.register_step_pre_hook(lambda *_: self._evaluation.end())
+        before = optimizer.register_step_pre_hook(lambda _, _args, _kwargs: self._evaluation.end())
         self._handles += [before, optimizer.register_step_post_hook(after)]
 
     def _update(self) -> None:
-        """Update the average for the latest step, once."""
         step, self._latest_step = self._latest_step, None
         if step is not None and self.ema is not None and self.should_update(step_idx=step):
             self.ema.update()

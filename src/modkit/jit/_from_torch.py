@@ -98,8 +98,9 @@ def wrap_children(inner: Any, source: Any, memo: dict[Any, Any]) -> dict[str, An
     children: dict[str, Any] = {}
     for name, child in inner.__dict__["_modules"].items():
         # The children of a module that torch has compiled are a mapping without ``get``.
-        named = source is not None and name in source._modules
-        origin: Any = source._modules[name] if named else None
+        origin: Any = None
+        if source is not None and name in source._modules:
+            origin = source._modules[name]
         known = memo.get(id(origin)) if origin is not None else None
         if known is not None and known._c._type() == child._c._type():
             inner._c.setattr(name, known)

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch.jit._script import ScriptMeta as _ScriptMeta
@@ -18,7 +18,7 @@ from torch.jit._script import ScriptMeta as _ScriptMeta
 
 _C: Any = torch._C
 _jit: Any = torch.jit
-_internal: Any = torch._jit_internal
+_internal: Any = cast("Any", torch)._jit_internal
 
 # False if the environment variable PYTORCH_JIT is 0.
 ENABLED: Final = bool(_jit._state._enabled)
