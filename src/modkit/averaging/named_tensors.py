@@ -410,8 +410,10 @@ class Options:
     def _policy(self, name: str) -> BufferPolicy:
         if isinstance(self.buffers, str):
             return self.buffers
-        found = (one for glob, one in self.buffers.items() if fnmatch.fnmatchcase(name, glob))
-        return next(found, "copy")
+        for glob, policy in self.buffers.items():
+            if fnmatch.fnmatchcase(name, glob):
+                return policy
+        return "copy"
 
     def split(
         self, model: NamedTensors, known: Iterable[str] = ()

@@ -447,9 +447,10 @@ def convert(state: State, model: torch.nn.Module, *, update_after_step: int = 0)
             return Converted(source, _below("module.", part), found)
         case "weights":
             return Converted(source, _below("", part), 1)
-    what = "the state is neither from modkit.EMA, nor from a supported library"
-    some = ", ".join(map(repr, list(state)[:5])) or "nothing"
-    raise _error(f"{what}, nor are its names those of the model: it begins with {some}")
+        case _:
+            what = "the state is neither from modkit.EMA, nor from a supported library"
+            some = ", ".join(map(repr, list(state)[:5])) or "nothing"
+            raise _error(f"{what}, nor are its names those of the model: it begins with {some}")
 
 
 def _decay(part: _Part, kind: type[Schedule], names: Iterable[str]) -> Schedule:

@@ -104,9 +104,9 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         multi_avg_fn: Averages lists of tensors of one device and dtype in place, instead of ``avg_fn``.
         use_buffers: Whether buffers are averaged. If False they are copied: call ``update_bn``
             at the end of training. Integer and boolean buffers are always copied.
-        precision: See :class:`modkit.EMA`. The averaged model computes in the dtype of the average;
+        precision: See ``modkit.EMA``. The averaged model computes in the dtype of the average;
             ``"compensated"`` keeps the error terms in the child module ``compensation``.
-        on_nonfinite: See :class:`modkit.EMA`.
+        on_nonfinite: See ``modkit.EMA``.
         buffers: Policy of ``EMA``, instead of ``use_buffers``.
         include: Globs of names, or a predicate: parameters to average. The others are copied.
         exclude: Globs of names, or a predicate: parameters to copy.
@@ -234,7 +234,11 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                     add_note(error, "device is an averaging function: pass it as multi_avg_fn=")
                 raise
         if precision != "same":
-            cast("Any", copy)._apply(lambda one: one.to(kept_dtype(one.dtype, precision)))
+
+            def widened(one: Tensor) -> Tensor:
+                return one.to(kept_dtype(one.dtype, precision))
+
+            cast("Any", copy)._apply(widened)
         return copy
 
     @override
