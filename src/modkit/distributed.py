@@ -39,8 +39,8 @@ def export_average(
 ) -> None:
     """Write the state dict of a model, with an average as its weights, to one file, atomically.
 
-    All ranks must call this, and return when the file exists. Sharded tensors are gathered one at a
-    time. Rank 0 writes each to a ``.safetensors`` file at once; for ``torch.save`` it collects them.
+    All ranks must call this. Sharded tensors are gathered one at a time. Rank 0 writes each to a
+    ``.safetensors`` file at once; for ``torch.save`` it collects them.
 
     Args:
         ema: The averages. Before the first update the training weights are written.
@@ -92,24 +92,23 @@ def export_average(
 
 
 class _Contents:
-    """The state dict of a model, with an average in place of the weights."""
+    """The state dict of a model, with an average as its weights."""
 
     def __init__(
         self, ema: EMA[Any], index: int, dtype: torch.dtype | None, *, streamed: bool
     ) -> None:
         self._streamed = streamed
         averages = dict(ema.named_averages(index))
-        members = NamedTensors(ema.model)
-        every = {**members.parameters, **members.buffers}
-        found = {id(member.current()): averages.get(name) for name, member in every.items()}
+        members = NamedTensors(ema.model).all()
+        found = {id(member.current()): averages.get(name) for name, member in members.items()}
         state: OrderedDict[str, Any] = ema.model.state_dict(keep_vars=True)
         names = canonical_names(state)
         self._metadata: OrderedDict[str, Any] | None = getattr(state, "_metadata", None)
         if self._metadata is not None and any(names[name] != name for name in names):
             # A wrapped module comes after its wrapper, and replaces it.
-            paths = {path: canonical_name(f"{path}.") if path else "" for path in self._metadata}
             self._metadata = OrderedDict(
-                (paths[path].removesuffix("."), entry) for path, entry in self._metadata.items()
+                (canonical_name(f"{path}.").removesuffix("."), entry)
+                for path, entry in self._metadata.items()
             )
         self._values: dict[str, Any] = {}
         self._described: dict[str, Described] = {}
@@ -130,7 +129,6 @@ class _Contents:
             yield name, whole_tensor(self._values[name].detach().to(described.dtype)).cpu()
 
     def write(self, path: Path, gathered: Iterator[tuple[str, Tensor]]) -> None:
-        """Write the file from the gathered tensors."""
         if self._streamed:
             with atomic_write(path) as unfinished:
                 write_safetensors(unfinished, self._described, gathered)
@@ -155,8 +153,7 @@ def load_averages(
     """Load averages from a checkpoint of ``torch.distributed.checkpoint``, saved at any world size.
 
     ``dcp.load`` fills existing tensors, and a new ``EMA`` has none. This function allocates the local
-    shards that the checkpoint's metadata describes, loads them, and calls ``ema.load_state_dict``.
-    All ranks must call it.
+    shards first. All ranks must call it.
 
     Args:
         ema: The averages to load into, new or in the middle of a run.
@@ -168,14 +165,13 @@ def load_averages(
         FileNotFoundError: There is no such checkpoint, or it was not finished.
         ValueError: Nothing was saved as ``key``, or it is not a state of averages.
         NameMismatchError: The tensors do not fit the model. Nothing has been changed.
-        CheckpointException: An entry cannot be read, or is not plain data; torch raises it.
+        CheckpointException: An entry cannot be read, or is not plain data.
         RuntimeError: The averages are swapped in.
 
     Example::
 
         dcp.save({"model": model.state_dict(), "ema": ema.state_dict()}, checkpoint_id=folder)
-        resumed = modkit.EMA(model, decay=0.999)
-        load_averages(resumed, folder)
+        load_averages(modkit.EMA(model, decay=0.999), folder)
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -185,9 +181,7 @@ def load_averages(
     metadata = reader.read_metadata()
     saved: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
     prefix = tuple(key.split("."))
-    paths = {
-        name: tuple(path) for name, path in saved.items() if tuple(path[: len(prefix)]) == prefix
-    }
+    paths = {name: path for name, path in saved.items() if tuple(path[: len(prefix)]) == prefix}
     if not paths:
         found = sorted({str(path[0]) for path in saved.values()})
         raise ValueError(f"load_averages: nothing was saved as {key!r}, but {found}")
@@ -197,7 +191,7 @@ def load_averages(
             # torch takes a single process for a mistake.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load(room, storage_reader=reader, planner=_planner(), process_group=process_group)
-    state = _nested({paths[name][len(prefix) :]: value for name, value in room.items()})
+    state = _nested({tuple(paths[name][len(prefix) :]): value for name, value in room.items()})
     ema.load_state_dict(with_empty_parts(state))
 
 
@@ -205,11 +199,10 @@ def _room_for(
     ema: EMA[Any], saved: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
     """Return a tensor for each tensor of a checkpoint: a shard where the model has one."""
-    members = NamedTensors(ema.model)
-    every = {**members.parameters, **members.buffers}
+    members = NamedTensors(ema.model).all()
     room: dict[str, Any] = {}
     for name, entry in saved.items():
-        member = every.get(str(paths[name][-1]))
+        member = members.get(str(paths[name][-1]))
         if not hasattr(entry, "properties"):
             # The planner puts a value here that is not a tensor.
             room[name] = None
@@ -222,11 +215,11 @@ def _room_for(
 
 
 def _planner() -> Any:
-    """Return a planner that reads a flat dict, without executing code from the file."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     class Planner(DefaultLoadPlanner):
         def load_bytes(self, read_item: Any, value: Any) -> None:
+            # Unlike torch's planner, this executes no code from the file.
             self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
     return Planner(flatten_state_dict=False, flatten_sharded_tensors=False)

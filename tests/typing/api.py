@@ -126,7 +126,7 @@ assert_type(jit.load("net.pt"), jit.ScriptModule)
 assert_type(jit.freeze(compiled), jit.ScriptModule)
 assert_type(jit.optimize_for_inference(compiled, ["forward"]), jit.ScriptModule)
 jit.save(compiled, "net.pt", _extra_files={"labels.txt": "cat", "raw": b"0"})
-assert_type(jit.load("net.pt", sha256="0" * 64), jit.ScriptModule)
+assert_type(jit.load("net.pt", sha256="0" * 64, strict_extra_files=True), jit.ScriptModule)
 is_scripted = isinstance(compiled, (jit.RecursiveScriptModule, jit.TopLevelTracedModule))
 compiler_names = (jit.frontend.get_jit_def, jit.ScriptWarning, jit.jit_module_from_flatbuffer)
 

@@ -32,9 +32,9 @@ __all__ = ["EMACallback"]
 
 
 def _package() -> Any:
-    for name in ("lightning", "pytorch_lightning"):
-        if importlib.util.find_spec(name) is not None:
-            return importlib.import_module("lightning.pytorch" if name == "lightning" else name)
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            return importlib.import_module(name)
     raise ModuleNotFoundError(
         "modkit.integrations.lightning needs Lightning 2.6 or later: "
         "pip install 'modkit[lightning]'",
@@ -59,11 +59,9 @@ class EMACallback(Callback):
     Args:
         decay: Decay factor, or a list of them for several averages.
         index: Index of the average to evaluate and to save as the ``state_dict``.
-        update_every_n_steps: Update on steps whose index is a multiple of this, with an unadjusted
-            decay. The option ``update_every`` of ``EMA`` adjusts it.
+        update_every_n_steps: Update if the step's index is a multiple; the decay is not adjusted.
         update_starting_at_step: Index of the first step to update on; by default 0.
-        update_starting_at_epoch: Index of the first epoch at whose end to update as well; by default
-            none.
+        update_starting_at_epoch: Index of the first epoch at whose end to update; by default none.
         swap_to_average_at_end: If True, ``fit`` ends with the average in the model;
             ``callback.ema.restore()`` restores the training weights.
         **options: Further options of :class:`~modkit.EMA`.
@@ -96,8 +94,7 @@ class EMACallback(Callback):
         self.update_starting_at_epoch = update_starting_at_epoch
         self.index, self.swap_to_average_at_end = index, swap_to_average_at_end
         self.ema: EMA[Any] | None = None
-        self._decay, self._options = decay, options
-        self._evaluation = Evaluation()
+        self._decay, self._options, self._evaluation = decay, options, Evaluation()
         self._loaded: Mapping[str, Any] | None = None
         self._handles: list[RemovableHandle] = []
         self._fitting = self._training = False
@@ -107,7 +104,7 @@ class EMACallback(Callback):
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return True to update the average now. Override it to update on other steps or epochs.
 
-        As in Lightning's ``WeightAveraging``, one argument is set: the zero-based index of the latest
+        As in Lightning's ``WeightAveraging``, one zero-based index is given: that of the latest
         optimizer step, or of the training epoch that ends.
         """
         if step_idx is not None:
@@ -117,7 +114,7 @@ class EMACallback(Callback):
         return epoch_idx is not None and first is not None and epoch_idx >= first
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Reset what an interrupted run has left, and wrap the checkpoint plugin of this one."""
+        """Reset the state of an interrupted run, and wrap the checkpoint plugin."""
         self._leave()
         self._loaded, self._latest_epoch = None, -1
         trainer.strategy.checkpoint_io = _CheckpointIO(trainer, self)
@@ -162,15 +159,11 @@ class EMACallback(Callback):
                 # Lightning counts the step only after this hook.
                 self._latest_step = trainer.global_step
 
-        def before(*_: object) -> None:
-            # After an error that the user caught in an evaluation, the average is still swapped in.
-            self._evaluation.end()
-
-        self._handles += [optimizer.register_step_pre_hook(before)]
-        self._handles += [optimizer.register_step_post_hook(after)]
+        # After an error that the user caught in an evaluation, the average is still swapped in.
+        before = optimizer.register_step_pre_hook(lambda _, _args, _kwargs: self._evaluation.end())
+        self._handles += [before, optimizer.register_step_post_hook(after)]
 
     def _update(self) -> None:
-        """Update the average for the latest step, once."""
         step, self._latest_step = self._latest_step, None
         if step is not None and self.ema is not None and self.should_update(step_idx=step):
             self.ema.update()
@@ -185,9 +178,6 @@ class EMACallback(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Update the average, if :meth:`should_update` returns True for this epoch."""
-        self._update_for_epoch(trainer)
-
-    def _update_for_epoch(self, trainer: Any) -> None:
         epoch = trainer.fit_loop.epoch_progress.current
         # Lightning counts an epoch as processed before on_train_epoch_end(), as completed after it.
         if epoch.completed > self._latest_epoch and epoch.processed > epoch.completed:
@@ -205,9 +195,8 @@ class EMACallback(Callback):
         self._evaluation.end()
         self._fitting = self._training = False
         self._latest_step = None
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        while self._handles:
+            self._handles.pop().remove()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Swap the average in until the end of the validation, test or prediction."""
@@ -241,7 +230,7 @@ class EMACallback(Callback):
         # Lightning may have made an optimizer take a step of length zero, to have a state to save.
         self._latest_step = None
         # Another callback may save at the end of an epoch before this one is called.
-        self._update_for_epoch(trainer)
+        EMACallback.on_train_epoch_end(self, trainer, pl_module)
         state = self.ema.state_dict()
         state.pop("raw", None)
         average = self.members_of(trainer, checkpoint)
@@ -251,8 +240,8 @@ class EMACallback(Callback):
             with torch.inference_mode(False), torch.no_grad(), as_raw:
                 raw, state = whole(dict(pl_module.state_dict())), whole(state)
         else:
-            raw = self.members_of(trainer, checkpoint, as_raw)
-            raw = {name: raw[name] for name in raw if _memory(raw[name]) != _memory(average[name])}
+            found = self.members_of(trainer, checkpoint, as_raw)
+            raw = {k: value for k, value in found.items() if _memory(value) != _memory(average[k])}
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **average}
         entry = {"ema": state, "raw": raw, "latest_epoch": self._latest_epoch}
         checkpoint["callbacks"][self.state_key] = entry

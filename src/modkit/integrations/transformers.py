@@ -4,7 +4,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -37,9 +37,7 @@ MARK: Final = "modkit.EMA"
 
 # The flags of a Trainer whose ranks hold shards of the model.
 _SHARDED: Final = (
-    "is_deepspeed_enabled",
-    "is_fsdp_enabled",
-    "is_fsdp_xla_enabled",
+    *("is_deepspeed_enabled", "is_fsdp_enabled", "is_fsdp_xla_enabled"),
     "is_distributed_loading_by_transformers",
 )
 
@@ -69,12 +67,11 @@ class EMACallback(TrainerCallback):
 
     A checkpoint loads without this callback. ``ema.pt`` beside the model holds the averages, and the
     training weights if the model file does not. ``train(resume_from_checkpoint=...)`` resumes bitwise
-    identically; without it averaging starts anew. After ``load_best_model_at_end`` the averages are
-    those of the best checkpoint.
+    identically. After ``load_best_model_at_end`` the averages are those of the best checkpoint.
 
-    Callbacks are not notified when an evaluation begins. :meth:`attach` therefore wraps the methods
-    ``train``, ``evaluate``, ``predict``, ``evaluation_loop`` and ``save_model`` of one Trainer. Training
-    without it is refused, and so is a model that FSDP or DeepSpeed shards.
+    :meth:`attach` wraps the methods ``train``, ``evaluate``, ``predict``, ``evaluation_loop`` and
+    ``save_model`` of one Trainer, because callbacks are not notified when an evaluation begins.
+    Training without it is refused, and so is a model that FSDP or DeepSpeed shards.
 
     Args:
         decay: Decay factor, or a list of them for several averages.
@@ -115,8 +112,8 @@ class EMACallback(TrainerCallback):
     def attach(self, trainer: Any) -> Self:
         """Average the model of a Trainer, from its next ``train()`` on, and return this callback.
 
-        The callback is added to the Trainer's callbacks, and removed from those of an earlier Trainer.
-        ``trainer.remove_callback(callback)`` ends averaging; the averages stay in ``ema``.
+        ``trainer.remove_callback(callback)``, or attaching to another Trainer, ends averaging; the
+        averages stay in ``ema``.
 
         Raises:
             TypeError: If ``trainer`` is not a ``transformers.Trainer``.
@@ -163,8 +160,6 @@ class EMACallback(TrainerCallback):
                 "EMACallback: not attached to the Trainer, which passes itself to no callback. Call "
                 "callback.attach(trainer) before train()"
             )
-        if self.ema is not None:
-            self.ema.detach()
         self.ema = None
         # Inside accelerate's optimizer: its hooks run only for steps that are taken.
         optimizer = check_optimizer(getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]))
@@ -172,7 +167,12 @@ class EMACallback(TrainerCallback):
         folder, step = self._resumed, state.global_step
         content = None if folder is None else _read(folder, step)
         if content is not None:
-            _restore(ema, content)
+            # Both have to fit the model before either is loaded.
+            pairs = pairs_for(NamedTensors(ema.model), content["raw"])
+            ema.load_state_dict(content["ema"])
+            with torch.no_grad():
+                for _, tensor, value in pairs:
+                    write(tensor, value)
         elif folder is not None and state.stateful_callbacks.get(MARK) == _mark(step):
             raise ValueError(
                 f"EMACallback: the model in {folder} is the average, and {FILE} with the training "
@@ -192,7 +192,6 @@ class EMACallback(TrainerCallback):
             swap_at_end(self.ema, self.index)
 
     def _averages_in(self, folder: Path, state: Any) -> EMA[Any] | None:
-        """Return the averages of the best checkpoint, whose model the Trainer has loaded."""
         assert self.ema is not None
         content = _read(folder, state.best_global_step)
         if content is None:
@@ -236,17 +235,14 @@ class EMACallback(TrainerCallback):
             dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
             trainer.model.to(dtype=dtype, device=args.device)
         # predict() calls evaluation_loop(), and the user may evaluate inside ema.applied().
-        if ema is None or any_swapped(trainer.model):
-            yield
-            return
-        with ema.applied(index=self.index):
+        block = None if ema is None or any_swapped(trainer.model) else ema.applied(index=self.index)
+        with block or nullcontext():
             yield
 
     @contextmanager
     def _saving(
         self, output_dir: Any = None, _internal_call: bool = False, *_: object, **__: object
     ) -> Generator[None]:
-        """Save what ``save`` says; in a checkpoint, the state of the averages beside it."""
         trainer = self._trainer
         ema, step = self._averages_of(trainer.model), trainer.state.global_step
         if ema is None:
@@ -254,8 +250,7 @@ class EMACallback(TrainerCallback):
             return
         is_average = self.save == "average"
         # Inside an evaluation the model holds the average.
-        block = ema.applied(index=self.index) if is_average else training_weights(trainer.model)
-        with block:
+        with ema.applied(index=self.index) if is_average else training_weights(trainer.model):
             yield
             if output_dir is None or not _internal_call or not trainer.args.should_save:
                 return
@@ -284,7 +279,6 @@ def _mark(step: int) -> dict[str, Any]:
 
 
 def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
-    """Return the content of a checkpoint's ``ema.pt``, or None if there is no such file."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -299,19 +293,9 @@ def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
     if version > VERSION:
         raise ValueError(f"EMACallback: {path} has version {version}, newer than {VERSION}")
     if step not in (None, found):
-        raise ValueError(
-            f"EMACallback: {path} is of step {found}, and the checkpoint of step {step}"
-        )
+        text = f"{path} is of step {found}, and the checkpoint of step {step}"
+        raise ValueError(f"EMACallback: {text}")
     return content
-
-
-@torch.no_grad()
-def _restore(ema: EMA[Any], content: dict[str, Any]) -> None:
-    """Load averages and training weights, if both fit the model."""
-    pairs = pairs_for(NamedTensors(ema.model), content["raw"])
-    ema.load_state_dict(content["ema"])
-    for _, tensor, value in pairs:
-        write(tensor, value)
 
 
 publish_all(globals())

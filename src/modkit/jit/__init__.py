@@ -1,8 +1,7 @@
 """Drop-in for ``torch.jit``, with modkit's ``ScriptModule``.
 
-What makes, writes or reads modules is modkit's. Every other name, and every submodule, is torch's own
-object: the compiler knows names such as ``fork`` and ``annotate`` by identity. Reading or assigning
-such an attribute of ``modkit.jit`` reads or assigns that of ``torch.jit``.
+Functions that make, write or read modules are modkit's. Every other name is torch's own object: the
+compiler knows names such as ``fork`` by identity. Assigning to one assigns that of ``torch.jit``.
 """
 
 # pyright: reportPrivateImportUsage=false

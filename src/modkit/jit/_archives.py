@@ -22,14 +22,13 @@ RECORD: Final = "modkit.json"
 ExtraFiles = Mapping[str, str | bytes]
 
 
-def _extra_files(module: Any, given: ExtraFiles | None) -> dict[str, str | bytes]:
+def with_record(module: Any, given: ExtraFiles | None) -> dict[str, str | bytes]:
     """Return the given extra files, and that of modkit if the module needs it."""
     files = dict(given or {})
     for name, content in files.items():
         if not isinstance(cast("object", content), (str, bytes)):
-            raise TypeError(
-                f"the extra file {name!r} must be str or bytes, not {type(content).__name__}"
-            )
+            kind = type(content).__name__
+            raise TypeError(f"the extra file {name!r} must be str or bytes, not {kind}")
     # It may be among files that were read from another archive.
     files.pop(RECORD, None)
     transient = {
@@ -42,15 +41,11 @@ def _extra_files(module: Any, given: ExtraFiles | None) -> dict[str, str | bytes
     return files
 
 
-def to_bytes(module: Any, files: ExtraFiles | None) -> bytes:
-    return cast("bytes", module._c.save_to_buffer(_extra_files=_extra_files(module, files)))
-
-
 def save(module: Any, target: Any, files: ExtraFiles | None) -> None:
     tensors = [*module.parameters(), *module.buffers()]
     storages = [each.untyped_storage() for each in tensors if each.layout == torch.strided]
     size = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
-    save_compiled(module._c, target, _extra_files(module, files), size)
+    save_compiled(module._c, target, with_record(module, files), size)
 
 
 def save_compiled(compiled_module: Any, target: Any, files: ExtraFiles, size: int = 0) -> None:
@@ -75,16 +70,9 @@ def save_compiled(compiled_module: Any, target: Any, files: ExtraFiles, size: in
 
 
 def read(
-    source: str | bytes,
-    map_location: torch.device | None = None,
-    files: Iterable[str] = (),
-    restore_shapes: bool = False,
+    source: str | bytes, map_location: Any, files: Iterable[str], restore_shapes: bool
 ) -> tuple[Any, dict[str, bytes]]:
-    """Return the C++ module in an archive, a path or bytes, and the contents of extra files.
-
-    Raises:
-        RuntimeError: Torch cannot load the archive, or no longer reads TorchScript.
-    """
+    """Return the C++ module in an archive, a path or bytes, and the contents of extra files."""
     if import_module is None:
         raise RuntimeError("this release of torch reads no TorchScript")
     found: dict[str, Any] = dict.fromkeys((*files, RECORD), "")

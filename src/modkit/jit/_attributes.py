@@ -15,14 +15,16 @@ from modkit.jit._upstream import (
     TorchTensors,
     concrete_type_of,
 )
-from modkit.nn._attributes import fill
 
 
 def _refuse_deletion(name: str, kind: str) -> NoReturn:
-    raise RuntimeError(
-        f"cannot delete methods or parameters of a script module: '{name}' is a {kind} of its "
-        "compiled type"
-    )
+    text = f"of a script module: '{name}' is a {kind} of its compiled type"
+    raise RuntimeError(f"cannot delete methods or parameters {text}")
+
+
+def _refuse_addition(kind: str, added: str) -> NoReturn:
+    text = f"Can't add a new {kind} after ScriptModule construction. Tried to add {added}"
+    raise RuntimeError(text)
 
 
 class Tensors(TorchTensors, MutableMapping[str, Any]):  # type: ignore[misc,unused-ignore]
@@ -40,10 +42,7 @@ class Tensors(TorchTensors, MutableMapping[str, Any]):  # type: ignore[misc,unus
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self:
-            raise RuntimeError(
-                f"Can't add a new {self._kind} after ScriptModule construction. "
-                f"Tried to add '{name}'"
-            )
+            _refuse_addition(self._kind, f"'{name}'")
         self._c.setattr(name, value)
 
     def __delitem__(self, name: str) -> NoReturn:
@@ -65,15 +64,10 @@ class Children(UserDict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self and not self._cpp.contains(name):
-            raise RuntimeError(
-                "Can't add a new child after ScriptModule construction. "
-                f"Tried to add '{name}': {value}"
-            )
+            _refuse_addition("child", f"'{name}': {value}")
         if not isinstance(value, torch.jit.ScriptModule):
-            raise RuntimeError(  # noqa: TRY004 - torch's type
-                "Cannot re-assign modules in a ScriptModule with non-scripted "
-                f"module, tried to replace existing module '{name}': {value}"
-            )
+            text = f"non-scripted module, tried to replace existing module '{name}': {value}"
+            raise RuntimeError(f"Cannot re-assign modules in a ScriptModule with {text}")  # noqa: TRY004
         self._cpp.setattr(name, value)
         self.data[name] = value
 
@@ -81,11 +75,9 @@ class Children(UserDict[str, Any]):
         _refuse_deletion(name, "child")
 
 
-_NEW_MODULE: Final[dict[str, Any]] = {}
-fill(_NEW_MODULE)
 # The entries of every module's dict beside ``training``. They never go to C++, where torch sends the
 # flag of backward hooks, which then do not run.
-BOOKKEEPING: Final = frozenset(_NEW_MODULE) - {"training"}
+BOOKKEEPING: Final = frozenset(vars(torch.nn.Module())) - {"training"}
 
 # The entry of a module's dict for the sources that ``define`` gets before the module is compiled. The
 # compiler makes fields of all entries except those that begin with two underscores.
@@ -104,7 +96,6 @@ def bind(module: Any, cpp: Any, children: dict[str, Any], concrete_type: Any = N
 
 
 def find(module: Any, name: str) -> Any:
-    """Return a child, attribute, compiled method (which is cached) or value of a property."""
     state = module.__dict__
     cpp, children = state["_c"], state["_modules"]
     if name in children:
@@ -123,7 +114,6 @@ def find(module: Any, name: str) -> Any:
 
 
 def assign(module: Any, name: str, value: Any) -> None:
-    """Set a member of the C++ module, or a plain attribute that C++ does not know."""
     state = module.__dict__
     cpp, children = state["_c"], state["_modules"]
     if name in BOOKKEEPING:
@@ -133,9 +123,8 @@ def assign(module: Any, name: str, value: Any) -> None:
     elif cpp.hasattr(name):
         cpp.setattr(name, value)
     elif name in state["_concrete_type"].get_constants():
-        raise AttributeError(
-            f"Cannot mutate TorchScript constant value: '{name}'. Value: '{value}'"
-        )
+        text = f"Cannot mutate TorchScript constant value: '{name}'. Value: '{value}'"
+        raise AttributeError(text)
     elif cpp._has_method(f"__{name}_setter"):
         cpp._get_method(f"__{name}_setter")(value)
     elif isinstance(value, Parameter):
@@ -155,11 +144,13 @@ def kind(module: Any) -> str | None:
     ``__contains__``, and no other special method.
     """
     cpp = module.__dict__.get("_c")
-    if cpp is None or not cpp._has_method("__len__"):
-        return None
-    if cpp._has_method("__getitem__") or cpp._has_method("__iter__"):
-        return None
-    if cpp._get_method("__len__")() != len(module.__dict__["_modules"]):
+    if (
+        cpp is None
+        or not cpp._has_method("__len__")
+        or cpp._has_method("__getitem__")
+        or cpp._has_method("__iter__")
+        or cpp._get_method("__len__")() != len(module.__dict__["_modules"])
+    ):
         return None
     return "mapping" if cpp._has_method("__contains__") else "sequence"
 

@@ -9,18 +9,14 @@ from torch.jit import ScriptFunction
 from torch.nn import Parameter
 
 from modkit.jit._attributes import bind, plain_state
+from modkit.jit._from_torch import blank
 from modkit.jit._upstream import ModuleDict
 from modkit.nn._hooks import TABLES
 
 
-def _empty(module: Any) -> Any:
-    cls: Any = type(module)
-    return cls.__new__(cls)
-
-
 def shallow(module: Any) -> Any:
     """Return a module of the same class that shares the tensors and the children."""
-    new = _empty(module)
+    new = blank(type(module))
     if "_c" not in module.__dict__:
         new.__dict__.update(module.__dict__)
         return new
@@ -37,7 +33,7 @@ def shallow(module: Any) -> Any:
 def deep(module: Any, memo: dict[int, Any]) -> Any:
     """Return a copy of the tree, as ``copy.deepcopy`` does for modules that are not compiled."""
     if "_c" not in module.__dict__:
-        new = memo[id(module)] = _empty(module)
+        new = memo[id(module)] = blank(type(module))
         new.__dict__.update(copy.deepcopy(module.__dict__, memo))
         return new
     pairs: list[tuple[Any, Any]] = []
@@ -56,7 +52,7 @@ def _mirror(module: Any, cpp: Any, memo: dict[int, Any], pairs: list[tuple[Any, 
     """Return a wrapper of a copied C++ module, of the original's class; note both in ``pairs``."""
     if id(module) in memo:
         return memo[id(module)]
-    new = memo[id(module)] = _empty(module)
+    new = memo[id(module)] = blank(type(module))
     pairs.append((module, new))
     below = dict(ModuleDict(cpp).items())
     children = {

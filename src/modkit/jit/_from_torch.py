@@ -25,7 +25,6 @@ _NOT_COPIED: Final = BOOKKEEPING.union(
     ("__iter__", "__len__", "__getitem__", "__contains__", "__dir__"),
 )
 
-
 # Modkit's class for each of torch's classes of wrappers; filled where the classes are defined.
 WRAPPERS: Final[dict[type, Any]] = dict.fromkeys(
     (TorchRecursiveScriptModule, TorchTracedModule, TorchTopLevelTracedModule)
@@ -71,9 +70,8 @@ def attach_compiled_hooks(module: Any) -> None:
 def wrap_torch(script: Any, source: Any = None, memo: dict[Any, Any] | None = None) -> Any:
     """Return a wrapper of the same C++ modules as ``script``, a wrapper of torch.
 
-    A child of a user's class stays as it is, since it has methods in Python. ``source`` is the module
-    that was compiled: the compiler forgets which buffers are not persistent, and which children are
-    one module. ``memo`` has the wrappers of this tree, by C++ module and by id of the source.
+    ``source`` is the module that was compiled: the compiler forgets which buffers are not persistent,
+    and which children are one module. ``memo`` has the wrappers by C++ module and by id of the source.
     """
     memo = {} if memo is None else memo
     if script._c in memo:
@@ -81,7 +79,12 @@ def wrap_torch(script: Any, source: Any = None, memo: dict[Any, Any] | None = No
     module = memo[script._c] = blank(WRAPPERS[type(script)])
     inner = script.__dict__.get("_actual_script_module", script)
     bind(module, inner._c, wrap_children(inner, source, memo), inner.__dict__.get("_concrete_type"))
-    _copy_own_attributes(module, inner)
+    # Copy the methods in Python, and the attributes that C++ lacks.
+    for name, value in inner.__dict__.items():
+        if isinstance(value, types.MethodType) and value.__self__ is inner:
+            value = types.MethodType(value.__func__, module)
+        if name not in _NOT_COPIED and not isinstance(value, property):
+            module.__dict__[name] = value
     if inner is not script:
         module.__dict__["_name"] = script._name
     attach_compiled_hooks(module)
@@ -103,21 +106,11 @@ def wrap_children(inner: Any, source: Any, memo: dict[Any, Any]) -> dict[str, An
             inner._c.setattr(name, known)
             children[name] = known
             continue
+        # A child of a user's class has methods in Python, so it stays.
         children[name] = wrap_torch(child, origin, memo) if type(child) in WRAPPERS else child
         if origin is not None:
             memo[id(origin)] = children[name]
     return children
-
-
-def _copy_own_attributes(module: Any, inner: Any) -> None:
-    """Copy the methods in Python, and the attributes that C++ lacks, of torch's wrapper."""
-    for name, value in inner.__dict__.items():
-        if name in _NOT_COPIED or isinstance(value, property):
-            continue
-        if isinstance(value, types.MethodType) and value.__self__ is inner:
-            module.__dict__[name] = types.MethodType(value.__func__, module)
-        else:
-            module.__dict__[name] = value
 
 
 def make_parameters(module: Any) -> None:

@@ -25,19 +25,12 @@ def save(m: Any, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) 
         AttributeError: ``m`` is not compiled.
         RuntimeError: The folder does not exist, or compiled code calls a method of Python.
 
-    Example:
-        >>> import io, torch
-        >>> from modkit import jit
-        >>> buffer, files = io.BytesIO(), {"labels.txt": b"cat,dog"}
-        >>> jit.save(jit.script(torch.nn.Linear(4, 2)), buffer, _extra_files=files)
-
     Differs from torch: a file is replaced atomically, and buffers that are not persistent stay so.
     """
     give_notice()
     files = dict(_extra_files or {})
     if isinstance(m, torch.jit.ScriptFunction) or type(m) in WRAPPERS:
-        cpp = m if isinstance(m, torch.jit.ScriptFunction) else m._c
-        _archives.save_compiled(cpp, f, files)
+        _archives.save_compiled(getattr(m, "_c", m), f, files)
     elif isinstance(f, (str, os.PathLike)):
         m.save(f, _extra_files=files)
     else:
@@ -51,22 +44,23 @@ def load(
     _restore_shapes: bool = False,
     *,
     sha256: str | None = None,
+    strict_extra_files: bool = False,
 ) -> ScriptModule:
     """Read an archive that modkit, torch or C++ has written, and verify its checksums.
 
-    Loading runs code from the archive, so load only files that you trust. With ``sha256`` any other
-    file is refused.
+    Loading runs code from the archive, so load only files that you trust.
 
     Args:
         f: A path, or a file that is open for reading.
         map_location: Device of the tensors; by default the one that they were saved from.
-        _extra_files: Dict with the names of extra files to read. Their contents are filled in as bytes,
-            that of a missing file as ``b""``.
+        _extra_files: Dict of the extra files to read, filled in as bytes; a missing file is ``b""``.
         _restore_shapes: Run the module with the inputs that it was traced with.
         sha256: Expected digest of the file, as ``sha256sum`` prints it.
+        strict_extra_files: If True, a missing extra file is an error.
 
     Raises:
         ValueError: The file does not exist or has another digest, or ``map_location`` is not a device.
+        KeyError: An extra file is missing and ``strict_extra_files`` is True.
         FileError: The file is corrupt or not a TorchScript archive. The text names its format.
         RuntimeError: The device is not available, or torch cannot load the archive.
 
@@ -85,6 +79,10 @@ def load(
     device = validate_map_location(map_location)
     wanted = tuple(_extra_files or ())
     with verified_archive(f, sha256) as archive:
+        missing = ", ".join(repr(name) for name in wanted if name not in archive.extra_files)
+        if missing and strict_extra_files:
+            names = ", ".join(map(repr, archive.extra_files)) or "none"
+            raise KeyError(f"the archive has no extra file {missing}; it has {names}")
         cpp, files = _archives.read(archive.source, device, wanted, _restore_shapes)
     if _extra_files is not None:
         _extra_files.update((name, files[name]) for name in wanted)

@@ -1,8 +1,6 @@
 """The class ``ScriptModule``: a module whose state and methods are those of a C++ module.
 
-``script``, ``load`` and ``freeze`` return a ``RecursiveScriptModule``, and ``trace`` a
-``TopLevelTracedModule``: subclasses of ``ScriptModule`` and of torch's class of that name. ``code``,
-``graph`` and others are inherited from ``torch.jit.ScriptModule``; the rest from
+``code``, ``graph`` and others are inherited from ``torch.jit.ScriptModule``; the rest from
 ``modkit.nn.Module``, which finds parameters, buffers and children through views of C++.
 """
 
@@ -49,8 +47,7 @@ InstanceT = TypeVar("InstanceT")
 class ScriptMeta(TorchScriptMeta, ModuleType):
     """Collects the script methods of a class as torch's metaclass does, and compiles its instances.
 
-    The instance itself becomes the wrapper of the C++ module. In torch every access and call goes
-    through a second object.
+    The instance itself wraps the C++ module. In torch every access goes through a second object.
     """
 
     def mro(cls) -> list[type]:  # noqa: N805 - a metaclass
@@ -78,7 +75,6 @@ class ScriptMeta(TorchScriptMeta, ModuleType):
 
 
 def _compile(module: Any) -> None:
-    """Compile an instance of a user's class, which becomes the wrapper of the C++ module."""
     defined: dict[str, Any] = module.__dict__.pop(DEFINED, {})
 
     def stubs_for(part: Any) -> list[Any]:
@@ -96,25 +92,19 @@ def _compile(module: Any) -> None:
     for name in compiled - BOOKKEEPING:
         module.__dict__.pop(name, None)
     bind(module, inner._c, children, concrete_type)
-    for name, value in inner.__dict__.items():
-        if isinstance(value, ScriptMethod):
-            module.__dict__[name] = value
+    methods = {k: v for k, v in inner.__dict__.items() if isinstance(v, ScriptMethod)}
+    module.__dict__.update(methods)
 
 
 def script_method(fn: FunctionT) -> FunctionT:
     """Mark a method of a subclass of ``ScriptModule`` for compilation.
 
-    Names in the method are looked up where the class is defined.
-
     Example:
-        >>> import torch
         >>> from modkit import jit
-        >>> class Scale(jit.ScriptModule):
+        >>> class Twice(jit.ScriptModule):
         ...     @jit.script_method
-        ...     def forward(self, x, factor: int):
-        ...         return x * factor
-        >>> Scale()(torch.ones(2), 3)
-        tensor([3., 3.])
+        ...     def forward(self, x):
+        ...         return x * 2
 
     Same as ``torch.jit.script_method``.
     """
@@ -122,9 +112,8 @@ def script_method(fn: FunctionT) -> FunctionT:
     if not ENABLED:
         return fn
     # One frame up is the body of the class, two frames up the scope around it.
-    names = names_of_frame(frames_up=2)
     definition = method_definition(fn, fn.__name__, self_name="ScriptModule")
-    return cast("FunctionT", MethodStub(names, definition, fn))
+    return cast("FunctionT", MethodStub(names_of_frame(frames_up=2), definition, fn))
 
 
 def _without_type(module: Any, name: str, value: Any) -> Any:
@@ -135,21 +124,18 @@ def _without_type(module: Any, name: str, value: Any) -> Any:
     if "__annotations__" not in cls.__dict__:
         # The compiler reads the annotations of one class, so those of the user's bases are copied.
         theirs = [base for base in cls.__mro__ if isinstance(base, ScriptMeta)]
-        inherited = [inspect.get_annotations(base) for base in theirs if not _is_ours(base)]
+        inherited = [
+            inspect.get_annotations(base)
+            for base in theirs
+            if "_disable_script_meta" not in vars(base)
+        ]
         cls.__annotations__ = {k: v for found in reversed(inherited) for k, v in found.items()}
     cls.__annotations__[name] = value.type
     return value.value
 
 
-def _is_ours(cls: type) -> bool:
-    return "_disable_script_meta" in cls.__dict__
-
-
 class _Forward:
-    """Finds the compiled ``forward`` and caches it in the instance's dict.
-
-    ``Module.forward``, which only raises, would be found otherwise.
-    """
+    """Finds the compiled ``forward`` before ``Module.forward``, which only raises."""
 
     def __get__(self, module: Any, owner: type) -> Any:
         if module is None:
@@ -164,14 +150,6 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
     with methods marked with ``script_method`` is compiled when its constructor has returned.
     ``isinstance(x, ScriptModule)`` is True for every ScriptModule of torch, too.
 
-    Example:
-        >>> import torch
-        >>> import modkit.nn as nn
-        >>> from modkit import jit
-        >>> module = jit.script(nn.Linear(4, 2))
-        >>> module(torch.ones(3, 4)).shape
-        torch.Size([3, 2])
-
     Differs from torch: each difference is a row of ``docs/parity.md``.
     """
 
@@ -185,12 +163,10 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
         """Return a ScriptModule of modkit that shares the C++ module of one of torch.
 
         Loaded tensors that are parameters become ``Parameter``. A module of modkit, or of a user's
-        class, is returned as it is.
+        class, is returned as it is. Torch has no such method.
 
         Raises:
             TypeError: ``module`` is not a ScriptModule.
-
-        Differs from torch: torch has no such method.
         """
         if not isinstance(cast("object", module), torch.jit.ScriptModule):
             raise TypeError(
@@ -223,9 +199,8 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
             cpp._define(self._concrete_type, src, names)
 
     def __getattr__(self, name: str) -> Any:
-        if "_c" in self.__dict__:
-            return find(self, name)
-        return torch.nn.Module.__getattr__(cast("torch.nn.Module", self), name)
+        look_up: Any = find if "_c" in self.__dict__ else torch.nn.Module.__getattr__
+        return look_up(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_c" in self.__dict__:
@@ -238,7 +213,8 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
 
     def extra_repr(self) -> str:
         """Return the name of the compiled class, unless it is that of the instance."""
-        return "" if not _is_ours(type(self)) else f"original_name={self.original_name}"
+        is_ours = "_disable_script_meta" in vars(type(self))
+        return f"original_name={self.original_name}" if is_ours else ""
 
     def save(self, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) -> None:
         """Write an archive to a path, atomically, or to an open file; see ``modkit.jit.save``."""
@@ -246,7 +222,8 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
 
     def save_to_buffer(self, _extra_files: Mapping[str, str | bytes] | None = None) -> bytes:
         """Return the archive as bytes."""
-        return _archives.to_bytes(self, _extra_files)
+        files = _archives.with_record(self, _extra_files)
+        return cast("bytes", self._c.save_to_buffer(_extra_files=files))
 
     def __copy__(self) -> Self:
         return cast("Self", _copies.shallow(self))
@@ -259,9 +236,8 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
         rewrap(self, cpp_module)
 
     def _replicate_for_data_parallel(self) -> Any:
-        cpp = self._c._replicate_for_data_parallel()
         replica = blank(RecursiveScriptModule)
-        bind(replica, cpp, {}, self._concrete_type)
+        bind(replica, self._c._replicate_for_data_parallel(), {}, self._concrete_type)
         return replica
 
 
@@ -281,8 +257,7 @@ class RecursiveScriptModule(ScriptModule, TorchRecursiveScriptModule):  # type: 
         return len(self._modules) if kind(self) else self._special("__len__")
 
     def __iter__(self) -> Iterator[Any]:
-        container = kind(self)
-        if container is None:
+        if not (container := kind(self)):
             return cast("Iterator[Any]", self._special("__iter__"))
         return iter(self._modules if container == "mapping" else self._modules.values())
 
@@ -290,8 +265,7 @@ class RecursiveScriptModule(ScriptModule, TorchRecursiveScriptModule):  # type: 
         return item(self, index) if kind(self) else self._special("__getitem__", index)
 
     def __contains__(self, key: Any) -> bool:
-        container = kind(self)
-        if container is None:
+        if not (container := kind(self)):
             return bool(self._special("__contains__", key))
         if container == "mapping":
             return key in self._modules

@@ -28,6 +28,14 @@ from modkit.nn.module import Module
 ClassT = TypeVar("ClassT", bound=type)
 
 
+def _traced(run: Callable[..., Any], arguments: dict[str, Any], source: Any) -> Any:
+    """Call the function of torch with the same arguments as that of modkit."""
+    if arguments["_compilation_unit"] is None:
+        del arguments["_compilation_unit"]
+    with without_warnings_of_torch():
+        return _finish(run(**arguments), source)
+
+
 def _finish(result: Any, source: Any) -> Any:
     """Return modkit's wrapper of a new module; a function or a compiled ``source`` as it is."""
     if type(result) not in WRAPPERS or result is source:
@@ -39,20 +47,10 @@ def _finish(result: Any, source: Any) -> Any:
 
 @overload
 def script(
-    obj: torch.nn.Module,
-    optimize: None = None,
-    _frames_up: int = 0,
-    _rcb: Callable[[str], Any] | None = None,
-    example_inputs: Any = None,
+    obj: torch.nn.Module, optimize: None = None, *, example_inputs: Any = None
 ) -> ScriptModule: ...
 @overload
-def script(
-    obj: Any,
-    optimize: None = None,
-    _frames_up: int = 0,
-    _rcb: Callable[[str], Any] | None = None,
-    example_inputs: Any = None,
-) -> Any: ...
+def script(obj: Any, optimize: None = None, *, example_inputs: Any = None) -> Any: ...
 def script(
     obj: Any,
     optimize: None = None,
@@ -62,14 +60,12 @@ def script(
 ) -> Any:
     """Compile a module, function, class, or object of a class; wrap a list or dict.
 
-    A module becomes a ``ScriptModule`` that shares its parameters. Modules of torch and of modkit may
-    be mixed in it.
+    A module becomes a ``ScriptModule`` that shares its parameters.
 
     Args:
         obj: The object to compile. A compiled object is returned as it is.
         optimize: No effect.
-        example_inputs: Arguments of a run that infers types that are not annotated. Requires the
-            package MonkeyType.
+        example_inputs: Arguments of a run that infers missing types; it requires MonkeyType.
 
     Raises:
         RuntimeError: The code uses Python that TorchScript does not support.
@@ -111,8 +107,7 @@ def trace(
 ) -> Any:
     """Run a module or function once and compile the operations that it runs.
 
-    Arguments as in ``torch.jit.trace``. A module becomes a ``ScriptModule``, a function a
-    ``ScriptFunction``.
+    A module becomes a ``ScriptModule``, a function a ``ScriptFunction``.
 
     Example:
         >>> import torch
@@ -120,21 +115,13 @@ def trace(
         >>> jit.trace(torch.nn.Linear(4, 2), torch.ones(1, 4))(torch.ones(3, 4)).shape
         torch.Size([3, 2])
 
-    Same as ``torch.jit.trace``.
+    Same as ``torch.jit.trace``, with the same arguments.
     """
+    arguments = dict(locals())
     give_notice()
     if not ENABLED:
         return func
-    options = {} if _compilation_unit is None else {"_compilation_unit": _compilation_unit}
-    with without_warnings_of_torch():
-        result = trace_anything(
-            *(func, example_inputs, optimize, check_trace, check_inputs, check_tolerance, strict),
-            *(_force_outplace, _module_class),
-            example_kwarg_inputs=example_kwarg_inputs,
-            _store_inputs=_store_inputs,
-            **options,
-        )
-    return _finish(result, getattr(func, "__self__", func))
+    return _traced(trace_anything, arguments, getattr(func, "__self__", func))
 
 
 def trace_module(
@@ -155,27 +142,17 @@ def trace_module(
 
     Same as ``torch.jit.trace_module``.
     """
+    arguments = dict(locals())
     give_notice()
     if not ENABLED:
         return cast("ScriptModule", mod)
-    options = {} if _compilation_unit is None else {"_compilation_unit": _compilation_unit}
-    with without_warnings_of_torch():
-        result = trace_module_anything(
-            *(mod, inputs, optimize, check_trace, check_inputs, check_tolerance, strict),
-            *(_force_outplace, _module_class),
-            example_inputs_is_kwarg=example_inputs_is_kwarg,
-            _store_inputs=_store_inputs,
-            **options,
-        )
-    return cast("ScriptModule", _finish(result, mod))
+    return cast("ScriptModule", _traced(trace_module_anything, arguments, mod))
 
 
 def interface(obj: ClassT) -> ClassT:
     """Compile a class to an interface: a type for all modules, or classes, with its methods.
 
-    The class has no base, or the one base ``torch.nn.Module`` or ``modkit.nn.Module``.
-
-    Same as ``torch.jit.interface``.
+    Same as ``torch.jit.interface``; the base may also be ``modkit.nn.Module``.
     """
     give_notice()
     if not isinstance(cast("object", obj), type):
@@ -183,13 +160,11 @@ def interface(obj: ClassT) -> ClassT:
     bases = obj.__mro__[1:-1]
     of_modules = bases in ((torch.nn.Module,), (Module, torch.nn.Module))
     if bases and not of_modules:
-        raise RuntimeError(
-            "TorchScript interface does not support inheritance yet. "
-            "Please directly inherit from 'object' or 'nn.Module'."
-        )
-    definition = qualified_name(obj), class_definition(obj, obj.__name__)
-    mangled = compile_interface(*definition, names_of_frame(1), of_modules)
-    cast("Any", obj).__torch_script_interface__ = mangled
+        text = "Please directly inherit from 'object' or 'nn.Module'."
+        raise RuntimeError(f"TorchScript interface does not support inheritance yet. {text}")
+    cast("Any", obj).__torch_script_interface__ = compile_interface(
+        qualified_name(obj), class_definition(obj, obj.__name__), names_of_frame(1), of_modules
+    )
     return obj
 
 
@@ -204,8 +179,7 @@ def freeze(
         mod: Module in evaluation mode.
         preserved_attrs: Attributes and methods to keep. ``forward``, and attributes that a method
             writes to, are always kept.
-        optimize_numerics: Also apply optimizations that change the last bits of results, such as
-            folding a batch normalization into the convolution before it.
+        optimize_numerics: Also fold batch normalizations, which changes the last bits of results.
 
     Raises:
         RuntimeError: ``mod`` is not a ScriptModule, or is in training mode.

@@ -1,8 +1,7 @@
 """The private parts of ``torch.jit`` that ``modkit.jit`` uses, and the notice of its deprecation.
 
-They are not in ``modkit/_upstream.py``, so that only ``modkit.jit`` depends on them: the public
-functions of ``torch.jit`` warn, and later releases of torch may refuse. ``modkit/_upstream.py`` lists
-the releases of torch that they were checked against.
+They are not in ``modkit/_upstream.py``, so that only ``modkit.jit`` depends on them; that file lists
+the releases of torch that they were tested with.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -14,25 +13,15 @@ from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
-import torch.jit._recursive
-import torch.jit._script
-import torch.jit._serialization
-import torch.jit._state
-import torch.jit._trace
-import torch.jit.frontend
-from torch import _jit_internal
 from torch.jit._script import ScriptMeta as _ScriptMeta
 
 
 _C: Any = torch._C
-_script: Any = torch.jit._script
-_recursive: Any = torch.jit._recursive
-_trace: Any = torch.jit._trace
-_frontend: Any = torch.jit.frontend
-_internal: Any = _jit_internal
+_jit: Any = torch.jit
+_internal: Any = cast("Any", torch)._jit_internal
 
 # False if the environment variable PYTORCH_JIT is 0.
-ENABLED: Final = bool(cast("Any", torch.jit._state)._enabled)
+ENABLED: Final = bool(_jit._state._enabled)
 
 # The C++ object behind a method, and the members of a C++ module.
 ScriptMethod: Final = _C.ScriptMethod
@@ -44,32 +33,31 @@ CompilationUnit: Final = _C.CompilationUnit
 concrete_type_of: Final = _C.ConcreteModuleType.from_jit_type
 
 # Torch's parameters and buffers of a compiled module, and names that its type information lacks.
-TorchTensors: Final[Any] = _script.OrderedDictWrapper
-TorchRecursiveScriptModule: Final[Any] = _script.RecursiveScriptModule
-TorchTracedModule: Final[Any] = _trace.TracedModule
-TorchTopLevelTracedModule: Final[Any] = _trace.TopLevelTracedModule
-# Collects the script methods and constants of a class.
+TorchTensors: Final[Any] = _jit._script.OrderedDictWrapper
+TorchRecursiveScriptModule: Final[Any] = _jit._script.RecursiveScriptModule
+TorchTracedModule: Final[Any] = _jit._trace.TracedModule
+TorchTopLevelTracedModule: Final[Any] = _jit._trace.TopLevelTracedModule
 TorchScriptMeta = _ScriptMeta
 
 # None if this release of torch cannot read TorchScript.
 import_module: Final[Any] = getattr(_C, "import_ir_module", None)
 import_module_from_buffer: Final[Any] = getattr(_C, "import_ir_module_from_buffer", None)
-validate_map_location: Final[Any] = cast("Any", torch.jit._serialization).validate_map_location
+validate_map_location: Final[Any] = _jit._serialization.validate_map_location
 
 # The compiler behind torch.jit.script and torch.jit.trace, and its rule for which methods to compile.
-create_script_module: Final = _recursive.create_script_module
-methods_to_compile: Final = _recursive.infer_methods_to_compile
-prepare_scriptable: Final = _script.call_prepare_scriptable_func
-script_anything: Final = _script._script_impl
-trace_anything: Final = _trace._trace_impl
-trace_module_anything: Final = _trace.trace_module
+create_script_module: Final = _jit._recursive.create_script_module
+methods_to_compile: Final = _jit._recursive.infer_methods_to_compile
+prepare_scriptable: Final = _jit._script.call_prepare_scriptable_func
+script_anything: Final = _jit._script._script_impl
+trace_anything: Final = _jit._trace._trace_impl
+trace_module_anything: Final = _jit._trace.trace_module
 
 # Names are looked up in the calling frame, so decorators cannot call torch's.
-MethodStub: Final[Any] = _recursive.ScriptMethodStub
+MethodStub: Final[Any] = _jit._recursive.ScriptMethodStub
 compile_interface: Final = _C._jit_script_interface_compile
 parse_definition: Final = _C._parse_source_def
-class_definition: Final = _frontend.get_jit_class_def
-method_definition: Final = _frontend.get_jit_def
+class_definition: Final = _jit.frontend.get_jit_class_def
+method_definition: Final = _jit.frontend.get_jit_def
 qualified_name: Final = _internal._qualified_name
 names_of_frame: Final = _internal.createResolutionCallbackFromFrame
 
@@ -85,7 +73,6 @@ MESSAGE: Final = (
 
 # The first Python for which torch says that TorchScript is not supported.
 _UNSUPPORTED: Final = (3, 14)
-
 _given: Final[set[str]] = set()
 
 
@@ -108,13 +95,7 @@ def message() -> str:
 
 @contextmanager
 def without_warnings_of_torch() -> Generator[None, None, None]:
-    """Silence torch's warnings that TorchScript is deprecated, and no others.
-
-    The compiler calls the public functions, once for each function that it compiles.
-    """
+    """Silence torch's warnings that TorchScript is deprecated; the compiler causes many."""
     with warnings.catch_warnings():
-        for category in (DeprecationWarning, FutureWarning):
-            warnings.filterwarnings(
-                "ignore", r"`torch\.jit\.\w+` is (deprecated|not supported)", category
-            )
+        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is (deprecated|not supported)")
         yield

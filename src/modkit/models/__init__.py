@@ -1,14 +1,13 @@
 """Networks of published papers, built on :mod:`modkit.nn`."""
 
 from modkit._namespace import publish_all as _publish_all
-from modkit.models.efficientzero import (
+from modkit.models._networks import (
     DownSample,
     DynamicsNetwork,
-    EfficientZeroModel,
-    EZNetworkOutput,
     PredictionNetwork,
     RepresentationNetwork,
 )
+from modkit.models.efficientzero import EfficientZeroModel, EZNetworkOutput
 
 
 __all__ = [

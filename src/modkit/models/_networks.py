@@ -32,7 +32,7 @@ def checked(norm_type: str | None, activation: nn.Module | None) -> Any:
 
 
 def renamed(owner: str, default: object, /, **names: Any) -> Any:
-    """Return the value of an argument, given under its older or its newer name, but not both."""
+    """Return the value of an argument that has an older and a newer name."""
     (old, value), (new, alias) = names.items()
     if alias is None:
         return value
@@ -42,13 +42,12 @@ def renamed(owner: str, default: object, /, **names: Any) -> Any:
 
 
 def reduction(owner: nn.Module, observation_shape: Sequence[int]) -> int:
-    """Return how many times smaller downsampling makes an observation, if it is supported."""
+    """Return how many times smaller downsampling makes an observation."""
     height = observation_shape[1]
     if height not in REDUCTIONS:
-        raise NotImplementedError(
-            f"{type(owner).__name__}: observation_shape={observation_shape!r} cannot be "
-            f"downsampled; the height has to be one of {list(REDUCTIONS)}"
-        )
+        text = f"observation_shape={observation_shape!r} cannot be downsampled"
+        heights = f"the height has to be one of {list(REDUCTIONS)}"
+        raise NotImplementedError(f"{type(owner).__name__}: {text}; {heights}")
     return REDUCTIONS[height]
 
 
@@ -77,10 +76,7 @@ def _convolution(
 
 
 class ResBlock(nn.Module):
-    """Two convolutions beside a shortcut, with the activation after their sum.
-
-    With ``stride=2`` it halves height and width, and the shortcut is a convolution without norm.
-    """
+    """Two convolutions beside a shortcut, which is a convolution if ``stride=2``."""
 
     _downsamples: Final[bool]
 
@@ -102,18 +98,12 @@ class ResBlock(nn.Module):
         return x  # noqa: RET504 - typed, without a cast that TorchScript would refuse
 
 
-def _blocks(number: int, channels: int, activation: Any, norm_type: str | None) -> nn.ModuleList:
-    return nn.ModuleList(
-        [ResBlock(channels, channels, activation, norm_type) for _ in range(number)]
-    )
+def _blocks(number: int, channels: int, *options: Any) -> nn.ModuleList:
+    return nn.ModuleList([ResBlock(channels, channels, *options) for _ in range(number)])
 
 
 def _head(
-    widths: Sequence[int],
-    sizes: tuple[int, int],
-    activation: nn.Module | None,
-    norm_type: str | None,
-    zero_last_layer: bool,
+    widths: Sequence[int], sizes: tuple[int, int], activation: Any, norm_type: Any, zero: bool
 ) -> nn.Sequential:
     """Make the layers that map the features of a sample to logits; ``sizes`` are their numbers.
 
@@ -123,11 +113,9 @@ def _head(
     layers: list[nn.Module] = []
     for features in [sizes[0], *[width] * (len(widths) - 1)]:
         norm = nn.BatchNorm1d(width) if norm_type == "BN" else nn.LayerNorm(width)
-        layers += [nn.Linear(features, width), norm]
-        if activation is not None:
-            layers.append(activation)
+        layers += [nn.Linear(features, width), norm, *([] if activation is None else [activation])]
     last = nn.Linear(width, sizes[1])
-    if zero_last_layer:
+    if zero:
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
     return nn.Sequential(*layers, last)
@@ -136,8 +124,8 @@ def _head(
 def _check_features(owner: nn.Module, kind: str, features: object) -> None:
     """Raise unless each sample has as many features as the head ``kind`` takes.
 
-    LightZero reshapes to rows of that size instead, which may mix the samples of a batch. While fx or
-    ``torch.jit.trace`` records, there is no tensor, and the layer itself does the check.
+    LightZero reshapes, which may mix the samples of a batch. While fx or ``torch.jit.trace`` records,
+    the layer itself raises.
     """
     if not isinstance(features, Tensor) or get_tracing_state():
         return
@@ -145,10 +133,8 @@ def _check_features(owner: nn.Module, kind: str, features: object) -> None:
     size, planes = getattr(owner, name), features.shape[1:]
     if planes.numel() != size:
         shape = "x".join(map(str, planes))
-        raise RuntimeError(
-            f"{type(owner).__name__}: the head gets {shape} = {planes.numel()} features a sample, "
-            f"but {name}={size}"
-        )
+        got = f"{shape} = {planes.numel()} features a sample, but {name}={size}"
+        raise RuntimeError(f"{type(owner).__name__}: the head gets {got}")
 
 
 class DownSample(nn.Module):
@@ -157,8 +143,7 @@ class DownSample(nn.Module):
     Args:
         observation_shape: Channels, height and width; the height is 64, 84 or 96.
         out_channels: Channels of the result.
-        activation: Activation of all layers; by default a new ReLU.
-        norm_type: "BN" or "LN".
+        activation, norm_type: See :class:`EfficientZeroModel`.
 
     Same as ``lzero.model.common.DownSample``, where calls fail for a height of 84.
     """
@@ -330,29 +315,20 @@ class PredictionNetwork(nn.Module):
 class DynamicsNetwork(nn.Module):
     """Predict the next latent state and the value prefix from a latent state and an action.
 
-    The state dict, the initial weights of a seed, the outputs and the gradients are those of
-    LightZero's class. Checkpoints of LightZero 0.0.2 to 0.0.4 load too: their unused
-    ``reward_resblocks`` are dropped.
+    Checkpoints of LightZero 0.0.2 to 0.0.4 load too: their unused ``reward_resblocks`` are dropped.
 
     Args:
         observation_shape: Channels, height and width of an observation; used for LayerNorm only.
         action_encoding_dim: Number of input channels that hold the action; they come last.
-        num_res_blocks: Number of residual blocks after the first convolution.
         num_channels: Channels of the input: those of the latent state and those of the action.
-        reward_head_channels: Channels that the reward head reduces the latent state to.
-        fc_reward_layers: Hidden layers of the reward head: one for each element, all as wide as the
-            first.
         output_support_size: Number of logits of the value prefix.
-        flatten_output_size_for_reward_head: ``reward_head_channels`` times height times width of
-            the latent state.
+        flatten_output_size_for_reward_head: ``reward_head_channels`` * height * width of the planes.
         downsample: If True, LayerNorm expects planes 16 times smaller than the observation.
-        lstm_hidden_size: Size of the two hidden states.
-        last_linear_layer_init_zero: If True, the value prefix is zero at first.
-        activation: Activation of all layers; by default a new ReLU.
-        norm_type: "BN", or "LN" for LayerNorm after the first convolution and in the reward head.
-            Residual blocks have BatchNorm in either case.
-        reward_head_hidden_channels: Name of ``fc_reward_layers`` in LightZero 0.2.
-        flatten_input_size_for_reward_head: Name of ``flatten_output_size_for_reward_head`` there.
+        norm_type: "BN" or "LN". Residual blocks have BatchNorm in either case.
+        flatten_input_size_for_reward_head: Name of ``flatten_output_size_for_reward_head`` in
+            LightZero 0.2.
+
+    The other arguments are those of :class:`EfficientZeroModel`.
 
     Raises:
         AssertionError: ``norm_type`` is invalid, or ``num_channels <= action_encoding_dim``.
@@ -402,14 +378,12 @@ class DynamicsNetwork(nn.Module):
             flatten_output_size_for_reward_head=flatten_output_size_for_reward_head,
             flatten_input_size_for_reward_head=flatten_input_size_for_reward_head,
         )
-        if num_channels <= action_encoding_dim:
-            raise AssertionError(
-                f"num_channels:{num_channels} <= action_encoding_dim:{action_encoding_dim}"
-            )
-        if action_encoding_dim < 1:
-            raise ValueError(f"{name}: action_encoding_dim={action_encoding_dim} is less than 1")
-        shape, channels = observation_shape, num_channels - action_encoding_dim
-
+        planes, channels = action_encoding_dim, num_channels - action_encoding_dim
+        if channels <= 0:
+            raise AssertionError(f"num_channels:{num_channels} <= action_encoding_dim:{planes}")
+        if planes < 1:
+            raise ValueError(f"{name}: action_encoding_dim={planes} is less than 1")
+        shape = observation_shape
         self.action_encoding_dim = action_encoding_dim
         self.num_channels = num_channels
         self.flatten_output_size_for_reward_head = features
@@ -423,33 +397,24 @@ class DynamicsNetwork(nn.Module):
         self.norm_reward = _norm_of_planes(norm_type, reward_head_channels, shape, downsample)
         self.lstm = nn.LSTM(features, lstm_hidden_size)
         self.norm_value_prefix = nn.BatchNorm1d(lstm_hidden_size)
-        options = act, norm_type, last_linear_layer_init_zero
         sizes = lstm_hidden_size, output_support_size
-        self.fc_reward_head = _head(hidden, sizes, *options)
+        self.fc_reward_head = _head(hidden, sizes, act, norm_type, last_linear_layer_init_zero)
 
     def forward(
-        self,
-        state_action_encoding: Tensor,
-        reward_hidden_state: tuple[Tensor, Tensor] | None,
+        self, state_action_encoding: Tensor, reward_hidden_state: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-        """Take one step.
+        """Return the next latent states, the next h and c, and the logits of the value prefix.
 
         Args:
-            state_action_encoding: Shape (batch, num_channels, height, width): the latent state, then
-                ``action_encoding_dim`` planes of the action.
-            reward_hidden_state: h and c, each of shape (1, batch, lstm_hidden_size); None for zeros.
-
-        Returns:
-            The next latent state, of shape (batch, num_channels - action_encoding_dim, height, width);
-            the next h and c; and the logits of the value prefix, (batch, output_support_size).
+            state_action_encoding: Latent states and planes of actions, (batch, channels, height, width).
+            reward_hidden_state: h and c, each (1, batch, lstm_hidden_size); None for zeros.
 
         Raises:
-            RuntimeError: The number of channels, the size of the planes or a hidden state do not fit.
+            RuntimeError: A shape does not fit.
             ValueError: The network is in training mode and the batch is a single sample.
         """
         state_encoding = state_action_encoding[:, : -self.action_encoding_dim, :, :]
-        x = self.norm_common(self.conv(state_action_encoding)) + state_encoding
-        x = self.activation(x)
+        x = self.activation(self.norm_common(self.conv(state_action_encoding)) + state_encoding)
         for block in self.resblocks:
             x = block(x)
         next_latent_state = x
@@ -471,7 +436,7 @@ class DynamicsNetwork(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def get_dynamic_mean(self) -> float:
-        """Return the mean of the absolute weights of the first convolution and all residual blocks."""
+        """Return the mean absolute weight of the first convolution and the residual blocks."""
         tensors = [self.conv.weight, *self.resblocks.parameters()]
         total = sum(tensor.detach().abs().sum(dtype=torch.float64).item() for tensor in tensors)
         return float(total) / sum(tensor.numel() for tensor in tensors)

@@ -12,7 +12,6 @@ from modkit import nn
 from modkit.models._networks import (
     DEFAULT_ACTIVATION,
     ONE_HIDDEN_LAYER,
-    DownSample,
     DynamicsNetwork,
     PredictionNetwork,
     RepresentationNetwork,
@@ -22,26 +21,15 @@ from modkit.models._networks import (
 )
 
 
-__all__ = [
-    "DownSample",
-    "DynamicsNetwork",
-    "EZNetworkOutput",
-    "EfficientZeroModel",
-    "PredictionNetwork",
-    "RepresentationNetwork",
-]
-
-
 @dataclass
 class EZNetworkOutput:
     """The result of one inference of an :class:`EfficientZeroModel`.
 
     Attributes:
-        value: Logits of the value, (batch, value_support_size).
-        value_prefix: Logits of the value prefix, (batch, reward_support_size); a list of zeros after
-            the initial inference.
+        value: Logits, (batch, value_support_size).
+        value_prefix: Logits, (batch, reward_support_size); zeros after the initial inference.
         policy_logits: Logits of the actions, (batch, action_space_size).
-        latent_state: The latent state, (batch, num_channels, height, width).
+        latent_state: Latent states, (batch, num_channels, height, width).
         reward_hidden_state: h and c of the LSTM, each (1, batch, lstm_hidden_size).
     """
 
@@ -64,24 +52,20 @@ class EfficientZeroModel(nn.Module):
         lstm_hidden_size: Size of the hidden states.
         num_res_blocks: Number of residual blocks in each of the three networks.
         num_channels: Channels of the latent state.
-        reward_head_channels, value_head_channels, policy_head_channels: Channels that each head reduces
-            the latent state to.
+        reward_head_channels, value_head_channels, policy_head_channels: Channels before each head.
         fc_reward_layers, fc_value_layers, fc_policy_layers: Hidden layers of each head: one for each
             element, all as wide as the first.
-        reward_support_size: Number of logits of the value prefix.
-        value_support_size: Number of logits of the value.
+        reward_support_size, value_support_size: Number of logits of the value prefix and the value.
         proj_hid, proj_out: Width of the projection's hidden layers, and its output features.
         pred_hid, pred_out: Width of the hidden layer of the head after it, and its output features.
         self_supervised_learning_loss: If True, the model has a projection.
         categorical_distribution: If False, the value and the value prefix are single numbers.
         last_linear_layer_init_zero: If True, policy, value and value prefix are zero at first.
         state_norm: If True, each latent state is scaled to lie between 0 and 1.
-        downsample: If True, begin with :class:`DownSample`. Without it, a network for images of 96x96
-            pixels has 900 million parameters.
+        downsample: If True, begin with :class:`DownSample`, as large images require.
         activation: Activation of all layers; by default a new ReLU.
         norm_type: "BN" or "LN".
-        discrete_action_encoding_type: "one_hot" for one plane per action, "not_one_hot" for one
-            plane with the index of the action.
+        discrete_action_encoding_type: "one_hot" for one plane per action, or "not_one_hot".
         reward_head_hidden_channels, value_head_hidden_channels, policy_head_hidden_channels: Names of
             ``fc_reward_layers``, ``fc_value_layers`` and ``fc_policy_layers`` in LightZero 0.2.
         **kwargs: No effect: LightZero passes the whole section of a configuration.
@@ -151,8 +135,7 @@ class EfficientZeroModel(nn.Module):
         self.proj_hid, self.proj_out = proj_hid, proj_out
         self.pred_hid, self.pred_out = pred_hid, pred_out
         self.last_linear_layer_init_zero = last_linear_layer_init_zero
-        self.state_norm = state_norm
-        self.downsample = downsample
+        self.state_norm, self.downsample = state_norm, downsample
         self.self_supervised_learning_loss = self_supervised_learning_loss
         self.norm_type = norm_type
         self.activation = checked(norm_type, activation)
@@ -171,13 +154,12 @@ class EfficientZeroModel(nn.Module):
         shape: Sequence[int],
         num_res_blocks: int,
         num_channels: int,
-        head_channels: tuple[int, int, int],
-        heads: Sequence[tuple[str, Sequence[int], Sequence[int] | None]],
+        head_channels: Any,
+        heads: Any,
     ) -> None:
         """Add the networks, in the order of the random numbers of their weights."""
         factor = reduction(self, shape) if self.downsample else 1
-        # The heads get the size of the latent state. LightZero gives them the observation's, which
-        # they divide by 16; that is wrong for observations that are 64 pixels high.
+        # LightZero's heads divide the observation's size by 16, which is wrong if it is 64 high.
         latent = [num_channels, -(-shape[1] // factor), -(-shape[2] // factor)]
         cells = latent[1] * latent[2]
         reward_layers, value_layers, policy_layers = (
@@ -187,7 +169,7 @@ class EfficientZeroModel(nn.Module):
             )
             for kind, layers, alias in heads
         )
-        reward_size, value_size, policy_size = (channels * cells for channels in head_channels)
+        reward, value, policy = head_channels
         common: dict[str, Any] = {"activation": self.activation, "norm_type": self.norm_type}
         self.representation_network = RepresentationNetwork(
             shape, num_res_blocks, num_channels, self.downsample, **common
@@ -195,14 +177,14 @@ class EfficientZeroModel(nn.Module):
         common["last_linear_layer_init_zero"] = self.last_linear_layer_init_zero
         self.dynamics_network = DynamicsNetwork(
             *(latent, self.action_encoding_dim, num_res_blocks),
-            *(num_channels + self.action_encoding_dim, head_channels[0], reward_layers),
-            *(self.reward_support_size, reward_size),
+            *(num_channels + self.action_encoding_dim, reward, reward_layers),
+            *(self.reward_support_size, reward * cells),
             lstm_hidden_size=self.lstm_hidden_size,
             **common,
         )
         self.prediction_network = PredictionNetwork(
-            *(latent, self.action_space_size, num_res_blocks, num_channels, *head_channels[1:]),
-            *(value_layers, policy_layers, self.value_support_size, value_size, policy_size),
+            *(latent, self.action_space_size, num_res_blocks, num_channels, value, policy),
+            *(value_layers, policy_layers, self.value_support_size, value * cells, policy * cells),
             **common,
         )
         self.projection_input_dim = num_channels * cells
@@ -264,13 +246,8 @@ class EfficientZeroModel(nn.Module):
     def project(self, latent_state: Tensor, with_grad: bool = True) -> Tensor:
         """Project latent states to the features that the self-supervised loss compares.
 
-        Args:
-            latent_state: Latent states, (batch, num_channels, height, width).
-            with_grad: True for the online branch, through the head after the projection; False for
-                the projection alone, without gradient.
-
-        Returns:
-            Features, (batch, pred_out) or (batch, proj_out).
+        With ``with_grad`` the features pass the head after the projection, (batch, pred_out);
+        otherwise they are those of the projection, (batch, proj_out), without gradient.
 
         Raises:
             AttributeError: The model was made without ``self_supervised_learning_loss``.

@@ -31,7 +31,7 @@ MADE_BY_MODKIT = {
 
 
 # Arguments that torch does not have.
-FURTHER = {"load": ("sha256",)}
+FURTHER = {"load": ("sha256", "strict_extra_files")}
 
 
 @for_each("name", PUBLIC)

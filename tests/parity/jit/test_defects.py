@@ -243,6 +243,16 @@ def test_a_missing_extra_file_reads_as_an_empty_one(impl, tmp_path):
         assert wanted == {"empty": b"", "bytes": b"\x00", "missing": b""}
 
 
+def test_a_missing_extra_file_can_be_an_error():
+    """With ``strict_extra_files`` the error names the missing file and those that are there."""
+    files = {"labels.txt": "", "empty": ""}
+    buffer = io.BytesIO(build(MODKIT, "scripted").save_to_buffer(_extra_files={"empty": ""}))
+
+    with pytest.raises(KeyError, match=r"no extra file 'labels\.txt'; it has 'empty'"):
+        MODKIT.jit.load(buffer, _extra_files=files, strict_extra_files=True)
+    assert files == {"labels.txt": "", "empty": ""}
+
+
 def test_define_gives_the_method_to_all_modules_of_the_type(impl):
     """Modules of one compiled type share their methods, and a name can be defined once."""
     net = make_net(impl)

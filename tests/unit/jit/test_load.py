@@ -99,6 +99,15 @@ def test_nothing_runs_of_a_damaged_archive(tmp_path):
     assert mark.exists()
 
 
+def test_extra_files_are_looked_for_before_loading():
+    """A missing extra file is named with those that are there, and nothing is filled in."""
+    files = {"labels.txt": "", "other.txt": "before"}
+
+    with pytest.raises(KeyError, match=r"no extra file 'other\.txt'; it has .*'labels\.txt'"):
+        jit.load(io.BytesIO(saved()[0]), _extra_files=files, strict_extra_files=True)
+    assert files == {"labels.txt": "", "other.txt": "before"}
+
+
 def test_a_torch_without_torchscript_says_so(monkeypatch):
     """Where torch has nothing that reads TorchScript the error says that."""
     monkeypatch.setattr(_archives, "import_module", None)
