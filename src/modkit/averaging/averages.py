@@ -10,7 +10,7 @@ import torch
 from modkit._types import Tensor
 from modkit._upstream import foreach_copy_
 from modkit.averaging.named_tensors import PLAIN, Options, is_averaged
-from modkit.averaging.precision import Precision, full_value, is_rounded, kept_dtype
+from modkit.averaging.precision import full_value, is_rounded
 from modkit.averaging.sharding import local_shard, shards_of
 
 
@@ -95,7 +95,7 @@ class FlatBuffer:
 
 def flat_buffers(
     likes: Tensors,
-    precision: Precision,
+    options: Options,
     wrap: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> list[FlatBuffer]:
     """Make flat buffers for those tensors that are small enough, alike and in host memory."""
@@ -108,7 +108,7 @@ def flat_buffers(
     for (dtype, *_), run in runs.items():
         if len(run) >= _LEAST_RUN:
             flat.setdefault(dtype, {}).update(run)
-    return [FlatBuffer(found, kept_dtype(dtype, precision), wrap) for dtype, found in flat.items()]
+    return [FlatBuffer(found, options.kept_dtype(dtype), wrap) for dtype, found in flat.items()]
 
 
 # Averages.
@@ -141,10 +141,10 @@ class Average:
         # an average, which have no flat buffers, draw alike.
         is_flat = self.options.precision not in {"compensated", "stochastic"}
         if is_flat and (device is None or device.type == "cpu"):
-            self.flats = flat_buffers(members, self.options.precision)
+            self.flats = flat_buffers(members, self.options)
         shared = {name: tensor for flat in self.flats for name, tensor in flat.tensors.items()}
         for name, member in members.items():
-            dtype = kept_dtype(member.dtype, self.options.precision)
+            dtype = self.options.kept_dtype(member.dtype)
             self.tensors[name] = (
                 shared[name]
                 if name in shared
@@ -163,17 +163,18 @@ class Average:
                 if name in self.errors:
                     self.errors[name] = self.errors[name].to(device)
 
-    def resize(self, members: Tensors) -> None:
-        """Adapt to other members or options: averages are kept, new ones start as a copy."""
-        old, errors, generators = self.tensors, self.errors, self.generators
-        self.start(members)
-        for name, tensor in self.tensors.items():
-            kept = old.get(name)
+    def resized(self, members: Tensors, options: Options) -> "Average":
+        """Return the average of other members: known values are kept, new ones start as a copy."""
+        new = Average(options)
+        new.start(members)
+        for name, tensor in new.tensors.items():
+            kept = self.tensors.get(name)
             if kept is None or kept.shape != tensor.shape:
-                self._take_over(name, members[name], None)
+                new._take_over(name, members[name], None)
             else:
-                self._take_over(name, kept, errors.get(name))
-        self.generators = generators
+                new._take_over(name, kept, self.errors.get(name))
+        new.generators = self.generators
+        return new
 
     def _take_over(self, name: str, value: Tensor, error: Tensor | None) -> None:
         """Copy another average and its error term, which may be of other dtypes."""

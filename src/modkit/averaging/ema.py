@@ -16,7 +16,7 @@ from modkit.averaging.engine import Engine
 from modkit.averaging.named_tensors import Buffers, NamedTensors, Names, Options
 from modkit.averaging.precision import OnNonfinite, Precision
 from modkit.averaging.schedules import Decay, Schedule, as_schedule
-from modkit.averaging.sharding import resharded, shards_of
+from modkit.averaging.sharding import is_sharded, resharded, shards_of
 from modkit.averaging.swap import any_swapped, copy_of, exchanged, raw_values, write
 
 
@@ -331,7 +331,8 @@ class EMA(Generic[ModelT]):
     def module(self) -> ModelT:
         """A copy of the model with the first average, in eval mode, without gradients.
 
-        Each access copies the averages, and what is not averaged, into it.
+        It shares memory with averages of the model's dtype and device. Each access copies the
+        others, and what is not averaged.
         """
         # Tensors that are made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -340,12 +341,26 @@ class EMA(Generic[ModelT]):
                 self._module = self.averaged_model()
             averages = self._engine.named(0)
             for name, member in NamedTensors(self._module).all().items():
-                write(member.tensor, averages[name] if name in averages else found.tensor(name))
+                own, value = member.tensor, averages.get(name)
+                alike = value is not None and (own.dtype, own.device) == (value.dtype, value.device)
+                if alike and not is_sharded(own):
+                    own.data = value
+                else:
+                    write(own, found.tensor(name) if value is None else value)
         return self._module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call :attr:`module`, the averaged model."""
         return self.module(*args, **kwargs)
+
+    def to(self, device: Device = None, dtype: torch.dtype | None = None) -> Self:
+        """Move and cast the averages, and keep later ones there; None leaves device or dtype."""
+        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+            raise ValueError(f"EMA.to(): dtype must be a floating-point dtype, got {dtype}")
+        with torch.inference_mode(False), torch.no_grad():
+            self._engine.to(None if device is None else torch.device(device), dtype)
+        self._module = None
+        return self
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next update depends on: numbers, strings and tensors, not copied.

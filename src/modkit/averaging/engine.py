@@ -7,7 +7,7 @@ their own, or in the parameters of a copy of the model.
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -406,10 +406,22 @@ class Engine:
             new = {n: one for n, one in averaged.items() if known.get(n) != one.shape}
             precision.check_finite("EMA", new)
         self._plans = Cache()
-        for average in self.averages:
-            average.resize(averaged)
+        self.averages = [one.resized(averaged, self.options) for one in self.averages]
         names = named.names()
         self._copies = {name: copy for name, copy in self._copies.items() if name in names}
+
+    def to(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
+        """Move and cast the averages, and keep later ones there."""
+        options = self.options
+        options = replace(options, device=device or options.device, dtype=dtype or options.dtype)
+        known = self.averages[0].tensors
+        averaged = options.split(NamedTensors(self.model), known)[0] if known else {}
+        if known:
+            self._check_known(averaged)
+        self.averages = [one.resized(averaged, options) for one in self.averages]
+        self.options, self._plans = options, Cache()
+        if device is not None:
+            self._copies = {name: copy.to(device) for name, copy in self._copied().items()}
 
 
 def _check_any(averaged: Tensors) -> None:

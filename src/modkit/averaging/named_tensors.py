@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from modkit._types import Tensor
 from modkit._upstream import foreach_copy_, tensor_guard
-from modkit.averaging.precision import PRECISIONS, OnNonfinite, Precision
+from modkit.averaging.precision import PRECISIONS, OnNonfinite, Precision, kept_dtype
 from modkit.averaging.sharding import is_sharded, local_shard, reshard
 from modkit.errors import NameMismatchError
 
@@ -371,7 +371,7 @@ def check_choice(owner: str, name: str, value: str, choices: Iterable[str]) -> N
 class Options:
     """Options of an average, validated. See ``EMA``.
 
-    ``copy_rest`` copies parameters that are not averaged, ``integers`` averages integer parameters
+    ``dtype`` is that of ``EMA.to``. ``copy_rest`` copies parameters that are not averaged, ``integers`` averages integer parameters
     too, which truncates, and ``owner`` is the class that error messages name.
     """
 
@@ -383,6 +383,7 @@ class Options:
     device: torch.device | None = None
     on_nonfinite: OnNonfinite = "ignore"
     seed: int = 0
+    dtype: torch.dtype | None = None
     copy_rest: bool = False
     integers: bool = False
     owner: str = "EMA"
@@ -398,6 +399,11 @@ class Options:
             if names is not None and not isinstance(names, str) and not callable(names):
                 # Globs may come from an iterator.
                 object.__setattr__(self, field, tuple(names))
+
+    def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the average of a tensor of ``dtype`` is kept."""
+        own = self.dtype if dtype.is_floating_point else None
+        return own or kept_dtype(dtype, self.precision)
 
     def chooses(self, member: Member, known: Iterable[str] = ()) -> bool:
         """Return True if a parameter is averaged; one that is averaged already stays so."""

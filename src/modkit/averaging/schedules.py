@@ -7,15 +7,20 @@ import math
 import numbers
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from itertools import accumulate, pairwise
-from typing import Any, Final, TypeAlias, cast
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from typing_extensions import override
 
 from modkit._namespace import publish
 
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = [
     "Constant",
@@ -31,6 +36,7 @@ __all__ = [
     "bounds",
     "from_config",
     "gamma_of",
+    "plot",
     "profile",
     "sigma_rel_of",
 ]
@@ -319,6 +325,41 @@ def profile(decay: Decay, n: int, update_every: int = 1) -> list[float]:
     decays = [schedule.over(step, update_every) for step in range(last, 0, -update_every)]
     older = [1.0, *accumulate(decays, operator.mul)]
     return [older[-1], *(new - old for old, new in pairwise(reversed(older)))]
+
+
+def plot(
+    schedules: "Decay | Sequence[Decay] | Mapping[str, Decay]",
+    n: int,
+    update_every: int = 1,
+    *,
+    axes: "Axes | None" = None,
+) -> "Figure":
+    """Plot the :func:`profile` of schedules, relative to the equal average (extra ``modkit[plot]``).
+
+    Long runs are drawn in about a thousand points, each the mean of several updates. A dict gives
+    the labels. The default ``axes`` are those of a new figure.
+    """
+    if min(n, update_every) < 1:
+        raise ValueError(f"plot: n and update_every must be 1 or more, got {n} and {update_every}")
+    if axes is None:
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("plot: matplotlib is needed: pip install modkit[plot]") from error
+        axes = Figure(layout="constrained").subplots()
+    if not isinstance(schedules, Mapping):
+        several = schedules if isinstance(schedules, Sequence) else [schedules]
+        schedules = {str(as_schedule(one)): one for one in several}
+    for label, schedule in schedules.items():
+        weights = profile(schedule, n, update_every)
+        # The copy is a point of its own.
+        edges = [0, *range(1, len(weights), max(1, len(weights) // 1000)), len(weights)]
+        heights = [fmean(weights[a:b]) * len(weights) for a, b in pairwise(edges)]
+        steps = [(edge - 1) * update_every for edge in edges[1:]]
+        axes.plot(steps, heights, label=label, drawstyle="steps-mid")
+    axes.set(xlabel="step", ylabel="weight, relative to the equal average", yscale="log")
+    axes.legend()
+    return cast("Figure", axes.figure)
 
 
 def gamma_of(sigma_rel: float) -> float:

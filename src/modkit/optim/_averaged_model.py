@@ -37,7 +37,6 @@ from modkit.averaging.precision import (
     Weight,
     check_finite,
     first_nonfinite,
-    kept_dtype,
     reads_are_free,
 )
 from modkit.averaging.swap import copy_of
@@ -208,8 +207,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
 
     def _copy_of(self, model: ModelT) -> ModelT:
         """Return a copy of the model, on the device and in the dtypes of the average."""
-        precision = self._runtime.options.precision
-
+        options = self._runtime.options
+        precision = options.precision
         copies: dict[int, Tensor] = {}
         is_flat = precision not in {"compensated", "stochastic"}
         if is_flat and str(self._device) in {"None", "cpu"} and hasattr(model, "parameters"):
@@ -219,7 +218,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                 if type(parameter) is torch.nn.Parameter
             }
             self._runtime.average.flats = flat_buffers(
-                plain, precision, lambda name, one: make_parameter(one, plain[name].requires_grad)
+                plain, options, lambda name, one: make_parameter(one, plain[name].requires_grad)
             )
             with torch.no_grad():
                 for flat in self._runtime.average.flats:
@@ -236,7 +235,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         if precision != "same":
 
             def widened(one: Tensor) -> Tensor:
-                return one.to(kept_dtype(one.dtype, precision))
+                return one.to(options.kept_dtype(one.dtype))
 
             cast("Any", copy)._apply(widened)
         return copy
