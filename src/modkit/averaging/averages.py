@@ -23,9 +23,6 @@ _SMALL: Final = 1024
 _LEAST_RUN: Final = 4
 
 
-# Flat buffers.
-
-
 def can_share(tensor: Tensor) -> bool:
     """Return True for small contiguous floating-point tensors in host memory."""
     return (
@@ -111,9 +108,6 @@ def flat_buffers(
     return [FlatBuffer(found, options.kept_dtype(dtype), wrap) for dtype, found in flat.items()]
 
 
-# Averages.
-
-
 class Average:
     """The average of named tensors: its tensors, error terms, flat buffers and generators."""
 
@@ -145,11 +139,10 @@ class Average:
         shared = {name: tensor for flat in self.flats for name, tensor in flat.tensors.items()}
         for name, member in members.items():
             dtype = self.options.kept_dtype(member.dtype)
-            self.tensors[name] = (
-                shared[name]
-                if name in shared
-                else torch.empty_like(member, dtype=dtype, device=device, requires_grad=False)
-            )
+            if name not in shared:
+                new = torch.empty_like(member, dtype=dtype, device=device, requires_grad=False)
+                shared[name] = new
+            self.tensors[name] = shared[name]
             wants_error = self.options.precision == "compensated" and is_averaged(member)
             if wants_error and (dtype == member.dtype or is_rounded(dtype)):
                 self.errors[name] = torch.zeros_like(self.tensors[name])
@@ -158,10 +151,9 @@ class Average:
         """Follow a model that was moved, unless the average has a device of its own."""
         for name, current in members.items():
             device = self.options.device or current.device
-            if self.tensors[name].device != device:
-                self.tensors[name] = self.tensors[name].to(device)
-                if name in self.errors:
-                    self.errors[name] = self.errors[name].to(device)
+            for kept in (self.tensors, self.errors):
+                if name in kept and kept[name].device != device:
+                    kept[name] = kept[name].to(device)
 
     def resized(self, members: Tensors, options: Options) -> "Average":
         """Return the average of other members: known values are kept, new ones start as a copy."""

@@ -52,12 +52,10 @@ class EMA(Generic[ModelT]):
 
     Call :meth:`update` after each optimizer step, or :meth:`attach` the optimizer once. To evaluate
     an average, swap it into the model with :meth:`applied`. The first update copies the parameters;
-    each later one computes ``average = decay * average + (1 - decay) * parameter``. Tied tensors
-    are averaged once. If the names or shapes of a model do not match, a method raises
-    ``NameMismatchError`` before anything changes.
-
-    No update synchronizes with an accelerator, except with ``on_nonfinite="raise"``, and the first
-    one with ``"skip"``.
+    each later one computes ``average = decay * average + (1 - decay) * parameter``. Methods raise
+    ``NameMismatchError`` before anything changes if names or shapes of a model do not match. No
+    update synchronizes with an accelerator, except with ``on_nonfinite="raise"``, and the first one
+    with ``"skip"``.
 
     Args:
         model: Model to track. It is neither copied nor modified.
@@ -134,16 +132,9 @@ class EMA(Generic[ModelT]):
         self.step = 0
         self.n_averaged = 0
         self._start: int | None = None
-        options = Options(
-            precision=precision,
-            device=None if device is None else torch.device(device),
-            buffers=buffers,
-            include=include,
-            exclude=exclude,
-            trainable_only=trainable_only,
-            on_nonfinite=on_nonfinite,
-            seed=seed,
-        )
+        place = None if device is None else torch.device(device)
+        chosen = include, exclude, buffers, trainable_only
+        options = Options(*chosen, precision, place, on_nonfinite, seed)
         self._engine = Engine(model, len(self.schedules), options)
         self._stored: dict[str, Tensor] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -187,11 +178,7 @@ class EMA(Generic[ModelT]):
     def update(self, model: torch.nn.Module | None = None) -> None:
         """Update the averages with the present parameters; call it after ``optimizer.step()``.
 
-        Args:
-            model: Another model of the same names and shapes to take the parameters from.
-
-        Raises:
-            RuntimeError: If called inside :meth:`applied`, or a parameter has no values yet.
+        ``model`` is another model of the same names and shapes to take the parameters from.
         """
         source = self.model if model is None else model
         self._check_restored("update", source)
@@ -221,12 +208,8 @@ class EMA(Generic[ModelT]):
         """Update after each step that the optimizer really takes, until :meth:`detach`.
 
         A step that a ``GradScaler`` skips does not count. Pass all optimizers of the model at once:
-        the averages are then updated once per training step, when each has stepped or one steps
-        again.
-
-        Raises:
-            TypeError, ValueError: If one is not a ``torch.optim.Optimizer``, is attached already,
-                or has no averaged parameter. None is attached then.
+        the averages are then updated when each has stepped, or one steps again. If an optimizer
+        does not train an averaged parameter, none is attached.
         """
         if not optimizers:
             raise ValueError("EMA.attach() needs an optimizer")
@@ -274,10 +257,7 @@ class EMA(Generic[ModelT]):
         self._optimizers, self._handles, self._stepped = [], [], set()
 
     def named_averages(self, index: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``(name, tensor)`` of the averages and copied buffers; none before the first update.
-
-        Tensors are not copied.
-        """
+        """Yield ``(name, tensor)`` of averages and copied buffers; none before the first update."""
         yield from self._engine.named(index).items()
 
     @contextmanager
@@ -285,15 +265,12 @@ class EMA(Generic[ModelT]):
         """Swap an average into the model for the length of a ``with`` block; blocks may be nested.
 
         The swap exchanges storage: nothing is copied unless dtype or device differ, and parameters
-        stay the same objects. Before the first update the block sees the training weights.
+        stay the same objects. Before the first update the block sees the training weights. If the
+        block writes to the parameters, and so to the average, it ends with a RuntimeError.
 
         Args:
             model: Another model to swap into, such as the wrapped one in distributed training.
             index: Index of the average.
-
-        Raises:
-            RuntimeError: After the block, if it has written to the parameters, and so to the
-                average. The training weights are restored.
         """
         target = self.model if model is None else model
         with resharded(target), exchanged(self._engine.pairs(target, index)):
@@ -386,11 +363,7 @@ class EMA(Generic[ModelT]):
         and device stay. Supported are torch's ``AveragedModel``, timm's ``ModelEmaV3``, diffusers'
         ``EMAModel``, ema-pytorch, torch_ema and Lightning. An empty state starts anew, with a
         warning. A state from inside :meth:`applied` also loads its training weights into the model.
-
-        Raises:
-            ValueError: If the state is not valid, or not of a supported kind. Nothing has been
-                changed.
-            RuntimeError: If called inside :meth:`applied`.
+        An invalid or unknown state is a ValueError, and nothing is changed.
         """
         self._check_restored("load_state_dict", self.model)
         if not state_dict:

@@ -80,12 +80,11 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor, bool]]:
 
 @dataclass(frozen=True)
 class Fit:
-    """How well a combination of averages approximates the wanted one.
+    """How well a combination of averages approximates the wanted one; the coefficients sum to 1.
 
-    The ``coefficients`` have the sum 1. ``error`` is the root mean square over time of the
-    difference of the profiles, relative to that of the wanted one: 0 is exact, 0.01 is very good.
-    ``bound`` limits the error of a parameter, in units of the root mean square of its distance to
-    the wanted average over all steps.
+    ``error`` is the root mean square over time of the difference of the profiles, relative to that
+    of the wanted one: 0.01 is very good. ``bound`` limits the error of a parameter, in units of the
+    root mean square of its distance to the wanted average over all steps.
     """
 
     coefficients: tuple[float, ...]
@@ -94,13 +93,11 @@ class Fit:
 
 
 def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int) -> Fit:
-    """Find the combination of power averages that is nearest to another one.
+    """Find the combination of power averages that is nearest to another one (section 3.2).
 
     The power average at step ``T`` with exponent ``g`` weighs the model of time ``t`` by
-    ``(g + 1) / T * (t / T) ** g``. Integrals of products of two such profiles have closed forms
-    (section 3.2 of the paper).
-
-    ``averages`` holds the ``sigma_rel`` and step of each; later ones get the coefficient 0.
+    ``(g + 1) / T * (t / T) ** g``. ``averages`` holds the ``sigma_rel`` and step of each; later ones
+    get the coefficient 0.
     """
     if min([step, *(at for _, at in averages)]) < 1:
         raise ValueError("steps must be 1 or more: at step 1, an average is the first model")
@@ -149,11 +146,7 @@ class Reconstruction:
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module) -> None:
-        """Write the average and the buffers into a model of any dtype and device.
-
-        Raises:
-            NameMismatchError: If names or shapes do not match. The model is unchanged.
-        """
+        """Write the average and the buffers into a model with the same names and shapes."""
         own, found = {**self.averages, **self.buffers}, _persistent(model)
         check_match("the snapshots", shapes_of(own), shapes_of(found))
         for name, tensor in found.items():
@@ -289,7 +282,7 @@ class PostHocEMA:
 
     def _tensors(self) -> list[dict[str, Tensor]]:
         averages = self._ema.state_dict()["averages"] if self._ema.n_averaged else []
-        return [dict(average["tensors"]) for average in averages]
+        return [average["tensors"] for average in averages]
 
     def update(self) -> None:
         """Count a step of training; call it after each step of the optimizer."""

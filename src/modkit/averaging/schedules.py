@@ -46,7 +46,6 @@ Decay: TypeAlias = float | Callable[[int], float]
 # The relative width of the equal average, the limit for power functions.
 _WIDEST: Final = 1 / math.sqrt(12)
 
-
 _LIMITS: Final[dict[str, tuple[str, Callable[[Any, float], bool]]]] = {
     "at_least": ("at least", operator.ge),
     "above": ("more than", operator.gt),
@@ -116,10 +115,7 @@ class Schedule(ABC):
         raise ValueError(f"{self}: the decay of step {n} must be between 0 and 1, got {decay!r}")
 
     def over(self, n: int, k: int) -> float:
-        """Return the product of the decays of the ``k`` steps up to ``n``; 0 with the copy.
-
-        An update every ``k`` steps, 1 or more, uses it. Decays are validated as in a call.
-        """
+        """Return the decay of an update after ``k`` steps, 1 or more; 0 with the copy."""
         if k < 1:
             raise ValueError(f"{type(self).__name__}: k must be 1 or more, got {k}")
         return self._checked_decay(self.decay_over(n, k), n) if n >= k else 0.0
@@ -336,8 +332,7 @@ def plot(
 ) -> "Figure":
     """Plot the :func:`profile` of schedules, relative to the equal average (extra ``modkit[plot]``).
 
-    Long runs are drawn in about a thousand points, each the mean of several updates. A dict gives
-    the labels. The default ``axes`` are those of a new figure.
+    Long runs are drawn in about a thousand points. A dict of schedules gives the labels.
     """
     if min(n, update_every) < 1:
         raise ValueError(f"plot: n and update_every must be 1 or more, got {n} and {update_every}")

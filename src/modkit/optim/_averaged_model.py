@@ -116,10 +116,6 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         module: The averaged copy, typed by the class of ``model``.
         n_averaged: Buffer, a 0-dimensional ``int64`` tensor: number of updates.
 
-    Raises:
-        AssertionError: If both averaging functions are given.
-        ValueError: If another option is invalid.
-
     Example:
         >>> from modkit import nn
         >>> from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -163,23 +159,20 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             raise ValueError(
                 f"AveragedModel: give use_buffers or buffers, not both: got True and {buffers!r}"
             )
-        self._runtime = _Runtime(
-            Options(
-                precision=precision,
-                buffers="copy" if buffers is None else buffers,
-                include=include,
-                exclude=exclude,
-                on_nonfinite=on_nonfinite,
-                seed=seed,
-                copy_rest=True,
-                integers=True,
-                owner="AveragedModel",
-            )
+        options = Options(
+            precision=precision,
+            buffers="copy" if buffers is None else buffers,
+            include=include,
+            exclude=exclude,
+            on_nonfinite=on_nonfinite,
+            seed=seed,
+            copy_rest=True,
+            integers=True,
+            owner="AveragedModel",
         )
-        if trainable_only:
-            parameters = NamedTensors(model).parameters.items()
-            frozen = (name for name, one in parameters if not one.tensor.requires_grad)
-            self._runtime.frozen = frozenset(frozen)
+        parameters = NamedTensors(model).parameters.items() if trainable_only else ()
+        frozen = frozenset(name for name, one in parameters if not one.tensor.requires_grad)
+        self._runtime = _Runtime(options, frozen)
         self._device = device
         self.avg_fn = avg_fn
         self.multi_avg_fn = multi_avg_fn
@@ -201,9 +194,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
 
     def _has_own_function(self) -> bool:
         """Return True for averaging functions that the engine has no kernel for."""
-        if self.multi_avg_fn is None:
-            return self.avg_fn is not None
-        return not is_known(self.multi_avg_fn)
+        rule = self.multi_avg_fn
+        return self.avg_fn is not None if rule is None else not is_known(rule)
 
     def _copy_of(self, model: ModelT) -> ModelT:
         """Return a copy of the model, on the device and in the dtypes of the average."""
@@ -233,11 +225,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                     add_note(error, "device is an averaging function: pass it as multi_avg_fn=")
                 raise
         if precision != "same":
-
-            def widened(one: Tensor) -> Tensor:
-                return one.to(options.kept_dtype(one.dtype))
-
-            cast("Any", copy)._apply(widened)
+            cast("Any", copy)._apply(lambda one: one.to(options.kept_dtype(one.dtype)))
         return copy
 
     @override
@@ -252,12 +240,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         Call it after ``optimizer.step()`` (EMA) or at the end of an epoch (SWA). Names are compared
         without the parts that ``torch.compile``, data-parallel and checkpoint wrappers add.
 
-        Raises:
-            NameMismatchError: If tensors are missing, unexpected, or of another shape. Nothing has
-                been changed.
-            RuntimeError: If a weight is not finite and ``on_nonfinite="raise"``.
-
-        Differs from torch, which pairs tensors by position and broadcasts their shapes.
+        Differs from torch, which pairs tensors by position and broadcasts their shapes: tensors that
+        are missing, unexpected, or of another shape raise ``NameMismatchError``.
         """
         # Whatever has no parameters is refused in torch's words.
         model.parameters  # noqa: B018
@@ -272,26 +256,21 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         flat = not self._has_own_function()
         key = id(self.module), self.use_buffers, flat
         plan: Plan = runtime.plans.get(model, key, lambda: self._plan(model, flat=flat))
-        if self._take(plan, count):
-            plan.mark_written()
-            with torch.no_grad():
-                plan.copies.run()
-            runtime.counter.advance(self.n_averaged)
-
-    def _take(self, plan: Plan, count: int) -> bool:
-        """Take a step; return False if there is still nothing to average."""
-        options = self._runtime.options
+        options = runtime.options
         policy = options.on_nonfinite
         if policy == "raise":
             check_finite("AveragedModel", plan.currents)
         elif policy == "skip" and count == 0 and first_nonfinite(plan.currents) is not None:
             # The first update of an average is the only one that reads a flag on the host.
-            return False
+            return
         if options.precision == "stochastic":
             # A seed for each step is all the state that there is.
-            self._runtime.average.seed(options.seed + count)
+            runtime.average.seed(options.seed + count)
         plan.step(lambda group, finite: self._step(group, count, finite), policy)
-        return True
+        plan.mark_written()
+        with torch.no_grad():
+            plan.copies.run()
+        runtime.counter.advance(self.n_averaged)
 
     def _step(self, group: Group, count: int, finite: Tensor | None) -> None:
         averages, currents = group.averages[0], group.currents
@@ -427,9 +406,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     def sync_n_averaged(self) -> None:
         """Read ``n_averaged`` from the device in the next update.
 
-        On accelerators an update reads the buffer, a host sync, only if an operation on it has
-        written to it. Call this after a write through ``.data``, by a collective, by another
-        process, or in a CUDA graph.
+        On accelerators an update reads it, a host sync, only if an operation on the buffer has
+        written to it. Call this after a write through ``.data``, a collective or a CUDA graph.
         """
         self._runtime.counter.forget()
 
@@ -442,10 +420,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def export_state_dict(self) -> dict[str, Tensor]:
-        """Return the averaged weights and buffers as the plain model names them.
-
-        Names have no parts that wrappers add: ``plain.load_state_dict(ema.export_state_dict())``.
-        """
+        """Return the averaged weights and buffers under the names of the model without wrappers."""
         state: dict[str, Tensor] = self.module.state_dict()
         names = canonical_names(state)
         return {names[name]: tensor for name, tensor in state.items()}
@@ -495,10 +470,7 @@ def _check_pairs(kept: NamedTensors, found: NamedTensors) -> None:
 
 
 class _Counter:
-    """The number of updates on the host, so that accelerators need not be synchronized.
-
-    It is read again where that is free, and where the buffer is another one or has a new version.
-    """
+    """The number of updates on the host, read again where that is free or the buffer has changed."""
 
     def __init__(self) -> None:
         self._value = 0
@@ -529,13 +501,10 @@ def _swa_weight(count: Tensor | int) -> Weight:
     """Return ``1 / (count + 1)``, rounded as torch rounds it: to the default dtype."""
     if isinstance(count, Tensor):
         return 1 / (count + 1)
-    size = torch.get_default_dtype().itemsize
-    if size < torch.float32.itemsize:
-        return (1 / torch.tensor(count + 1, device="cpu")).item()
-    weight = 1 / (count + 1)
-    if size == torch.float32.itemsize:
-        return float(struct.unpack("f", struct.pack("f", weight))[0])
-    return weight
+    if torch.get_default_dtype() is torch.float32:
+        # Several times faster than with a tensor.
+        return float(struct.unpack("f", struct.pack("f", 1 / (count + 1)))[0])
+    return (1 / torch.tensor(count + 1, device="cpu")).item()
 
 
 def _swa_step(averages: list[Tensor], currents: list[Tensor], count: int) -> None:
