@@ -81,9 +81,6 @@ class EMA(Generic[ModelT]):
         step: Number of updates that were requested.
         n_averaged: Number of models averaged so far, including the initial copy.
 
-    Raises:
-        TypeError, ValueError: If an argument is invalid or no parameter is selected.
-
     Example:
         >>> from modkit import EMA, nn
         >>> model = nn.Linear(1, 1, bias=False)

@@ -173,8 +173,8 @@ class Plan:
         averages: list[Average],
         currents: Tensors,
         copies: Copies,
-        *,
         models: Sequence[NamedTensors],
+        *,
         more: Iterable[Tensor] = (),
         flat: bool = True,
         buffers: bool = False,
@@ -310,15 +310,9 @@ class Engine:
         for name in self._copies.keys() - names:
             del self._copies[name]
         copies = Copies([(self._copies, one.name, one) for one in copied], self.options.device)
-        frozen = [one.tensor for name, one in named.parameters.items() if name not in averaged]
-        return Plan(
-            model,
-            self.averages,
-            averaged,
-            copies,
-            models=[named],
-            frozen=frozen if self.options.trainable_only else (),
-        )
+        parameters = named.parameters.items() if self.options.trainable_only else ()
+        frozen = [one.tensor for name, one in parameters if name not in averaged]
+        return Plan(model, self.averages, averaged, copies, [named], frozen=frozen)
 
     def _check_known(self, averaged: Tensors) -> None:
         """Raise NameMismatchError unless these tensors are those that are averaged."""

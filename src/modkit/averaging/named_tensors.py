@@ -404,9 +404,12 @@ class Options:
             return "average" if has_average or self.integers else "copy"
         if not has_average:
             return "copy"
-        policies = {"*": self.buffers} if isinstance(self.buffers, str) else self.buffers
-        matching = (policies[glob] for glob in policies if fnmatch.fnmatchcase(member.name, glob))
-        return next(matching, "copy")
+        if isinstance(self.buffers, str):
+            return self.buffers
+        found = (
+            one for glob, one in self.buffers.items() if fnmatch.fnmatchcase(member.name, glob)
+        )
+        return next(found, "copy")
 
     def split(
         self, model: NamedTensors, known: Iterable[str] = ()

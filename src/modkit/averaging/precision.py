@@ -150,8 +150,9 @@ def compensated_(
 
 def full_value(average: Tensor, error: Tensor | None) -> Tensor:
     """Return the value of an average; of a 16-bit one with an error term, their sum in float32."""
-    narrow = error is not None and average.dtype in _ROUNDED
-    return average.float().add_(error) if narrow else average
+    if error is None or average.dtype not in _ROUNDED:
+        return average
+    return average.float().add_(error)
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:

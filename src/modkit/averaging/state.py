@@ -140,15 +140,6 @@ class _Part:
                     self.refuse(key, kind)
         return dict(self.values)
 
-    def averages(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = self.tensors(_AVERAGE)
-        for key, value in found.items():
-            if key not in like:
-                self.refuse(key, "absent, as there is no average of this name")
-            if value.shape != like[key].shape:
-                self.refuse(key, f"of shape {tuple(like[key].shape)}, that of the average")
-        return found
-
 
 def read(
     state: State,
@@ -241,9 +232,14 @@ def _schedule(part: _Part, own: Schedule) -> Schedule:
 def _average(part: _Part) -> dict[str, Any]:
     part.require(("tensors", "rests", "generators"))
     tensors = part.inside("tensors").tensors(_AVERAGE)
-    rests = part.inside("rests").averages(tensors)
+    rests = part.inside("rests")
+    for key, value in rests.tensors(_AVERAGE).items():
+        if key not in tensors:
+            rests.refuse(key, "absent, as there is no average of this name")
+        if value.shape != tensors[key].shape:
+            rests.refuse(key, f"of shape {tuple(tensors[key].shape)}, that of the average")
     generators = _generators(part.inside("generators"))
-    return {"tensors": tensors, "rests": rests, "generators": generators}
+    return {"tensors": tensors, "rests": dict(rests.values), "generators": generators}
 
 
 def _generators(part: _Part) -> dict[str, Tensor]:
@@ -367,11 +363,6 @@ def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
     """Return the library that a state is from, or None if it is unknown.
 
     With a model, plain weights under the names of its parameters are ``"weights"``.
-
-    Example:
-        >>> import torch
-        >>> recognise({"n_averaged": torch.tensor(3), "module.weight": torch.zeros(1)})
-        'torch'
     """
     keys = state.keys()
     if not all(isinstance(cast("object", key), str) for key in keys):

@@ -225,13 +225,12 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                     add_note(error, "device is an averaging function: pass it as multi_avg_fn=")
                 raise
         if precision != "same":
-            cast("Any", copy)._apply(lambda one: one.to(options.kept_dtype(one.dtype)))
-        return copy
 
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the averaged copy."""
-        return self.module(*args, **kwargs)
+            def widened(one: Tensor) -> Tensor:
+                return one.to(options.kept_dtype(one.dtype))
+
+            cast("Any", copy)._apply(widened)
+        return copy
 
     @override
     def update_parameters(self, model: torch.nn.Module) -> None:
@@ -250,8 +249,10 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             return
         runtime = self._runtime
         count = runtime.counter.read(self.n_averaged)
-        if count == 0:
-            self._materialize(model)
+        lazy = count == 0 and any(is_lazy(tensor) for tensor in self.module.parameters())
+        if lazy and not any(is_lazy(tensor) for tensor in model.parameters()):
+            # The copy was made before the model had got its shapes.
+            self.module = self._copy_of(cast("ModelT", model))
         # Functions of the user get the tensors one by one, or as lists.
         flat = not self._has_own_function()
         key = id(self.module), self.use_buffers, flat
@@ -341,15 +342,9 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         names = {id(tensor): name for name, tensor in averages.items()}
         for flat_buffer in average.flats:
             flat_buffer.rename(names)
+        more, buffers = averages.values(), self.use_buffers
         return Plan(
-            model,
-            [average],
-            currents,
-            copies,
-            models=models,
-            more=averages.values(),
-            flat=flat,
-            buffers=self.use_buffers,
+            model, [average], currents, copies, models, more=more, flat=flat, buffers=buffers
         )
 
     def _paired(
@@ -370,7 +365,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             if (
                 source is None
                 or name in self._runtime.frozen
-                or not (member.is_parameter or _have_average(target, source.tensor))
+                or not (member.is_parameter or is_averaged(source.tensor))
+                or target.shape != source.tensor.shape
             ):
                 copied.append(member)
             else:
@@ -396,12 +392,6 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             if term is not None:
                 terms[name] = term
         return terms
-
-    def _materialize(self, model: torch.nn.Module) -> None:
-        """Copy the model again if the copy was made before the model had got its shapes."""
-        lazy = any(is_lazy(tensor) for tensor in self.module.parameters())
-        if lazy and not any(is_lazy(tensor) for tensor in model.parameters()):
-            self.module = self._copy_of(cast("ModelT", model))
 
     def sync_n_averaged(self) -> None:
         """Read ``n_averaged`` from the device in the next update.
@@ -440,10 +430,6 @@ class _Runtime:
     @override
     def __reduce__(self) -> tuple[type["_Runtime"], tuple[Options, frozenset[str]]]:
         return _Runtime, (self.options, self.frozen)
-
-
-def _have_average(target: Tensor, source: Tensor) -> bool:
-    return is_averaged(target) and is_averaged(source) and target.shape == source.shape
 
 
 def _check_pairs(kept: NamedTensors, found: NamedTensors) -> None:
