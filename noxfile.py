@@ -262,7 +262,8 @@ def typing(session: nox.Session) -> None:
     # The exit code is 1 below 100 %. Integrations derive classes from libraries that are not installed.
     command = ("pyright", "--verifytypes", "modkit", "--ignoreexternal", "--outputjson")
     options: Any = {"env": {"PYTHONPATH": "src"}, "success_codes": [0, 1], "silent": True}
-    report = json.loads(str(session.run(*command, **options)))["typeCompleteness"]
+    output = str(session.run(*command, **options))
+    report = json.loads(output[output.index("{") : output.rindex("}") + 1])["typeCompleteness"]
     if report["completenessScore"] < TYPES_KNOWN:
         unknown = [found["name"] for found in report["symbols"] if not found["isTypeKnown"]]
         session.error(f"{report['completenessScore']:.1%} of types are known: {', '.join(unknown)}")

@@ -164,10 +164,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def mirror(root: str, views: Mapping[str, OwnNames]) -> None:
-    """Make the package ``root``, which is being imported, a view of torch's package.
-
-    ``views`` has modkit's own names, for the package and for each module below it with such names.
-    """
+    """Make the package ``root`` a view of torch's; ``views`` has modkit's own names in each module."""
     finder = _Finder(root, views)
     sys.meta_path.insert(0, finder)
     finder.become_view(sys.modules[root], importlib.import_module(_torch_name(root)))

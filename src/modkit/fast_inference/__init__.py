@@ -33,9 +33,6 @@ def fast_inference(model: ModuleT) -> Generator[ModuleT, None, None]:
     Yields:
         The model.
 
-    Raises:
-        TypeError: ``model`` is not a module.
-
     Example:
         >>> import torch, modkit, modkit.nn as nn
         >>> policy = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2)).eval()

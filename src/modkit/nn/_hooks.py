@@ -28,10 +28,8 @@ TABLES: Final = (
 def add(
     table: Any, hook: Hook, *, prepend: bool = False, flags: tuple[tuple[Any, bool], ...] = ()
 ) -> RemovableHandle:
-    """Put ``hook`` into ``table`` under a new id, which is also entered in each flag that is set.
-
-    Flags come first, so that a call in another thread never sees the hook without them.
-    """
+    """Put ``hook`` into ``table`` under a new id, which is also entered in each flag that is set."""
+    # Flags come first, so that a call in another thread never sees the hook without them.
     handle = RemovableHandle(table, extra_dict=[flag for flag, _ in flags])
     for flag, is_set in flags:
         if is_set:
@@ -43,10 +41,7 @@ def add(
 
 
 def reserve_ids(state: Mapping[str, Any]) -> None:
-    """Keep new handles from getting the ids in the hook tables of an unpickled module.
-
-    Ids count up from zero in each process, so another process may have given the same ones.
-    """
+    """Keep new handles from getting ids of an unpickled module: each process counts from zero."""
     for name in TABLES:
         for key in state.get(name) or ():
             if isinstance(key, int):

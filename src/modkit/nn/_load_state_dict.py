@@ -242,10 +242,7 @@ def _check_own(
     missing: list[str],
     loading: _Load | None = None,
 ) -> None:
-    """Add the entries for one module's tensors, or their problems; and missing keys.
-
-    A ``loading`` that writes later collects the keys of entries that may fail then.
-    """
+    """Add the entries for one module's tensors, or their problems; and missing or unsure keys."""
     state = module.__dict__
     places: tuple[tuple[Any, Any], ...] = ((state["_parameters"], ()),)
     if state["_buffers"]:
@@ -316,11 +313,7 @@ class _Part:
     parts: dict[str, dict[str, Any]] | None = None
 
     def part_for(self, name: str) -> dict[str, Any]:
-        """Return the entries below the child ``name`` in a dict of its own.
-
-        All keys are sorted into their children at once: testing each key against each child, as
-        torch does, is quadratic in the number of siblings.
-        """
+        """Return the entries below the child ``name``; all keys are sorted at once, in linear time."""
         if "." in name:
             # See ``_plan_below``.
             path = self.prefix + name + "."
@@ -361,17 +354,29 @@ def _parts(module: torch.nn.Module, entries: dict[str, Any]) -> Iterator[tuple[_
 
 
 def _load_in_order(module: torch.nn.Module, loading: _Load) -> None:
+    if not module._modules:
+        _load_one(module, loading.entries, "", loading)
+        _run_post_hooks(module, loading)
+        return
     for part, before_children in _parts(module, loading.entries):
         if before_children:
-            # Strict for all of them, as in torch: the caller decides about missing keys.
-            problems = (loading.missing, loading.unexpected, loading.errors)
-            local = loading.local_metadata(part.prefix)
-            part.module._load_from_state_dict(part.entries, part.prefix, local, True, *problems)
-        elif part.module._load_state_dict_post_hooks:
-            keys = IncompatibleKeys(loading.missing, loading.unexpected)
-            for hook in tuple(part.module._load_state_dict_post_hooks.values()):
-                if hook(part.module, keys) is not None:
-                    raise AssertionError(text_of("load_state_dict", "Hooks registered"))
+            _load_one(part.module, part.entries, part.prefix, loading)
+        else:
+            _run_post_hooks(part.module, loading)
+
+
+def _load_one(module: Any, entries: dict[str, Any], prefix: str, loading: _Load) -> None:
+    # Strict for all of them, as in torch: the caller decides about missing keys.
+    problems = (loading.missing, loading.unexpected, loading.errors)
+    module._load_from_state_dict(entries, prefix, loading.local_metadata(prefix), True, *problems)
+
+
+def _run_post_hooks(module: torch.nn.Module, loading: _Load) -> None:
+    if module._load_state_dict_post_hooks:
+        keys = IncompatibleKeys(loading.missing, loading.unexpected)
+        for hook in tuple(module._load_state_dict_post_hooks.values()):
+            if hook(module, keys) is not None:
+                raise AssertionError(text_of("load_state_dict", "Hooks registered"))
 
 
 _TORCH_LOAD: Final = original_methods["_load_from_state_dict"]
@@ -486,10 +491,7 @@ def _plan_one(
 
 
 def _migrate(module: torch.nn.Module, prefix: str, loading: _Load) -> None:
-    """Let a layer's own method update the entries of an old checkpoint without writing.
-
-    It runs on a stand-in that has the module's attributes but no members to load.
-    """
+    """Let a layer's own method update the entries of an old checkpoint, on a stand-in without members."""
     if loading.metadata is not None:
         written = loading.metadata.get(prefix[:-1])
         if written is not None and written.get("version") == module._version:
