@@ -406,10 +406,10 @@ class Options:
             return "copy"
         if isinstance(self.buffers, str):
             return self.buffers
-        found = (
-            one for glob, one in self.buffers.items() if fnmatch.fnmatchcase(member.name, glob)
-        )
-        return next(found, "copy")
+        for glob, policy in self.buffers.items():
+            if fnmatch.fnmatchcase(member.name, glob):
+                return policy
+        return "copy"
 
     def split(
         self, model: NamedTensors, known: Iterable[str] = ()
