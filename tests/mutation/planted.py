@@ -248,8 +248,8 @@ _AVERAGING: Final = [
     Bug(
         "averages: a model on another device is not followed",
         "averaging/averages.py",
-        "            if self.tensors[name].device != device:",
-        "            if self.tensors[name].device.type == device:",
+        "                if name in kept and kept[name].device != device:",
+        "                if name in kept and kept[name].device.type == device:",
         _EMA + "/test_devices.py",
     ),
     Bug(
@@ -304,8 +304,8 @@ _AVERAGING: Final = [
     Bug(
         "snapshots: the step of the latest update",
         "averaging/posthoc.py",
-        "self._step - self._step % self._update_every\n",
-        "self._step\n",
+        "self.step - self.step % self._update_every\n",
+        "self.step\n",
         _EMA + "/test_posthoc_training.py",
     ),
     Bug(

@@ -10,7 +10,7 @@ import torch
 from modkit._types import Tensor
 from modkit._upstream import foreach_copy_
 from modkit.averaging.named_tensors import PLAIN, Options, is_averaged
-from modkit.averaging.precision import Precision, full_value, is_rounded, kept_dtype
+from modkit.averaging.precision import full_value, is_rounded
 from modkit.averaging.sharding import local_shard, shards_of
 
 
@@ -21,9 +21,6 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 _SMALL: Final = 1024
 # Tensors of the same trailing shape are gathered by one ``torch.cat``, which pays from here on.
 _LEAST_RUN: Final = 4
-
-
-# Flat buffers.
 
 
 def can_share(tensor: Tensor) -> bool:
@@ -95,7 +92,7 @@ class FlatBuffer:
 
 def flat_buffers(
     likes: Tensors,
-    precision: Precision,
+    options: Options,
     wrap: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> list[FlatBuffer]:
     """Make flat buffers for those tensors that are small enough, alike and in host memory."""
@@ -108,10 +105,7 @@ def flat_buffers(
     for (dtype, *_), run in runs.items():
         if len(run) >= _LEAST_RUN:
             flat.setdefault(dtype, {}).update(run)
-    return [FlatBuffer(found, kept_dtype(dtype, precision), wrap) for dtype, found in flat.items()]
-
-
-# Averages.
+    return [FlatBuffer(found, options.kept_dtype(dtype), wrap) for dtype, found in flat.items()]
 
 
 class Average:
@@ -141,15 +135,14 @@ class Average:
         # an average, which have no flat buffers, draw alike.
         is_flat = self.options.precision not in {"compensated", "stochastic"}
         if is_flat and (device is None or device.type == "cpu"):
-            self.flats = flat_buffers(members, self.options.precision)
+            self.flats = flat_buffers(members, self.options)
         shared = {name: tensor for flat in self.flats for name, tensor in flat.tensors.items()}
         for name, member in members.items():
-            dtype = kept_dtype(member.dtype, self.options.precision)
-            self.tensors[name] = (
-                shared[name]
-                if name in shared
-                else torch.empty_like(member, dtype=dtype, device=device, requires_grad=False)
-            )
+            dtype = self.options.kept_dtype(member.dtype)
+            if name not in shared:
+                new = torch.empty_like(member, dtype=dtype, device=device, requires_grad=False)
+                shared[name] = new
+            self.tensors[name] = shared[name]
             wants_error = self.options.precision == "compensated" and is_averaged(member)
             if wants_error and (dtype == member.dtype or is_rounded(dtype)):
                 self.errors[name] = torch.zeros_like(self.tensors[name])
@@ -158,22 +151,22 @@ class Average:
         """Follow a model that was moved, unless the average has a device of its own."""
         for name, current in members.items():
             device = self.options.device or current.device
-            if self.tensors[name].device != device:
-                self.tensors[name] = self.tensors[name].to(device)
-                if name in self.errors:
-                    self.errors[name] = self.errors[name].to(device)
+            for kept in (self.tensors, self.errors):
+                if name in kept and kept[name].device != device:
+                    kept[name] = kept[name].to(device)
 
-    def resize(self, members: Tensors) -> None:
-        """Adapt to other members or options: averages are kept, new ones start as a copy."""
-        old, errors, generators = self.tensors, self.errors, self.generators
-        self.start(members)
-        for name, tensor in self.tensors.items():
-            kept = old.get(name)
+    def resized(self, members: Tensors, options: Options) -> "Average":
+        """Return the average of other members: known values are kept, new ones start as a copy."""
+        new = Average(options)
+        new.start(members)
+        for name, tensor in new.tensors.items():
+            kept = self.tensors.get(name)
             if kept is None or kept.shape != tensor.shape:
-                self._take_over(name, members[name], None)
+                new._take_over(name, members[name], None)
             else:
-                self._take_over(name, kept, errors.get(name))
-        self.generators = generators
+                new._take_over(name, kept, self.errors.get(name))
+        new.generators = self.generators
+        return new
 
     def _take_over(self, name: str, value: Tensor, error: Tensor | None) -> None:
         """Copy another average and its error term, which may be of other dtypes."""

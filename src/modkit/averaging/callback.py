@@ -105,9 +105,6 @@ class EMACallback(Generic[ModelT]):
     Attributes:
         ema: The :class:`~modkit.EMA`.
 
-    Raises:
-        TypeError, ValueError: If an argument is invalid or no parameter is selected.
-
     Example:
         >>> import torch
         >>> from modkit import EMACallback, nn

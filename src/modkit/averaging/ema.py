@@ -16,7 +16,7 @@ from modkit.averaging.engine import Engine
 from modkit.averaging.named_tensors import Buffers, NamedTensors, Names, Options
 from modkit.averaging.precision import OnNonfinite, Precision
 from modkit.averaging.schedules import Decay, Schedule, as_schedule
-from modkit.averaging.sharding import resharded, shards_of
+from modkit.averaging.sharding import is_sharded, resharded, shards_of
 from modkit.averaging.swap import any_swapped, copy_of, exchanged, raw_values, write
 
 
@@ -52,12 +52,10 @@ class EMA(Generic[ModelT]):
 
     Call :meth:`update` after each optimizer step, or :meth:`attach` the optimizer once. To evaluate
     an average, swap it into the model with :meth:`applied`. The first update copies the parameters;
-    each later one computes ``average = decay * average + (1 - decay) * parameter``. Tied tensors
-    are averaged once. If the names or shapes of a model do not match, a method raises
-    ``NameMismatchError`` before anything changes.
-
-    No update synchronizes with an accelerator, except with ``on_nonfinite="raise"``, and the first
-    one with ``"skip"``.
+    each later one computes ``average = decay * average + (1 - decay) * parameter``. Methods raise
+    ``NameMismatchError`` before anything changes if names or shapes of a model do not match. No
+    update synchronizes with an accelerator, except with ``on_nonfinite="raise"``, and the first one
+    with ``"skip"``.
 
     Args:
         model: Model to track. It is neither copied nor modified.
@@ -82,9 +80,6 @@ class EMA(Generic[ModelT]):
     Attributes:
         step: Number of updates that were requested.
         n_averaged: Number of models averaged so far, including the initial copy.
-
-    Raises:
-        TypeError, ValueError: If an argument is invalid or no parameter is selected.
 
     Example:
         >>> from modkit import EMA, nn
@@ -134,16 +129,9 @@ class EMA(Generic[ModelT]):
         self.step = 0
         self.n_averaged = 0
         self._start: int | None = None
-        options = Options(
-            precision=precision,
-            device=None if device is None else torch.device(device),
-            buffers=buffers,
-            include=include,
-            exclude=exclude,
-            trainable_only=trainable_only,
-            on_nonfinite=on_nonfinite,
-            seed=seed,
-        )
+        place = None if device is None else torch.device(device)
+        chosen = include, exclude, buffers, trainable_only
+        options = Options(*chosen, precision, place, on_nonfinite, seed)
         self._engine = Engine(model, len(self.schedules), options)
         self._stored: dict[str, Tensor] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -187,11 +175,7 @@ class EMA(Generic[ModelT]):
     def update(self, model: torch.nn.Module | None = None) -> None:
         """Update the averages with the present parameters; call it after ``optimizer.step()``.
 
-        Args:
-            model: Another model of the same names and shapes to take the parameters from.
-
-        Raises:
-            RuntimeError: If called inside :meth:`applied`, or a parameter has no values yet.
+        ``model`` is another model of the same names and shapes to take the parameters from.
         """
         source = self.model if model is None else model
         self._check_restored("update", source)
@@ -221,12 +205,8 @@ class EMA(Generic[ModelT]):
         """Update after each step that the optimizer really takes, until :meth:`detach`.
 
         A step that a ``GradScaler`` skips does not count. Pass all optimizers of the model at once:
-        the averages are then updated once per training step, when each has stepped or one steps
-        again.
-
-        Raises:
-            TypeError, ValueError: If one is not a ``torch.optim.Optimizer``, is attached already,
-                or has no averaged parameter. None is attached then.
+        the averages are then updated when each has stepped, or one steps again. If an optimizer
+        does not train an averaged parameter, none is attached.
         """
         if not optimizers:
             raise ValueError("EMA.attach() needs an optimizer")
@@ -274,10 +254,7 @@ class EMA(Generic[ModelT]):
         self._optimizers, self._handles, self._stepped = [], [], set()
 
     def named_averages(self, index: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``(name, tensor)`` of the averages and copied buffers; none before the first update.
-
-        Tensors are not copied.
-        """
+        """Yield ``(name, tensor)`` of averages and copied buffers; none before the first update."""
         yield from self._engine.named(index).items()
 
     @contextmanager
@@ -285,15 +262,12 @@ class EMA(Generic[ModelT]):
         """Swap an average into the model for the length of a ``with`` block; blocks may be nested.
 
         The swap exchanges storage: nothing is copied unless dtype or device differ, and parameters
-        stay the same objects. Before the first update the block sees the training weights.
+        stay the same objects. Before the first update the block sees the training weights. If the
+        block writes to the parameters, and so to the average, it ends with a RuntimeError.
 
         Args:
             model: Another model to swap into, such as the wrapped one in distributed training.
             index: Index of the average.
-
-        Raises:
-            RuntimeError: After the block, if it has written to the parameters, and so to the
-                average. The training weights are restored.
         """
         target = self.model if model is None else model
         with resharded(target), exchanged(self._engine.pairs(target, index)):
@@ -331,7 +305,8 @@ class EMA(Generic[ModelT]):
     def module(self) -> ModelT:
         """A copy of the model with the first average, in eval mode, without gradients.
 
-        Each access copies the averages, and what is not averaged, into it.
+        It shares memory with averages of the model's dtype and device. Each access copies the
+        others, and what is not averaged.
         """
         # Tensors that are made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -340,12 +315,26 @@ class EMA(Generic[ModelT]):
                 self._module = self.averaged_model()
             averages = self._engine.named(0)
             for name, member in NamedTensors(self._module).all().items():
-                write(member.tensor, averages[name] if name in averages else found.tensor(name))
+                own, value = member.tensor, averages.get(name)
+                alike = value is not None and (own.dtype, own.device) == (value.dtype, value.device)
+                if alike and not is_sharded(own):
+                    own.data = value
+                else:
+                    write(own, found.tensor(name) if value is None else value)
         return self._module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call :attr:`module`, the averaged model."""
         return self.module(*args, **kwargs)
+
+    def to(self, device: Device = None, dtype: torch.dtype | None = None) -> Self:
+        """Move and cast the averages, and keep later ones there; None leaves device or dtype."""
+        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+            raise ValueError(f"EMA.to(): dtype must be a floating-point dtype, got {dtype}")
+        with torch.inference_mode(False), torch.no_grad():
+            self._engine.to(None if device is None else torch.device(device), dtype)
+        self._module = None
+        return self
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next update depends on: numbers, strings and tensors, not copied.
@@ -371,11 +360,7 @@ class EMA(Generic[ModelT]):
         and device stay. Supported are torch's ``AveragedModel``, timm's ``ModelEmaV3``, diffusers'
         ``EMAModel``, ema-pytorch, torch_ema and Lightning. An empty state starts anew, with a
         warning. A state from inside :meth:`applied` also loads its training weights into the model.
-
-        Raises:
-            ValueError: If the state is not valid, or not of a supported kind. Nothing has been
-                changed.
-            RuntimeError: If called inside :meth:`applied`.
+        An invalid or unknown state is a ValueError, and nothing is changed.
         """
         self._check_restored("load_state_dict", self.model)
         if not state_dict:

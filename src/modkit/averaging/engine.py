@@ -7,9 +7,9 @@ their own, or in the parameters of a copy of the model.
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -149,12 +149,11 @@ def _flat_groups(owners: list[Average], currents: Tensors) -> list[tuple[list[st
         alike = all(map(can_share, sources)) and len({source.dtype for source in sources}) == 1
         if len(sources) < len(names) or not alike:
             continue
-        flats = [one.flats[index] for one in owners if index < len(one.flats)]
-        pairs = zip(flats, owners, strict=False)
-        usable = all(list(flat.tensors) == names and flat.holds(one.tensors) for flat, one in pairs)
-        if usable and len(flats) == len(owners):
+        pairs = [(one.flats[index], one.tensors) for one in owners if index < len(one.flats)]
+        usable = all(list(flat.tensors) == names and flat.holds(own) for flat, own in pairs)
+        if usable and len(pairs) == len(owners):
             gather = _Gather(sources)
-            memory = [[flat.data] for flat in flats]
+            memory = [[flat.data] for flat, _ in pairs]
             group = Group(owners, memory, [[] for _ in owners], [gather.data], gather)
             found.append((names, group))
     return found
@@ -174,8 +173,8 @@ class Plan:
         averages: list[Average],
         currents: Tensors,
         copies: Copies,
-        *,
         models: Sequence[NamedTensors],
+        *,
         more: Iterable[Tensor] = (),
         flat: bool = True,
         buffers: bool = False,
@@ -221,7 +220,7 @@ class Plan:
             )
             finite = true_everywhere(flag, self._meshes)
             if precision.reads_are_free(finite.device):
-                if not bool(finite):
+                if not finite:
                     return
                 finite = None
         for group in self.groups:
@@ -236,11 +235,11 @@ class _Pairing:
         self.pairs = pairs_for(named, values)
         self._model = weakref.ref(model)
         tensors = [tensor for _, tensor, _ in self.pairs]
-        self._watch = None if named.has_lazy() else Watch([named], tensors, buffers=True)
+        self._lazy = named.has_lazy()
+        self._watch = Watch([named], () if self._lazy else tensors, buffers=True)
 
     def is_for(self, model: torch.nn.Module) -> bool:
-        same = self._model() is model and self._watch is not None
-        return same and not cast("Watch", self._watch).changed()
+        return self._model() is model and not self._lazy and not self._watch.changed()
 
 
 class Cache:
@@ -275,11 +274,8 @@ def _clear(cache: weakref.ref[Cache], _: object) -> None:
         vars(found).update(vars(Cache()))
 
 
-# The engine of ``EMA``: averages in tensors of their own.
-
-
 class Engine:
-    """Several averages of one model, matched by name; ``begun`` is True once they hold values."""
+    """The averages of an ``EMA``, in tensors of their own; ``begun`` is True once they hold values."""
 
     def __init__(self, model: torch.nn.Module, count: int, options: Options) -> None:
         self.model = model
@@ -314,15 +310,9 @@ class Engine:
         for name in self._copies.keys() - names:
             del self._copies[name]
         copies = Copies([(self._copies, one.name, one) for one in copied], self.options.device)
-        frozen = [one.tensor for name, one in named.parameters.items() if name not in averaged]
-        return Plan(
-            model,
-            self.averages,
-            averaged,
-            copies,
-            models=[named],
-            frozen=frozen if self.options.trainable_only else (),
-        )
+        parameters = named.parameters.items() if self.options.trainable_only else ()
+        frozen = [one.tensor for name, one in parameters if name not in averaged]
+        return Plan(model, self.averages, averaged, copies, [named], frozen=frozen)
 
     def _check_known(self, averaged: Tensors) -> None:
         """Raise NameMismatchError unless these tensors are those that are averaged."""
@@ -377,18 +367,14 @@ class Engine:
         for average, state, tensors in zip(averages, loaded.averages, found, strict=True):
             average.start(bound)
             average.load_state_dict({**state, "tensors": tensors})
-        copies = {
-            name: value.to(self.options.device, copy=True)
-            for name, value in loaded.buffers.items()
-            if name in wanted
-        }
-        self._plans = Cache()
-        self.averages, self._copies, self.begun = averages, copies, True
+        buffers = {name: value for name, value in loaded.buffers.items() if name in wanted}
+        device = self.options.device
+        self._copies = {name: one.to(device, copy=True) for name, one in buffers.items()}
+        self._plans, self.averages, self.begun = Cache(), averages, True
 
     def reset(self) -> None:
         """Drop all values, so that the next step is the first one."""
-        self._plans = Cache()
-        self.begun, self._copies = False, {}
+        self._plans, self._copies, self.begun = Cache(), {}, False
         for average in self.averages:
             average.reset()
 
@@ -406,10 +392,22 @@ class Engine:
             new = {n: one for n, one in averaged.items() if known.get(n) != one.shape}
             precision.check_finite("EMA", new)
         self._plans = Cache()
-        for average in self.averages:
-            average.resize(averaged)
+        self.averages = [one.resized(averaged, self.options) for one in self.averages]
         names = named.names()
         self._copies = {name: copy for name, copy in self._copies.items() if name in names}
+
+    def to(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
+        """Move and cast the averages, and keep later ones there."""
+        options = self.options
+        options = replace(options, device=device or options.device, dtype=dtype or options.dtype)
+        averaged: dict[str, Tensor] = {}
+        if known := self.averages[0].tensors:
+            averaged, _ = options.split(NamedTensors(self.model), known)
+            self._check_known(averaged)
+        self.averages = [one.resized(averaged, options) for one in self.averages]
+        self.options, self._plans = options, Cache()
+        if device is not None:
+            self._copies = {name: copy.to(device) for name, copy in self._copied().items()}
 
 
 def _check_any(averaged: Tensors) -> None:

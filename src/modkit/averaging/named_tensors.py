@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from modkit._types import Tensor
 from modkit._upstream import foreach_copy_, tensor_guard
-from modkit.averaging.precision import PRECISIONS, OnNonfinite, Precision
+from modkit.averaging.precision import PRECISIONS, OnNonfinite, Precision, kept_dtype
 from modkit.averaging.sharding import is_sharded, local_shard, reshard
 from modkit.errors import NameMismatchError
 
@@ -159,9 +159,8 @@ class NamedTensors:
 
     def is_like(self, other: "NamedTensors") -> bool:
         """Return True if another model has the same names, and parameters of the same metadata."""
-        if self.has_lazy() or other.has_lazy():
-            return False
-        if (self.names(), self.aliases) != (other.names(), other.aliases):
+        alike = (self.names(), self.aliases) == (other.names(), other.aliases)
+        if not alike or self.has_lazy() or other.has_lazy():
             return False
         theirs = [other.parameters[name].tensor for name in self.parameters]
         return _facts_of([one.tensor for one in self.parameters.values()]) == _facts_of(theirs)
@@ -182,18 +181,11 @@ def _walk(
             yield from _walk(child, f"{prefix}{key}.", leave_out)
 
 
-# Change detection. It runs before each update, so it consists of loops in C.
-
-
 class Watch:
     """Detects tensors that were added, removed, replaced, tied, renamed, moved, cast or reshaped.
 
-    Assigning to ``parameter.data`` is no change if shape, dtype and device stay.
-
-    Args:
-        models: The models as they were found.
-        tensors: Tensors whose shape, dtype, device and layout must stay.
-        buffers: Whether replacing a buffer is a change; otherwise only their names are watched.
+    It runs before each update, so it consists of loops in C. Assigning to ``parameter.data`` is not
+    a change if the metadata of ``tensors`` stay. Buffers may be replaced, unless ``buffers``.
     """
 
     def __init__(
@@ -268,21 +260,15 @@ def _alike_with_shards(tensors: list[Tensor], sharded: list[Tensor]) -> Callable
     return same
 
 
-def _facts_of(tensors: list[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
-    shapes = [tensor.shape for tensor in tensors]
-    return shapes, [tensor.dtype for tensor in tensors], [tensor.device for tensor in tensors]
-
-
-# Copies.
+def _facts_of(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
+    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
 
 
 class Copies:
     """Tensors that are copied rather than averaged, planned once and then copied list by list.
 
-    Args:
-        pairs: Where each copy is kept (a dict and its key), and what is copied there.
-        device: Device of new copies. Default: that of their source.
-        follow: Whether a copy takes over another dtype or device of its source.
+    ``pairs`` holds where each copy is kept (a dict and its key), and what is copied there; ``device``
+    is that of new copies. With ``follow`` a copy takes over another dtype or device of its source.
     """
 
     def __init__(
@@ -352,9 +338,6 @@ class Copies:
         return kept
 
 
-# Selection.
-
-
 def is_averaged(tensor: Tensor) -> bool:
     """Return True for floating-point and complex tensors: integers have no average."""
     return tensor.is_floating_point() or tensor.is_complex()
@@ -371,7 +354,7 @@ def check_choice(owner: str, name: str, value: str, choices: Iterable[str]) -> N
 class Options:
     """Options of an average, validated. See ``EMA``.
 
-    ``copy_rest`` copies parameters that are not averaged, ``integers`` averages integer parameters
+    ``dtype`` is that of ``EMA.to``. ``copy_rest`` copies parameters that are not averaged, ``integers`` averages integer parameters
     too, which truncates, and ``owner`` is the class that error messages name.
     """
 
@@ -383,6 +366,7 @@ class Options:
     device: torch.device | None = None
     on_nonfinite: OnNonfinite = "ignore"
     seed: int = 0
+    dtype: torch.dtype | None = None
     copy_rest: bool = False
     integers: bool = False
     owner: str = "EMA"
@@ -399,19 +383,31 @@ class Options:
                 # Globs may come from an iterator.
                 object.__setattr__(self, field, tuple(names))
 
+    def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the average of a tensor of ``dtype`` is kept."""
+        own = self.dtype if dtype.is_floating_point else None
+        return own or kept_dtype(dtype, self.precision)
+
     def chooses(self, member: Member, known: Iterable[str] = ()) -> bool:
         """Return True if a parameter is averaged; one that is averaged already stays so."""
         name = member.name
-        if not _matches(self.include, name, default=True):
+        if self.include is not None and not _matches(self.include, name):
             return False
         trains = not self.trainable_only or member.tensor.requires_grad or name in known
-        return trains and not _matches(self.exclude, name, default=False)
+        return trains and not _matches(self.exclude, name)
 
-    def _policy(self, name: str) -> BufferPolicy:
+    def _policy(self, member: Member, known: Iterable[str]) -> BufferPolicy:
+        has_average = is_averaged(member.tensor)
+        if member.is_parameter:
+            if not self.chooses(member, known):
+                return "copy" if self.copy_rest else "ignore"
+            return "average" if has_average or self.integers else "copy"
+        if not has_average:
+            return "copy"
         if isinstance(self.buffers, str):
             return self.buffers
         for glob, policy in self.buffers.items():
-            if fnmatch.fnmatchcase(name, glob):
+            if fnmatch.fnmatchcase(member.name, glob):
                 return policy
         return "copy"
 
@@ -421,16 +417,8 @@ class Options:
         """Return the tensors to average by name, and those to copy; ``known`` are averaged already."""
         averaged: dict[str, Tensor] = {}
         copied: list[Member] = []
-        for name, member in model.parameters.items():
-            if not self.chooses(member, known):
-                if self.copy_rest:
-                    copied.append(member)
-            elif self.integers or is_averaged(member.tensor):
-                averaged[name] = member.tensor
-            else:
-                copied.append(member)
-        for name, member in model.buffers.items():
-            policy = self._policy(name) if is_averaged(member.tensor) else "copy"
+        for name, member in model.all().items():
+            policy = self._policy(member, known)
             if policy == "average":
                 averaged[name] = member.tensor
             elif policy == "copy":
@@ -438,10 +426,8 @@ class Options:
         return averaged, copied
 
 
-def _matches(names: Names, name: str, *, default: bool) -> bool:
-    if names is None:
-        return default
+def _matches(names: Names, name: str) -> bool:
     if callable(names):
         return bool(names(name))
-    globs = (names,) if isinstance(names, str) else names
+    globs = (names,) if isinstance(names, str) else names or ()
     return any(fnmatch.fnmatchcase(name, glob) for glob in globs)

@@ -80,12 +80,11 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor, bool]]:
 
 @dataclass(frozen=True)
 class Fit:
-    """How well a combination of averages approximates the wanted one.
+    """How well a combination of averages approximates the wanted one; the coefficients sum to 1.
 
-    The ``coefficients`` have the sum 1. ``error`` is the root mean square over time of the
-    difference of the profiles, relative to that of the wanted one: 0 is exact, 0.01 is very good.
-    ``bound`` limits the error of a parameter, in units of the root mean square of its distance to
-    the wanted average over all steps.
+    ``error`` is the root mean square over time of the difference of the profiles, relative to that
+    of the wanted one: 0.01 is very good. ``bound`` limits the error of a parameter, in units of the
+    root mean square of its distance to the wanted average over all steps.
     """
 
     coefficients: tuple[float, ...]
@@ -94,13 +93,11 @@ class Fit:
 
 
 def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int) -> Fit:
-    """Find the combination of power averages that is nearest to another one.
+    """Find the combination of power averages that is nearest to another one (section 3.2).
 
     The power average at step ``T`` with exponent ``g`` weighs the model of time ``t`` by
-    ``(g + 1) / T * (t / T) ** g``. Integrals of products of two such profiles have closed forms
-    (section 3.2 of the paper).
-
-    ``averages`` holds the ``sigma_rel`` and step of each; later ones get the coefficient 0.
+    ``(g + 1) / T * (t / T) ** g``. ``averages`` holds the ``sigma_rel`` and step of each; later ones
+    get the coefficient 0.
     """
     if min([step, *(at for _, at in averages)]) < 1:
         raise ValueError("steps must be 1 or more: at step 1, an average is the first model")
@@ -149,11 +146,7 @@ class Reconstruction:
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module) -> None:
-        """Write the average and the buffers into a model of any dtype and device.
-
-        Raises:
-            NameMismatchError: If names or shapes do not match. The model is unchanged.
-        """
+        """Write the average and the buffers into a model with the same names and shapes."""
         own, found = {**self.averages, **self.buffers}, _persistent(model)
         check_match("the snapshots", shapes_of(own), shapes_of(found))
         for name, tensor in found.items():
@@ -200,14 +193,14 @@ def reconstruct(
     result = Reconstruction({}, {}, sigma_rel, step, fit, tuple(usable))
     used = [pair for pair in zip(usable, fit.coefficients, strict=True) if pair[1]]
     for snapshot, share in used:
-        _add(result, snapshot.path, share, is_first=snapshot is used[0][0])
+        _add(result, snapshot.path, share)
     return result
 
 
-def _add(result: Reconstruction, path: Path, coefficient: float, *, is_first: bool) -> None:
+def _add(result: Reconstruction, path: Path, coefficient: float) -> None:
     """Add the averaged tensors of a file, times its coefficient, and replace the buffers."""
-    sums = result.averages
-    seen: set[str] = set()
+    sums, seen = result.averages, set[str]()
+    is_first = not sums
     for name, tensor, averaged in _read_tensors(path):
         if not averaged:
             result.buffers[name] = tensor.clone()
@@ -240,6 +233,9 @@ class PostHocEMA:
             more in a run make the error small. None saves in calls of :meth:`snapshot` only.
         update_every: Number of steps between updates; the width does not depend on it.
 
+    Attributes:
+        step: Number of steps so far.
+
     Example:
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> averages = PostHocEMA(model, tmp_path, snapshot_every=100)
@@ -252,6 +248,7 @@ class PostHocEMA:
 
     directory: Path
     snapshot_every: int | None
+    step: int
 
     def __init__(
         self,
@@ -276,27 +273,22 @@ class PostHocEMA:
         # It is updated at every step that update_every divides. As Power only depends on the ratio
         # of steps, counting updates gives the decays of all steps since the last update.
         self._ema = EMA(model, schedule=[*map(Power, self._sigma_rels)], buffers="ignore")
-        self._step = 0
+        self.step = 0
 
     def __repr__(self) -> str:
-        options = f"sigma_rels={self._sigma_rels}, step={self._step}"
+        options = f"sigma_rels={self._sigma_rels}, step={self.step}"
         return f"{type(self).__name__}({type(self._ema.model).__name__}, {options})"
-
-    @property
-    def step(self) -> int:
-        """Number of steps so far."""
-        return self._step
 
     def _tensors(self) -> list[dict[str, Tensor]]:
         averages = self._ema.state_dict()["averages"] if self._ema.n_averaged else []
-        return [dict(average["tensors"]) for average in averages]
+        return [average["tensors"] for average in averages]
 
     def update(self) -> None:
         """Count a step of training; call it after each step of the optimizer."""
-        if (self._step + 1) % self._update_every == 0:
+        if (self.step + 1) % self._update_every == 0:
             self._ema.update()
-        self._step += 1
-        if self.snapshot_every is not None and self._step % self.snapshot_every == 0:
+        self.step += 1
+        if self.snapshot_every is not None and self.step % self.snapshot_every == 0:
             self.snapshot()
 
     def snapshot(self) -> list[Snapshot]:
@@ -306,7 +298,7 @@ class PostHocEMA:
             raise RuntimeError("PostHocEMA: there is no average to save before the first update")
         saved = _persistent(self._ema.model)
         buffers = {name: saved[name] for name in saved if name not in averages[0]}
-        step = self._step - self._step % self._update_every
+        step = self.step - self.step % self._update_every
         return [
             save_snapshot(self.directory, tensors, step=step, sigma_rel=width, buffers=buffers)
             for tensors, width in zip(averages, self._sigma_rels, strict=True)
@@ -319,13 +311,13 @@ class PostHocEMA:
 
         Later snapshots, of a run that was resumed from an earlier checkpoint, are ignored.
         """
-        found = [each for each in find_snapshots(self.directory) if each.step <= self._step]
+        found = [each for each in find_snapshots(self.directory) if each.step <= self.step]
         return reconstruct(found, sigma_rel, step, max_error=max_error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from."""
         return {
-            "step": self._step,
+            "step": self.step,
             "update_every": self._update_every,
             "sigma_rels": [*self._sigma_rels],
             "averages": self._tensors(),
@@ -343,7 +335,7 @@ class PostHocEMA:
         state |= {"step": updates, "start": 1 if updates else None, "n_averaged": updates}
         state["averages"] = [{"tensors": one, "rests": {}, "generators": {}} for one in averages]
         self._ema.load_state_dict(state)
-        self._step = state_dict["step"]
+        self.step = state_dict["step"]
 
 
 publish("modkit", PostHocEMA)

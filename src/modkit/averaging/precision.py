@@ -31,7 +31,6 @@ CHUNK: Final = 1 << 20
 
 # Low-order bits of a float32 that each 16-bit dtype lacks.
 _ROUNDED: Final = {torch.bfloat16: 16, torch.float16: 13}
-_NARROW: Final = (torch.bfloat16, torch.float16)
 
 
 def kept_dtype(dtype: torch.dtype, precision: Precision) -> torch.dtype:
@@ -42,14 +41,8 @@ def kept_dtype(dtype: torch.dtype, precision: Precision) -> torch.dtype:
     if dtype.is_floating_point and dtype.itemsize == 1:
         # These dtypes have no arithmetic.
         return wide
-    if precision == "same" or (precision == "compensated" and dtype != torch.complex32):
-        return dtype
-    if precision == "stochastic" and dtype in _ROUNDED:
-        return dtype
-    return torch.promote_types(dtype, wide)
-
-
-# One step of averages, each a list of tensors of one dtype and device, towards the same current values.
+    stays = {"stochastic": dtype in _ROUNDED, "compensated": dtype != torch.complex32}
+    return dtype if stays.get(precision, precision == "same") else torch.promote_types(dtype, wide)
 
 
 def copy_(averages: list[Tensor], errors: list[Tensor], currents: list[Tensor]) -> None:
@@ -84,12 +77,9 @@ def _moved(tensors: list[Tensor], scratch: Tensor) -> list[Tensor]:
     """Cast or move tensors into memory that is used again, which is several times faster."""
     if sum(tensor.numel() for tensor in tensors) > scratch.numel():
         return [tensor.to(scratch.device, scratch.dtype) for tensor in tensors]
-    views: list[Tensor] = []
-    start = 0
-    for tensor in tensors:
-        stop = start + tensor.numel()
-        views.append(scratch[start:stop].view(tensor.shape))
-        start = stop
+    sizes = [tensor.numel() for tensor in tensors]
+    pieces = scratch[: sum(sizes)].split(sizes)
+    views = [piece.view(one.shape) for piece, one in zip(pieces, tensors, strict=True)]
     foreach_copy_(views, tensors)
     return views
 
@@ -146,7 +136,7 @@ def compensated_(
     for rows in parts(averages, errors, currents):
         for average, error, source in zip(*rows, strict=True):
             current = source.to(average.device)
-            if average.dtype in _NARROW:
+            if average.dtype in _ROUNDED:
                 wide = average.float().add_(error)
                 wide.lerp_(current.float(), fraction)
                 average.copy_(wide)
@@ -160,12 +150,9 @@ def compensated_(
 
 def full_value(average: Tensor, error: Tensor | None) -> Tensor:
     """Return the value of an average; of a 16-bit one with an error term, their sum in float32."""
-    if error is None or average.dtype not in _NARROW:
+    if error is None or average.dtype not in _ROUNDED:
         return average
     return average.float().add_(error)
-
-
-# Non-finite values.
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:

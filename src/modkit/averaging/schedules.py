@@ -7,15 +7,20 @@ import math
 import numbers
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from itertools import accumulate, pairwise
-from typing import Any, Final, TypeAlias, cast
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from typing_extensions import override
 
 from modkit._namespace import publish
 
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = [
     "Constant",
@@ -31,6 +36,7 @@ __all__ = [
     "bounds",
     "from_config",
     "gamma_of",
+    "plot",
     "profile",
     "sigma_rel_of",
 ]
@@ -39,7 +45,6 @@ Decay: TypeAlias = float | Callable[[int], float]
 
 # The relative width of the equal average, the limit for power functions.
 _WIDEST: Final = 1 / math.sqrt(12)
-
 
 _LIMITS: Final[dict[str, tuple[str, Callable[[Any, float], bool]]]] = {
     "at_least": ("at least", operator.ge),
@@ -110,10 +115,7 @@ class Schedule(ABC):
         raise ValueError(f"{self}: the decay of step {n} must be between 0 and 1, got {decay!r}")
 
     def over(self, n: int, k: int) -> float:
-        """Return the product of the decays of the ``k`` steps up to ``n``; 0 with the copy.
-
-        An update every ``k`` steps, 1 or more, uses it. Decays are validated as in a call.
-        """
+        """Return the decay of an update after ``k`` steps, 1 or more; 0 with the copy."""
         if k < 1:
             raise ValueError(f"{type(self).__name__}: k must be 1 or more, got {k}")
         return self._checked_decay(self.decay_over(n, k), n) if n >= k else 0.0
@@ -319,6 +321,40 @@ def profile(decay: Decay, n: int, update_every: int = 1) -> list[float]:
     decays = [schedule.over(step, update_every) for step in range(last, 0, -update_every)]
     older = [1.0, *accumulate(decays, operator.mul)]
     return [older[-1], *(new - old for old, new in pairwise(reversed(older)))]
+
+
+def plot(
+    schedules: "Decay | Sequence[Decay] | Mapping[str, Decay]",
+    n: int,
+    update_every: int = 1,
+    *,
+    axes: "Axes | None" = None,
+) -> "Figure":
+    """Plot the :func:`profile` of schedules, relative to the equal average (extra ``modkit[plot]``).
+
+    Long runs are drawn in about a thousand points. A dict of schedules gives the labels.
+    """
+    if min(n, update_every) < 1:
+        raise ValueError(f"plot: n and update_every must be 1 or more, got {n} and {update_every}")
+    if axes is None:
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("plot: matplotlib is needed: pip install modkit[plot]") from error
+        axes = Figure(layout="constrained").subplots()
+    if not isinstance(schedules, Mapping):
+        several = schedules if isinstance(schedules, Sequence) else [schedules]
+        schedules = {str(as_schedule(one)): one for one in several}
+    for label, schedule in schedules.items():
+        weights = profile(schedule, n, update_every)
+        # The copy is a point of its own.
+        edges = [0, *range(1, len(weights), max(1, len(weights) // 1000)), len(weights)]
+        heights = [fmean(weights[a:b]) * len(weights) for a, b in pairwise(edges)]
+        steps = [(edge - 1) * update_every for edge in edges[1:]]
+        axes.plot(steps, heights, label=label, drawstyle="steps-mid")
+    axes.set(xlabel="step", ylabel="weight, relative to the equal average", yscale="log")
+    axes.legend()
+    return cast("Figure", axes.figure)
 
 
 def gamma_of(sigma_rel: float) -> float:

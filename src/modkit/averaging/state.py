@@ -1,8 +1,7 @@
 """Read and validate the states that ``EMA.load_state_dict`` accepts.
 
 These are the states of ``modkit.EMA``, of other libraries (which need not be installed), and plain
-averaged weights: a mapping from the names of a model to tensors. An invalid state is a
-``ValueError``, raised before anything changes.
+averaged weights. An invalid state is a ``ValueError``, raised before anything changes.
 """
 
 import math
@@ -62,9 +61,6 @@ class Converted:
     averages: dict[str, Tensor]
     n_averaged: int | None
     schedule: Schedule | None = None
-
-
-# Validation.
 
 
 def _error(text: str) -> ValueError:
@@ -143,18 +139,6 @@ class _Part:
                 if not _KINDS[kind](value):
                     self.refuse(key, kind)
         return dict(self.values)
-
-    def averages(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = self.tensors(_AVERAGE)
-        for key, value in found.items():
-            if key not in like:
-                self.refuse(key, "absent, as there is no average of this name")
-            if value.shape != like[key].shape:
-                self.refuse(key, f"of shape {tuple(like[key].shape)}, that of the average")
-        return found
-
-
-# The state of an EMA.
 
 
 def read(
@@ -248,9 +232,14 @@ def _schedule(part: _Part, own: Schedule) -> Schedule:
 def _average(part: _Part) -> dict[str, Any]:
     part.require(("tensors", "rests", "generators"))
     tensors = part.inside("tensors").tensors(_AVERAGE)
-    rests = part.inside("rests").averages(tensors)
+    rests = part.inside("rests")
+    for key, value in rests.tensors(_AVERAGE).items():
+        if key not in tensors:
+            rests.refuse(key, "absent, as there is no average of this name")
+        if value.shape != tensors[key].shape:
+            rests.refuse(key, f"of shape {tuple(tensors[key].shape)}, that of the average")
     generators = _generators(part.inside("generators"))
-    return {"tensors": tensors, "rests": rests, "generators": generators}
+    return {"tensors": tensors, "rests": dict(rests.values), "generators": generators}
 
 
 def _generators(part: _Part) -> dict[str, Tensor]:
@@ -278,16 +267,15 @@ def _generators(part: _Part) -> dict[str, Tensor]:
 def _raw(part: _Part, model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the training weights of a state from inside ``applied``, which go into the model."""
     found = part.tensors()
-    if found:
-        members = NamedTensors(model).all()
-        known = {name: members[name] for name in found if name in members}
-        # A buffer may have had another shape.
-        expected = {n: one.tensor.shape if one.is_parameter else None for n, one in known.items()}
-        what = "EMA: the training weights of the state do not fit the model"
-        check_match(what, expected, shapes_of(found))
-        for name, member in known.items():
-            if found[name].is_complex() != member.tensor.is_complex():
-                part.refuse(name, f"of a dtype like {member.tensor.dtype}")
+    members = NamedTensors(model).all() if found else {}
+    known = {name: members[name] for name in found if name in members}
+    # A buffer may have had another shape.
+    expected = {n: one.tensor.shape if one.is_parameter else None for n, one in known.items()}
+    what = "EMA: the training weights of the state do not fit the model"
+    check_match(what, expected, shapes_of(found))
+    for name, member in known.items():
+        if found[name].is_complex() != member.tensor.is_complex():
+            part.refuse(name, f"of a dtype like {member.tensor.dtype}")
     return found
 
 
@@ -297,12 +285,9 @@ def with_empty_parts(state: dict[str, Any]) -> dict[str, Any]:
     if "version" not in state or not isinstance(given, list) or not isinstance(schedules, list):
         return state
     averages = given if len(given) == len(schedules) else [{}] * len(schedules)
-    return {"buffers": {}, **state, "averages": [_with_empty_dicts(one) for one in averages]}
-
-
-def _with_empty_dicts(average: Any) -> Any:
-    is_state = isinstance(average, Mapping)
-    return {"tensors": {}, "rests": {}, "generators": {}, **average} if is_state else average
+    empty: dict[str, Any] = {"tensors": {}, "rests": {}, "generators": {}}
+    full = [{**empty, **one} if isinstance(one, Mapping) else one for one in averages]
+    return {"buffers": {}, **state, "averages": full}
 
 
 def matched(
@@ -349,9 +334,6 @@ def _check_finite(averages: list[Mapping[str, Any]], on_nonfinite: str) -> None:
         raise _error(f"{wanted}: {bad} contains inf or nan")
 
 
-# The states of other libraries.
-
-
 def _started(found: Converted, own: list[Schedule], every: int, after: int) -> LoadedState:
     """Return the state of an ``EMA`` with these options whose averages have been converted."""
     count = 1 if found.n_averaged is None else found.n_averaged
@@ -381,11 +363,6 @@ def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
     """Return the library that a state is from, or None if it is unknown.
 
     With a model, plain weights under the names of its parameters are ``"weights"``.
-
-    Example:
-        >>> import torch
-        >>> recognise({"n_averaged": torch.tensor(3), "module.weight": torch.zeros(1)})
-        'torch'
     """
     keys = state.keys()
     if not all(isinstance(cast("object", key), str) for key in keys):
@@ -409,11 +386,8 @@ def convert(state: State, model: torch.nn.Module, *, update_after_step: int = 0)
     """Read the state of another library, or plain averaged weights. Tensors are not copied.
 
     Lists without names (diffusers, torch_ema) get the names of the model's parameters, in order.
-    ``update_after_step`` is the option of ema-pytorch, which its state does not contain.
-
-    Raises:
-        ValueError: If the state is unknown, a part of it is missing or invalid, or a list does not
-            fit the parameters of the model.
+    ``update_after_step`` is the option of ema-pytorch, which its state does not contain. A state
+    that is unknown or invalid, or does not fit the model, is a ValueError.
     """
     source = recognise(state, model)
     part = _Part(source or "", state)
@@ -488,8 +462,7 @@ def _named_in_order(part: _Part, model: torch.nn.Module) -> dict[str, Tensor]:
         raise _error(f"{what} holds {len(found)} tensors without names, and {counts}")
     for (name, value), tensor in zip(parameters.items(), found, strict=True):
         if value.shape != tensor.shape:
+            order = f"{what} has no names, and its order is not that of the model"
             shapes = f"has the shape {tuple(value.shape)} it has {tuple(tensor.shape)}"
-            raise _error(
-                f"{what} has no names, and its order is not that of the model: where {names[name]!r} {shapes}"
-            )
+            raise _error(f"{order}: where {names[name]!r} {shapes}")
     return {names[n]: tensor.detach() for n, tensor in zip(parameters, found, strict=True)}

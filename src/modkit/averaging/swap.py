@@ -17,17 +17,14 @@ from modkit._messages import (
     add_note,
 )
 from modkit._types import Tensor
-from modkit.averaging.named_tensors import NamedTensors
+from modkit.averaging.named_tensors import NamedTensors, check_match, shapes_of
 from modkit.averaging.sharding import local_shard, reshard, sharded_places
-from modkit.errors import NameMismatchError
 
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
 # The name of a tensor, the tensor of a model, and the value that it is to have.
 Pair: TypeAlias = tuple[str, Tensor, Tensor]
-
-
 Pairs: TypeAlias = list[Pair]
 
 
@@ -36,22 +33,10 @@ def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> Pairs:
 
     A buffer may have another shape.
     """
-    pairs: Pairs = []
-    missing: list[str] = []
-    shapes: list[str] = []
-    for name, value in values.items():
-        member = named.member(name)
-        if member is None:
-            missing.append(name)
-            continue
-        tensor = member.current()
-        if member.is_parameter and tensor.shape != value.shape:
-            shapes.append(f"{name} ({tuple(tensor.shape)} instead of {tuple(value.shape)})")
-        pairs.append((name, tensor, value))
-    if missing or shapes:
-        what = "EMA: the averages do not fit the model"
-        raise NameMismatchError(what, missing=missing, unexpected=[], shapes=shapes)
-    return pairs
+    found = {name: one for name in values if (one := named.member(name)) is not None}
+    shapes = {n: one.current().shape if one.is_parameter else None for n, one in found.items()}
+    check_match("EMA: the averages do not fit the model", shapes_of(values), shapes)
+    return [(name, found[name].current(), value) for name, value in values.items()]
 
 
 class _DetachedCopies(TorchFunctionMode):
@@ -197,11 +182,8 @@ _lock: Final = threading.RLock()
 
 def raw_value(tensor: Tensor) -> Tensor | None:
     """Return the training weights of a tensor, or None if nothing is swapped in."""
-    for swap in tuple(_active):
-        place = swap.position(tensor)
-        if place is not None:
-            return swap.raws[place]
-    return None
+    found = ((swap, swap.position(tensor)) for swap in tuple(_active))
+    return next((swap.raws[place] for swap, place in found if place is not None), None)
 
 
 def any_swapped(model: torch.nn.Module) -> bool:
@@ -241,10 +223,10 @@ def exchanged(pairs: Iterable[Pair]) -> Generator[None]:
     try:
         yield
     except BaseException as error:
-        if (problem := swap.undo()) is not None:
+        if problem := swap.undo():
             add_note(error, problem)
         raise
-    if (problem := swap.undo()) is not None:
+    if problem := swap.undo():
         raise RuntimeError(problem)
 
 

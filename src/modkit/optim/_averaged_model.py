@@ -37,7 +37,6 @@ from modkit.averaging.precision import (
     Weight,
     check_finite,
     first_nonfinite,
-    kept_dtype,
     reads_are_free,
 )
 from modkit.averaging.swap import copy_of
@@ -117,10 +116,6 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         module: The averaged copy, typed by the class of ``model``.
         n_averaged: Buffer, a 0-dimensional ``int64`` tensor: number of updates.
 
-    Raises:
-        AssertionError: If both averaging functions are given.
-        ValueError: If another option is invalid.
-
     Example:
         >>> from modkit import nn
         >>> from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -164,23 +159,20 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             raise ValueError(
                 f"AveragedModel: give use_buffers or buffers, not both: got True and {buffers!r}"
             )
-        self._runtime = _Runtime(
-            Options(
-                precision=precision,
-                buffers="copy" if buffers is None else buffers,
-                include=include,
-                exclude=exclude,
-                on_nonfinite=on_nonfinite,
-                seed=seed,
-                copy_rest=True,
-                integers=True,
-                owner="AveragedModel",
-            )
+        options = Options(
+            precision=precision,
+            buffers="copy" if buffers is None else buffers,
+            include=include,
+            exclude=exclude,
+            on_nonfinite=on_nonfinite,
+            seed=seed,
+            copy_rest=True,
+            integers=True,
+            owner="AveragedModel",
         )
-        if trainable_only:
-            parameters = NamedTensors(model).parameters.items()
-            frozen = (name for name, one in parameters if not one.tensor.requires_grad)
-            self._runtime.frozen = frozenset(frozen)
+        parameters = NamedTensors(model).parameters.items() if trainable_only else ()
+        frozen = frozenset(name for name, one in parameters if not one.tensor.requires_grad)
+        self._runtime = _Runtime(options, frozen)
         self._device = device
         self.avg_fn = avg_fn
         self.multi_avg_fn = multi_avg_fn
@@ -202,14 +194,13 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
 
     def _has_own_function(self) -> bool:
         """Return True for averaging functions that the engine has no kernel for."""
-        if self.multi_avg_fn is None:
-            return self.avg_fn is not None
-        return not is_known(self.multi_avg_fn)
+        rule = self.multi_avg_fn
+        return self.avg_fn is not None if rule is None else not is_known(rule)
 
     def _copy_of(self, model: ModelT) -> ModelT:
         """Return a copy of the model, on the device and in the dtypes of the average."""
-        precision = self._runtime.options.precision
-
+        options = self._runtime.options
+        precision = options.precision
         copies: dict[int, Tensor] = {}
         is_flat = precision not in {"compensated", "stochastic"}
         if is_flat and str(self._device) in {"None", "cpu"} and hasattr(model, "parameters"):
@@ -219,7 +210,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                 if type(parameter) is torch.nn.Parameter
             }
             self._runtime.average.flats = flat_buffers(
-                plain, precision, lambda name, one: make_parameter(one, plain[name].requires_grad)
+                plain, options, lambda name, one: make_parameter(one, plain[name].requires_grad)
             )
             with torch.no_grad():
                 for flat in self._runtime.average.flats:
@@ -236,15 +227,10 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         if precision != "same":
 
             def widened(one: Tensor) -> Tensor:
-                return one.to(kept_dtype(one.dtype, precision))
+                return one.to(options.kept_dtype(one.dtype))
 
             cast("Any", copy)._apply(widened)
         return copy
-
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the averaged copy."""
-        return self.module(*args, **kwargs)
 
     @override
     def update_parameters(self, model: torch.nn.Module) -> None:
@@ -253,12 +239,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         Call it after ``optimizer.step()`` (EMA) or at the end of an epoch (SWA). Names are compared
         without the parts that ``torch.compile``, data-parallel and checkpoint wrappers add.
 
-        Raises:
-            NameMismatchError: If tensors are missing, unexpected, or of another shape. Nothing has
-                been changed.
-            RuntimeError: If a weight is not finite and ``on_nonfinite="raise"``.
-
-        Differs from torch, which pairs tensors by position and broadcasts their shapes.
+        Differs from torch, which pairs tensors by position and broadcasts their shapes: tensors that
+        are missing, unexpected, or of another shape raise ``NameMismatchError``.
         """
         # Whatever has no parameters is refused in torch's words.
         model.parameters  # noqa: B018
@@ -267,32 +249,29 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             return
         runtime = self._runtime
         count = runtime.counter.read(self.n_averaged)
-        if count == 0:
-            self._materialize(model)
+        lazy = count == 0 and any(is_lazy(tensor) for tensor in self.module.parameters())
+        if lazy and not any(is_lazy(tensor) for tensor in model.parameters()):
+            # The copy was made before the model had got its shapes.
+            self.module = self._copy_of(cast("ModelT", model))
         # Functions of the user get the tensors one by one, or as lists.
         flat = not self._has_own_function()
         key = id(self.module), self.use_buffers, flat
         plan: Plan = runtime.plans.get(model, key, lambda: self._plan(model, flat=flat))
-        if self._take(plan, count):
-            plan.mark_written()
-            with torch.no_grad():
-                plan.copies.run()
-            runtime.counter.advance(self.n_averaged)
-
-    def _take(self, plan: Plan, count: int) -> bool:
-        """Take a step; return False if there is still nothing to average."""
-        options = self._runtime.options
+        options = runtime.options
         policy = options.on_nonfinite
         if policy == "raise":
             check_finite("AveragedModel", plan.currents)
         elif policy == "skip" and count == 0 and first_nonfinite(plan.currents) is not None:
             # The first update of an average is the only one that reads a flag on the host.
-            return False
+            return
         if options.precision == "stochastic":
             # A seed for each step is all the state that there is.
-            self._runtime.average.seed(options.seed + count)
+            runtime.average.seed(options.seed + count)
         plan.step(lambda group, finite: self._step(group, count, finite), policy)
-        return True
+        plan.mark_written()
+        with torch.no_grad():
+            plan.copies.run()
+        runtime.counter.advance(self.n_averaged)
 
     def _step(self, group: Group, count: int, finite: Tensor | None) -> None:
         averages, currents = group.averages[0], group.currents
@@ -363,15 +342,9 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         names = {id(tensor): name for name, tensor in averages.items()}
         for flat_buffer in average.flats:
             flat_buffer.rename(names)
+        more, buffers = averages.values(), self.use_buffers
         return Plan(
-            model,
-            [average],
-            currents,
-            copies,
-            models=models,
-            more=averages.values(),
-            flat=flat,
-            buffers=self.use_buffers,
+            model, [average], currents, copies, models, more=more, flat=flat, buffers=buffers
         )
 
     def _paired(
@@ -392,7 +365,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             if (
                 source is None
                 or name in self._runtime.frozen
-                or not (member.is_parameter or _have_average(target, source.tensor))
+                or not (member.is_parameter or is_averaged(source.tensor))
+                or target.shape != source.tensor.shape
             ):
                 copied.append(member)
             else:
@@ -419,18 +393,11 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                 terms[name] = term
         return terms
 
-    def _materialize(self, model: torch.nn.Module) -> None:
-        """Copy the model again if the copy was made before the model had got its shapes."""
-        lazy = any(is_lazy(tensor) for tensor in self.module.parameters())
-        if lazy and not any(is_lazy(tensor) for tensor in model.parameters()):
-            self.module = self._copy_of(cast("ModelT", model))
-
     def sync_n_averaged(self) -> None:
         """Read ``n_averaged`` from the device in the next update.
 
-        On accelerators an update reads the buffer, a host sync, only if an operation on it has
-        written to it. Call this after a write through ``.data``, by a collective, by another
-        process, or in a CUDA graph.
+        On accelerators an update reads it, a host sync, only if an operation on the buffer has
+        written to it. Call this after a write through ``.data``, a collective or a CUDA graph.
         """
         self._runtime.counter.forget()
 
@@ -443,10 +410,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def export_state_dict(self) -> dict[str, Tensor]:
-        """Return the averaged weights and buffers as the plain model names them.
-
-        Names have no parts that wrappers add: ``plain.load_state_dict(ema.export_state_dict())``.
-        """
+        """Return the averaged weights and buffers under the names of the model without wrappers."""
         state: dict[str, Tensor] = self.module.state_dict()
         names = canonical_names(state)
         return {names[name]: tensor for name, tensor in state.items()}
@@ -466,10 +430,6 @@ class _Runtime:
     @override
     def __reduce__(self) -> tuple[type["_Runtime"], tuple[Options, frozenset[str]]]:
         return _Runtime, (self.options, self.frozen)
-
-
-def _have_average(target: Tensor, source: Tensor) -> bool:
-    return is_averaged(target) and is_averaged(source) and target.shape == source.shape
 
 
 def _check_pairs(kept: NamedTensors, found: NamedTensors) -> None:
@@ -496,10 +456,7 @@ def _check_pairs(kept: NamedTensors, found: NamedTensors) -> None:
 
 
 class _Counter:
-    """The number of updates on the host, so that accelerators need not be synchronized.
-
-    It is read again where that is free, and where the buffer is another one or has a new version.
-    """
+    """The number of updates on the host, read again where that is free or the buffer has changed."""
 
     def __init__(self) -> None:
         self._value = 0
@@ -530,13 +487,10 @@ def _swa_weight(count: Tensor | int) -> Weight:
     """Return ``1 / (count + 1)``, rounded as torch rounds it: to the default dtype."""
     if isinstance(count, Tensor):
         return 1 / (count + 1)
-    size = torch.get_default_dtype().itemsize
-    if size < torch.float32.itemsize:
-        return (1 / torch.tensor(count + 1, device="cpu")).item()
-    weight = 1 / (count + 1)
-    if size == torch.float32.itemsize:
-        return float(struct.unpack("f", struct.pack("f", weight))[0])
-    return weight
+    if torch.get_default_dtype() is torch.float32:
+        # Several times faster than with a tensor.
+        return float(struct.unpack("f", struct.pack("f", 1 / (count + 1)))[0])
+    return (1 / torch.tensor(count + 1, device="cpu")).item()
 
 
 def _swa_step(averages: list[Tensor], currents: list[Tensor], count: int) -> None:

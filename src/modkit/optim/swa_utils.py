@@ -11,7 +11,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import SWALR
 
 from modkit._namespace import publish_all
-from modkit._types import Tensor
 from modkit._upstream import BatchNormBase
 from modkit.averaging.precision import TensorList
 from modkit.optim._averaged_model import AveragedModel, AveragingFunction, AvgFn, MultiAvgFn
@@ -50,10 +49,7 @@ def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
 
 
 def get_swa_multi_avg_fn() -> MultiAvgFn:
-    """Return the equal average of lists of tensors, a ``multi_avg_fn``.
-
-    With ``n`` models averaged so far, it moves the average by ``1 / (n + 1)`` of the way to the
-    current value, in place.
+    """Return the equal average of lists of tensors, a ``multi_avg_fn``; it works in place.
 
     Differs from torch: the function can be pickled.
     """
@@ -104,7 +100,9 @@ def update_bn(
         return
     modes = [(module, module.training) for module in model.modules()]
     momenta = [(layer, layer.momentum) for layer in layers]
-    saved = [(one, one.clone()) for layer in layers for one in _statistics(layer)]
+    names = "running_mean", "running_var", "num_batches_tracked"
+    found = (getattr(layer, name) for layer in layers for name in names)
+    saved = [(one, one.clone()) for one in found if one is not None and not is_lazy(one)]
     with torch.no_grad():
         try:
             for layer in layers:
@@ -134,11 +132,6 @@ def _run(loader: Iterable[Any], model: torch.nn.Module, device: int | torch.devi
         empty = False
     if empty:
         raise ValueError("update_bn: the loader is empty, so there are no statistics to compute")
-
-
-def _statistics(layer: Any) -> list[Tensor]:
-    found = (layer.running_mean, layer.running_var, layer.num_batches_tracked)
-    return [one for one in found if one is not None and not is_lazy(one)]
 
 
 publish_all(globals())

@@ -140,9 +140,6 @@ class Modkit(Peer):
     def replace(self):
         self.average.copy_to()
 
-    def to(self, dtype):
-        raise Missing
-
     def rebind(self):
         self.average.rebind()
 

@@ -138,6 +138,27 @@ def test_some_untrainable(make):
 
 
 @on_both
+def test_to(make):
+    """`to` casts the averages; stored weights come back exactly as the model has them."""
+    model = nn.Linear(11, 3)
+    ema = make(model, 0.9)
+    assert ema.shadow_params[0].dtype == torch.get_default_dtype()
+
+    ema.to(dtype=torch.float16)
+    assert ema.shadow_params[0].dtype == torch.float16
+    for dtype in (torch.get_default_dtype(), torch.float16):
+        model.to(dtype)
+        before = model.weight.detach().clone()
+        ema.store(model)
+        ema.to(dtype=torch.float64)
+        nn.init.ones_(model.weight)
+        ema.restore(model)
+        assert model.weight.dtype == dtype
+        assert torch.equal(model.weight, before)
+    assert ema.shadow_params[0].dtype == torch.float64
+
+
+@on_both
 @explicit_or_not
 @counting_or_not
 def test_state_dict(make, use_num_updates, explicit_params):

@@ -19,6 +19,7 @@ class OnTorchEma:
         self.ema = torch_ema.ExponentialMovingAverage(
             model.parameters(), decay=decay, use_num_updates=use_num_updates
         )
+        self.to = self.ema.to
         self.state_dict, self.load_state_dict = self.ema.state_dict, self.ema.load_state_dict
 
     @property
@@ -52,7 +53,7 @@ class OnModkit:
         schedule = CountWarmup(decay) if use_num_updates else decay
         self.ema = modkit.EMA(model, schedule=schedule)
         self.ema.update()
-        self.update, self.copy_to = self.ema.update, self.ema.copy_to
+        self.update, self.copy_to, self.to = self.ema.update, self.ema.copy_to, self.ema.to
         self.state_dict, self.load_state_dict = self.ema.state_dict, self.ema.load_state_dict
         self.average_parameters = self.ema.applied
 

@@ -74,6 +74,21 @@ def test_what_is_not_averaged_is_as_in_the_model(buffers: Any, selection: dict[s
     check(ema)
 
 
+def test_module_shares_memory_with_averages_of_its_dtype() -> None:
+    """It needs none of its own, and a model that was read once follows by itself."""
+    model = network()
+    ema = modkit.EMA(model, 0.5)
+    set_to(model, 0.0)
+    ema.update()
+    module = ema.module
+    averages = dict(ema.named_averages())
+    for name, tensor in module.named_parameters():
+        assert tensor.data_ptr() == averages[name].data_ptr()
+    set_to(model, 4.0)
+    ema.update()
+    assert all(parameter.eq(2.0).all() for parameter in module.parameters())
+
+
 def change_back(ema: "modkit.EMA[Any]") -> None:
     """Load an earlier state."""
     state = copy.deepcopy(ema.state_dict())
@@ -94,6 +109,11 @@ def grow(ema: "modkit.EMA[Any]") -> None:
     ema.rebind()
 
 
+def cast(ema: "modkit.EMA[Any]") -> None:
+    """Cast the averages."""
+    ema.to(dtype=torch.float64)
+
+
 def cast_model(ema: "modkit.EMA[Any]") -> None:
     """Cast the model."""
     ema.model.double()
@@ -104,7 +124,7 @@ def replace(ema: "modkit.EMA[Any]") -> None:
     ema.model[0] = nn.Linear(4, 6)
 
 
-@for_each("change", [change_back, start_anew, grow, cast_model, replace])
+@for_each("change", [change_back, start_anew, grow, cast, cast_model, replace])
 @for_each("decay", DECAYS)
 def test_module_after_a_change(change: Callable[[Any], None], decay: str) -> None:
     """It is up to date at once, and after the next update."""

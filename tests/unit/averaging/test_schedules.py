@@ -3,6 +3,7 @@ import importlib
 import math
 import pickle
 import random
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -462,3 +463,54 @@ def test_public_name():
 
 
 # --- the plot ------------------------------------------------------------------------------------------
+
+
+def test_plot_of_profiles():
+    """Each schedule has a line, whose heights are its weights relative to the plain mean."""
+    (axes,) = schedules.plot([Constant(0.5), Equal()], 3).axes
+    constant, equal = axes.lines
+
+    assert [line.get_label() for line in axes.lines] == ["Constant(decay=0.5)", "Equal()"]
+    assert constant.get_ydata().tolist() == [0.5, 0.5, 1.0, 2.0]
+    assert equal.get_ydata().tolist() == [1.0, 1.0, 1.0, 1.0]
+    assert constant.get_xdata().tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_plot_with_labels_into_axes():
+    """A dict gives the labels, and the lines go into the axes that are given."""
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure()
+    axes = figure.subplots()
+
+    assert schedules.plot({"slow": 0.9}, 20, 2, axes=axes) is figure
+    assert schedules.plot(0.9, 20).axes[0].lines[0].get_label() == "Constant(decay=0.9)"
+    assert [line.get_label() for line in axes.lines] == ["slow"]
+    assert axes.lines[0].get_xdata().tolist() == list(range(0, 21, 2))
+
+
+@for_each("every", [1, 4])
+@for_each("schedule", [Constant(0.999), Equal()])
+def test_plot_of_a_long_run(schedule, every):
+    """Each of about a thousand points is the mean of the updates up to it, and none is left out."""
+    n = 10_002 * every
+    weights = np.array(schedules.profile(schedule, n, every)) * 10_003
+    line = schedules.plot(schedule, n, every).axes[0].lines[0]
+    steps, heights = line.get_xdata(), line.get_ydata()
+
+    ends = [int(step) // every + 1 for step in steps]
+    means = [weights[a:b].mean() for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    assert len(steps) <= 1010
+    assert (steps[0], steps[-1]) == (0, n)
+    assert heights == pytest.approx(means)
+
+
+def test_plot_refuses_bad_numbers(monkeypatch):
+    """The error names the argument; without matplotlib it names the extra."""
+    with pytest.raises(ValueError, match="must be 1 or more, got 0 and 1"):
+        schedules.plot(0.9, 0)
+    with pytest.raises(ValueError, match="must be 1 or more, got 1 and 0"):
+        schedules.plot(0.9, 1, 0)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"modkit\[plot\]"):
+        schedules.plot(0.9, 1)

@@ -1,0 +1,195 @@
+"""``EMA.to()``: averages are moved and cast while they run."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import modkit
+from modkit.errors import NameMismatchError
+from tests.cases import for_each
+from tests.unit.averaging.recipes import PRECISIONS, model_of
+
+
+# Of one rounding, relative.
+ROUNDING = {
+    torch.float64: 2**-52,
+    torch.float32: 2**-23,
+    torch.bfloat16: 2**-8,
+    torch.float16: 2**-11,
+}
+
+
+def layers(dtype: torch.dtype = torch.float32) -> nn.ModuleList:
+    """Return small layers of one shape, and one of another."""
+    return nn.ModuleList([*(nn.Linear(3, 3) for _ in range(5)), nn.Linear(40, 50)]).to(dtype)
+
+
+def walk(model: nn.Module, seed: int) -> None:
+    """Give each parameter random values."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) + 3.0)
+
+
+def values(ema: "modkit.EMA[Any]", index: int = 0) -> dict[str, Tensor]:
+    """Return copies of the averages, in float64."""
+    return {name: tensor.double() for name, tensor in ema.named_averages(index)}
+
+
+def after(ema: "modkit.EMA[Any]", first: int, last: int) -> None:
+    """Take the steps from ``first`` up to ``last``."""
+    for seed in range(first, last):
+        walk(ema.model, seed)
+        ema.update()
+
+
+@for_each("precision", PRECISIONS)
+@for_each("dtype", [torch.bfloat16, torch.float32])
+def test_to_its_own_device_changes_nothing(precision: Any, dtype: torch.dtype) -> None:
+    """Error terms included: later updates are bitwise those of an EMA that was not moved."""
+    emas = [
+        modkit.EMA(layers(dtype), decay=[0.9, 0.99], precision=precision, seed=3) for _ in range(2)
+    ]
+    for ema in emas:
+        after(ema, 0, 20)
+    before = values(emas[1])
+    emas[1].to("cpu")
+    assert all(value.equal(before[name]) for name, value in values(emas[1]).items())
+    for ema in emas:
+        after(ema, 20, 40)
+    for index in range(2):
+        moved = values(emas[1], index)
+        assert all(value.equal(moved[name]) for name, value in values(emas[0], index).items())
+
+
+@for_each("precision", PRECISIONS)
+@for_each("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@for_each("begun", [False, True])
+def test_to_a_dtype(precision: Any, dtype: torch.dtype, begun: bool) -> None:
+    """Values change by one rounding, and all later averages have that dtype."""
+    ema = modkit.EMA(layers(), decay=[0.9, 0.5], precision=precision)
+    if begun:
+        after(ema, 0, 4)
+    before = values(ema)
+    assert ema.to(dtype=dtype) is ema
+    for name, value in values(ema).items():
+        torch.testing.assert_close(value, before[name], rtol=ROUNDING[dtype], atol=1e-6)
+    after(ema, 4, 6)
+    wide = precision == "compensated" and dtype.itemsize == 2
+    for index in range(2):
+        kinds = {tensor.dtype for _, tensor in ema.named_averages(index)}
+        assert kinds == {torch.float32 if wide else dtype}
+
+
+@for_each("precision", PRECISIONS)
+@for_each("dtype", [torch.float64, torch.bfloat16])
+def test_resume_after_to(precision: Any, dtype: torch.dtype) -> None:
+    """An EMA that was cast in the same way goes on bitwise from a saved state."""
+    first = modkit.EMA(layers(), decay=0.9, precision=precision)
+    after(first, 0, 4)
+    first.to(dtype=dtype)
+    after(first, 4, 6)
+    resumed = modkit.EMA(layers(), decay=0.9, precision=precision).to(dtype=dtype)
+    resumed.load_state_dict(first.state_dict())
+    for ema in (first, resumed):
+        after(ema, 6, 9)
+    expected = values(first)
+    assert all(value.equal(expected[name]) for name, value in values(resumed).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_compensated_average_that_is_cast_keeps_moving(dtype: torch.dtype) -> None:
+    """With 16 bits it has an error term, and averages what the parameters really hold."""
+    model = model_of(torch.full((50,), 1.001))
+    ema = modkit.EMA(model, 0.999, precision="compensated").to(dtype=dtype)
+    ema.update()
+    with torch.no_grad():
+        model.weight.fill_(2.003)
+    for _ in range(1000):
+        ema.update()
+    expected = 2.003 + (1.001 - 2.003) * 0.999**1000
+    assert values(ema)["weight"][0].item() == pytest.approx(expected, rel=2**-12)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("fp64", torch.float64)])
+def test_a_compensated_state_loads_with_its_error_terms(precision: Any, dtype: torch.dtype) -> None:
+    """In more bits the average is the sum of the 16 bits and the error term."""
+    ema = modkit.EMA(layers(torch.bfloat16), 0.99, precision="compensated")
+    after(ema, 0, 20)
+    other = modkit.EMA(layers(torch.bfloat16), 0.99, precision=precision)
+    other.load_state_dict(ema.state_dict())
+    assert {tensor.dtype for _, tensor in other.named_averages()} == {dtype}
+    expected = values(ema)
+    assert all(value.equal(expected[name]) for name, value in values(other).items())
+
+
+def test_loading_error_terms_leaves_the_state_alone() -> None:
+    """A float32 state with error terms is not written to, and can be loaded twice."""
+    ema = modkit.EMA(layers(), 0.999, precision="compensated")
+    after(ema, 0, 20)
+    state = ema.state_dict()
+    tensors = state["averages"][0]["tensors"]
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    modkit.EMA(layers(), 0.999).load_state_dict(state)
+    assert all(tensor.equal(before[name]) for name, tensor in tensors.items())
+
+
+def test_a_model_that_has_changed_is_refused() -> None:
+    """Nothing is changed, neither values nor dtypes, and the error names the remedy."""
+    model = layers()
+    ema = modkit.EMA(model, decay=[0.9, 0.5])
+    after(ema, 0, 3)
+    before = values(ema)
+    model.append(nn.Linear(3, 3))
+    with pytest.raises(NameMismatchError) as caught:
+        ema.to(dtype=torch.float64)
+    if sys.version_info >= (3, 11):
+        assert "rebind()" in caught.value.__notes__[0]
+    assert all(value.equal(before[name]) for name, value in values(ema).items())
+    del model[6]
+    after(ema, 3, 4)
+    assert {tensor.dtype for _, tensor in ema.named_averages()} == {torch.float32}
+    model.append(nn.Linear(3, 3))
+    ema.rebind()
+    after(ema.to(dtype=torch.float64), 4, 5)
+    assert {tensor.dtype for _, tensor in ema.named_averages()} == {torch.float64}
+
+
+def test_to_in_inference_mode() -> None:
+    """Averages that were cast there are updated outside of it."""
+    ema = modkit.EMA(layers(), decay=0.9)
+    after(ema, 0, 2)
+    with torch.inference_mode():
+        ema.to("cpu", torch.float64)
+    after(ema, 2, 4)
+    assert {tensor.dtype for _, tensor in ema.named_averages()} == {torch.float64}
+
+
+def test_a_buffer_that_has_become_none() -> None:
+    """There is nothing to move of it, until it is a tensor again."""
+    model = layers()
+    model.register_buffer("scale", torch.ones(2))
+    ema = modkit.EMA(model)
+    after(ema, 0, 1)
+    model.scale = None
+    after(ema, 1, 2)
+    ema.to("cpu")
+    model.scale = torch.zeros(3)
+    after(ema, 2, 3)
+    assert dict(ema.named_averages())["scale"].equal(torch.zeros(3))
+
+
+def test_a_missing_device_changes_nothing() -> None:
+    """Torch's error leaves the averages as they were."""
+    ema = modkit.EMA(layers(), 0.9)
+    after(ema, 0, 2)
+    before = values(ema)
+    with pytest.raises((RuntimeError, AssertionError, NotImplementedError)):
+        ema.to("mtia")
+
+    assert ema.device is None
+    assert all(value.equal(before[name]) for name, value in values(ema).items())
