@@ -64,8 +64,9 @@ for _name in ("clear", "pop", "popitem", "setdefault", "update", *_OPERATORS):
 class Binding:
     """The entries of ``fast_inference`` in one module, and the number of blocks that use them."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, fold: Callable[..., Any] | None) -> None:
         self.module: nn.Module = module
+        self.fold: Callable[..., Any] | None = fold
         self.users: int = 0
         self._state: dict[str, Any] = module.__dict__
         self._mirrored: dict[str, Any] = {}
