@@ -8,9 +8,11 @@ project = "modkit"
 copyright = "the modkit authors"  # noqa: A001 - the name that Sphinx reads
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "faults.md"]  # the table is a part of files.md
+exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "modkit"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

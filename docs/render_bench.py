@@ -1,79 +1,89 @@
-"""Write what the benchmark has found into README.md and docs/benchmarks.md.
+"""The tables of docs/benchmarks.md, from docs/bench.json.
 
-python docs/render_bench.py             # from docs/bench.json, as it was measured last
 python docs/render_bench.py --measure   # measure first: half an hour, on an idle machine
 """
 
-import json
-import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import report  # noqa: E402 - the folder is found only now
+from blocks import DOCS, ROOT, fill, read, table
 
 
-FOUND = ROOT / "docs" / "bench.json"
-README = ROOT / "README.md"
-GUIDE = ROOT / "docs" / "benchmarks.md"
-MARKS = "<!-- {name}: from docs/bench.json, by docs/render_bench.py -->", "<!-- end of {name} -->"
+COLD = ", caches evicted"
+# Operations below this ratio are not in the table.
+SHOWN = 1.0
+DASH, SPACE = "\N{EN DASH}", "\N{NO-BREAK SPACE}"
+ARMS = ("modkit", "TorchScript frozen", "torch.compile", "limit")
 
 
-def growth(found: dict[str, Any]) -> str:
-    """Say in a sentence how time grows with the number of modules."""
-    ours = [row["modkit_exponent"] for row in found["growth"]]
-    loads = [
-        f"{row['torch_exponent']:.1f}"
-        for row in found["growth"]
-        if row["operation"] == "load_state_dict()" and row["torch_exponent"] is not None
-    ]
-    smallest, largest = found["growth"][0]["sizes"][0], found["growth"][0]["sizes"][-1]
-    return (
-        f"Between {smallest:,} and {largest:,} modules, time grows with an exponent of {min(ours):.2f} "
-        f"to {max(ours):.2f}\nin modkit (1 is linear); loading in torch with {' and '.join(loads)}."
-    )
+def cell(value: float | str | None) -> str:
+    """Return a ratio with two digits, or the reason why there is none."""
+    return value or "" if isinstance(value, str) or value is None else f"{value:.2f}"
 
 
-def replace(text: str, name: str, content: str) -> str:
-    """Put the content between the two marks of that name."""
-    start, end = (mark.format(name=name) for mark in MARKS)
-    pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
-    if len(pattern.findall(text)) != 1:
-        raise ValueError(f"the marks of {name!r} are not there once")
-    return pattern.sub(lambda _: f"{start}\n\n{content}\n\n{end}", text)
+def rows(name: str) -> list[list[str]]:
+    """Return one row per operation or model, the slowest first, with the cold-cache ratio as a column."""
+    from benchmarks import report
+
+    found = report.ordered(read("bench")["rows"], name)
+    cold = {row["name"].removesuffix(COLD): row for row in found if row["name"].endswith(COLD)}
+    warm = [row for row in found if not row["name"].endswith(COLD)]
+    if name == "operations":
+        warm = [row for row in warm if row["ratio"] >= SHOWN]
+    lines = []
+    for row in warm:
+        evicted = cold.get(row["name"])
+        arms = [row["others"].get(arm) for arm in (ARMS if name == "inference" else ())]
+        lines.append(
+            [
+                f"`{row['name']}`" if name == "operations" else row["name"],
+                report.amount(row["base"], row["unit"]).replace(" ", SPACE),
+                f"{row['ratio']:.2f}{SPACE}({row['low']:.2f}{DASH}{row['high']:.2f})",
+                cell(evicted["ratio"] if evicted else None),
+                cell(row["budget"]),
+                row["verdict"],
+                *map(cell, arms),
+            ]
+        )
+    return lines
 
 
-def render() -> dict[Path, str]:
-    """Return the text of each page that has figures of the benchmark."""
-    found: dict[str, Any] = json.loads(FOUND.read_text(encoding="utf-8"))
-    rows = found["rows"]
-    warm = [row for row in rows if not row["name"].endswith("caches evicted")]
-    # The first page has the ten slowest operations, and every model with warm caches.
-    slowest = report.ratios(report.ordered(rows, "operations")[:10], "operations")
-    parts = [report.heading(found), slowest, report.ratios(warm, "inference"), growth(found)]
-    guide = GUIDE.read_text(encoding="utf-8")
-    operations = f"{report.heading(found)}\n\n{report.ratios(rows, 'operations')}"
-    guide = replace(guide, "ratios", operations)
-    guide = replace(guide, "inference", report.ratios(rows, "inference"))
+def growth(series: list[dict[str, Any]]) -> str:
+    """Return the exponents of all operations in a paragraph."""
+    parts = []
+    for row in series:
+        torch = "" if row["torch_exponent"] is None else f" (torch {row['torch_exponent']:.2f})"
+        parts.append(f"`{row['operation']}` {row['tree']} {row['modkit_exponent']:.2f}{torch}")
+    largest = max(row["sizes"][-1] for row in series)
+    return f"Exponents up to {largest:,} modules: {', '.join(parts)}."
+
+
+def blocks() -> dict[str, str]:
+    """Return the blocks of the page."""
+    from benchmarks import report
+
+    found: dict[str, Any] = read("bench")
+    shared = ["evicted", "budget", "verdict"]
     return {
-        README: replace(README.read_text(encoding="utf-8"), "ratios", "\n\n".join(parts)),
-        GUIDE: replace(guide, "growth", report.growth(found["growth"])),
+        "operations": f"{report.heading(found)}\n\n"
+        + table(["operation", "torch", "ratio", *shared], rows("operations")),
+        "inference": table(
+            ["model", "torch", "`fast_inference`", *shared, *ARMS], rows("inference")
+        ),
+        "growth": fill(growth(found["growth"])),
     }
 
 
 def measure() -> None:
-    """Measure everything; a missed budget is shown, and no reason to stop."""
-    command = [sys.executable, "-m", "benchmarks", "--json", str(FOUND)]
+    """Measure everything; a missed budget is shown, and does not stop the run."""
+    command = [sys.executable, "-m", "benchmarks", "--json", str(DOCS / "bench.json")]
     subprocess.run(command, check=True, cwd=ROOT)  # noqa: S603 - our own command
 
 
 if __name__ == "__main__":
+    from render import write_pages
+
     if "--measure" in sys.argv[1:]:
         measure()
-    for page, text in render().items():
-        page.write_text(text, encoding="utf-8")
+    write_pages()

@@ -1,102 +1,67 @@
-"""Write docs/compat.md, the tables of `modkit compat`, from docs/compat.json.
+"""The section on `modkit compat`: the tables of its last runs.
 
-python docs/render_compat.py          # from docs/compat.json, as it was run last
-python docs/render_compat.py --run    # run it first: with this torch, and on the models whose libraries are here
+python docs/render_compat.py --run    # run it with this torch, and on the models whose libraries are installed
 """
 
 import argparse
 import importlib
 import importlib.util
-import json
 import sys
 from datetime import datetime, timezone
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
+from blocks import ROOT, read, release, table, write
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "compat.md"
-FOUND = ROOT / "docs" / "compat.json"
-INTRODUCTION = """\
-# modkit compat
 
-<!-- Rendered from docs/compat.json by docs/render_compat.py. -->
+TEXT = """\
+## `modkit compat`
 
-`modkit compat` compares modkit with the installed torch. It needs the extra `cli` and takes about 15 s of CPU time.
+[`modkit compat`](command_line.md) calls {cases} functions with `torch` and with `modkit`, and compares values bit
+by bit, exceptions by type and text, and warnings. A case with a listed difference must give exactly what its row in
+[Differences from torch](parity.md) says.
 
-```console
-$ modkit compat
-$ modkit compat --area "forward hooks" --json -
-$ modkit compat my_package.models:Net --kwargs '{"width": 64}' --input 8,3,32,32
-$ modkit compat train.py:make_model --input train.py:make_inputs --html report.html
-```
+{releases}
 
-The exit status is 0 if nothing differs, 1 if something differs that is not listed, and 2 if an argument is wrong.
-`--json FILE` and `--html FILE` write all results.
+Cases by area, on torch {newest}: {areas}.
 
-## Shared behaviors
-
-Each case is a function that is called with `torch` and with `modkit`. Values are compared bit by bit, exceptions by
-type and text, and warnings too. A case with a listed difference has a row in [the table of differences](parity.md);
-what torch and modkit give must be exactly what is listed."""
-
-MODEL = """\
-## A model
-
-The model is built in two processes from the same seed. In one of them the source of its package is compiled with
-`torch.nn`, `torch.jit` and `torch.optim.swa_utils` replaced by those of modkit. `--swap PACKAGE` does this for a further
-package, such as the library whose model a script builds. Compared are structure, `repr`, initial bits, outputs in both
-modes, gradients, buffers, state dicts, strict loading of the other's state dict, pickle, deepcopy, `torch.compile`,
-`torch.fx` and `torch.export`. The same error on both sides counts as equal. Without `--input` the shape is that of the
-first layer that has one; if there is none, checks that call the model are skipped.
-
-Models of other libraries, swapped with `--swap`:"""
+`modkit compat` also builds a model twice from the same seed, once with `torch.nn`, `torch.jit` and
+`torch.optim.swa_utils` replaced in the source of its package. It compares structure, `repr`, initial weights,
+outputs in both modes, gradients, buffers, state dicts and loading, pickle, deepcopy, `torch.compile`, `torch.fx` and
+`torch.export`. Models of other libraries, each with its number of checks: {models}."""
 COUNTS = ("cases", "equal", "listed", "unlisted")
 
 
-def table(headings: list[str], rows: list[list[Any]]) -> str:
-    """Return a table in Markdown."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
-def numbers(release: str) -> tuple[int, ...]:
-    """Return a release in an order that sorts."""
-    return tuple(int(part) for part in release.split("."))
-
-
-def render() -> str:
-    """Return the page."""
-    found = json.loads(FOUND.read_text(encoding="utf-8"))
-    runs = sorted(found["behaviors"].values(), key=lambda run: numbers(run["torch"]))
+def section() -> str:
+    """Return the section in Markdown."""
+    found = read("compat")
+    runs = sorted(found["behaviors"].values(), key=lambda run: release(run["torch"]))
     totals = [
         [run["torch"], run["Python"], *(run["areas"]["all"][one] for one in COUNTS), run["date"]]
         for run in runs
     ]
-    areas = [[area, *(counts[one] for one in COUNTS)] for area, counts in runs[-1]["areas"].items()]
+    areas = [
+        f"{area} {counts['cases']}" for area, counts in runs[-1]["areas"].items() if area != "all"
+    ]
     models = [
-        [name, run["library"], run["torch"], run["modules"], *run["counts"], run["date"]]
+        f"{name} {run['library']} ({sum(run['counts'][:2])} equal, {run['counts'][2]} differ)"
         for name, run in found["models"].items()
     ]
-    headings = ["model", "version", "torch", "modules", "equal", "equal errors", "differ", "date"]
-    parts = (
-        INTRODUCTION,
-        table(["torch", "Python", *COUNTS, "date"], totals),
-        f"The areas, on torch {runs[-1]['torch']}:",
-        table(["area", *COUNTS], areas),
-        MODEL,
-        table(headings, models),
+    return TEXT.format(
+        cases=runs[-1]["areas"]["all"]["cases"],
+        releases=table(["torch", "Python", *COUNTS, "date"], totals),
+        newest=runs[-1]["torch"],
+        areas=", ".join(areas),
+        models=", ".join(models),
     )
-    return "\n\n".join(parts) + "\n"
 
 
 def run() -> dict[str, Any]:
-    """Run the behaviours, and compare the models whose libraries are here."""
+    """Run the behaviors, and compare the models whose libraries are installed."""
     sys.path.insert(0, str(ROOT))
     report = importlib.import_module("modkit.compat.report")
     models = importlib.import_module("tests.integration.compat.models").MODELS
-    found = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
+    found = read("compat")
     results = importlib.import_module("modkit.compat.run").run()
     made = report.Report("behaviors", results, by_area=True).as_json()
     made["versions"]["torch"] = torch = made["versions"]["torch"].split("+")[0]
@@ -119,8 +84,10 @@ def run() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    from render import write_pages
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", action="store_true")
     if parser.parse_args().run:
-        FOUND.write_text(json.dumps(run(), indent=2) + "\n", encoding="utf-8")
-    PAGE.write_text(render(), encoding="utf-8")
+        write("compat", run())
+    write_pages()

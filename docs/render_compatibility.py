@@ -1,13 +1,11 @@
-"""Write docs/compatibility.md from docs/compatibility.json, the last run of the tests on each release.
+"""The section on supported versions: the last run of the tests on each release.
 
-python docs/render_compatibility.py                  # render
-python docs/render_compatibility.py --record FILE    # add the run of this Python and torch first
+python docs/render_compatibility.py --record FILE    # add the run of this Python and torch
 
 FILE is what `pytest --junitxml=FILE` has written; `nox -s "tests(torch='2.8.0')"` does both.
 """
 
 import argparse
-import json
 import platform
 import sys
 from collections import Counter
@@ -17,54 +15,45 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+from blocks import read, release, table, write
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "compatibility.md"
-FOUND = ROOT / "docs" / "compatibility.json"
+
 COUNTS = ("passed", "skipped", "xfailed", "failed")
-
-INTRODUCTION = """\
+TEXT = """\
 # Compatibility
 
-<!-- Rendered from docs/compatibility.json by docs/render_compatibility.py. -->
+modkit supports the releases of torch and Python that its tests ran on. This page shows what was run, and what
+differed: the tests on each release, the test suites of third-party libraries, `modkit compat`, and random
+operations. [Differences from torch](parity.md) lists what differs on purpose.
 
-modkit admits the releases of torch and Python that its tests ran on.
+## Versions
 
-## Tests
+The complete test suite on each release. Torch is the oracle each time: a behavior test must pass on torch and on
+modkit. `skipped` counts tests that need a missing package, device or feature, `xfailed` the rows of the table of
+differences. `nox -s "tests(torch='2.8.0')"` runs the tests and writes its row.
 
-The whole suite, once for each release; torch is the oracle each time. `skipped` counts tests that need a
-package, a device or a feature that is not there; `xfailed` counts the rows of [the table of
-differences](parity.md). `nox -s "tests(torch='2.8.0')"` runs the tests and writes its row."""
-
-
-def numbers(release: str) -> tuple[int, ...]:
-    """Return a release in an order that sorts."""
-    return tuple(int(part) for part in release.split("."))
+{}"""
 
 
-def table(runs: list[dict[str, Any]]) -> str:
-    """Return the runs as a table in Markdown, sorted by torch and Python."""
-    lines = [
-        f"| torch | Python | {' | '.join(COUNTS)} | seconds | date |",
-        "|---|---|---:|---:|---:|---:|---:|---|",
+def rows() -> list[list[object]]:
+    """Return the runs, sorted by torch and Python."""
+    runs: list[dict[str, Any]] = read("compatibility")["tests"]
+    runs.sort(key=lambda run: (release(run["torch"]), release(run["python"])))
+    return [
+        [run["torch"], run["python"], *(f"{run[name]:,}" for name in COUNTS), run["date"]]
+        for run in runs
     ]
-    for run in sorted(runs, key=lambda run: (numbers(run["torch"]), numbers(run["python"]))):
-        counts = " | ".join(f"{run[name]:,}" for name in COUNTS)
-        lines.append(
-            f"| {run['torch']} | {run['python']} | {counts} | {run['seconds']:,} | {run['date']} |"
-        )
-    return "\n".join(lines)
 
 
-def render() -> str:
-    """Return the page."""
-    found = json.loads(FOUND.read_text(encoding="utf-8"))
-    runs = table(found["tests"]) if found["tests"] else "No complete run is recorded yet."
-    return f"{INTRODUCTION}\n\n{runs}\n"
+def section() -> str:
+    """Return the section in Markdown."""
+    found = rows()
+    shown = table(["torch", "Python", *COUNTS, "date"], found)
+    return TEXT.format(shown if found else "No complete run is recorded yet.")
 
 
 def kind(case: ET.Element) -> str:
-    """Return what became of a test."""
+    """Return the outcome of a test."""
     if case.find("failure") is not None or case.find("error") is not None:
         return "failed"
     skipped = case.find("skipped")
@@ -74,7 +63,7 @@ def kind(case: ET.Element) -> str:
 
 
 def record(results: Path) -> int:
-    """Put a run into the file, in place of the last one on this torch and Python; count failures."""
+    """Store a run in place of the last one on this torch and Python; return the number of failures."""
     tree = ET.parse(results).getroot()  # noqa: S314 - pytest wrote it
     counts = Counter(kind(case) for case in tree.iter("testcase"))
     run = {
@@ -84,21 +73,22 @@ def record(results: Path) -> int:
         "seconds": round(sum(float(suite.get("time", 0)) for suite in tree.iter("testsuite"))),
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
     }
-    found = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {"tests": []}
     same = ("torch", "python")
-    others = [one for one in found["tests"] if any(one[name] != run[name] for name in same)]
-    found["tests"] = [*others, run]
-    FOUND.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    others = read("compatibility")["tests"]
+    others = [one for one in others if any(one[name] != run[name] for name in same)]
+    write("compatibility", {"tests": [*others, run]})
     return counts["failed"]
 
 
 def main() -> int:
-    """Record a run if there is one, and write the page; return 1 if tests failed."""
+    """Record a run if one is given, and write the pages; return 1 if tests failed."""
+    from render import write_pages
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", type=Path, help="the results of pytest --junitxml")
     results = parser.parse_args().record
     failed = record(results) if results else 0
-    PAGE.write_text(render(), encoding="utf-8")
+    write_pages()
     return min(failed, 1)
 
 

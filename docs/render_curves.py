@@ -1,30 +1,22 @@
-"""Train with averages, and write the curves and the figures of them into docs/averaging.md.
+"""The table of losses in docs/averaging.md, from docs/curves.json; docs/figures.py draws the curves.
 
-python docs/render_curves.py             # from docs/curves.json, as it was measured last
 python docs/render_curves.py --measure   # train first: some minutes; needs modkit[demo], transformers
 """
 
 import importlib
-import json
-import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
+from statistics import mean, stdev
 from typing import Any, TypeAlias
 
 import torch
-from matplotlib.figure import Figure
+from blocks import read, table, write
 from torch import Tensor
 
 import modkit
 from modkit import nn, schedules
 
 
-ROOT = Path(__file__).resolve().parents[1]
-FOUND = ROOT / "docs" / "curves.json"
-FIGURE = ROOT / "docs" / "_static" / "curves.png"
-GUIDE = ROOT / "docs" / "averaging.md"
-MARKS = "<!-- curves: by docs/render_curves.py -->", "<!-- end of curves -->"
 SEEDS = (0, 1, 2)
 EPOCHS = 40
 STEPS, EVERY, CONTEXT, BATCH = 600, 30, 64, 32
@@ -40,7 +32,7 @@ Curves: TypeAlias = dict[str, list[float]]
 
 def digits(seed: int) -> Curves:
     """Train a classifier of digits; return the losses on the other half after each epoch."""
-    # Without it, the figures can still be drawn.
+    # Imported here, because the table needs no library.
     load: Any = importlib.import_module("sklearn.datasets").load_digits
     torch.manual_seed(seed)
     pixels, numbers = load(return_X_y=True)
@@ -70,7 +62,7 @@ def digits(seed: int) -> Curves:
 
 
 def text() -> tuple[Tensor, int]:
-    """Return the help texts that Python brings along, as numbers of characters."""
+    """Return Python's help texts as character indices."""
     topics: Mapping[str, str] = importlib.import_module("pydoc_data.topics").topics
     whole = "".join(topics[name] for name in sorted(topics))
     letters = {letter: index for index, letter in enumerate(sorted(set(whole)))}
@@ -79,7 +71,7 @@ def text() -> tuple[Tensor, int]:
 
 def language_model(seed: int) -> Curves:
     """Train a small GPT-2 of transformers on characters; return the losses on the last tenth."""
-    # Without it, the figures can still be drawn.
+    # Imported here, because the table needs no library.
     transformers: Any = importlib.import_module("transformers")
     data, letters = text()
     split = len(data) * 9 // 10
@@ -119,52 +111,22 @@ def measure() -> None:
         "digits": [digits(seed) for seed in SEEDS],
         "text": [language_model(seed) for seed in SEEDS],
     }
-    FOUND.write_text(json.dumps(runs) + "\n", encoding="utf-8")
+    write("curves", runs, indent=None)
 
 
-def draw(axes: Any, curves: Mapping[str, Sequence[float]], title: str, label: str) -> None:
-    """Draw a line for each sequence of losses, one per period; the first is grey."""
-    for index, (name, values) in enumerate(curves.items()):
-        style = {"color": "0.6"} if index == 0 else {}
-        axes.plot(range(1, len(values) + 1), values, ".-", label=name, **style)
-    axes.set(yscale="log", xlabel=label)
-    axes.set_title(title, loc="left", fontsize=9)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=9, frameon=False)
-
-
-def figure(runs: Mapping[str, list[Curves]]) -> Figure:
-    """Draw the curves of the first seed."""
-    drawn = Figure(figsize=(9, 3.4), dpi=150, layout="constrained")
-    left, right = drawn.subplots(1, 2)
-    draw(left, runs["digits"][0], "Digits: loss on the test half", "epoch")
-    draw(right, runs["text"][0], "GPT-2 on text: loss on the last tenth", f"{EVERY} steps")
-    return drawn
-
-
-def table(runs: Mapping[str, list[Curves]]) -> str:
-    """Render the last losses: mean and standard deviation over the seeds."""
-    lines = ["| weights | digits | text |", "|---|---|---|"]
+def blocks() -> dict[str, str]:
+    """Return the table of the last losses: mean and standard deviation over the seeds."""
+    runs: dict[str, list[Curves]] = read("curves")
+    rows = []
     for name in (RAW, *AVERAGES):
-        cells: list[str] = []
-        for task in ("digits", "text"):
-            last = [curves[name][-1] for curves in runs[task]]
-            cells.append(f"{statistics.mean(last):.4f} ± {statistics.stdev(last):.4f}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def render() -> str:
-    """Return the guide with the present figures in it."""
-    runs: dict[str, list[Curves]] = json.loads(FOUND.read_text(encoding="utf-8"))
-    page = GUIDE.read_text(encoding="utf-8")
-    start, end = (page.index(mark) for mark in MARKS)
-    return f"{page[:start]}{MARKS[0]}\n\n{table(runs)}\n\n{page[end:]}"
+        last = [[curves[name][-1] for curves in runs[task]] for task in ("digits", "text")]
+        rows.append([name, *(f"{mean(some):.4f} ± {stdev(some):.4f}" for some in last)])
+    return {"curves": table(["weights", "digits", "text"], rows)}
 
 
 if __name__ == "__main__":
+    from render import write_pages
+
     if "--measure" in sys.argv[1:]:
         measure()
-    FIGURE.parent.mkdir(exist_ok=True)
-    figure(json.loads(FOUND.read_text(encoding="utf-8"))).savefig(FIGURE)
-    GUIDE.write_text(render(), encoding="utf-8")
+    write_pages()

@@ -1,72 +1,87 @@
-"""Write docs/faults.md, the table of faults in docs/files.md: what modkit's writers leave after each.
+"""The section on write faults: what modkit's writers leave behind after each fault.
 
-python docs/render_faults.py          # from docs/faults.json, as it was run last
 python docs/render_faults.py --run    # run every fault first: minutes, and root for all of them
 
-The writers whose libraries are missing keep the figures that they had.
+Writers whose libraries are missing keep their previous figures.
 """
 
 import argparse
 import importlib
-import json
 import sys
 import time
 from datetime import datetime, timezone
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
+from blocks import ROOT, read, table, write
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "faults.md"
-FOUND = ROOT / "docs" / "faults.json"
-NOTICE = "<!-- from docs/faults.json, by docs/render_faults.py -->"
+
 ROUNDS = {"random": 50, "other": 5, "saves": 200}
+# The rows of the table.
+KINDS = (
+    ("killed", "interrupted", "leftovers"),
+    ("two_threads", "two_processes", "same_pid"),
+    ("full_disk", "size_limit", "full_device"),
+    ("read_only_folder", "read_only_system", "missing_folder", "folder_as_target"),
+    ("long_name", "odd_name", "undecodable_name"),
+    ("link", "dangling_link", "link_loop", "mode_and_owner"),
+    ("fifo", "open_pipe", "null_device"),
+)
 NEEDS = {"lightning": ("lightning",), "transformers": ("transformers", "accelerate")}
+TEXT = """\
+# Test evidence
+
+What the tests themselves were tested against: real faults while files are written, and bugs planted in the code.
+
+## Faults while writing
+
+Processes killed by `SIGKILL`, full and read-only file systems, real devices and PID namespaces, for each of
+{writers}. A trial *held* if the target was a complete version, the next save left nothing beside it, and the error
+had `errno` and the path.
+
+{rows}
+
+{intact:,} of {trials:,} trials held ({date}; {versions}). {hits} of the {kills:,} kills interrupted a save."""
 
 
-def cell(found: dict[str, Any]) -> str:
-    """Return the outcome of a fault for one writer."""
-    return "n/a" if "skipped" in found else f"{found['intact']} of {found['trials']}"
-
-
-def table(found: dict[str, Any]) -> str:
-    """Return the table in Markdown."""
-    titles, rows = found["writers"], found["faults"]
-    lines = [f"| fault | {' | '.join(titles.values())} |", f"|---|{'---|' * len(titles)}"]
-    lines += [
-        f"| {row['title']} | {' | '.join(cell(row['cells'][name]) for name in titles)} |"
-        for row in rows.values()
-    ]
-    return "\n".join(lines)
-
-
-def summary(found: dict[str, Any]) -> str:
-    """Say how many trials there were, when, and with which versions."""
-    cells = [one for row in found["faults"].values() for one in row["cells"].values()]
-    ran = [one for one in cells if "skipped" not in one]
-    killed = found["faults"]["killed"]["cells"].values()
-    hits = sum(one["notes"].get("left a temporary file", 0) for one in killed if "notes" in one)
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
-    trials, intact = (sum(one[name] for one in ran) for name in ("trials", "intact"))
-    return (
-        f"{intact:,} of {trials:,} held ({found['date']}; {versions}).\n"
-        f"{hits} of the {sum(one['trials'] for one in killed):,} kills hit the middle of a save."
+def section() -> str:
+    """Return the section in Markdown."""
+    found = read("faults")
+    cells = {
+        name: [one for one in row["cells"].values() if "skipped" not in one]
+        for name, row in found["faults"].items()
+    }
+    every = [one for some in cells.values() for one in some]
+    killed = cells["killed"]
+    rows = []
+    for names in KINDS:
+        shown = "; ".join(found["faults"][name]["title"] for name in names)
+        found_here = counts([one for name in names for one in cells[name]])
+        rows.append([shown, *(f"{count:,}" for count in found_here)])
+    trials, intact = counts(every)
+    return TEXT.format(
+        writers=", ".join(found["writers"].values()),
+        rows=table(["fault", "trials", "held"], rows, numbers=True),
+        intact=intact,
+        trials=trials,
+        date=found["date"],
+        versions=", ".join(f"{name} {number}" for name, number in found["versions"].items()),
+        hits=sum(one["notes"].get("left a temporary file", 0) for one in killed if "notes" in one),
+        kills=sum(one["trials"] for one in killed),
     )
 
 
-def render() -> str:
-    """Return the page."""
-    found = json.loads(FOUND.read_text(encoding="utf-8"))
-    return f"{NOTICE}\n\n{table(found)}\n\n{summary(found)}\n"
+def counts(cells: list[dict[str, Any]]) -> tuple[int, int]:
+    """Return the number of trials, and of those that held."""
+    return sum(one["trials"] for one in cells), sum(one["intact"] for one in cells)
 
 
 def campaign() -> dict[str, Any]:
-    """Run every fault with every writer that is here; return what goes into the file."""
+    """Run every fault with every installed writer; return the results."""
     faults = importlib.import_module("tests.unit.files.faults")
     runs = importlib.import_module("tests.unit.files.fault_runs")
     writers = importlib.import_module("tests.unit.files.writers")
-    before = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {"faults": {}}
+    before = read("faults")
     rows: dict[str, Any] = {
         one.name: {"title": one.title, "cells": {}} for one in faults.FAULTS.values()
     }
@@ -91,16 +106,12 @@ def campaign() -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run the faults if asked to, and write the page."""
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    from render import write_pages
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", action="store_true", help="run every fault first")
     if parser.parse_args().run:
-        content = json.dumps(campaign(), indent=1, ensure_ascii=False)
-        FOUND.write_text(f"{content}\n", encoding="utf-8")
-    PAGE.write_text(render(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    main()
+        write("faults", campaign())
+    write_pages()

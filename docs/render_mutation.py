@@ -1,77 +1,60 @@
-"""Write docs/mutation.md from docs/mutation.json: `python docs/render_mutation.py`.
+"""The section on mutation tests; `nox -s mutation` runs them."""
 
-`nox -s mutation` runs what it reports.
-"""
+from collections import Counter
 
-import json
-from pathlib import Path
-from typing import Any
+from blocks import read, table
 
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "mutation.md"
-FOUND = ROOT / "docs" / "mutation.json"
-INTRODUCTION = """\
-# Mutation tests
-
-<!-- Rendered from docs/mutation.json by docs/render_mutation.py. -->
-
-`nox -s mutation` changes the code of modkit in a copy and runs the tests: a change that no test notices is a gap.
-"""
-
-
-def planted(found: dict[str, Any]) -> str:
-    """Return the section on bugs that were written by hand."""
-    bugs = found["bugs"]
-    caught = sum(bool(bug["caught by"]) for bug in bugs)
-    lines = f"""\
+TEXT = """\
 ## Planted bugs
 
-{caught} of {len(bugs)} bugs are caught by `nox -s tests` ({found["date"]}, torch {found["torch"]}). There is at least one in
-each mechanism of modules, and in each file of `averaging`, `files` and `jit`.
+`nox -s mutation` changes the code of modkit in a copy and runs the tests. A change that no test catches is a gap.
+`nox -s tests` catches {caught} of {bugs} planted bugs ({date}, torch {torch}). There is at least one in each mechanism
+of modules, and in each file of `averaging`, `files` and `jit`; `docs/mutation.json` names each bug and the test.
 
-| file | bug | caught by |
-|---|---|---|""".split("\n")
-    lines += [
-        f"| `{bug['file']}` | {bug['mechanism']} | {shown(bug['caught by'])} |" for bug in bugs
-    ]
-    return "\n".join(lines)
+{rows}"""
+SAMPLE = """\
+A random sample (seed {seed}) of the mutants of [mutmut](https://mutmut.readthedocs.io/) {mutmut}, against the tests of
+each part ({date}, torch {torch}):
 
-
-def shown(test: str) -> str:
-    """Return the file and the name of a test without its parameters."""
-    path, _, name = test.partition("::")
-    name = name.partition("[")[0]
-    return f"`{path.removeprefix('tests/')}` `{name}`" if test else "**missed**"
+{rows}"""
 
 
-def sampled(found: dict[str, Any]) -> str:
-    """Return the section on the sample of generated mutants."""
-    lines = f"""\
-## Generated mutants
+def planted() -> str:
+    """Return the part on bugs that were written by hand."""
+    found = read("mutation")["planted"]
+    folders = Counter(bug["file"].partition("/")[0] for bug in found["bugs"])
+    caught = Counter(bug["file"].partition("/")[0] for bug in found["bugs"] if bug["caught by"])
+    rows = ([f"`{name}`", count, caught[name]] for name, count in folders.items())
+    return TEXT.format(
+        caught=caught.total(),
+        bugs=folders.total(),
+        date=found["date"],
+        torch=found["torch"],
+        rows=table(["folder", "bugs", "caught"], rows, numbers=True),
+    )
 
-Mutants that [mutmut](https://mutmut.readthedocs.io/) {found["mutmut"]} makes, a random sample of each part (seed
-{found["seed"]}), against the tests of that part ({found["date"]}, torch {found["torch"]}).
 
-| part | mutants | sample | caught | score |
-|---|---|---|---|---|""".split("\n")
+def sampled() -> str:
+    """Return the part on the sample of generated mutants."""
+    found = read("mutation").get("sample")
+    if not found:
+        return ""
+    rows = []
     for part in found["parts"]:
         caught = part["killed"] + part["timeout"]
-        share = f"{caught / part['sample']:.0%}"
-        lines.append(
-            f"| `{part['name']}` | {part['mutants']:,} | {part['sample']} | {caught} | {share} |"
-        )
-    return "\n".join([*lines, "", found["survivors"]] if found.get("survivors") else lines)
+        numbers = [f"{part['mutants']:,}", part["sample"], caught, f"{caught / part['sample']:.0%}"]
+        rows.append([f"`{part['name']}`", *numbers])
+    shown = table(["part", "mutants", "sample", "caught", "score"], rows, numbers=True)
+    return SAMPLE.format(**{**found, "rows": shown}) + f"\n\n{found.get('survivors', '')}"
 
 
-def render() -> str:
-    """Return the page."""
-    found = json.loads(FOUND.read_text(encoding="utf-8"))
-    sections = [planted(found["planted"])]
-    if "sample" in found:
-        sections.append(sampled(found["sample"]))
-    return "\n".join([INTRODUCTION, *(f"{section}\n" for section in sections)])
+def section() -> str:
+    """Return the section in Markdown."""
+    return f"{planted()}\n\n{sampled()}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(), encoding="utf-8")
+    from render import write_pages
+
+    write_pages()

@@ -1,64 +1,88 @@
-"""Write docs/parity.md from tests/divergences.py: `python docs/render_parity.py`."""
+"""The page of differences, from tests/divergences.py: edit the table there."""
 
 import re
-import sys
-from pathlib import Path
+from collections.abc import Iterable
+
+from blocks import table
+
+from tests.divergences import ROWS, Divergence
 
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "parity.md"
-sys.path.insert(0, str(ROOT))
-
-from tests.divergences import ROWS  # noqa: E402 - found through the line above
-
-
-INTRODUCTION = """\
+TEXT = """\
 # Differences from torch
 
-<!-- Rendered from tests/divergences.py by docs/render_parity.py: edit the table there. -->
+The behavior tests run on torch and on modkit, and must pass on both. The tests of this page are the only
+exceptions: each is a strict xfail on one of the two. A difference that is not listed is a bug. `modkit compat`
+requires exactly these outcomes with the installed torch.
 
-The behaviour tests run on torch and on modkit, and both must pass. The tests listed here are the
-only exceptions: each is expected to fail on one of the two, and it is an error if it stops failing
-there. What is not listed is meant to be the same, and a difference is a bug. The cases of `modkit compat`
-run both with the installed torch, and require exactly the outcomes that are listed.
+The rows on modules hold for classes derived from `modkit.nn.Module`. The layers of `modkit.nn` are torch's own
+objects. A class such as `class Linear(torch.nn.Linear, modkit.nn.Module)` has torch's `forward` and, as a module,
+the behavior below."""
+FIXES = """\
+## Bugs of torch that modkit fixes
 
-What is said of modules holds for classes derived from `modkit.nn.Module`. The layers of `modkit.nn` are
-torch's own and do what torch's do. A class such as `class Linear(torch.nn.Linear, modkit.nn.Module)` has
-torch's `forward` and, as a module, the behavior listed here.
-"""
+Fixing these in torch would break code that depends on them, or has not happened yet."""
+LIMITS = """\
+## Limitations of modkit
 
-SECTIONS = {
-    "torch": "## Defects of torch that modkit does not have",
-    "modkit": "## What modkit does not do as torch does",
-    "lightzero": "## Defects of LightZero's networks that those of `modkit.models` do not have",
+Torch has these behaviors, and modkit does not."""
+LIGHTZERO = """\
+## LightZero
+
+Bugs of [LightZero](https://github.com/opendilab/LightZero)'s networks that [`modkit.models`](models.md) fixes."""
+# The first pattern that occurs in the path of a row's first test decides its section.
+AREAS = {
+    "TorchScript": r"/jit/|unit/jit",
+    "Weight averaging": r"averag|swa_",
+    "Hooks": r"hook",
+    "Saving and loading": r"load|state_dict",
+    "Modules": r"",
 }
 
 
+def area(row: Divergence) -> str:
+    """Return the section of a row."""
+    return next(name for name, pattern in AREAS.items() if re.search(pattern, row.tests[0]))
+
+
+def sides(row: Divergence) -> tuple[str, str]:
+    """Return what torch does, and what modkit does."""
+    torch, _, modkit = row.reason.partition(" | ")
+    return torch + (f" (torch{row.torch})" if row.torch else ""), modkit
+
+
 def link(upstream: str) -> str:
-    """Shorten the addresses in a text to links."""
-    return re.sub(r"https://\S*/(\w+)/(\d+)", r"[\1/\2](\g<0>)", upstream)
+    """Return the addresses in a text as links with the names of their repositories."""
+    text = re.sub(r"no upstream issue(; )?", "", upstream)
+    pattern = r"https://github\.com/\S+?/(\S+?)/(?:issues|pull)/(\d+)"
+    return re.sub(pattern, r"[\1#\2](\g<0>)", text)
 
 
-def entries(side: str) -> list[str]:
-    """Render the differences that make tests fail on one side, each with all of its tests."""
-    return [
-        f"- {row.reason} ({link(row.upstream)}{f'; torch{row.torch}' if row.torch else ''})\n"
-        + "\n".join(
-            [f"  - `{test}`" for test in row.tests]
-            + [f"  - `modkit compat`, {row.case}"] * bool(row.case)
-        )
-        for row in ROWS
-        if row.fails_on == side
-    ]
+def tests(row: Divergence) -> str:
+    """Return the names of the tests, folded."""
+    names = [test.removeprefix("tests/") for test in row.tests]
+    names += [f"modkit compat: {row.case}"] * bool(row.case)
+    shown = "<br>".join(f"<code>{name}</code>" for name in names)
+    return f"<details><summary>{len(names)}</summary>{shown}</details>"
 
 
-def render() -> str:
-    """Return the page."""
-    parts = [INTRODUCTION]
-    for side, heading in SECTIONS.items():
-        parts += [heading, "\n".join(entries(side) or ["None."])]
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+def rows(found: Iterable[Divergence], first: str = "torch") -> str:
+    """Return a table of differences."""
+    lines = [[*sides(row), link(row.upstream), tests(row)] for row in found]
+    return table([first, "modkit", "issue", "tests"], lines)
+
+
+def section() -> str:
+    """Return the page in Markdown."""
+    on = {side: [row for row in ROWS if row.fails_on == side] for side in ("torch", "modkit")}
+    parts = [TEXT, LIMITS, rows(on["modkit"]), FIXES]
+    for name in reversed(AREAS):
+        parts += [f"### {name}", rows(row for row in on["torch"] if area(row) == name)]
+    lightzero = (row for row in ROWS if row.fails_on == "lightzero")
+    return "\n\n".join([*parts, LIGHTZERO, rows(lightzero, "LightZero")])
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(), encoding="utf-8")
+    from render import write_pages
+
+    write_pages()

@@ -1,20 +1,20 @@
-"""Run every cell of the table of features, and write the table into docs/peers.md.
+"""The tables of docs/comparison.md: averages of modkit and of other libraries, from docs/peers.json.
 
-python docs/render_peers.py      # with the libraries of `nox -s ecosystem` installed
+python docs/render_peers.py --run    # run every cell of the table of features first
+
+`--run` needs the libraries of `nox -s ecosystem`. The times are those of the last `nox -s peers`.
 """
 
 import importlib
-import re
 import sys
-import textwrap
 import warnings
+from datetime import datetime, timezone
 from importlib.metadata import version
-from pathlib import Path
+from typing import Any
+
+from blocks import ROOT, fill, read, table, write
 
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "peers.md"
-MARKS = "<!-- features: by docs/render_peers.py -->", "<!-- end of features -->"
 CLASSES = {
     "modkit": "`EMA`, `PostHocEMA`",
     "torch": "`AveragedModel` with `get_ema_multi_avg_fn`",
@@ -26,44 +26,65 @@ CLASSES = {
 }
 
 
-def table(cells: dict[str, list[str]]) -> str:
-    """Return the table in Markdown, from the outcomes of each feature in the order of the libraries."""
-    lines = [f"| feature | {' | '.join(CLASSES)} |", f"|---|{'---|' * len(CLASSES)}"]
-    lines += [f"| {feature} | {' | '.join(outcomes)} |" for feature, outcomes in cells.items()]
-    return "\n".join(lines)
+def compared(versions: dict[str, str | None]) -> str:
+    """Name the classes that were compared, with the versions of their libraries."""
+    named = [f"{name} {versions[name] or ''}".strip() + f" ({CLASSES[name]})" for name in CLASSES]
+    return fill(f"Compared: {', '.join(named)}.")
 
 
-def cells() -> dict[str, list[str]]:
-    """Run every cell, and return the outcomes of each feature in the order of the libraries."""
-    features = importlib.import_module("tests.integration.averaging_peers.features")
+def features(libraries: list[str], wanted: list[str] | None = None) -> str:
+    """Return the table of features, or the wanted rows of it, for some of the libraries."""
+    found = read("peers")
+    columns = [found["libraries"].index(library) for library in libraries]
+    rows = (
+        [feature, *(outcomes[column] for column in columns)]
+        for feature, outcomes in found["features"].items()
+        if wanted is None or feature in wanted
+    )
+    return table(["feature", *libraries], rows)
+
+
+def times(name: str) -> str:
+    """Return a table of times."""
+    found = read("peers")["times"][name]
+    return table([name if name != "files" else "file", *found["columns"]], found["rows"])
+
+
+def blocks() -> dict[str, str]:
+    """Return the blocks of the page."""
+    found = read("peers")
     return {
-        feature: [features.outcome(feature, library) for library in CLASSES]
-        for feature in features.FEATURES
+        "features": f"{features(found['libraries'])}\n\n{compared(found['versions'])}",
+        "times of averages": f"{times('update')}\n\n{times('swap')}",
+        "times of files": times("files"),
     }
 
 
-def versions() -> str:
-    """Name the classes that were compared, with the versions of their libraries."""
+def run() -> dict[str, Any]:
+    """Run every cell of the table of features."""
+    sys.path.insert(0, str(ROOT))
+    warnings.simplefilter("ignore")
+    cases = importlib.import_module("tests.integration.averaging_peers.features")
     peers = importlib.import_module("tests.integration.averaging_peers.peers").PEERS
-    named = []
-    for library, classes in CLASSES.items():
-        distribution = peers[library].distribution
-        number = f" {version(distribution).partition('+')[0]}" if distribution else ""
-        named.append(f"{library}{number} ({classes})")
-    return ", ".join(named)
-
-
-def render() -> str:
-    """Return the page with the table and the versions between its marks."""
-    start, end = MARKS
-    compared = textwrap.fill(f"Compared: {versions()}.", 120, break_on_hyphens=False)
-    content = f"{table(cells())}\n\n{compared}"
-    pattern = re.compile(f"{re.escape(start)}.*{re.escape(end)}", re.DOTALL)
-    page = PAGE.read_text(encoding="utf-8")
-    return pattern.sub(lambda _: f"{start}\n\n{content}\n\n{end}", page)
+    names = {library: peers[library].distribution for library in CLASSES}
+    return {
+        **read("peers"),
+        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
+        "versions": {
+            library: version(name).partition("+")[0] if name else None
+            for library, name in names.items()
+        },
+        "libraries": [*CLASSES],
+        "features": {
+            feature: [cases.outcome(feature, library) for library in CLASSES]
+            for feature in cases.FEATURES
+        },
+    }
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    warnings.simplefilter("ignore")
-    PAGE.write_text(render(), encoding="utf-8")
+    from render import write_pages
+
+    if "--run" in sys.argv[1:]:
+        write("peers", run())
+    write_pages()

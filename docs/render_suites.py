@@ -1,105 +1,102 @@
-"""Write docs/suites.md, the suites of third-party libraries on torch and modkit, from docs/suites.json.
+"""The section on the test suites of third-party libraries; `nox -s suites` runs them."""
 
-`nox -s suites` runs them, and writes both files.
-"""
-
-import json
-from pathlib import Path
 from typing import Any
 
-
-PAGE = Path(__file__).with_name("suites.md")
-FOUND = Path(__file__).with_name("suites.json")
-NOTICE = "<!-- from docs/suites.json, by docs/render_suites.py -->"
-HEAD = """\
-# Suites of third-party libraries
-
-Each suite runs three times: on torch; **whole**, with every `torch.nn`, `torch.jit` and
-`torch.optim.swa_utils` in the library and its tests rewritten to modkit's; and **user**, with only the
-tests rewritten and the library untouched, which is what a user of modkit has. Outcomes are compared test
-by test: passed, failed or skipped, and the class of the exception. What differs runs three more times on
-each side.
-
-Where Pyro is installed, gpytorch's priors have Pyro's metaclass, which a class with modkit's `Module`
-among its bases cannot have ([differences](parity.md)); gpytorch therefore runs without it.
-"""
-PROBES = """\
-## Libraries without tests in their distribution
-
-Probes call their public functions with a user's modules, built on `torch.nn` and on `modkit.nn`, and
-compare the results: tensors bit by bit, modules by text and state, exceptions by type and text.
-"""
+from blocks import read, table
 
 
-def table(suites: dict[str, Any]) -> str:
-    """Return the table of suites in Markdown, with a row of totals."""
-    lines = [
-        "| library | tests | passed on torch | passed, whole | passed, user | differing |",
-        "|---|---|---|---|---|---|",
+SIDES = ("torch", "whole", "user")
+TEXT = """\
+## Test suites of third-party libraries
+
+Each suite runs three times: on torch; *whole*, with every `torch.nn`, `torch.jit` and `torch.optim.swa_utils` in
+the library and its tests replaced by modkit's; and *user*, with only the tests rewritten, as in the code of a
+modkit user. The outcome of each test is compared: passed, failed or skipped, and the class of the exception. A test
+that differs is repeated three times on each side.
+
+Run on {date} with torch {torch} by `nox -s suites`:
+
+{suites}
+
+{differing}
+
+Libraries whose distribution has no tests are covered by probes. A probe calls public functions of the library with
+models built on `torch.nn` and on `modkit.nn`, and compares the results bit by bit: {probes}.
+
+<details>
+<summary>What was not run</summary>
+
+{left_out}
+
+</details>"""
+
+
+def totals(suites: dict[str, Any]) -> list[int]:
+    """Return the sums of tests, of passed tests on each side, and of differing tests."""
+    counts = [0] * 5
+    for row in suites.values():
+        counts = [a + b for a, b in zip(counts, numbers(row), strict=True)]
+    return counts
+
+
+def numbers(row: dict[str, Any]) -> list[int]:
+    """Return these numbers for one library."""
+    sides = row["sides"]
+    passed = [sides[side].get("passed", 0) for side in SIDES]
+    return [sum(sides["torch"].values()), *passed, len(row["differing"])]
+
+
+def suites_table(suites: dict[str, Any]) -> str:
+    """Return the table of suites, with a row of totals."""
+    rows = [
+        [f"{name} {row['version']}", *(f"{count:,}" for count in numbers(row))]
+        for name, row in suites.items()
     ]
-    totals = [0] * 5
+    rows.append([f"**{len(suites)} libraries**", *(f"{count:,}" for count in totals(suites))])
+    headings = ["library", "tests", "passed on torch", "passed, whole", "passed, user", "differing"]
+    return table(headings, rows, numbers=True)
+
+
+def differing(suites: dict[str, Any]) -> str:
+    """Return the differing tests, grouped by their cause."""
+    causes: dict[str, list[str]] = {}
     for name, row in suites.items():
-        sides = row["sides"]
-        passed = [sides[side].get("passed", 0) for side in ("torch", "whole", "user")]
-        counts = [sum(sides["torch"].values()), *passed, len(row["differing"])]
-        totals = [a + b for a, b in zip(totals, counts, strict=True)]
-        lines.append(f"| {name} {row['version']} | {cells(counts)} |")
-    lines.append(f"| **{len(suites)} libraries** | {cells(totals)} |")
-    return "\n".join(lines)
-
-
-def cells(counts: list[int]) -> str:
-    """Return cells with numbers."""
-    return " | ".join(f"{count:,}" for count in counts)
-
-
-def differences(suites: dict[str, Any], kind: str, title: str) -> str:
-    """Return one line for each test that did not end alike on every side at first."""
-    lines = [
-        f"- {name}, `{one['test']}`: {one['cause'] or 'unexplained'}"
-        for name, row in suites.items()
-        for one in row[kind]
-    ]
-    return "\n".join([f"## {title}", "", *lines]) if lines else ""
-
-
-def left_out(suites: dict[str, Any]) -> str:
-    """Return what of the suites was not run, and why."""
-    lines = [
-        f"- {name}, `{test}`: {reason}"
-        for name, row in suites.items()
-        for test, reason in {
-            **row["left out"],
-            **{start: f"one test in {rate} was run" for start, rate in row["sample"].items()},
-        }.items()
-    ]
-    files = "Of accelerate, peft and timm, the files run that `tests/suites/libraries.py` names."
-    return "\n".join(["## Left out", "", files, "", *lines])
+        for kind, note in (("differing", ""), ("unsteady", "differed in one run only: ")):
+            for one in row[kind]:
+                cause = f"{note}{one['cause'] or 'unexplained'}"
+                causes.setdefault(cause, []).append(f"`{one['test'].rpartition('::')[2]}` ({name})")
+    lines = [f"- {', '.join(tests)}: {cause}." for cause, tests in causes.items()]
+    return "\n".join(["Differing tests, by cause:", "", *lines]) if lines else "No test differed."
 
 
 def probes(rows: dict[str, Any]) -> str:
-    """Return the table of probes in Markdown."""
-    lines = ["| library | probes | differing |", "|---|---|---|"]
-    lines += [
-        f"| {name} {row['version']} | {row['probes']} | {len(row['differing'])} |"
-        for name, row in rows.items()
-    ]
-    return f"{PROBES}\n" + "\n".join(lines)
+    """Name the libraries that were probed, with the counts."""
+    counts = f"{sum(row['probes'] for row in rows.values())} probes"
+    names = ", ".join(f"{name} {row['version']}" for name, row in rows.items())
+    return f"{counts} of {names}; {sum(len(row['differing']) for row in rows.values())} differ"
 
 
-def render() -> str:
-    """Return the page."""
-    found = json.loads(FOUND.read_text(encoding="utf-8"))
-    ran = f"Run on {found['date']} with torch {found['torch']} by `nox -s suites`."
+def left_out(suites: dict[str, Any]) -> str:
+    """Return what of each suite was not run, with the reasons."""
+    lines = ["`tests/suites/libraries.py` names the files of accelerate, peft and timm that run."]
+    for name, row in suites.items():
+        parts = [f"`{test}` ({reason})" for test, reason in row["left out"].items()]
+        parts += [
+            f"`{start}` (one test in {rate} was run)" for start, rate in row["sample"].items()
+        ]
+        lines += [f"{name}: {', '.join(parts)}."] * bool(parts)
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def section() -> str:
+    """Return the section in Markdown."""
+    found = read("suites")
     suites = found["suites"]
-    parts = (
-        *(NOTICE, HEAD, ran, table(suites)),
-        differences(suites, "differing", "Differing tests"),
-        differences(suites, "unsteady", "Tests that differed in one run only"),
-        *(probes(found["probes"]), left_out(suites)),
+    return TEXT.format(
+        date=found["date"],
+        torch=found["torch"],
+        suites=suites_table(suites),
+        differing=differing(suites),
+        probes=probes(found["probes"]),
+        left_out=left_out(suites),
     )
-    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(render(), encoding="utf-8")

@@ -18,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 class Divergence:
     """One observable difference, with the reason, where it is discussed, and its tests.
 
+    ``reason`` is what torch does and what modkit does, with ``" | "`` in between.
     ``case`` is the behaviour of ``modkit compat`` that shows it, if there is one.
     ``torch`` names the releases of torch that have it, as a requirement does; empty stands for all.
     """
@@ -70,15 +71,15 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "In torch an always-called forward hook that removes itself after an exception replaces the "
-        'user\'s exception by "OrderedDict mutated during iteration".',
+        "An `always_call` forward hook that removes itself after an exception replaces the "
+        'exception by "OrderedDict mutated during iteration" | The user\'s exception is raised',
         NO_ISSUE,
         "tests/parity/hooks/test_removal_while_running.py::test_always_call_hook_may_remove_itself_after_an_error",
     ),
     _row(
         "torch",
-        "A hook that an earlier one removed still runs in that call, but torch looks up live whether "
-        "it takes the keyword arguments and leaves them out.",
+        "A hook that an earlier hook removed still runs in that call, without its keyword "
+        "arguments | It runs with its keyword arguments",
         NO_ISSUE,
         "tests/parity/hooks/test_removal_while_running.py::test_hook_removed_by_an_earlier_one_keeps_its_signature",
     ),
@@ -106,75 +107,71 @@ ROWS: Final = (
     ),
     _row(
         "modkit",
-        "While `torch.jit.trace` records a plain function, a module without hooks calls `forward` at "
-        "once instead of through `_slow_forward`. The graph is the same; only a class that overrides "
-        "`_slow_forward` can tell.",
+        "While `torch.jit.trace` records a function, modules are called through `_slow_forward` |"
+        " A module without hooks calls `forward` directly. The graph is equal; only a class that "
+        "overrides `_slow_forward` can notice",
         NO_ISSUE,
         "tests/parity/hooks/test_call_path.py::test_call_goes_through_slow_forward_while_a_function_is_traced",
     ),
     _row(
         "modkit",
-        "`fully_shard` writes parameters past `__setattr__` where a class has that of torch, and "
-        "calls any other one, as that of modkit: global parameter registration hooks see each "
-        "exchange of shards.",
+        "`fully_shard` bypasses `__setattr__` of torch's modules | It calls `__setattr__`: global"
+        " parameter registration hooks see each exchange of shards",
         NO_ISSUE,
         "tests/distributed/modules/test_registration.py::test_hooks_of_registration_do_not_run_when_shards_become_whole",
     ),
     _row(
         "modkit",
-        "`Module` has a metaclass, so that torch's modules are instances of it. A class with a "
-        "metaclass of its own raises Python's metaclass conflict unless that derives from "
-        "`type(nn.Module)`, and `metaclass=ABCMeta` does not make a class abstract; put `abc.ABC` "
-        "among the bases.",
+        "A class can have any metaclass | A metaclass must derive from `type(nn.Module)`, which "
+        "makes `isinstance` accept torch's modules. Derive from `abc.ABC` for an abstract class",
         NO_ISSUE,
         "tests/parity/module/test_classes.py::test_a_module_with_a_metaclass",
         "tests/parity/module/test_classes.py::test_abcmeta_as_the_metaclass",
     ),
     _row(
         "modkit",
-        "`super(nn.Module, self)` in a user's class finds the methods of `torch.nn.Module`, which "
-        "come behind modkit's. To set an attribute without registering it, call `object.__setattr__`.",
+        "`super(nn.Module, self)` finds the methods of `object` | It finds those of "
+        "`torch.nn.Module`. To set an attribute without registering it, call `object.__setattr__`",
         NO_ISSUE,
         "tests/parity/module/test_classes.py::test_super_of_module_sets_plain_attributes",
     ),
     _row(
         "modkit",
-        "A method that is assigned to `modkit.nn.Module` holds for classes that derive from it, not for "
-        "torch's layers. Assigned to `torch.nn.Module` it holds for both.",
+        "A method assigned to `nn.Module` holds for all layers | Assigned to `modkit.nn.Module`, "
+        "it holds for classes that derive from it; assigned to `torch.nn.Module`, for all",
         NO_ISSUE,
         "tests/parity/module/test_override_contract.py::test_a_method_set_on_module_holds_for_layers",
     ),
     _row(
         "torch",
-        "In torch `module.save(file)` writes to a path that is the text of the file object; modkit "
-        "writes to the file, and replaces a file at a path atomically.",
+        "`module.save(file)` writes to a path named after the text of the file object | It writes"
+        " to the file; a path is replaced atomically",
         ISSUES + "90466",
         "tests/parity/jit/test_defects.py::test_save_takes_an_open_file",
     ),
     _row(
         "torch",
-        "A deep copy of a ScriptModule of torch has results of autograd in place of parameters; in "
-        "modkit they are leaves, of type `Parameter`, with gradients of their own.",
+        "A deep copy of a ScriptModule has non-leaf tensors in place of parameters | It has leaf "
+        "Parameters with their own gradients",
         ISSUES + "44951",
         "tests/parity/jit/test_defects.py::test_a_deep_copy_can_be_trained",
     ),
     _row(
         "torch",
-        "In a deep copy by torch, children that were one have become several objects.",
+        "A deep copy unties shared children | They stay shared",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_a_deep_copy_keeps_ties",
     ),
     _row(
         "torch",
-        "A deep copy by torch is not an instance of the users' class, and has neither hooks nor plain "
-        "attributes.",
+        "A deep copy loses the user's class, hooks and plain attributes | It keeps them",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_a_deep_copy_keeps_the_class_and_what_is_in_python",
     ),
     _row(
         "torch",
-        "The parameters of a module that torch has loaded are of type `Tensor`, so conversions that "
-        "make a new one fail.",
+        "Loaded parameters have type `Tensor`, so conversions that create new ones fail | They "
+        "have type `Parameter`",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_loaded_parameters_are_parameters",
     ),
@@ -184,111 +181,108 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "A compiled container of torch iterates over the modules before compilation, and after "
-        "loading not at all.",
+        "A compiled container iterates over the modules from before compilation, and after "
+        "loading over nothing | It iterates over its compiled children",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_containers_hold_the_compiled_children",
     ),
     _row(
         "torch",
-        "Torch compiles a module in several places as several modules, which share their "
-        "parameters; in modkit it stays one, also after loading.",
+        "A shared module is compiled into several modules that share parameters | It stays one "
+        "module, also after loading",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_a_child_in_several_places_is_one",
     ),
     _row(
         "torch",
-        "A compiled property reads in torch as an object of type `property`, and after loading is not "
-        "there.",
+        "A compiled property reads as an object of type `property`, and is lost by loading | It "
+        "can be read and set",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_a_compiled_property_is_read_and_set",
     ),
     _row(
         "torch",
-        "In torch a full backward hook of a traced module never runs, and a class-based module "
-        "refuses it.",
+        "A full backward hook of a traced module never runs; a class-based module refuses it | It"
+        " runs",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_backward_hooks_run",
     ),
     _row(
         "torch",
-        "Torch reads archives without looking at their checksums, so weights with flipped bits load "
-        "without a complaint. Modkit verifies them, and raises a FileError.",
+        "Checksums of archives are ignored: corrupt weights load without an error | Checksums are"
+        " verified; a corrupt file raises `FileError`",
         ISSUES + "126952",
         "tests/parity/jit/test_archive_defects.py::test_damaged_weights_are_not_loaded",
     ),
     _row(
         "torch",
-        "Where one bit of a zip file marks weights as a folder, torch reads nothing and takes what is "
-        "in memory for them.",
+        "A flipped bit that marks a member as a folder loads uninitialized memory as weights | "
+        "The file is refused",
         NO_ISSUE,
         "tests/parity/jit/test_archive_defects.py::test_a_member_that_is_marked_as_a_folder_is_not_loaded",
     ),
     _row(
         "torch",
-        "With `PYTORCH_JIT=0` torch cannot load an archive, as its wrapper of a C++ module is an "
-        "empty class; modkit loads and runs it.",
+        "With `PYTORCH_JIT=0` an archive cannot be loaded | It is loaded and runs",
         NO_ISSUE,
         "tests/unit/jit/test_environment.py::test_an_archive_loads_with_the_compiler_turned_off",
     ),
     _row(
         "torch",
-        "Torch reads an open file from where it stands, so one that has just been written looks empty "
-        "to it; modkit then begins at its start.",
+        "A file object is read from its position, so a file that was just written looks empty | "
+        "It is then read from its start",
         ISSUES + "65098",
         "tests/parity/jit/test_archive_defects.py::test_a_file_that_was_just_written_is_read",
     ),
     _row(
         "torch",
-        "Torch reports for most files that are not archives that a part of a zip file is missing. In "
-        "modkit the error, of the same type, names what the file is and what reads it.",
+        "For most files that are not archives, the error says that a part of a zip file is "
+        "missing | The error, of the same type, names the kind of the file and what reads it",
         ISSUES + "31620",
         "tests/parity/jit/test_archive_defects.py::test_the_error_names_what_a_file_is",
     ),
     _row(
         "torch",
-        "From the third instance on, a class whose constructor calls `define` runs in torch what the "
-        "second one defined; in modkit each runs its own.",
+        "If a constructor calls `define`, the third and later instances run the code of the "
+        "second | Each instance runs its own code",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_each_instance_compiles_what_its_constructor_defines",
     ),
     _row(
         "torch",
-        "In torch `define` looks names up in its own frames, not in the caller's, where the module is "
-        "class-based.",
+        "`define` of a class-based module resolves names in frames of torch | Names are resolved "
+        "in the caller's scope",
         NO_ISSUE,
         "tests/parity/jit/test_compiling.py::test_names_around_a_class_are_found_when_it_is_compiled",
     ),
     _row(
         "torch",
-        "On traced and class-based modules torch refuses to register a parameter or buffer anew, as "
-        "if the constructor had not run.",
+        "Traced and class-based modules refuse to register an existing parameter or buffer again "
+        "| It is replaced",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_members_can_be_replaced",
     ),
     _row(
         "torch",
-        "Torch refuses on compiled modules much of what the page of ScriptModule documents: casts "
-        "such as `bfloat16`, `requires_grad_`, `to_empty`, hooks, and members by path. In modkit they "
-        "work.",
+        "Compiled modules refuse casts such as `bfloat16`, `requires_grad_`, `to_empty`, hooks "
+        "and members by path, all documented | They work",
         ISSUES + "29037",
         "tests/parity/jit/test_refused_members.py::test_members_that_torch_refuses_do_what_they_do_on_any_module",
         "tests/parity/jit/test_refused_members.py::test_set_submodule_takes_what_was_compiled_from_the_same",
     ),
     _row(
         "modkit",
-        "Dynamo compares the exact class with torch's `RecursiveScriptModule`. `torch.compile` of a "
-        "ScriptModule of modkit is not refused and runs TorchScript's code; with `fullgraph=True` the "
-        "error names the compiled method.",
+        "`torch.compile` refuses a ScriptModule | It runs the code of TorchScript, because dynamo"
+        " compares the exact class; with `fullgraph=True` the error names the compiled method",
         NO_ISSUE,
         "tests/parity/jit/test_refused_members.py::test_torch_compile_refuses_a_compiled_module",
         "tests/parity/jit/test_refused_members.py::test_dynamo_names_torchscript",
     ),
     _row(
         "torch",
-        "Torch's `AveragedModel` pairs tensors by position, cuts the longer list and broadcasts "
-        "shapes, so a wrong tensor may be averaged in silence, or an error comes after half of the "
-        "update. Modkit pairs by name, and names what does not fit before anything is written.",
+        "`AveragedModel` pairs tensors by position, truncates the longer list and broadcasts "
+        "shapes: wrong tensors are averaged, or an error comes after half of the update | Tensors"
+        " are paired by name, and a mismatch is an error before anything is written",
         NO_ISSUE,
         "tests/parity/fixes/test_swa_averaged_model.py::test_parameters_are_paired_by_name",
         "tests/parity/fixes/test_swa_averaged_model.py::test_a_model_that_does_not_fit_is_refused",
@@ -297,18 +291,16 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "With `use_buffers=False` torch's `AveragedModel` takes its own `parameters()`, so those of a "
-        "subclass are overwritten, and those of the average get the values of their neighbours. In "
-        "modkit, as in torch with `use_buffers=True`, only those of `module` are averaged.",
+        "With `use_buffers=False`, parameters of a subclass of `AveragedModel` are overwritten "
+        "with values of the model | Only the parameters of `module` are averaged",
         NO_ISSUE,
         "tests/parity/fixes/test_swa_averaged_model.py::test_a_subclass_may_have_parameters_of_its_own",
     ),
     _row(
         "torch",
-        "Each update of torch's `AveragedModel` reads the count on the host, which synchronizes with "
-        "the device and breaks the graph of `torch.compile`. On CPU modkit reads it too. On "
-        "accelerators it reads it only if the buffer was replaced or written, and compiled updates "
-        "never read it.",
+        "Each `update_parameters` reads the count on the host: a host sync, and a graph break in "
+        "`torch.compile` | On accelerators the count is read only if the buffer was replaced or "
+        "written, and in compiled updates never",
         PULLS + "157705",
         "tests/parity/fixes/test_swa_averaged_model.py::test_an_update_never_asks_for_a_value",
         "tests/parity/fixes/test_swa_averaged_model.py::test_an_update_is_one_graph_for_the_compiler",
@@ -320,58 +312,56 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "In torch the averaging functions for lists refuse an average whose dtype is not the model's; "
-        "in modkit they take it.",
+        "The averaging functions for lists refuse an average in another dtype than the model | "
+        "They accept it",
         ISSUES + "57947",
         "tests/parity/fixes/test_swa_averaged_model.py::test_an_average_in_float32_follows_a_model_in_bfloat16",
     ),
     _row(
         "torch",
-        "Torch's `AveragedModel` cannot copy a model that holds a result of autograd, as weight_norm "
-        "does after a call; modkit copies its value.",
+        "`AveragedModel` cannot copy a model that holds a non-leaf tensor, as `weight_norm` does "
+        "after a call | The value is copied",
         ISSUES + "28594",
         "tests/parity/fixes/test_swa_averaged_model.py::test_models_with_weight_norm_are_copied_after_a_call",
         "tests/parity/fixes/test_swa_averaged_model.py::test_models_that_keep_results_are_copied",
     ),
     _row(
         "torch",
-        "Torch cannot update the average of a model that was lazy when it was copied; modkit copies "
-        "it again when it has shapes.",
+        "The average of a model that was lazy when copied cannot be updated | The model is copied"
+        " again once it has shapes",
         NO_ISSUE,
         "tests/parity/fixes/test_swa_averaged_model.py::test_lazy_models_are_averaged_once_they_have_shapes",
     ),
     _row(
         "torch",
-        "A model of torch cannot hold its own average as a child: the first update fails after the "
-        "parameters were overwritten. Modkit leaves the average out.",
+        "If a model holds its own average as a child, the first update fails after overwriting "
+        "parameters | The average is left out",
         NO_ISSUE,
         "tests/parity/fixes/test_swa_averaged_model.py::test_a_model_may_hold_its_average",
         torch=">=2.10",
     ),
     _row(
         "torch",
-        "An averaged model that is made in inference mode can in torch never be updated outside.",
+        "An average created in inference mode cannot be updated outside | It can be updated",
         NO_ISSUE,
         "tests/parity/fixes/test_swa_averaged_model.py::test_an_average_made_in_inference_mode_can_be_updated",
     ),
     _row(
         "torch",
-        "Buffers that change their shape, caches for instance, make torch's update fail or broadcast; "
-        "modkit copies them whole.",
+        "Buffers that change their shape make an update fail or broadcast | They are copied",
         NO_ISSUE,
         "tests/parity/fixes/test_swa_averaged_model.py::test_buffers_may_change_their_shape",
     ),
     _row(
         "torch",
-        "Torch hands its own counter to averaging functions, so a count that one keeps changes later; "
-        "modkit hands over a copy.",
+        "Averaging functions receive the live counter, which later changes | They receive a copy",
         NO_ISSUE,
         "tests/parity/fixes/test_swa_averaged_model.py::test_what_a_function_keeps_does_not_change",
     ),
     _row(
         "torch",
-        "If the loader or the model fails, torch's `update_bn` leaves statistics that are half done, "
-        "layers without momentum and the model in training mode; modkit puts everything back.",
+        "If the loader or the model raises, `update_bn` leaves partial statistics, no momentum "
+        "and training mode | Everything is restored",
         NO_ISSUE,
         "tests/parity/fixes/test_swa_update_bn.py::test_a_failing_loader_leaves_every_module_as_it_was",
         "tests/parity/fixes/test_swa_update_bn.py::test_a_failing_model_leaves_every_module_as_it_was",
@@ -382,92 +372,92 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Torch's `update_bn` puts the whole model into training mode, dropout included, and then "
-        "gives all modules the mode of the root. In modkit only the layers that are updated are in "
-        "training mode, and each module gets its own mode back.",
+        "`update_bn` sets the whole model to training mode, dropout included, and then all "
+        "modules to the mode of the root | Only updated layers are in training mode, and each "
+        "module gets its own mode back",
         "https://github.com/timgaripov/swa/issues/22",
         "tests/parity/fixes/test_swa_update_bn.py::test_only_normalization_runs_in_training_mode",
         "tests/parity/fixes/test_swa_update_bn.py::test_every_module_gets_its_own_mode_back",
     ),
     _row(
         "lightzero",
-        "LightZero's `DynamicsNetwork.get_reward_mean` always raises AttributeError; modkit's returns "
-        "what its documentation says.",
+        "`DynamicsNetwork.get_reward_mean` always raises AttributeError | It returns what its "
+        "documentation says",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_mean_of_the_reward_head",
     ),
     _row(
         "lightzero",
-        "In LightZero the default activation is one module for all networks of a class in the "
-        "process, so its hooks and its mode are shared. In modkit each network has its own.",
+        "The default activation is one module for all networks of the process, with shared hooks "
+        "and mode | Each network has its own",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_default_activation_is_not_shared_between_networks",
     ),
     _row(
         "lightzero",
-        "LightZero adds the shortcut of `DynamicsNetwork` into the output of `norm_common`: hooks see "
-        "it overwritten, and backward hooks raise. Modkit adds out of place, bitwise identically.",
+        "The shortcut of `DynamicsNetwork` is added in place to the output of `norm_common`: "
+        "hooks see it overwritten, backward hooks raise | It is added out of place, bitwise "
+        "identical",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_output_of_the_first_normalization",
         "tests/unit/models/test_differences.py::test_backward_hook_on_the_first_normalization",
     ),
     _row(
         "lightzero",
-        "LightZero reshapes to rows of the configured size, which mixes the samples of a batch where "
-        "the numbers happen to divide. In modkit that is an error which names the argument.",
+        "Latent states of a wrong size are reshaped, which can mix the samples of a batch | An "
+        "error names the argument",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_planes_of_another_size",
     ),
     _row(
         "lightzero",
-        "LightZero builds a `DynamicsNetwork` with `action_encoding_dim` below 1, which fails in its "
-        "call or means nothing; modkit refuses it.",
+        "`action_encoding_dim` below 1 fails in the call or has no meaning | It is refused",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_no_planes_of_the_action",
     ),
     _row(
         "lightzero",
-        "Checkpoints of LightZero 0.0.2 to 0.0.4 hold blocks that were never used, which later "
-        "versions refuse in a strict load; modkit leaves them out.",
+        "Strict loading refuses the unused blocks in checkpoints of versions 0.0.2 to 0.0.4 | "
+        "They are ignored",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_checkpoint_of_early_versions",
     ),
     _row(
         "lightzero",
-        "LightZero's networks cannot be scripted: their blocks name a child that most do not have, "
-        "and annotations lack the element types.",
+        "The networks cannot be scripted | They can",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_script",
     ),
     _row(
         "lightzero",
-        "LightZero cannot build an `EfficientZeroModel` with LayerNorm and downsampling.",
+        "`EfficientZeroModel` cannot be built with LayerNorm and downsampling | It can",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_layer_norm_with_downsampling",
     ),
     _row(
         "lightzero",
-        "LightZero 0.1.0 fails in the call for images of 84 pixels, which later versions take.",
+        "Version 0.1.0 fails on images of 84 pixels, which later versions accept | They are "
+        "accepted",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_images_of_84_pixels",
     ),
     _row(
         "lightzero",
-        "LightZero takes a number for the shape of vector observations, and fails for a tuple of one.",
+        "The shape of vector observations must be an int; a tuple of one fails | Both are accepted",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_shape_of_vector_observations",
     ),
     _row(
         "lightzero",
-        "In LightZero the first hidden state and the planes of actions have single precision, so a "
-        "model in another one cannot search. In modkit they have that of the latent state.",
+        "The first hidden state and the action planes are float32, so a model in another dtype "
+        "cannot search | They have the dtype of the latent state",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_search_in_another_precision",
     ),
     _row(
         "lightzero",
-        "`state_norm` raises in LightZero 0.1.0, and makes a constant latent state NaN in the "
-        "versions after it; in modkit that becomes zero.",
+        "`state_norm` raises in version 0.1.0, and turns a constant latent state into NaN later |"
+        " A constant state becomes zero",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_latent_states_between_0_and_1",
     ),
@@ -477,28 +467,28 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Torch's closures show neither what they compute nor their decay.",
+        "The `repr` of an averaging function shows neither its rule nor its decay | It shows both",
         NO_ISSUE,
         "tests/parity/averaging/test_averaging_functions.py::test_exponential_functions_show_their_decay",
     ),
     _row(
         "torch",
-        "An averaged model that holds one of torch's averaging functions cannot be pickled or saved "
-        "whole.",
+        "An averaged model with one of torch's averaging functions cannot be pickled | It can be "
+        "pickled",
         ISSUES + "95376",
         "tests/parity/averaging/test_averaged_state.py::test_averaged_model_with_a_function_of_the_library_can_be_pickled",
     ),
     _row(
         "torch",
-        "The second update of an averaged model without parameters raises an internal error of torch "
-        "unless `avg_fn` is given; modkit counts it.",
+        "The second update of an averaged model without parameters raises an internal error | The"
+        " update is counted",
         NO_ISSUE,
         "tests/parity/averaging/test_update_pairs.py::test_model_without_parameters_is_averaged_in_groups",
     ),
     _row(
         "torch",
-        "After an exception torch calls a global always-called hook without the keyword arguments "
-        "that it asked for; the hook fails, and its error is swallowed into a warning.",
+        "After an exception, a global `always_call` hook is called without its keyword arguments;"
+        " it fails, and its error becomes a warning | It receives them",
         f"{NO_ISSUE}; dates from {PULLS}137403",
         "tests/parity/hooks/test_always_call.py::test_global_always_call_hook_with_kwargs_gets_them_after_an_error",
     ),
@@ -508,17 +498,17 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Hook ids start from zero in each process, so in torch a hook that is registered on an "
-        "unpickled module may silently take the place of one that it came with.",
+        "Hook ids start at zero in each process: a new hook can replace one of an unpickled "
+        "module | Ids of unpickled hooks are not reused",
         NO_ISSUE,
         "tests/parity/fixes/test_hook_ids.py::test_hooks_from_another_process_are_kept_when_one_is_added",
         "tests/parity/fixes/test_hook_ids.py::test_ids_of_unpickled_hooks_are_not_given_again",
     ),
     _row(
         "torch",
-        "Torch's `register_state_dict_post_hook` marks the user's callable for ever: the same "
-        "function cannot be a private hook anywhere, bound methods cannot be marked at all, and "
-        "pickling loses the mark. In modkit the id in the hook table says that the hook is public.",
+        "`register_state_dict_post_hook` marks the user's function: it cannot be a private hook "
+        "anywhere, bound methods cannot be marked, and pickling loses the mark | The id in the "
+        "hook table marks the hook",
         PULLS + "131690",
         "tests/parity/fixes/test_state_dict_hooks.py::test_bound_method_may_be_a_public_hook",
         "tests/parity/fixes/test_state_dict_hooks.py::test_bound_method_that_is_a_public_hook_must_return_none",
@@ -536,73 +526,77 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "If no input requires grad torch warns that a full backward hook fires early even where there "
-        "is only a pre-hook, which fires when it should.",
+        "If no input requires grad, a backward pre-hook alone causes a warning that it fires "
+        "early | No warning: it fires when it should",
         ISSUES + "189093",
         "tests/parity/fixes/test_backward_hooks.py::test_pre_hook_alone_does_not_warn_without_input_gradients",
         torch="<2.14",
     ),
     _row(
         "modkit",
-        "A method that was saved from `modkit.nn.Module` before that of `torch.nn.Module` is patched calls the patch.",
+        "A method saved from `nn.Module` does not call a later patch | If it was saved from "
+        "`modkit.nn.Module`, it calls a later patch of `torch.nn.Module`",
         NO_ISSUE,
         "tests/parity/module/test_override_contract.py::test_a_saved_method_does_not_call_a_later_patch",
     ),
     _row(
         "modkit",
-        "A hook that a submodule gets after compiling runs by a recompilation; torch misses it unless "
-        "`torch._dynamo.config.skip_nnmodule_hook_guards` is False.",
+        "A hook that a submodule gets after compiling is missed unless "
+        "`torch._dynamo.config.skip_nnmodule_hook_guards` is False | It runs, after a "
+        "recompilation",
         NO_ISSUE,
         "tests/integration/torch_compile/test_changes.py::test_a_later_hook_of_a_submodule_is_missed",
         torch=">=2.14",
     ),
     _row(
         "modkit",
-        "Dynamo of torch 2.8 cannot trace what walks over a modkit module, such as `modules()`, "
-        "`parameters()` or `train()`: the graph breaks there.",
+        "`modules()`, `parameters()` and `train()` are traced | The graph breaks there",
         NO_ISSUE,
         "tests/integration/torch_compile/test_compile.py::test_modules_are_walked_in_a_graph",
         torch="<2.9",
     ),
     _row(
         "torch",
-        "`modules()` takes no `remove_duplicate`.",
+        "`modules()` has no `remove_duplicate` | It has it, as in newer torch",
         NO_ISSUE,
         "tests/parity/module/test_traversal.py::test_modules",
         torch="<2.11",
     ),
     _row(
         "torch",
-        "An object with `__torch_function__` that is not a tensor cannot be a buffer.",
+        "An object with `__torch_function__` that is not a tensor cannot be a buffer | It can, as"
+        " in newer torch",
         NO_ISSUE,
         "tests/parity/module/test_registration.py::test_an_object_like_a_tensor_may_be_a_buffer",
         torch="<2.9",
     ),
     _row(
         "torch",
-        "Torch loads the first element of a longer vector into a scalar, and raises IndexError for an "
-        "empty one.",
+        "The first element of a longer vector loads into a scalar, and an empty one raises "
+        "IndexError | Only one element loads, as in newer torch",
         NO_ISSUE,
         "tests/parity/module/test_load_state_dict.py::test_only_one_element_loads_into_a_scalar",
         torch="<2.10",
     ),
     _row(
         "torch",
-        "The warning about complex modules names a line of torch, not the caller's.",
+        "The warning about complex modules names a line of torch | It names the caller's line, as"
+        " in newer torch",
         NO_ISSUE,
         "tests/parity/module/test_conversion.py::test_casting_to_complex_warns_at_the_callers_line",
         torch="<2.10",
     ),
     _row(
         "torch",
-        "`get_ema_multi_avg_fn()` passes over integer tensors that have no partner.",
+        "`get_ema_multi_avg_fn()` ignores integer tensors without a partner | They are an error, "
+        "as in newer torch",
         NO_ISSUE,
         "tests/parity/averaging/test_averaging_functions.py::test_integers_of_unequal_number_are_refused",
         torch="<2.10",
     ),
     _row(
         "torch",
-        "A grouped average cannot have another dtype than the model.",
+        "A grouped average cannot have another dtype than the model | It can, as in newer torch",
         NO_ISSUE,
         "tests/parity/averaging/test_update_pairs.py::test_float_average_of_a_half_model_keeps_its_precision",
         torch="<2.10",
@@ -663,15 +657,15 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "Deleting an attribute before `Module.__init__()` is in torch an error about the missing "
-        "registry, instead of about what is missing.",
+        "Deleting an attribute before `Module.__init__()` raises an error about the missing "
+        "registry | The error names the missing attribute",
         NO_ISSUE,
         "tests/parity/fixes/test_members.py::test_deleting_before_init_is_refused_by_that_reason",
     ),
     _row(
         "torch",
-        "Torch enters a hook before its flags, and looks a flag up when the hook is due. A call in another "
-        "thread may thus find a `with_kwargs` hook without its flag, and leave the keywords out.",
+        "A hook is registered before its flags: a call in another thread can omit its keyword "
+        "arguments | Hook and flags are registered together",
         NO_ISSUE,
         "tests/parity/fixes/test_hook_threads.py::test_a_call_during_a_registration_sees_a_hook_with_its_flag",
         "tests/parity/fixes/test_hook_threads.py::test_a_removal_during_a_call_leaves_no_hook_without_its_flag",
@@ -684,8 +678,8 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "A class that forgets `super().__init__()` is only noticed at the first call, by an error "
-        "about a missing attribute. In modkit a note on that error says what was forgotten.",
+        "A class that forgets `super().__init__()` fails at its first call, with an error about a"
+        " missing attribute | A note on that error names the cause",
         NO_ISSUE,
         "tests/parity/fixes/test_uninitialized.py::test_calling_a_module_without_state_says_what_was_forgotten",
     ),

@@ -1,6 +1,6 @@
 """Plant the bugs one by one in a copy of the project, and report which tests catch them.
 
-python -m tests.mutation.run                  # all, into docs/mutation.json and docs/mutation.md
+python -m tests.mutation.run                  # all, into docs/mutation.json and docs/evidence.md
 python -m tests.mutation.run --only schedules # those whose mechanism or file has the word
 python -m tests.mutation.run --missed         # those that the last run has missed
 """
@@ -132,7 +132,7 @@ def keep(**news: Any) -> None:
     content = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
     text = json.dumps({**content, **news}, indent=1, ensure_ascii=False)
     FOUND.write_text(f"{text}\n", encoding="utf-8")
-    runpy.run_path(str(ROOT / "docs" / "render_mutation.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / "docs" / "render.py"))["write_pages"]()
 
 
 def today() -> dict[str, str]:

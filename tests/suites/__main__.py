@@ -1,4 +1,4 @@
-"""Run the suites and the probes, and write docs/suites.json and docs/suites.md.
+"""Run the suites and the probes, and write docs/suites.json and the pages of the documentation.
 
 python -m tests.suites                  # all of them
 python -m tests.suites --only opacus    # some, or `probes`; the others keep their rows
@@ -58,8 +58,7 @@ def write(found: dict[str, Any]) -> None:
         "probes": found["probes"],
     }
     FOUND.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    page = runpy.run_path(str(ROOT / "docs" / "render_suites.py"))["render"]()
-    FOUND.with_suffix(".md").write_text(page, encoding="utf-8")
+    runpy.run_path(str(ROOT / "docs" / "render.py"))["write_pages"]()
 
 
 def say(name: str, row: dict[str, Any]) -> None:

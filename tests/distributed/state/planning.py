@@ -26,8 +26,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def formulas() -> dict[str, Any]:
-    """Return the functions of the page on planning."""
-    return runpy.run_path(str(ROOT / "docs" / "render_planning.py"))
+    """Return the formulas of docs/distributed.md."""
+    return vars(runpy.run_path(str(ROOT / "docs" / "render.py"))["render_planning"])
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -6,19 +5,17 @@ import pytest
 import torch
 
 from tests.helpers import freeze
-from tests.integration.pages import run_section
 
 
 pytest.importorskip("accelerate", reason="needs accelerate: nox -s ecosystem installs it")
 
 
-@pytest.fixture(scope="module")
-def train() -> Callable[..., Any]:
-    """Return the loop that the page shows, which has run once."""
-    found: Callable[..., Any] = run_section("callbacks_transformers.md", "A loop with Accelerate")[
-        "train_with_accelerate"
-    ]
-    return found
+@pytest.fixture
+def train() -> Any:
+    """Return the loop."""
+    from tests.integration.accelerate.loop import train_with_accelerate
+
+    return train_with_accelerate
 
 
 def ends(result: Any) -> Any:

@@ -1,6 +1,6 @@
 """What libraries that average weights can do: each function returns True if a library's average does it.
 
-A function takes a class of `tests.integration.averaging_peers.peers`. `docs/render_peers.py` writes the table of all outcomes, and
+A function takes a class of `tests.integration.averaging_peers.peers`. `docs/render_peers.py --run` stores all outcomes, and
 `test_averaging_peer_table.py` compares the table with them.
 """
 

@@ -1,4 +1,4 @@
-import re
+import json
 
 import pytest
 
@@ -8,13 +8,13 @@ from tests.integration.pages import DOCS
 
 
 def cells():
-    """Return the feature, the library and the outcome of each cell of the table in docs/peers.md."""
-    page = (DOCS / "peers.md").read_text(encoding="utf-8")
-    table = re.search(r"^\| feature \|.*\n(?:\|.*\n)+", page, re.MULTILINE)[0]
-    head, _, *rows = (
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()
-    )
-    return [(row[0], head[i], row[i]) for row in rows for i in range(1, len(head))]
+    """Return the feature, the library and the outcome of each cell of the table in docs/comparison.md."""
+    found = json.loads((DOCS / "peers.json").read_text(encoding="utf-8"))
+    return [
+        (feature, library, outcome)
+        for feature, outcomes in found["features"].items()
+        for library, outcome in zip(found["libraries"], outcomes, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def cells():
 )
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_cell(feature, library, expected):
-    """A cell of the table says what the library does here; `docs/render_peers.py` writes it anew."""
+    """A cell of the table says what the library does here; `docs/render_peers.py --run` renews it."""
     try:
         found = outcome(feature, library)
     except ModuleNotFoundError as error:

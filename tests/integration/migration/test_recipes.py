@@ -7,13 +7,17 @@ import torch
 import modkit
 from modkit import schedules
 from tests.cases import for_each
-from tests.integration.migration.recipes import PAGE, Run, recipes, section
+from tests.integration.migration.recipes import (
+    LIGHTNING_SETUP,
+    PAGE,
+    Run,
+    constructors,
+    recipes,
+)
 
 
 RECIPES = recipes()
-TRAINERS = {
-    "lightning": "### `EMAWeightAveraging`",
-}
+TRAINERS = {"lightning": LIGHTNING_SETUP}
 PACKAGES = {
     "timm": ("timm",),
     "diffusers": ("diffusers",),
@@ -45,7 +49,7 @@ def require(name):
 
 
 def execute(code, names):
-    """Run a block of the page."""
+    """Run the code of one side."""
     exec(compile(code, str(PAGE), "exec"), names)
 
 
@@ -67,8 +71,8 @@ def test_a_loop(name, steps):
     theirs, ours = Run(steps), Run(steps)
     start = {key: value.clone() for key, value in theirs.model.state_dict().items()}
 
-    execute(RECIPES[name]["theirs"], theirs.names())
-    execute(RECIPES[name]["ours"], {**ours.names(), "modkit": modkit, "schedules": schedules})
+    for side, run in (("theirs", theirs), ("ours", ours)):
+        execute(RECIPES[name][side], {**run.names(), "modkit": modkit, "schedules": schedules})
 
     assert difference(theirs.seen[0], ours.seen[0]) <= TOLERANCE
     # The average is neither where the walk began nor where it ended.
@@ -83,14 +87,13 @@ def test_a_trainer(name):
     require(name)
     torch.manual_seed(0)
     shared = {**Run(2000).names(), "torch": torch, "__name__": "migration"}
-    execute(section(TRAINERS[library_of(name)]), shared)
-    model = "module" if "module" in shared else "regression"
-    start = copy.deepcopy(shared[model].state_dict())
+    execute(TRAINERS[library_of(name)], shared)
+    start = copy.deepcopy(shared["module"].state_dict())
 
     def run(side, **names):
         run = Run(0)
         torch.manual_seed(1)
-        names |= {model: copy.deepcopy(shared[model]), "validate": run.validate}
+        names |= {"module": copy.deepcopy(shared["module"]), "validate": run.validate}
         execute(RECIPES[name][side], {**shared, **names})
         return run.seen[0]
 
@@ -101,8 +104,17 @@ def test_a_trainer(name):
     assert difference(ours, {key: start[key] for key in ours}) > 1e-3
 
 
+def test_the_page_shows_the_constructors_that_run():
+    """The page has each constructor as the tests call it, in a table or a diff."""
+    page = PAGE.read_text(encoding="utf-8")
+
+    assert [
+        one for one in constructors() if f"`{one}`" not in page and f"= {one}\n" not in page
+    ] == []
+
+
 def test_each_recipe_has_two_sides():
-    """The page has a block of the library and a block of modkit for each recipe."""
+    """Each recipe has the code of the library and that of modkit."""
     assert {name: sorted(sides) for name, sides in RECIPES.items()} == {
         name: ["ours", "theirs"] for name in RECIPES
     }

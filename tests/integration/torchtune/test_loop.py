@@ -5,16 +5,10 @@ import pytest
 import torch
 
 from tests.helpers import freeze
-from tests.integration.pages import run_section
+from tests.integration.torchtune.recipe import Recipe
 
 
-@pytest.fixture(scope="module")
-def recipe() -> Any:
-    """Return the recipe that the page shows, which has run once."""
-    return run_section("callbacks_transformers.md", "A recipe in the style of torchtune")["Recipe"]
-
-
-def run(recipe: Any, folder: Path, epochs: int, *, resume: bool = False, every: int = 2) -> Any:
+def run(folder: Path, epochs: int, *, resume: bool = False, every: int = 2) -> Any:
     """Run a recipe to the end."""
     config = {
         "output_dir": folder,
@@ -24,7 +18,7 @@ def run(recipe: Any, folder: Path, epochs: int, *, resume: bool = False, every: 
         "gradient_accumulation_steps": every,
         "resume_from_checkpoint": resume,
     }
-    one = recipe(config)
+    one = Recipe(config)
     one.setup()
     one.train()
     return one
@@ -36,9 +30,9 @@ def ends(one: Any) -> Any:
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, 16), (2, 8), (4, 4)])
-def test_one_update_for_each_step(recipe: Any, tmp_path: Path, every: int, steps: int) -> None:
+def test_one_update_for_each_step(tmp_path: Path, every: int, steps: int) -> None:
     """Gradients that are accumulated give one update, and users get the average."""
-    one = run(recipe, tmp_path, 2, every=every)
+    one = run(tmp_path, 2, every=every)
 
     assert one.ema.n_averaged == one.ema.step == steps
     saved = torch.load(tmp_path / "epoch_1" / "model.pt", weights_only=True)
@@ -50,28 +44,26 @@ def test_one_update_for_each_step(recipe: Any, tmp_path: Path, every: int, steps
 
 @pytest.mark.parametrize("every", [1, 2, 4])
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_resume(recipe: Any, tmp_path: Path, epochs: int, every: int) -> None:
+def test_resume(tmp_path: Path, epochs: int, every: int) -> None:
     """A resumed recipe ends in the bits of one that was not interrupted."""
-    whole = run(recipe, tmp_path / "whole", 3, every=every)
-    run(recipe, tmp_path / "parts", epochs, every=every)
+    whole = run(tmp_path / "whole", 3, every=every)
+    run(tmp_path / "parts", epochs, every=every)
 
-    resumed = run(recipe, tmp_path / "parts", 3, resume=True, every=every)
+    resumed = run(tmp_path / "parts", 3, resume=True, every=every)
 
     assert ends(resumed) == ends(whole)
 
 
-def test_an_error_in_the_evaluation(
-    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error while the average is in the model leaves the raw weights in it."""
 
     def fail(self: Any) -> None:
         raise KeyboardInterrupt
 
-    whole = run(recipe, tmp_path / "whole", 1)
-    monkeypatch.setattr(recipe, "evaluate", fail)
+    whole = run(tmp_path / "whole", 1)
+    monkeypatch.setattr(Recipe, "evaluate", fail)
     config = {**whole.config, "output_dir": tmp_path}
-    one = recipe(config)
+    one = Recipe(config)
     one.setup()
     with pytest.raises(KeyboardInterrupt):
         one.train()

@@ -73,8 +73,7 @@ def tied_after_load(net: Any) -> bool:
 
 DIFFERENCES: Final = {
     "members: a refused assignment": Difference(
-        "Torch deletes the old attribute before it validates the new value, so a refused assignment "
-        "loses it; modkit puts it back where it was.",
+        "A refused assignment deletes the previous attribute | The previous attribute is kept",
         on(
             lambda n: (
                 vars(n).update({"a.b": 1}),
@@ -86,39 +85,36 @@ DIFFERENCES: Final = {
         modkit=True,
     ),
     "members: a reserved name": Difference(
-        "Torch lets a parameter or a child take the name of a module's own state, such as `training`, "
-        "if it is assigned, and the module no longer works; registering it raises, and so does "
-        "assigning it in modkit.",
+        "Assigning a parameter or child to the name of a module's state, such as `training`, "
+        "breaks the module | It raises, as registering does",
         on(lambda n: setattr(n, "training", n.offset)),
         torch=None,
         modkit="KeyError: \"attribute 'training' already exists\"",
     ),
     "members: set_submodule() on None": Difference(
-        "`set_submodule` may replace a module or create one, but torch does not let it fill a name "
-        "that is None.",
+        "`set_submodule` refuses to fill a name that is None | It fills the name",
         on(lambda n: n.set_submodule("empty", ReLU())),
         torch="AttributeError: `empty` is not an nn.Module",
         modkit=None,
         upstream=ISSUES + "143441",
     ),
     "registration and global hooks: a hook returns text": Difference(
-        "Torch stores whatever a registration hook returns, so a string may end up among the "
-        "parameters; modkit raises a TypeError that names the class, the name and the value.",
+        "Any value that a registration hook returns is stored, even a string among the parameters"
+        " | A TypeError names the class, the name and the value",
         lambda lib: error_of(for_all, lib, PARAMETER, mark, "text"),
         torch=None,
         modkit="TypeError",
     ),
     "traversal: a module that contains itself": Difference(
-        "On a module that contains itself torch runs into the recursion limit, and the error does not "
-        "say why; modkit's names the module, and is raised at once.",
+        "A module that contains itself ends in the recursion limit | An error names the module at"
+        " once",
         on(lambda n: (n.add_module("self", n), "the module Net contains itself" in tried(n.eval))),
         torch=False,
         modkit=True,
     ),
     "traversal: modules that compare equal": Difference(
-        "Torch keeps the modules that a walk has met in a set, so modules that cannot be hashed, such "
-        "as dataclasses and mappings, raise, and those that compare equal are taken for one. Modkit "
-        "tells them apart by identity.",
+        "Traversal compares modules by hash and equality: unhashable modules raise, and equal "
+        "ones count as one | Modules are compared by identity",
         lambda lib: [
             len(list(lib.nets.Pair(equal(), equal()).modules()))
             for equal in [sub(lib, __eq__=lambda self, other: True, __hash__=lambda self: 1)]
@@ -128,17 +124,16 @@ DIFFERENCES: Final = {
         upstream=ISSUES + "110959",
     ),
     "conversion: shared parameters to another device": Difference(
-        "Torch unties shared parameters where a conversion has to replace them, as `to_empty` and "
-        '`to("meta")` do, and unties shared buffers always; what is shared is converted once for each '
-        "place. In modkit it stays shared, and is converted once.",
+        'Conversions that replace parameters (`to_empty`, `to("meta")`) untie them, and always '
+        "untie buffers | Tied tensors stay tied, and are converted once",
         on(lambda n: n.to("meta").tied.weight is n.blocks[1].linear.weight),
         torch=False,
         modkit=True,
         upstream="https://github.com/huggingface/transformers/pull/44471",
     ),
     "conversion: channels_last with volumes": Difference(
-        "Torch asks for the memory format of images in volumes too, and the other way round, which "
-        "raises; modkit applies each format to tensors of its number of dimensions.",
+        "`to(memory_format=)` applies a format for images to volumes, and the other way round, "
+        "which raises | A format applies to tensors with its number of dimensions",
         lambda lib: error_of(
             lambda net: net.to(memory_format=torch.channels_last),
             lib.nets.Pair(Conv3d(1, 1, 1), ReLU()),
@@ -148,16 +143,16 @@ DIFFERENCES: Final = {
         upstream=ISSUES + "77821",
     ),
     "state dict: a hook that removes itself": Difference(
-        "In torch a state-dict, load or registration hook that removes itself while it runs raises "
-        '"OrderedDict mutated during iteration"; modkit runs over a snapshot.',
+        'A state-dict, load or registration hook that removes itself raises "OrderedDict mutated '
+        'during iteration" | Hooks run over a snapshot of the table',
         on(removes_itself),
         torch="RuntimeError: OrderedDict mutated during iteration",
         modkit=True,
         upstream=ISSUES + "60132",
     ),
     "loading: a refused load": Difference(
-        "A load that torch refuses has already written the entries before and after the bad one. Where "
-        "no hook or override takes part in loading, modkit checks all entries first.",
+        "A refused load has already written the other entries | Without hooks and overrides in "
+        "the load, all entries are checked first, and nothing is written",
         on(
             lambda n: (
                 tried(n.load_state_dict, {"offset": X[0], "last.weight": X}),
@@ -168,8 +163,8 @@ DIFFERENCES: Final = {
         modkit=[1.0, 1.0, 1.0],
     ),
     "loading: assign=True and the argument": Difference(
-        "In torch `load_state_dict(sd, assign=True)` leaves its flag in `sd._metadata`, so a later "
-        "load of the same state dict replaces Parameter objects instead of copying into them.",
+        "`load_state_dict(sd, assign=True)` leaves its flag in `sd._metadata`: a later load of "
+        "`sd` replaces Parameter objects | The state dict is not modified",
         on(
             lambda n: [
                 n.load_state_dict(s, assign=True) and len(s._metadata[""]) for s in [n.state_dict()]
@@ -180,30 +175,30 @@ DIFFERENCES: Final = {
         upstream=ISSUES + "188166",
     ),
     "loading: assign=True and tied parameters": Difference(
-        "In torch `load_state_dict(assign=True)` makes one Parameter per key, so tied parameters come "
-        "apart; modkit keeps those tied whose entries are the same data.",
+        "`load_state_dict(assign=True)` unties parameters: one Parameter per key | Parameters "
+        "stay tied if their entries share data",
         lambda lib: tied_after_load(lib.nets.Pair(lib.nets.Scale(), lib.nets.Scale())),
         torch=False,
         modkit=True,
     ),
     "loading: keys below a child that is None": Difference(
-        "Torch reports that all keys match, although those below a child that is None are not loaded.",
+        "Keys below a child that is None are reported as matched, although they are not loaded | "
+        "They are unexpected keys",
         on(lambda n: n.load_state_dict({"empty.weight": X}, strict=False).unexpected_keys),
         torch=[],
         modkit=["empty.weight"],
         upstream="https://github.com/facebookresearch/fairseq2/pull/330",
     ),
     "forward hooks: a pre-hook with kwargs returns two numbers": Difference(
-        "Torch takes every pair that a forward pre-hook with keyword arguments returns for args and "
-        "kwargs, and iterates over a tensor in the place of the args; modkit raises the documented "
-        "error. A list of args, which torch takes apart only without backward hooks, always works.",
+        "Any pair returned by a `with_kwargs` forward pre-hook is taken as args and kwargs; a "
+        "tensor is iterated | The documented error is raised. A list of args always works",
         on_scale("forward_pre_hook", lambda *_: (1, 2), lambda m: m(X), with_kwargs=True),
         torch="TypeError",
         modkit="RuntimeError",
     ),
     "backward hooks: the other kind after removal": Difference(
-        "Once a module has had a full backward hook, torch refuses the other kind for ever, and the "
-        "other way round. In modkit the kind is free again when the last hook is removed.",
+        "A module that has had a full backward hook refuses the other kind for ever, and the "
+        "other way round | The kind is free again when the last hook is removed",
         on(
             lambda n: (
                 n.register_full_backward_hook(mark).remove(),
@@ -214,45 +209,45 @@ DIFFERENCES: Final = {
         modkit=True,
     ),
     "backward hooks: a pre-hook returns a tensor": Difference(
-        "A full backward pre-hook may return a tensor, says its documentation, but torch takes its "
-        "rows for the gradients of several outputs.",
+        "A tensor returned by a full backward pre-hook is taken apart into rows, against the "
+        "documentation | It is the gradient of the output",
         on_scale("full_backward_pre_hook", lambda m, grads: grads[0], trained),
         torch="RuntimeError",
         modkit=None,
         upstream=ISSUES + "102645",
     ),
     "backward hooks: the output is that of torch.max": Difference(
-        "With a full backward hook torch rebuilds every tuple as if it were a named one, so an output "
-        "whose class takes one iterable, those of torch.max and its like too, raises or falls apart.",
+        "With a full backward hook, outputs of tuple classes such as that of `torch.max` raise or"
+        " lose their type | They are rebuilt",
         lambda lib: error_of(run_backward, lib, KINDS[0], None, lambda x: x.max(0)),
         torch="TypeError",
         modkit=None,
     ),
     "averages: integer buffers": Difference(
-        "With `use_buffers=True` torch averages integer and boolean buffers: values are truncated, wrap "
-        "around, or raise. In modkit they are copied. Integer parameters are averaged as in torch.",
+        "With `use_buffers=True`, integer and boolean buffers are averaged: truncated, wrapped "
+        "around, or an error | They are copied. Integer parameters are averaged as in torch",
         lambda lib: averaged(lib, use_buffers=True).module.norm.num_batches_tracked.item(),
         torch=4,
         modkit=6,
     ),
     "averages: functions can be pickled": Difference(
-        "The averaging functions of torch are closures, which pickle cannot find by name; those "
-        "of modkit pickle as a call of the function that made them, decay included.",
+        "The averaging functions are closures and cannot be pickled | They can be pickled, with "
+        "their decay",
         lambda lib: isinstance(tried(pickle.dumps, lib.swa.get_ema_avg_fn(0.9)), bytes),
         torch=False,
         modkit=True,
         upstream=ISSUES + "95376",
     ),
     "averages: update_bn without batches": Difference(
-        "With an empty loader, torch's `update_bn` resets all statistics in silence; modkit raises "
-        "a ValueError and leaves them.",
+        "`update_bn` with an empty loader resets all statistics without an error | It raises "
+        "ValueError and keeps the statistics",
         lambda lib: error_of(updated, lib, []),
         torch=None,
         modkit="ValueError",
     ),
     "compile, export, fx, jit: buffers that are not persistent": Difference(
-        "Compiling makes all buffers persistent in torch, so states do not fit those of the eager "
-        "module. Modkit keeps the flag, in archives as the extra file `modkit.json`.",
+        "Compiling makes all buffers persistent, so state dicts do not match those of the eager "
+        "module | The flag is kept, in archives as the extra file `modkit.json`",
         lambda lib: "again.scratch" in lib.jit.script(lib.net()).state_dict(),
         torch=True,
         modkit=False,

@@ -1,0 +1,66 @@
+"""The reasons in README.md, with the figures of the last runs."""
+
+import re
+from typing import Any
+
+from blocks import fill, read
+from render_peers import features
+from render_suites import totals
+
+
+SITE = "https://modkit.readthedocs.io/en/latest/"
+LIBRARIES = ["modkit", "torch", "timm", "diffusers", "ema-pytorch", "Lightning"]
+FEATURES = [
+    "updates match parameters by name",
+    "a bfloat16 model is averaged precisely",
+    "an update does not synchronize with the device",
+    "several averages in one pass",
+    "models under `fully_shard` (FSDP2)",
+    "a swap copies nothing",
+    "an error inside a swap restores the training weights",
+    "a resumed run is bitwise identical",
+]
+REASONS = """\
+**Nothing breaks.** `modkit.nn.Linear is torch.nn.Linear`, and so is every other name except `nn.Module`. The test suites
+of {suites} third-party libraries run on both: [{tests:,} tests, {differ} differ]({site}compatibility.html), each with a
+known cause. {cases} behaviors are compared bitwise; deliberate differences are [listed]({site}parity.html).
+
+**Weight averaging that is hard to get wrong**, in your loop, in Lightning and transformers, under DDP and FSDP2. Each
+cell is the [result of a test]({site}comparison.html):
+
+**Less overhead.** Loading is O(n), not O(n²): 3,000 sibling layers load in {siblings} instead of {siblings_torch}.
+`load_checkpoint()` verifies checksums and reads 5,460 tensors in {checkpoint:.0%} of the time of `torch.load()`.
+`fast_inference` runs an MLP in {mlp:.0%} and an RL actor-critic in {critic:.0%} of torch's time, bitwise identical. [All
+figures]({site}benchmarks.html), the slowest first."""
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time in ms or s, with two significant digits."""
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+
+
+def blocks() -> dict[str, str]:
+    """Return the block of the page."""
+    rows: dict[str, Any] = {row["name"]: row for row in read("bench")["rows"]}
+    runs = read("compat")["behaviors"].values()
+    found = read("suites")["suites"]
+    tests, *_, differ = totals(found)
+    wide = rows["load_state_dict(), 3,000 siblings"]
+    table = re.sub("^", "   ", features(LIBRARIES, FEATURES), flags=re.MULTILINE)
+    figures = {
+        "site": SITE,
+        "suites": len(found),
+        "tests": tests,
+        "differ": differ,
+        "cases": max(run["areas"]["all"]["cases"] for run in runs),
+        "siblings": milliseconds(wide["base"] * wide["ratio"]),
+        "siblings_torch": milliseconds(wide["base"]),
+        "checkpoint": rows["load_checkpoint(), verified / torch.load(), 5,460 tensors"]["ratio"],
+        "mlp": rows["MLP 8-64-64-4"]["ratio"],
+        "critic": rows["RL actor-critic"]["ratio"],
+    }
+    reasons = [
+        fill(f"{number}. {reason}", "   ")
+        for number, reason in enumerate(REASONS.format(**figures).split("\n\n"), 1)
+    ]
+    return {"reasons": "\n\n".join(["\n".join(reasons[:2]), table, reasons[2]])}

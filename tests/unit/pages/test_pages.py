@@ -1,0 +1,55 @@
+import re
+import runpy
+from pathlib import Path
+
+from tests.cases import for_each
+
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted(DOCS.rglob("*.md"))
+
+
+def test_generated_pages_are_up_to_date():
+    """Pages and blocks have the figures of the last runs; `python docs/render.py` writes them."""
+    assert runpy.run_path(str(DOCS / "render.py"))["stale"]() == []
+
+
+def test_figures_are_up_to_date():
+    """Each figure was drawn from the committed data; `python docs/figures.py` draws them."""
+    assert runpy.run_path(str(DOCS / "figures.py"))["stale"]() == []
+
+
+def test_readme_is_short():
+    """README has at most 90 lines, and no table of more than ten rows."""
+    tables = re.findall(r"(?:^ *\|.*\n)+", README, re.MULTILINE)
+
+    assert len(README.splitlines()) <= 90
+    assert [table for table in tables if table.count("\n") > 12] == []
+
+
+def test_links_of_the_readme_are_absolute():
+    """Every link works on PyPI as well."""
+    links = re.findall(r"\]\(([^)]*)\)", README)
+
+    assert links
+    assert [link for link in links if not link.startswith("https://")] == []
+
+
+def test_the_documentation_is_short():
+    """All pages together have at most 2,500 lines."""
+    assert sum(len(page.read_text(encoding="utf-8").splitlines()) for page in PAGES) <= 2500
+
+
+@for_each("page", PAGES, ids=lambda page: page.stem)
+def test_prose_is_wrapped(page):
+    """Lines of prose and code have at most 120 characters."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    free = ("|", "<", "!", "#", ":")
+
+    assert [
+        line
+        for line in lines
+        if len(line) > 120 and not line.lstrip().startswith(free) and " " in line[60:]
+    ] == []
