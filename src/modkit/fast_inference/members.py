@@ -14,7 +14,6 @@ _TABLES: Final = ("_modules", "_buffers", "_parameters")
 _REPLACED: Final = frozenset({*_TABLES, "__dict__"})
 # Torch calls the function under this name instead of the hooks and ``forward``.
 CALL_SLOT: Final = "_compiled_call_impl"
-_OPERATORS: Final = ("__setitem__", "__delitem__")
 _OVERRIDES: Final = ("__getstate__", "__deepcopy__", "_replicate_for_data_parallel")
 
 
@@ -57,7 +56,7 @@ def _followed(method: Callable[..., Any]) -> Callable[..., Any]:
     return change
 
 
-for _name in ("clear", "pop", "popitem", "setdefault", "update", *_OPERATORS):
+for _name in ("clear", "pop", "popitem", "setdefault", "update", "__setitem__", "__delitem__"):
     setattr(Table, _name, _followed(getattr(dict, _name)))
 
 
