@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's layers call it so
@@ -182,7 +182,7 @@ def _read(forward: Callable[..., Any]) -> Layer | None:
 
 
 @lru_cache(maxsize=1024)
-def kind_of(cls: Any) -> Kind | None:
+def _kind_of(cls: Any) -> Kind | None:
     """Return the computation of a class, or None to take torch's own path."""
     forward: Any = cls.forward
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
@@ -202,6 +202,7 @@ def kind_of(cls: Any) -> Kind | None:
     return Kind(layer, forward, methods)
 
 
+kind_of: Final = cast("Callable[[type], Kind | None]", _kind_of)
 CONTAINER: Final = Kind(Layer("x"), nn.Sequential.forward, (("__iter__", nn.Sequential.__iter__),))
 
 
