@@ -203,7 +203,7 @@ _NN: Final = [
     Bug(
         "overrides: a method that is set on an instance",
         "nn/_overrides.py",
-        "            or name in own\n",
+        "            or name in module.__dict__\n",
         "",
         _MODULE + "/test_override_contract.py",
     ),

@@ -61,11 +61,11 @@ def methods(*names: str) -> Methods:
 
 def all_standard(module: torch.nn.Module, asked: Methods) -> bool:
     """Return True if no class, instance or patch overrides one of the methods of ``module``."""
-    cls, own = type(module), module.__dict__
+    cls = type(module)
     for name, original in asked:
         if (
             getattr(cls, name, None) not in STANDARD
-            or name in own
+            or name in module.__dict__
             or getattr(TorchModule, name) is not original
         ):
             return False
