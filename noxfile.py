@@ -46,7 +46,7 @@ TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 # One folder or file per mechanism, of those that take seconds.
 SMOKE = (
     *("tests/parity/test_smoke.py", "tests/parity/module_page", "tests/parity/hooks"),
-    *("tests/parity/fixes/test_load.py", "tests/parity/fast_inference/test_scope.py"),
+    *("tests/parity/fixes/test_load.py", "tests/parity/fast_inference/test_fold.py"),
     *("tests/parity/averaging_page/test_averaging.py", "tests/parity/averaging_page/test_state.py"),
     *("tests/unit/averaging/test_ema_update.py", "tests/unit/averaging/test_ema_swap.py"),
     *("tests/unit/files/test_checkpoint_files.py", "tests/unit/files/test_atomic_write.py"),

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
@@ -89,14 +89,13 @@ class _View(types.ModuleType):
         )
 
 
-def _reader(source: types.ModuleType, name: str) -> Callable[[object], Any]:
-    return lambda _: getattr(source, name)
-
-
 def _view_type(source: types.ModuleType, own: OwnNames, kept: Sequence[str]) -> type[_View]:
     """Return a type of view with properties: ``__getattr__`` takes ten times as long."""
-    names = [name for name in vars(source) if not name.startswith("__") and name not in kept]
-    readers = {name: property(_reader(source, name)) for name in names}
+    readers = {
+        name: property(lambda _, name=name: getattr(source, name))  # type: ignore[misc]
+        for name in vars(source)
+        if not name.startswith("__") and name not in kept
+    }
     return type("Namespace", (_View,), {**readers, "__own__": frozenset(own)})
 
 

@@ -119,8 +119,8 @@ _NN: Final = [
     Bug(
         "state_dict: versions under another name",
         "nn/_state_dict.py",
-        "        versions[path] = metadata",
-        "        versions[prefix] = metadata",
+        "        destination._metadata[path] = metadata",
+        "        destination._metadata[prefix] = metadata",
         _MODULE + "/test_state_dict.py",
     ),
     Bug(
@@ -133,8 +133,8 @@ _NN: Final = [
     Bug(
         "load: unexpected keys although strict=False",
         "nn/_load_state_dict.py",
-        "        if strict and self.unexpected:",
-        "        if self.unexpected:",
+        "            if strict and keys:",
+        "            if keys and (strict or keys is self.unexpected):",
         _HOOKS + "/test_load_state_dict_results.py",
     ),
     Bug(
@@ -189,8 +189,8 @@ _NN: Final = [
     Bug(
         "traversal: a tied parameter is yielded twice",
         "nn/_traversal.py",
-        "            if key not in seen:\n                seen[key] = parameter\n                yield parameter",
-        "            seen[key] = parameter\n            yield parameter",
+        "if parameter is not None and id(parameter) not in seen:",
+        "if parameter is not None:",
         _MODULE + "/test_traversal.py",
     ),
     Bug(
@@ -203,7 +203,7 @@ _NN: Final = [
     Bug(
         "overrides: a method that is set on an instance",
         "nn/_overrides.py",
-        "        and method not in module.__dict__\n",
+        "            or name in module.__dict__\n",
         "",
         _MODULE + "/test_override_contract.py",
     ),

@@ -271,3 +271,17 @@ def test_memory_stays_flat(cycle: Cycle, tmp_path: Path) -> None:
     # One lost object in each would be 500 kB.
     assert grown < 100_000
     assert resident() - size < 16_000_000
+
+
+@pytest.mark.usefixtures("frozen")
+def test_a_traced_copy_keeps_no_weights_alive() -> None:
+    """The copy of the model in which layers to fold are looked for is freed at once."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).eval()
+    gc.disable()
+    try:
+        with modkit.fast_inference(model, fold_batch_norm=True):
+            found = [one for one in gc.get_objects() if type(one) is torch.nn.Parameter]
+    finally:
+        gc.enable()
+
+    assert set(map(id, model.parameters())) == set(map(id, found))

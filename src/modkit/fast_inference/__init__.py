@@ -7,9 +7,10 @@ from typing import Final, TypeVar, cast
 
 from torch import nn
 
+from modkit.fast_inference.folding import folds_of
 from modkit.fast_inference.layers import is_container, kind_of
 from modkit.fast_inference.members import CALL_SLOT, Binding
-from modkit.fast_inference.runs import Step, container_function, function_of
+from modkit.fast_inference.runs import Call, Step, container_function, function_of
 
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -19,7 +20,9 @@ _lock: Final = threading.RLock()
 
 
 @contextmanager
-def fast_inference(model: ModuleT) -> Generator[ModuleT, None, None]:
+def fast_inference(
+    model: ModuleT, *, fold_batch_norm: bool = False
+) -> Generator[ModuleT, None, None]:
     """Run a model in eager mode with less Python overhead.
 
     Use it for small networks at small batch sizes: policies, tree search, controllers, token-by-token
@@ -29,6 +32,8 @@ def fast_inference(model: ModuleT) -> Generator[ModuleT, None, None]:
 
     Args:
         model: Any ``torch.nn.Module``. Compiled and scripted modules in it are left alone.
+        fold_batch_norm: Also fold each BatchNorm in evaluation mode into the convolution before it, where
+            gradients are disabled, with outputs equal up to rounding. Nested blocks need the same value.
 
     Yields:
         The model.
@@ -47,8 +52,10 @@ def fast_inference(model: ModuleT) -> Generator[ModuleT, None, None]:
         raise TypeError(
             f"fast_inference(): model must be a torch.nn.Module, got {type(model).__name__}"
         )
+    modules = _tree(model)
+    folds = folds_of(model, modules) if fold_batch_norm else {}
     with _lock:
-        used = _enter(model)
+        used = _enter(modules, folds)
     try:
         yield model
     finally:
@@ -56,14 +63,21 @@ def fast_inference(model: ModuleT) -> Generator[ModuleT, None, None]:
             _leave(used)
 
 
-def _enter(model: nn.Module) -> list[Binding]:
+def _enter(modules: list[nn.Module], folds: dict[int, Call]) -> list[Binding]:
+    for module in modules:
+        binding = _bindings.get(id(module))
+        if binding is not None and (binding.fold is None) != (id(module) not in folds):
+            raise RuntimeError(
+                f"fast_inference(): {type(module).__name__} is in a block with another value of "
+                "fold_batch_norm. Give both blocks the same value, or leave the first one."
+            )
     used: list[Binding] = []
     fresh: list[Binding] = []
     try:
-        for module in _tree(model):
+        for module in modules:
             binding = _bindings.get(id(module))
             if binding is None:
-                binding = _bindings[id(module)] = Binding(module)
+                binding = _bindings[id(module)] = Binding(module, folds.get(id(module)))
                 fresh.append(binding)
             binding.users += 1
             used.append(binding)
@@ -106,7 +120,9 @@ def _bind(bindings: list[Binding]) -> None:
         number, kind = id(one.module), kind_of(type(one.module))
         if number in inner and number in covered:
             continue
-        if number in containers:
+        if one.fold is not None:
+            one.bind(one.fold)
+        elif number in containers:
             one.bind(container_function(one.module, covered))
         elif kind is not None:
             one.bind(function_of([Step(one.module, kind)]))

@@ -42,6 +42,7 @@ def _of_dimension(n: int) -> dict[type[nn.Module], Layer]:
     zeros = "self.padding_mode == 'zeros'"
     inputs = "x, self.weight, self.bias, self.stride, self.padding"
     momentum = "0.0 if self.momentum is None else self.momentum"
+    statistics = "self.running_mean, self.running_var"
     return {
         getattr(nn, f"Conv{n}d"): Layer(
             f"F.conv{n}d({inputs}, self.dilation, self.groups)", zeros, methods=("_conv_forward",)
@@ -52,13 +53,18 @@ def _of_dimension(n: int) -> dict[type[nn.Module], Layer]:
             methods=("_output_padding",),
         ),
         getattr(nn, f"BatchNorm{n}d"): Layer(
-            "torch.batch_norm(x, self.weight, self.bias, self.running_mean, self.running_var, False,"
-            f" {momentum}, self.eps, cudnn)",
+            f"torch.batch_norm(x, self.weight, self.bias, {statistics}, False, {momentum}, self.eps, cudnn)",
             "not self.training and self.running_mean is not None and self.running_var is not None"
             " and self.eps >= 0.0",
             f"x.dim() == {n + 2}" + (" or x.dim() == 2" if n == 1 else ""),
             functions=("batch_norm",),
             methods=("_check_input_dim",),
+        ),
+        getattr(nn, f"InstanceNorm{n}d"): Layer(
+            f"F.instance_norm(x, {statistics}, self.weight, self.bias,"
+            f" self.training or not self.track_running_stats, {momentum}, self.eps)",
+            input_condition=f"x.dim() == {n + 2} and x.size(1) == self.num_features",
+            methods=("_check_input_dim", "_get_no_batch_dim", "_apply_instance_norm"),
         ),
     }
 

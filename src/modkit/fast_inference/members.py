@@ -14,7 +14,6 @@ _TABLES: Final = ("_modules", "_buffers", "_parameters")
 _REPLACED: Final = frozenset({*_TABLES, "__dict__"})
 # Torch calls the function under this name instead of the hooks and ``forward``.
 CALL_SLOT: Final = "_compiled_call_impl"
-_OPERATORS: Final = ("__setitem__", "__delitem__")
 _OVERRIDES: Final = ("__getstate__", "__deepcopy__", "_replicate_for_data_parallel")
 
 
@@ -57,15 +56,16 @@ def _followed(method: Callable[..., Any]) -> Callable[..., Any]:
     return change
 
 
-for _name in ("clear", "pop", "popitem", "setdefault", "update", *_OPERATORS):
+for _name in ("clear", "pop", "popitem", "setdefault", "update", "__setitem__", "__delitem__"):
     setattr(Table, _name, _followed(getattr(dict, _name)))
 
 
 class Binding:
     """The entries of ``fast_inference`` in one module, and the number of blocks that use them."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, fold: Callable[..., Any] | None) -> None:
         self.module: nn.Module = module
+        self.fold: Callable[..., Any] | None = fold
         self.users: int = 0
         self._state: dict[str, Any] = module.__dict__
         self._mirrored: dict[str, Any] = {}

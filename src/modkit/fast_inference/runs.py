@@ -199,12 +199,13 @@ def container_function(module: nn.Module, covered: set[int]) -> Call | None:
 
 def _flat(module: nn.Module, depth: int = 0) -> list[Step] | None:
     """Return the steps of a layer, or of a short container of layers; None for other modules."""
-    if depth > _LONGEST:
+    table = module.__dict__.get("_modules")
+    if depth > _LONGEST or (type(table) is Table and table.binding.fold is not None):
         return None
     kind = kind_of(type(module))
     if kind is not None:
         return [Step(module, kind)] if len(kind.layer.arguments) == 1 else None
-    if not is_container(type(module)) or type(module.__dict__.get("_modules")) is not Table:
+    if not is_container(type(module)) or type(table) is not Table:
         return None
     steps = [Step(module, CONTAINER)]
     for child in module._modules.values():

@@ -114,10 +114,8 @@ def _keeps_all(module: torch.nn.Module, keeps: Keeps) -> bool:
         gradient = parameter.grad
         if gradient is not None and not (type(gradient) is torch.Tensor and keeps(gradient)):
             return False
-    for buffer in module._buffers.values():
-        if buffer is not None and not (type(buffer) is torch.Tensor and keeps(buffer)):
-            return False
-    return True
+    buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
+    return all(type(buffer) is torch.Tensor and keeps(buffer) for buffer in buffers)
 
 
 def _apply_to_own(

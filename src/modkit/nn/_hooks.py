@@ -63,13 +63,9 @@ class PublicHookId(int):
         return self
 
 
-def _has_torchs_mark(hook: Hook) -> bool:
-    return getattr(hook, "_from_public_api", False)
-
-
 def is_public(hook_id: int, hook: Hook) -> bool:
     """Return True if a state-dict hook may only edit in place."""
-    return isinstance(hook_id, PublicHookId) or _has_torchs_mark(hook)
+    return isinstance(hook_id, PublicHookId) or getattr(hook, "_from_public_api", False)
 
 
 @patchable
@@ -147,6 +143,6 @@ def register_state_dict_post_hook(self: torch.nn.Module, hook: Hook) -> Removabl
 @patchable
 def _register_state_dict_hook(self: torch.nn.Module, hook: Hook) -> RemovableHandle:
     """Register a hook after ``state_dict`` that may, at the root, return another dict."""
-    if _has_torchs_mark(hook):
+    if getattr(hook, "_from_public_api", False):
         raise RuntimeError(text_of("_register_state_dict_hook", "Cannot register the same"))
     return add(self._state_dict_hooks, hook)

@@ -72,19 +72,15 @@ class _Load:
     def refuse(self, module: torch.nn.Module, *, strict: bool) -> None:
         """Raise all that is wrong as one error."""
         errors = [*self.errors]
-        if strict and self.unexpected:
-            errors.insert(0, f"Unexpected key(s) in state_dict: {_quoted(self.unexpected)}. ")
-        if strict and self.missing:
-            errors.insert(0, f"Missing key(s) in state_dict: {_quoted(self.missing)}. ")
+        for kind, keys in (("Unexpected", self.unexpected), ("Missing", self.missing)):
+            if strict and keys:
+                quoted = ", ".join(f'"{key}"' for key in keys)
+                errors.insert(0, f"{kind} key(s) in state_dict: {quoted}. ")
         if errors:
             listed = "\n\t".join(errors)
             raise RuntimeError(
                 f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{listed}"
             )
-
-
-def _quoted(keys: list[str]) -> str:
-    return ", ".join(f'"{key}"' for key in keys)
 
 
 _MISSING: Final = object()
@@ -223,15 +219,15 @@ def _load_from_state_dict(
 
 def _write_in_order(checked: list[Entry | str], ties: Ties, *, assign: bool) -> list[str]:
     """Write the entries of one module; return all problems, in torch's order."""
-    problems: list[str | None] = []
+    problems: list[str] = []
     with torch.no_grad():
         for each in checked:
             if isinstance(each, str):
                 problems.append(each)
             else:
                 warn_if_meta(each, assign=assign, stacklevel=4)
-                problems.append(write(each, assign=assign, ties=ties))
-    return [problem for problem in problems if problem is not None]
+                problems += write(each, assign=assign, ties=ties)
+    return problems
 
 
 def _check_own(
@@ -268,15 +264,10 @@ def _check_own(
 
 
 def _own_names(module: torch.nn.Module) -> set[str]:
-    names = {name for name, tensor in module._parameters.items() if tensor is not None}
-    if module._buffers:
-        transient = module._non_persistent_buffers_set
-        names |= {
-            name
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in transient
-        }
-    return names
+    transient = module._non_persistent_buffers_set
+    buffers = (item for item in module._buffers.items() if item[0] not in transient)
+    members = (*module._parameters.items(), *buffers)
+    return {name for name, tensor in members if tensor is not None}
 
 
 def _unexpected(
@@ -354,7 +345,7 @@ def _parts(module: torch.nn.Module, entries: dict[str, Any]) -> Iterator[tuple[_
 
 
 def _load_in_order(module: torch.nn.Module, loading: _Load) -> None:
-    if not module._modules:
+    if not module.__dict__.get("_modules"):
         _load_one(module, loading.entries, "", loading)
         _run_post_hooks(module, loading)
         return
@@ -492,10 +483,9 @@ def _plan_one(
 
 def _migrate(module: torch.nn.Module, prefix: str, loading: _Load) -> None:
     """Let a layer's own method update the entries of an old checkpoint, on a stand-in without members."""
-    if loading.metadata is not None:
-        written = loading.metadata.get(prefix[:-1])
-        if written is not None and written.get("version") == module._version:
-            return
+    written = (loading.metadata or {}).get(prefix[:-1])
+    if written is not None and written.get("version") == module._version:
+        return
     local = loading.local_metadata(prefix)
     stand_in: Any = object.__new__(type(module))
     state = {**module._parameters, **module._buffers, **module.__dict__}
@@ -524,42 +514,28 @@ def _check_planned(loading: _Load, *, strict: bool) -> None:
     for each in loading.planned:
         if isinstance(each, str):
             loading.errors.append(each)
-            continue
-        if each[3] not in loading.unsure:
-            continue
-        warn_if_meta(each, assign=assign, stacklevel=5)
-        # Trying out a tensor subclass, a shard for instance, may take as long as loading it. That is
-        # spent only if the load is refused anyway, or if a plain tensor gets an odd value.
-        if refused or assign or type(each[4]) in PLAIN:
-            problem = try_out(each, assign=assign)
-            if problem is not None:
-                loading.errors.append(problem)
+        elif each[3] in loading.unsure:
+            warn_if_meta(each, assign=assign, stacklevel=5)
+            # Trying out a tensor subclass, a shard for instance, may take as long as loading it. That
+            # is spent only if the load is refused anyway, or if a plain tensor gets an odd value.
+            if refused or assign or type(each[4]) in PLAIN:
+                loading.errors += try_out(each, assign=assign)
 
 
 def _copy_all(entries: list[Entry], loading: _Load) -> None:
     unsure = loading.unsure
-    sure = [each for each in entries if each[3] not in unsure] if unsure else entries
-    targets = [each[4] for each in sure]
-    values = [each[5] for each in sure]
-    if len(set(map(id, targets))) < len(targets):
-        # A tensor in several places ends up with its last value.
-        last = {id(target): (target, value) for target, value in zip(targets, values, strict=True)}
-        targets, values = map(list, zip(*last.values(), strict=True))
-    if targets:
-        foreach_copy_(targets, values)
+    # A tensor in several places ends up with its last value.
+    sure = {id(each[4]): each for each in entries if each[3] not in unsure}.values()
+    if sure:
+        foreach_copy_([each[4] for each in sure], [each[5] for each in sure])
     for entry in entries if unsure else ():
         if entry[3] in unsure:
-            problem = write(entry, assign=False, ties=None)
-            if problem is not None:
-                loading.errors.append(problem)
+            loading.errors += write(entry, assign=False, ties=None)
 
 
 def _assign_all(entries: list[Entry], loading: _Load) -> None:
-    ids = [id(entry[4]) for entry in entries]
-    shared = (
-        {key for key, times in Counter(ids).items() if times > 1} if len({*ids}) < len(ids) else ()
-    )
-    classes = StandardClasses(_REGISTRATION)
+    uses = Counter(id(entry[4]) for entry in entries)
+    classes = StandardClasses(_SETTING)
     announced = (
         module_globals._global_parameter_registration_hooks
         or module_globals._global_buffer_registration_hooks
@@ -570,7 +546,7 @@ def _assign_all(entries: list[Entry], loading: _Load) -> None:
         module, members, name, key, target, value = entry
         if module is not last:
             last, direct = module, not announced and _registers_directly(module, classes)
-        tied = id(target) in shared
+        tied = uses[id(target)] > 1
         if type(value) is plain and direct and key not in unsure:
             # The essence of registering, if nothing else takes part.
             if type(target) is Parameter and not tied and members is module._parameters:
@@ -580,14 +556,10 @@ def _assign_all(entries: list[Entry], loading: _Load) -> None:
             if is_buffer and not isinstance(value, Buffer):
                 members[name] = value
                 continue
-        problem = write(entry, assign=True, ties=loading.ties if tied else None)
-        if problem is not None:
-            loading.errors.append(problem)
+        loading.errors += write(entry, assign=True, ties=loading.ties if tied else None)
 
 
-_REGISTRATION: Final = methods(
-    "__setattr__", "__getattr__", "register_parameter", "register_buffer"
-)
+_SETTING: Final = methods("__setattr__", "__getattr__", "register_parameter", "register_buffer")
 
 
 def _registers_directly(module: torch.nn.Module, classes: StandardClasses) -> bool:

@@ -20,8 +20,6 @@ Ties: TypeAlias = dict[Any, tuple[torch.Tensor, Any, Parameter]]
 # copied.
 PLAIN: Final = frozenset({torch.Tensor, Parameter})
 
-_STRIDED: Final = torch.strided
-
 # Any of these dtypes can be copied to any other.
 _PLAIN_DTYPES: Final = frozenset(
     {
@@ -34,28 +32,23 @@ _PLAIN_DTYPES: Final = frozenset(
 
 def check(key: str, target: torch.Tensor, value: Any) -> tuple[Any, str | None]:
     """Return the value to load into ``target``, and the problem with it, if any."""
-    if type(value) not in PLAIN:
-        if not torch.overrides.is_tensor_like(value):
-            return value, (
-                f'While copying the parameter named "{key}", '
-                "expected torch.Tensor or Tensor-like object from checkpoint but "
-                f"received {type(value)}"
-            )
-    elif type(target) in PLAIN and value.shape == target.shape:
-        return value, None
+    if type(value) not in PLAIN and not torch.overrides.is_tensor_like(value):
+        return value, (
+            f'While copying the parameter named "{key}", '
+            "expected torch.Tensor or Tensor-like object from checkpoint but "
+            f"received {type(value)}"
+        )
     # An uninitialized parameter has no shape to compare; its module's own hook has materialized
     # it if the checkpoint holds a real tensor.
-    if type(target) not in PLAIN and torch.nn.parameter.is_lazy(target):
+    if torch.nn.parameter.is_lazy(target) or value.shape == target.shape:
         return value, None
-    if value.shape != target.shape:
-        # Checkpoints from before torch 0.4 hold scalars as one element.
-        if target.dim() == 0 and tuple(value.shape) == (1,):
-            return value[0], None
-        return value, (
-            f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
-            f"the shape in current model is {target.shape}."
-        )
-    return value, None
+    # Checkpoints from before torch 0.4 hold scalars as one element.
+    if target.dim() == 0 and tuple(value.shape) == (1,):
+        return value[0], None
+    return value, (
+        f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
+        f"the shape in current model is {target.shape}."
+    )
 
 
 def warn_if_meta(entry: Entry, *, assign: bool, stacklevel: int) -> None:
@@ -78,7 +71,7 @@ def may_fail(target: torch.Tensor, value: torch.Tensor, assign: bool) -> bool:
         return target.requires_grad and not (dtype.is_floating_point or dtype.is_complex)
     return (
         dtype not in _PLAIN_DTYPES
-        or value.layout is not _STRIDED
+        or value.layout is not torch.strided
         or value.is_meta
         or target.is_meta
         or target.is_inference()
@@ -88,8 +81,8 @@ def may_fail(target: torch.Tensor, value: torch.Tensor, assign: bool) -> bool:
     )
 
 
-def try_out(entry: Entry, *, assign: bool) -> str | None:
-    """Return the error that writing a checked entry would give, or None; the model is unchanged."""
+def try_out(entry: Entry, *, assign: bool) -> list[str]:
+    """Return the problem that writing a checked entry would give, if any; the model is unchanged."""
     _, _, _, key, target, value = entry
     try:
         with torch.no_grad():
@@ -103,8 +96,8 @@ def try_out(entry: Entry, *, assign: bool) -> str | None:
             elif isinstance(target, Parameter):
                 Parameter(value, requires_grad=target.requires_grad)
     except Exception as error:  # noqa: BLE001 - all problems are reported together
-        return _failure("copying", key, target, value, error)
-    return None
+        return [_failure("copying", key, target, value, error)]
+    return []
 
 
 def _refuses_writes(target: torch.Tensor) -> bool:
@@ -126,8 +119,8 @@ def _failure(action: str, key: str, target: torch.Tensor, value: Any, error: Bas
     )
 
 
-def write(entry: Entry, *, assign: bool, ties: Ties | None) -> str | None:
-    """Write one checked entry with grad off; return the problem, or None. No ties: none is shared."""
+def write(entry: Entry, *, assign: bool, ties: Ties | None) -> list[str]:
+    """Write one checked entry with grad off; return the problem, if any. No ties: none is shared."""
     module, _, name, key, target, value = entry
     swap = torch.__future__.get_swap_module_params_on_conversion()
     try:
@@ -140,8 +133,8 @@ def write(entry: Entry, *, assign: bool, ties: Ties | None) -> str | None:
         else:
             target.copy_(value)
     except Exception as error:  # noqa: BLE001 - all problems are reported together
-        return _failure("swapping" if swap else "copying", key, target, value, error)
-    return None
+        return [_failure("swapping" if swap else "copying", key, target, value, error)]
+    return []
 
 
 def _assigned(target: torch.Tensor, value: torch.Tensor, ties: Ties | None) -> Parameter:

@@ -61,11 +61,11 @@ def methods(*names: str) -> Methods:
 
 def all_standard(module: torch.nn.Module, asked: Methods) -> bool:
     """Return True if no class, instance or patch overrides one of the methods of ``module``."""
-    cls, own = type(module), module.__dict__
+    cls = type(module)
     for name, original in asked:
         if (
             getattr(cls, name, None) not in STANDARD
-            or name in own
+            or name in module.__dict__
             or getattr(TorchModule, name) is not original
         ):
             return False
@@ -74,11 +74,7 @@ def all_standard(module: torch.nn.Module, asked: Methods) -> bool:
 
 def is_standard(module: torch.nn.Module, method: str) -> bool:
     """Return True if no class, instance or patch overrides ``method`` of ``module``."""
-    return (
-        getattr(type(module), method, None) in STANDARD
-        and method not in module.__dict__
-        and getattr(TorchModule, method) is original_methods[method]
-    )
+    return all_standard(module, ((method, original_methods[method]),))
 
 
 class StandardClasses(dict[type, bool]):
@@ -104,22 +100,22 @@ def has_no_children(module: torch.nn.Module) -> bool:
     return not module._modules and all_standard(module, _CHILDREN)
 
 
-def children_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Iterate as ``module.children()`` does, without its layers of generators."""
-    if all_standard(module, _CHILDREN):
-        return registered_children(module)
-    return iter(module.children())
-
-
-def registered_children(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield each child once, of a module that does not override how its children are found."""
+def named_children(self: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield ``(name, module)`` for the direct children, each module once."""
     # By identity, since some modules cannot be hashed. The values keep alive what was seen, so that
     # no identity is used twice while a caller replaces children.
     seen: dict[int, torch.nn.Module] = {}
-    for child in module._modules.values():
+    for name, child in self._modules.items():
         if child is not None and id(child) not in seen:
             seen[id(child)] = child
-            yield child
+            yield name, child
+
+
+def _children_of(module: torch.nn.Module) -> Iterator[tuple[object, torch.nn.Module]]:
+    # As ``module.children()`` does it, without its layers of generators.
+    if all_standard(module, _CHILDREN):
+        return named_children(module)
+    return enumerate(module.children())
 
 
 def refuse_cycle(module: torch.nn.Module) -> None:
@@ -143,10 +139,10 @@ def walk(
     active = {id(module)}
     if parents_first:
         yield module
-    stack = [(module, children_of(module))]
+    stack = [(module, _children_of(module))]
     while stack:
         parent, children = stack[-1]
-        for child in children:
+        for _, child in children:
             has_standard_children = plain[type(child)] and not (
                 method in (state := child.__dict__)
                 or "children" in state
@@ -163,7 +159,7 @@ def walk(
             active.add(id(child))
             if parents_first:
                 yield child
-            below = registered_children(child) if has_standard_children else children_of(child)
+            below = named_children(child) if has_standard_children else _children_of(child)
             stack.append((child, below))
             break
         else:

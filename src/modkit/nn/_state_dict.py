@@ -56,12 +56,8 @@ def _save_one(
 ) -> dict[str, Any]:
     """Run the pre-hooks, write one module's own state, and return its metadata."""
     metadata = {"version": module._version}
-    try:
-        versions = destination._metadata
-    except AttributeError:
-        pass
-    else:
-        versions[path] = metadata
+    if hasattr(destination, "_metadata"):
+        destination._metadata[path] = metadata
     if module._state_dict_pre_hooks:
         for hook in tuple(module._state_dict_pre_hooks.values()):
             hook(module, prefix, keep_vars)
@@ -77,11 +73,10 @@ def _run_save_hooks(
 ) -> Any:
     for hook_id, hook in tuple(module._state_dict_hooks.items()):
         result = hook(module, destination, prefix, metadata)
-        if result is None:
-            continue
-        if is_public(hook_id, hook):
-            raise RuntimeError(text_of("state_dict", "state_dict post-hook"))
-        destination = result
+        if result is not None:
+            if is_public(hook_id, hook):
+                raise RuntimeError(text_of("state_dict", "state_dict post-hook"))
+            destination = result
     return destination
 
 

@@ -1,13 +1,14 @@
 """Iterating over the modules, parameters and buffers of a tree."""
 
 import operator
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Final, cast
 
 import torch
 from torch.nn import Parameter
 
 from modkit._upstream import original_methods
+from modkit.nn import _overrides
 from modkit.nn._overrides import StandardClasses, all_standard, methods, patchable, refuse_cycle
 
 
@@ -77,12 +78,6 @@ def _dot(path: str) -> str:
     return path + "." if path else ""
 
 
-def _refuse_parent(module: torch.nn.Module, stack: list[Any]) -> None:
-    # With duplicates kept, nothing else ends a walk of a module that contains itself.
-    if any(module is parent for _, parent, _ in stack):
-        refuse_cycle(module)
-
-
 @patchable
 def named_modules(
     self: torch.nn.Module,
@@ -127,7 +122,9 @@ def named_modules(
             if known and not seen.is_another(child):
                 continue
             if not remove_duplicate:
-                _refuse_parent(child, stack)
+                # Nothing else ends a walk of a module that contains itself.
+                if any(child is parent for _, parent, _ in stack):
+                    refuse_cycle(child)
             elif not known:
                 note(child)
             yield path, child
@@ -218,62 +215,34 @@ def parameters(self: torch.nn.Module, recurse: bool = True) -> Iterator[Paramete
     seen: dict[int, Parameter] = {}
     for owner in _standard_modules(self) if recurse else (self,):
         for parameter in owner._parameters.values():
-            if parameter is None:
-                continue
-            key = id(parameter)
-            if key not in seen:
-                seen[key] = parameter
+            if parameter is not None and id(parameter) not in seen:
+                seen[id(parameter)] = parameter
                 yield parameter
 
 
-@patchable
-def named_children(self: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield ``(name, module)`` for the direct children, each module once."""
-    # The values keep alive what was seen, so that no identity is used twice.
-    seen: dict[int, torch.nn.Module] = {}
-    for name, child in self._modules.items():
-        if child is not None and id(child) not in seen:
-            seen[id(child)] = child
-            yield name, child
-
-
-def _owners(
-    module: torch.nn.Module, prefix: str, recurse: bool, remove_duplicate: bool
-) -> Iterable[tuple[str, torch.nn.Module]]:
-    if not recurse:
-        return [(prefix, module)]
-    owners: Iterable[tuple[str, torch.nn.Module]] = module.named_modules(
-        prefix=prefix, remove_duplicate=remove_duplicate
-    )
-    return owners
+named_children = patchable(_overrides.named_children)
 
 
 def _named_tensors(
     module: torch.nn.Module, table: str, prefix: str, recurse: bool, remove_duplicate: bool
 ) -> Iterator[tuple[str, Any]]:
     """Yield the pairs in the attribute ``table`` of ``module`` and, if ``recurse``, of all below it."""
+    options: Any = {"prefix": prefix, "remove_duplicate": remove_duplicate}
     if not all_standard(module, _NAMED_MEMBERS):
-
-        def members_of(owner: torch.nn.Module) -> Iterable[tuple[str, Any]]:
-            return cast("dict[str, Any]", getattr(owner, table)).items()
-
-        options: Any = {"recurse": recurse, "remove_duplicate": remove_duplicate}
-        yield from module._named_members(members_of, prefix=prefix, **options)
+        members_of: Callable[[Any], Any] = lambda owner: getattr(owner, table).items()  # noqa: E731
+        yield from module._named_members(members_of, recurse=recurse, **options)
         return
     seen: dict[int, Any] = {}
-    for module_prefix, owner in _owners(module, prefix, recurse, remove_duplicate):
+    owners = module.named_modules(**options) if recurse else [(prefix, module)]
+    for module_prefix, owner in owners:
         members = getattr(owner, table)
         if not members:
             continue
-        dotted = module_prefix + "." if module_prefix else ""
+        dotted = _dot(module_prefix)
         for name, member in members.items():
-            if member is None:
+            if member is None or (remove_duplicate and id(member) in seen):
                 continue
-            if remove_duplicate:
-                key = id(member)
-                if key in seen:
-                    continue
-                seen[key] = member
+            seen[id(member)] = member
             yield dotted + name, member
 
 

@@ -63,7 +63,30 @@ CHANNELS_LAST: Final = named(
     "transformers-ResNetModel",
     "diffusers-AutoencoderKL",
 )
-
+NORMALIZED: Final = named(
+    "timm-densenet121",
+    "timm-dla46_c",
+    "timm-efficientnet_b0",
+    "timm-ghostnet_050",
+    "timm-levit_128s",
+    "timm-mobilenetv3_small_050",
+    "timm-poolformer_s12",
+    "timm-regnety_002",
+    "timm-repvgg_a0",
+    "timm-res2net50_14w_8s",
+    "timm-resnet18",
+    "timm-resnetv2_18",
+    "timm-skresnet18",
+    "torchvision-googlenet",
+    "torchvision-mnasnet0_5",
+    "torchvision-mobilenet_v2",
+    "torchvision-regnet_x_400mf",
+    "torchvision-resnet18",
+    "torchvision-segmentation.deeplabv3_mobilenet_v3_large",
+    "torchvision-shufflenet_v2_x0_5",
+    "torchvision-video.r3d_18",
+    "transformers-ResNetModel",
+)
 GENERATING: Final = [
     entry
     for entry in ZOO
@@ -272,6 +295,41 @@ def test_generation(entry: Entry) -> None:
     assert before == inside
     assert before == after
     assert unchanged
+
+
+@for_each("entry", NORMALIZED, ids=str)
+def test_folded_batch_norm(entry: Entry) -> None:
+    """With folded normalization the outputs agree within rounding, and the model is as before."""
+    model = entry.build()
+    with torch.inference_mode():
+        expected = list(tensors(entry.call(model)))
+        attributes, state = members(model), freeze(model.state_dict())
+        with modkit.fast_inference(model, fold_batch_norm=True):
+            folded = list(tensors(entry.call(model)))
+        after = list(tensors(entry.call(model)))
+
+    assert len(expected) == len(folded)
+    for plain, close in zip(expected, folded, strict=True):
+        atol = 1e-3 * plain.abs().max().item()
+        torch.testing.assert_close(close, plain, rtol=0, atol=atol)
+    assert freeze(expected) == freeze(after)
+    assert members(model) == attributes
+    assert freeze(model.state_dict()) == state
+
+
+@pytest.mark.parametrize(
+    "entry", named("timm-resnet18", "torchvision-mobilenet_v2", "timm-repvgg_a0"), ids=str
+)
+def test_folded_batch_norm_in_double(entry: Entry) -> None:
+    """In float64 the outputs with folded normalization agree to nine digits."""
+    model = entry.build().double()
+    x = entry.inputs()["0"].double()
+    with torch.inference_mode():
+        expected = model(x)
+        with modkit.fast_inference(model, fold_batch_norm=True):
+            folded = model(x)
+
+    torch.testing.assert_close(folded, expected, rtol=0, atol=1e-9 * expected.abs().max().item())
 
 
 @for_each("library", ["timm", "torchvision", "transformers", "diffusers"])
