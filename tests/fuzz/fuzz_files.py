@@ -65,7 +65,7 @@ def script(path: Path) -> Any:
 
 
 def script_parts(module: Any) -> Any:
-    """Return what is in a compiled module, without calling it: its code may run without end."""
+    """Return the contents of a compiled module without calling it, since its code may not terminate."""
     return dict(module.state_dict())
 
 
@@ -76,13 +76,13 @@ def torch_load(path: Path) -> Any:
 
 
 def torch_load_mapped(path: Path) -> Any:
-    """Read a checkpoint with torch; storages of no bytes that share a key are not as without mmap."""
+    """Read a checkpoint with torch; empty storages that share a key differ from reading without mmap."""
     with torch.serialization.safe_globals([argparse.Namespace]):
         return torch.load(path, weights_only=True, mmap=True)
 
 
 def torch_average(path: Path) -> Any:
-    """Return the tensors in a checkpoint as an average of one file would have them."""
+    """Return the tensors in a checkpoint, as in the average of one file."""
     with torch.serialization.safe_globals([argparse.Namespace]):
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return {name: torch.Tensor.detach(value) for name, value in dict.items(found)}
@@ -101,7 +101,7 @@ def in_files(name: str) -> Callable[[Path], Any] | None:
     return function
 
 
-# By name: the reader of modkit, and what returns the same objects with torch.
+# By name: the reader of modkit, and its equivalent in torch.
 READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any] | None]] = {
     "load_checkpoint": (load, torch_load),
     "mmap": (load_mapped, torch_load_mapped),
@@ -116,7 +116,7 @@ READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any] | None]] =
 
 
 def same_values(found: Any, expected: Any) -> str:
-    """Return how averages or modules differ; averages have storages of their own."""
+    """Return the difference between averages or modules; averages have separate storages."""
     if found.keys() != expected.keys():
         return f"names {[*found]} instead of {[*expected]}"
     for name, value in found.items():
@@ -148,7 +148,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 @functools.cache
 def intact(name: str, reader: str) -> Any:
-    """Return what a reader of torch makes of an intact file."""
+    """Return the result of torch's reader for an intact file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "intact.pt")
         path.write_bytes(seeds()[name])
@@ -158,7 +158,7 @@ def intact(name: str, reader: str) -> Any:
 
 
 def readers_of(chosen: Case, number: int) -> Iterator[str]:
-    """Return the readers that a file goes through: those of its kind, and sometimes all."""
+    """Return the readers for a file: those of its kind, and sometimes all."""
     is_script = chosen.name == "script"
     for reader in READERS:
         for_scripts = reader == "jit.load"
@@ -167,7 +167,7 @@ def readers_of(chosen: Case, number: int) -> Iterator[str]:
 
 
 def faults_of(chosen: Case, number: int, folder: Path, counts: Counter[str]) -> Iterator[Fault]:
-    """Read a file with all readers, and yield what is wrong."""
+    """Read a file with all readers, and yield the errors."""
     # A new name each time: tensors of the last file may still be mapped from it.
     path = folder / f"{number}.pt"
     path.write_bytes(chosen.data)
@@ -186,7 +186,7 @@ def faults_of(chosen: Case, number: int, folder: Path, counts: Counter[str]) -> 
 
 
 def outcome_of(reader: str, chosen: Case, path: Path) -> tuple[str, str]:
-    """Read a file with one reader; return what came of it, and a text if that is a fault."""
+    """Read a file with one reader; return the outcome, and a text if it is an error."""
     try:
         found = READERS[reader][0](path)
     except FileError as error:
@@ -209,14 +209,14 @@ def outcome_of(reader: str, chosen: Case, path: Path) -> tuple[str, str]:
         other.write_bytes(replaced(chosen.data, {".data/serialization_id": None}))
         right, refused = outcome(expected, other)
         other.unlink()
-    # A member that modkit has no need of may keep torch from reading the file: then it is as it was.
+    # Torch may fail on a member that modkit does not read; modkit then returns the intact content.
     if refused is not None:
         right, refused = outcome(intact, chosen.name, reader)
     if refused is not None:
         return "read, torch refuses", f"{type(refused).__name__}: {refused}"
     compare = difference if reader in {"load_checkpoint", "mmap"} else same_values
     text, uncompared = outcome(compare, found, right)
-    # Of some objects that a pickle can make, torch cannot tell the parts.
+    # Torch cannot traverse some objects that a pickle can make.
     if uncompared is not None and outcome(compare, right, right)[1] is None:
         text = "".join(traceback.format_exception(uncompared))
     return ("read otherwise", text) if text else ("same", "")
@@ -255,14 +255,14 @@ def work(options: argparse.Namespace) -> int:
         clock[:] = CLOCK.pack(number, time.monotonic())
 
     counts = run(options.seed, range(options.start, options.files, options.step), say, begun)
-    # Ending takes time too, and is no file.
+    # Shutting down takes time too, and does not count as a file.
     clock[:] = CLOCK.pack(options.files, time.monotonic() + 60)
     say(counts)
     return 0
 
 
 class Worker:
-    """A process that reads every n-th file, and is started again after a file that has killed it."""
+    """A process that reads every n-th file, and is restarted after a file that crashes it."""
 
     def __init__(self, options: argparse.Namespace, start: int, folder: Path) -> None:
         self._options, self._next = options, start
@@ -283,7 +283,7 @@ class Worker:
             )
 
     def poll(self, limit: float) -> Fault | None:
-        """Return a fault if the process has died or hangs, and go on behind the file."""
+        """Return an error if the process has died or hangs, and continue after the file."""
         number, since = CLOCK.unpack(self._clock.read_bytes())
         code = self._process.poll()
         if code == 0:
@@ -321,7 +321,7 @@ class Worker:
 
 
 def keep(seed: int, fault: Fault) -> None:
-    """Write the file that shows a fault, and what is wrong."""
+    """Write a file that causes an error, and the error."""
     KEPT.mkdir(parents=True, exist_ok=True)
     chosen = case(seed, fault.number)
     stem = f"{seed}-{fault.number}-{fault.reader.replace('?', 'worker')}"
@@ -369,7 +369,7 @@ def fuzz(options: argparse.Namespace) -> int:
 
 
 def one(options: argparse.Namespace) -> int:
-    """Read one file in this process, and print what came of it."""
+    """Read one file in this process, and print the outcome."""
     found: list[Fault] = []
     chosen = case(options.seed, options.only)
     print(chosen.name, chosen.how, len(chosen.data), "checked" if chosen.checked else "")
@@ -382,7 +382,7 @@ def one(options: argparse.Namespace) -> int:
 
 
 def guided(options: argparse.Namespace) -> int:
-    """Let atheris make pickles that reach more of the code, within files of right checksums."""
+    """Let atheris generate pickles for coverage, in files with correct checksums."""
     with contextlib.suppress(ImportError):
         atheris = importlib.import_module("atheris")
         with atheris.instrument_imports(include=["modkit.files"]):
@@ -394,7 +394,7 @@ def guided(options: argparse.Namespace) -> int:
 
 
 def explore(atheris: Any, options: argparse.Namespace) -> int:
-    """Run atheris on the readers of checkpoints; a fault ends it."""
+    """Run atheris on the readers of checkpoints; an error ends the run."""
     from tests.unit.files.raw_zip import unpacked, with_pickle
 
     folder = Path(tempfile.mkdtemp())

@@ -1,4 +1,4 @@
-"""``EMA`` on models with unusual tensors, against an average that is written out in float64."""
+"""``EMA`` on models with unusual tensors, compared with a reference in float64."""
 
 import io
 import itertools
@@ -80,10 +80,10 @@ SAMPLE = CASES[::17]
 
 
 def tolerance(dtype: torch.dtype, precision: str, updates: int) -> float:
-    """Return the largest error of an average of numbers up to 1, by the documented precision.
+    """Return the largest error of an average of values up to 1, by the documented precision.
 
     Each update rounds to the dtype of the average, by up to half its eps, or by a whole eps where it
-    rounds at random. A low-order error term in 16 bits squares the eps; the arithmetic is in float32.
+    rounds at random. A low-order error term in bf16 or fp16 squares the eps; the arithmetic is in float32.
     """
     eps = torch.finfo(dtype).eps
     narrow = dtype in (torch.bfloat16, torch.float16)
@@ -100,7 +100,7 @@ def tolerance(dtype: torch.dtype, precision: str, updates: int) -> float:
 
 
 class Walk:
-    """A model on a random walk, its average, and what the reference has seen."""
+    """A model on a random walk, its average, and the history for the reference."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -158,7 +158,7 @@ def values_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def check_swap(walk: Walk) -> None:
-    """Assert that the model holds the averages in the block, and its own bits after it."""
+    """Assert that the model holds the averages in the block, and bitwise its own weights after it."""
     expected, before = freeze(in_model_dtype(walk)), freeze(values_of(walk.model))
     objects = [id(tensor) for tensor in tensors(walk.model).values()]
     state = freeze(walk.ema.state_dict())
@@ -172,7 +172,7 @@ def check_swap(walk: Walk) -> None:
 
 
 def check_averaged_model(walk: Walk) -> None:
-    """Assert that the model that is made of the averages holds them, and shares no memory."""
+    """Assert that a model built from the averages holds them in separate memory."""
     before = freeze(values_of(walk.model))
     made = walk.ema.averaged_model()
 
@@ -193,7 +193,7 @@ def saved(state: dict[str, object]) -> io.BytesIO:
 
 
 def resumed(case: Case, file: io.BytesIO) -> Walk:
-    """Return a walk that goes on in a fresh average of an equal model."""
+    """Return a walk that continues in a new average of an equal model."""
     walk = Walk(case)
     for step in range(SAVED_AFTER):
         move(walk.model, step)
@@ -203,7 +203,7 @@ def resumed(case: Case, file: io.BytesIO) -> Walk:
 
 
 def check(case: Case) -> None:
-    """Walk, save in the middle, go on, and compare with the reference and a resumed walk."""
+    """Walk with a save in the middle, and compare with the reference and a resumed walk."""
     walk = Walk(case)
     walk.go(0, SAVED_AFTER)
     walk.check()
@@ -225,18 +225,18 @@ def name_of(case: Case) -> str:
 
 @for_each("case", SAMPLE, ids=name_of)
 def test_a_sample_of_the_combinations(case: Case) -> None:
-    """The average is that of the reference, is swapped in and out, and resumes bitwise."""
+    """The average equals the reference, swaps in and out, and resumes bitwise identically."""
     check(case)
 
 
 @pytest.mark.property
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_all_combinations(case: Case) -> None:
-    """Every model, precision, schedule and interval passes what the sample passes."""
+    """Every model, precision, schedule and interval equals the reference."""
     check(case)
 
 
 @for_each("option", range(4), ids=Case._fields)
 def test_the_sample_has_every_option(option: int) -> None:
-    """No model, precision, schedule or interval is left out of the default session."""
+    """The default session covers every model, precision, schedule and interval."""
     assert {case[option] for case in SAMPLE} == {case[option] for case in CASES}

@@ -1,4 +1,4 @@
-"""What is kept of each average: its tensors, flat buffers of the small ones, and error terms."""
+"""Storage of an average: its tensors, flat buffers of the small ones, and error terms."""
 
 import ctypes
 from collections.abc import Callable, Mapping
@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import torch
+from torch import Tensor
 
-from modkit._types import Tensor
 from modkit._upstream import foreach_copy_
 from modkit.averaging.named_tensors import PLAIN, Options, is_averaged
 from modkit.averaging.precision import full_value, is_rounded
@@ -178,7 +178,7 @@ class Average:
             value, error = value.to(wide).add(local_shard(error)), None
         tensor.copy_(value)
         if own is not None:
-            # What the tensor cannot hold of the value.
+            # The rounding error of the tensor.
             lost = value.to(tensor.device) - tensor if error is None else local_shard(error)
             local_shard(own).copy_(lost)
 

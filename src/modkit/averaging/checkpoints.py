@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from modkit._namespace import publish
-from modkit._types import Tensor
 from modkit.averaging.named_tensors import check_match, is_averaged
 from modkit.averaging.precision import kept_dtype
 from modkit.files.checkpoint_files import Checkpoint

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from typing import Any, Final, Generic, TypeAlias, TypedDict, cast
 
 import torch
+from torch import Tensor
 from typing_extensions import Self, TypeVar
 
 from modkit._namespace import publish
-from modkit._types import Tensor
 from modkit._upstream import RemovableHandle
 from modkit.averaging import state as ema_state
 from modkit.averaging.engine import Engine
@@ -236,7 +236,9 @@ class EMA(Generic[ModelT]):
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if any_swapped(self.model):
             text = "EMA: optimizer.step() was called inside applied()"
-            raise RuntimeError(f"{text}, where it would train the average")
+            raise RuntimeError(
+                f"{text}: the model holds the averaged weights. Call step() outside of the block."
+            )
         if id(optimizer) in self._stepped:
             self._stepped.clear()
             self.update()

@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import Self, override
 
 from modkit._messages import MSG_NOTHING_CHOSEN, MSG_REBIND, add_note
-from modkit._types import Tensor
 from modkit.averaging import precision, state as ema_state
 from modkit.averaging.averages import Average, Tensors, can_share
 from modkit.averaging.named_tensors import (
@@ -243,7 +243,7 @@ class _Pairing:
 
 
 class Cache:
-    """What was made for the latest model, without keeping that model alive. Copies are empty."""
+    """A value cached for the latest model, without keeping that model alive. Copies are empty."""
 
     def __init__(self) -> None:
         self._value: Any = None

@@ -8,11 +8,11 @@ from itertools import chain
 from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 import torch
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from modkit._types import Tensor
 from modkit._upstream import foreach_copy_, tensor_guard
 from modkit.averaging.precision import PRECISIONS, OnNonfinite, Precision, kept_dtype
 from modkit.averaging.sharding import is_sharded, local_shard, reshard

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from modkit._namespace import publish
-from modkit._types import Tensor
 from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors, check_match, shapes_of
 from modkit.averaging.precision import compact

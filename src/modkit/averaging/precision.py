@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal, TypeAlias, cast, get_args
 
 import torch
+from torch import Tensor
 
-from modkit._types import Tensor
 from modkit._upstream import foreach_copy_, foreach_lerp_, foreach_norm
 from modkit.averaging.sharding import local_shard, meshes_of, true_everywhere
 

@@ -157,7 +157,7 @@ class _Clamped(Schedule):
 
 @dataclass(frozen=True)
 class Constant(_ClosedForm):
-    """The same decay, 0 to 1, at every step; the average spans about ``1 / (1 - decay)`` steps."""
+    """A constant decay, 0 to 1; the average spans about ``1 / (1 - decay)`` steps."""
 
     decay: float = field(default=0.999, metadata=_FRACTION)
 

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-
-from modkit._types import Tensor
+from torch import Tensor
 
 
 def is_sharded(tensor: object) -> bool:

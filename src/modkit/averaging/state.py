@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias, cast
 
 import torch
+from torch import Tensor
 
-from modkit._types import Tensor
 from modkit.averaging import schedules as decays
 from modkit.averaging.named_tensors import (
     NamedTensors,
@@ -74,7 +74,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-# What the parts of a state must be. The kinds of tensors are tested in this order.
+# Checks of the parts of a state. The kinds of tensors are tested in this order.
 _KINDS: Final[dict[str, Callable[[Any], bool]]] = {
     "a mapping": lambda value: isinstance(value, Mapping),
     "a list": lambda value: isinstance(value, (list, tuple)),

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
@@ -16,7 +17,6 @@ from modkit._messages import (
     MSG_WRITTEN_INSIDE,
     add_note,
 )
-from modkit._types import Tensor
 from modkit.averaging.named_tensors import NamedTensors, check_match, shapes_of
 from modkit.averaging.sharding import local_shard, reshard, sharded_places
 
@@ -123,7 +123,7 @@ class Swap:
         _active.append(self)
 
     def position(self, tensor: Tensor) -> int | None:
-        """Return where a tensor stands in the lists, or None if it is not swapped."""
+        """Return the index of a tensor in the lists, or None if it is not swapped."""
         if len(self._index) != len(self._tensors):
             self._index = {id(one): place for place, one in enumerate(self._tensors)}
         return self._index.get(id(tensor))

@@ -1,4 +1,4 @@
-"""What the commands share: tables of text from files, progress bars, and JSON."""
+"""Helpers of the commands: tables of text from files, progress bars, and JSON."""
 
 import json
 import os

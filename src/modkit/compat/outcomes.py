@@ -102,7 +102,7 @@ def _freeze_module(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def freeze(value: Any) -> Any:
-    """Turn a value into plain data that compares bit by bit."""
+    """Turn a value into plain data that compares bitwise."""
     if isinstance(value, torch.Tensor):
         return _freeze_tensor(value)
     if isinstance(value, torch.nn.Module):

@@ -103,7 +103,7 @@ def _kind_of_pickle(head: bytes) -> str | None:
             for instruction, argument, _ in islice(pickletools.genops(head), 10_000):
                 name = instruction.name
                 parts = re.split("[ .]", str(argument)) if name in {"GLOBAL", "INST"} else ()
-                # The letters of a text are instructions of protocol 0, but make no sense together.
+                # The letters of a text are instructions of protocol 0, but not a valid sequence.
                 if not all(map(str.isidentifier, parts)) or (name == "INST" and "MARK" not in seen):
                     break
                 if argument == _LEGACY_MAGIC and len(seen) < 3:

@@ -1,4 +1,4 @@
-"""The parts of ``torch.optim`` that modkit has an own version of."""
+"""modkit's replacements for parts of ``torch.optim``."""
 
 from modkit._namespace import publish_all as _publish_all
 from modkit.optim import swa_utils

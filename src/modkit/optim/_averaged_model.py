@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeAlias, TypeGuard, cast
 
 import torch
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import (
     AveragedModel as _TorchAveragedModel,
@@ -15,7 +16,6 @@ from torch.optim.swa_utils import (
 from typing_extensions import TypeVar, override
 
 from modkit._messages import add_note
-from modkit._types import Tensor
 from modkit._upstream import foreach_devices, make_parameter
 from modkit.averaging.averages import Average, flat_buffers
 from modkit.averaging.engine import Cache, Group, Plan
@@ -405,7 +405,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        # Whoever has the state may write to the count.
+        # The caller may write to the count in the state.
         self.sync_n_averaged()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -417,7 +417,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
 
 
 class _Runtime:
-    """What an averaged model needs for its updates and does not save. Copies of it are empty."""
+    """Unsaved state for the updates of an averaged model. Copies are empty."""
 
     def __init__(self, options: Options, frozen: frozenset[str] = frozenset()) -> None:
         self.options = options

@@ -1,4 +1,4 @@
-"""What libraries that average weights can do: each function returns True if a library's average does it.
+"""Features of weight-averaging libraries: each function returns True if a library's average has it.
 
 A function takes a class of `tests.integration.averaging_peers.peers`. `docs/render_peers.py --run` stores all outcomes, and
 `test_averaging_peer_table.py` compares the table with them.
@@ -81,7 +81,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# What is averaged.
+# Averaged tensors.
 
 
 def tied_weights(make):
@@ -382,7 +382,7 @@ def state_by_name(make):
 
 
 def state_holds_the_decay(make):
-    """What goes on from a saved state has the decay that was in use, not the one it was made with."""
+    """An average that resumes from a state has the saved decay, not the one of its constructor."""
 
     def run(decay_of_rest):
         peer = updated(make(named(a=weight(1)), 0.05), 1, 1, 0)

@@ -55,7 +55,7 @@ def test_resume(tmp_path: Path, epochs: int, every: int) -> None:
 
 
 def test_an_error_in_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error while the average is in the model leaves the raw weights in it."""
+    """An error while the average is in the model restores the training weights."""
 
     def fail(self: Any) -> None:
         raise KeyboardInterrupt

@@ -79,7 +79,7 @@ def check_subclass(impl: Implementation, size: int, **arguments) -> None:
 def test_a_subclass_may_have_parameters_of_its_own(
     impl: Implementation, rule: str, size: int
 ) -> None:
-    """What a subclass has registered beside the averaged copy is neither read nor written."""
+    """Members that a subclass registers are neither read nor written."""
     check_subclass(impl, size, **RULES[rule](impl))
 
 
@@ -242,7 +242,7 @@ def test_lazy_models_are_averaged_once_they_have_shapes(impl: Implementation) ->
 
 
 def test_a_model_may_hold_its_average(impl: Implementation) -> None:
-    """An average that is a child of the model is no part of what is averaged."""
+    """An average that is a child of the model is not averaged itself."""
     model = impl.own.Linear(1, 1)
     model.average = impl.AveragedModel(model)
     with torch.no_grad():

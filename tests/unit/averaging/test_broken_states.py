@@ -154,7 +154,7 @@ BROKEN: list[tuple[str, Callable[[State], None], str]] = [
     ("plain", drop(*WEIGHT), "1 missing: 0.weight"),
     ("several", drop("averages", 1, "tensors", "0.weight"), "1 missing: 0.weight"),
     ("several", put(ONES.cfloat(), "averages", 1, "tensors", "0.weight"), "dtype like"),
-    # What the precisions add.
+    # Entries of the precisions.
     ("compensated", put(None, *FIRST, "rests"), r"\['rests'\] must be a mapping, got None"),
     ("compensated", put(0.0, *FIRST, "rests", "0.weight"), "must be a tensor, got 0.0"),
     ("compensated", put(ONES.T, *FIRST, "rests", "0.weight"), r"of shape \(6, 4\), that of"),
@@ -166,7 +166,7 @@ BROKEN: list[tuple[str, Callable[[State], None], str]] = [
     ("rounded", put(torch.zeros(3).byte(), *FIRST, "generators", "cpu"), "state of a generator"),
     ("rounded", put(torch.zeros(3).byte(), *FIRST, "generators", "banana"), "name of a device"),
     ("rounded", put(torch.zeros(3).byte(), *FIRST, "generators", 0), "name of type str"),
-    # What the schedules add.
+    # Entries of the schedules.
     # Buffers and training weights.
     ("plain", put(None, "buffers"), "buffers must be a mapping, got None"),
     ("plain", put(1, "buffers", "1.running_mean"), "must be a tensor, got 1"),
@@ -269,7 +269,7 @@ FOREIGN: list[tuple[State, str]] = [
     ids=[f"{number} {text}" for number, (_, text) in enumerate(FOREIGN)],
 )
 def test_a_broken_state_of_another_library_changes_nothing(state: State, text: str) -> None:
-    """The same holds for the states of other libraries and for plain weights."""
+    """A broken state of another library, or broken plain weights, change nothing."""
     ema = started("plain")
     before = freeze(ema.state_dict())
 

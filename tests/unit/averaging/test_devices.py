@@ -40,7 +40,7 @@ MODEL_OPTIONS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def no_waiting(device: str) -> Generator[CountCalls]:
-    """Let every wait for the device be an error, and count the values that are asked for."""
+    """Make every host sync an error, and count the values that are read."""
     mode = torch.cuda.get_sync_debug_mode() if device == "cuda" else 0
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")

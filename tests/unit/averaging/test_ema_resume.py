@@ -102,7 +102,7 @@ def test_a_run_that_is_resumed_has_every_bit(
 
 
 def test_a_checkpoint_from_inside_the_swap_brings_the_weights_back() -> None:
-    """What was saved with the average in the model goes on with the raw weights, and warns."""
+    """A state saved with the average in the model resumes from the training weights, and warns."""
     whole = Run(torch.float32, {"decay": 0.9})
     whole.steps(0, 4)
     with whole.ema.applied():
@@ -181,7 +181,7 @@ def test_other_kinds_of_states_are_refused() -> None:
 
 
 def test_an_empty_state_starts_anew() -> None:
-    """A checkpoint without an average is no error: the next update copies."""
+    """A checkpoint without an average loads; the next update copies."""
     ema = started()
     with pytest.warns(UserWarning, match="averaging starts anew"):
         ema.load_state_dict({})

@@ -52,7 +52,7 @@ def test_files_of_safetensors_are_those_of_the_library(tmp_path) -> None:
 
 
 def test_files_of_torch_keep_ties_and_versions(tmp_path) -> None:
-    """What is one tensor is one storage; the file is no larger than what it holds."""
+    """Tied tensors share one storage; the file is not larger than its contents."""
     ema = averaged_odd()
     export_average(ema, tmp_path / "odd.pt")
     export_average(modkit.EMA(network()), tmp_path / "net.pt")

@@ -89,7 +89,7 @@ def test_a_copy_of_an_averaged_model_is_updated(copied: Callable[..., Any]) -> N
     assert all(parameter.eq(0.0).all() for parameter in average.parameters())
     assert all(parameter.eq(2.0).all() for parameter in other.parameters())
     other.share_memory()
-    # What a spawned process gets is in shared memory.
+    # A spawned process gets shared memory.
     again = pickle.loads(ForkingPickler.dumps(other))
     assert all(parameter.is_shared() for parameter in again.parameters())
     again.update_parameters(model)

@@ -89,7 +89,7 @@ class Trap:
 
 
 def test_nothing_in_a_state_is_run(tmp_path) -> None:
-    """What is no tensor is read as torch.load does with weights_only=True."""
+    """Entries that are not tensors are read as by torch.load with weights_only=True."""
     ema, _ = trained(decay=0.9)
     dcp.save({"ema": {**ema.state_dict(), "more": Trap()}}, checkpoint_id=tmp_path)
     Trap.sprung = False

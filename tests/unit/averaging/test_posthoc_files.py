@@ -89,7 +89,7 @@ def test_snapshot_that_was_asked_for(tmp_path):
     ids=["narrower", "later", "earlier", "between", "too wide"],
 )
 def test_extrapolation_is_refused(tmp_path, sigma_rel, step, text):
-    """What the snapshots cannot tell is an error, not a guess."""
+    """A width that the snapshots cannot reconstruct is an error."""
     save_walk(tmp_path, walk(300, 4))
 
     with pytest.raises(ValueError, match=text):
@@ -125,7 +125,7 @@ def test_dtypes_of_odd_tensors(tmp_path):
 
 
 def test_buffers_are_those_of_the_latest_snapshot(tmp_path):
-    """What is not averaged is not combined either, since some coefficients are negative."""
+    """Tensors that are not averaged are not combined, since some coefficients are negative."""
     for step in (100, 200):
         for sigma_rel in (0.05, 0.1):
             save_snapshot(
@@ -170,7 +170,7 @@ def test_interrupted_write(tmp_path, monkeypatch):
 
 
 def test_left_over_files_are_no_snapshots(tmp_path):
-    """What a process that died has left behind, and checkpoints in the same place, do not count."""
+    """Leftovers of a killed process, and checkpoints in the folder, are ignored."""
     save_walk(tmp_path, walk(100, 2))
     for name in (".ema-0000000200-0.05.pt.1.tmp", "checkpoint.pt"):
         (tmp_path / name).write_bytes(b"unfinished")
@@ -212,7 +212,7 @@ def test_no_snapshots(tmp_path):
 
 
 def test_other_files(tmp_path):
-    """A file that is no snapshot is an error that names it."""
+    """A file that is not a snapshot is an error that names it."""
     torch.save({"weight": torch.ones(1)}, tmp_path / "ema-1.pt")
 
     with pytest.raises(ValueError, match=r"ema-1\.pt is not a snapshot of an average"):
@@ -235,7 +235,7 @@ def test_peak_memory(tmp_path):
         text = Path("/proc/self/status").read_text(encoding="ascii")
         return int(re.search(rf"{line}:\s+(\d+) kB", text)[1]) * 1024
 
-    # What was freed before goes back to the system, or it would be used again without being counted.
+    # Return freed memory to the system, since reusing it would not be counted.
     getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = resident("VmRSS")

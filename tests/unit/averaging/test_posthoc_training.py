@@ -254,7 +254,7 @@ def test_no_average_yet(tmp_path):
     ids=["none", "wide", "interval", "snapshots", "multiple"],
 )
 def test_refused_options(tmp_path, options, text):
-    """Numbers that make no sense are refused when the averages are made."""
+    """Invalid numbers are refused when the averages are created."""
     with pytest.raises(ValueError, match=text):
         PostHocEMA(nn.Linear(1, 1), tmp_path, **options)
 

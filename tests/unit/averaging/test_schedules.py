@@ -34,7 +34,7 @@ def clip(values, low, high):
     return np.minimum(np.maximum(values, low), high)
 
 
-# What the sources write, with numpy on all steps at once; n is as in schedules.py.
+# The formulas of the sources, in NumPy over all steps; n is as in schedules.py.
 REFERENCES = [
     pytest.param(Constant(0.9999), lambda n: np.full(n.shape, 0.9999), id="torch"),
     pytest.param(
@@ -273,7 +273,7 @@ def test_numbers_of_other_libraries():
     ],
 )
 def test_refused_values(make, text):
-    """A number that makes no sense is refused with the class, the argument and the number."""
+    """An invalid number is refused with the class, the argument and the number."""
     with pytest.raises(ValueError) as raised:
         make()
 
@@ -291,7 +291,7 @@ def test_refused_values(make, text):
     ],
 )
 def test_refused_types(make, text):
-    """What is no number, and what says too little or too much, is refused too."""
+    """Values of a wrong type, and too few or too many arguments, are refused."""
     with pytest.raises(TypeError) as raised:
         make()
 

@@ -33,7 +33,7 @@ def trained(net: nn.Module, **options) -> "modkit.EMA":
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "compensated"])
 def test_the_average_of_shards_is_applied(mesh, precision) -> None:
-    """A forward inside sees the average, one after it the raw weights, whole ones left or not."""
+    """A forward inside uses the average, one after it the training weights, resharded or not."""
     net, reference = network(), network()
     fully_shard(net, mesh=mesh)
     ema, plain = trained(net, precision=precision), trained(reference, precision=precision)

@@ -254,7 +254,7 @@ def test_another_file_is_replaced_only_on_request(tmp_path: Path) -> None:
 def test_checkpoints_that_do_not_fit_are_refused_by_name(
     tmp_path: Path, change: Any, name: str
 ) -> None:
-    """The first name that does not fit stands in the error, and nothing is written."""
+    """The error names the first name that does not fit, and nothing is written."""
     saved = states()
     change(saved[1])
     paths = saved_as(tmp_path, "torch", saved)
@@ -305,9 +305,9 @@ def test_a_flipped_bit_is_never_averaged(tmp_path: Path) -> None:
     dice = random.Random(0)
     refused = 0
     for _ in range(300):
-        damaged = bytearray(content)
-        damaged[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
-        paths[1].write_bytes(damaged)
+        corrupted = bytearray(content)
+        corrupted[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        paths[1].write_bytes(corrupted)
         try:
             found = modkit.average_checkpoints(paths)
         except ValueError as error:

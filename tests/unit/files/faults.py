@@ -61,7 +61,7 @@ def fault(title: str, **options: Any) -> Callable[[Any], Any]:
     return register
 
 
-# What must hold.
+# Conditions.
 
 
 def names_in(folder: Path) -> set[str]:
@@ -488,7 +488,7 @@ def folder_as_target(writer: Writer, folder: Path, count: int) -> None:
     assert (target / "content").read_text() == "of the user"
 
 
-# What is raised where the folder of the target does not exist; the others make it.
+# Exceptions if the folder of the target does not exist; the other writers create it.
 _NO_FOLDER: Final = {
     "plain": FileNotFoundError,
     "jit": RuntimeError,

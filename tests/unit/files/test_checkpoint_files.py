@@ -53,9 +53,9 @@ def test_a_damaged_snapshot_is_never_put_to_use(tmp_path) -> None:
     dice = random.Random(0)
     refusals: list[str] = []
     for _ in range(40):
-        damaged = bytearray(content)
-        damaged[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
-        victim.write_bytes(damaged)
+        corrupted = bytearray(content)
+        corrupted[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        victim.write_bytes(corrupted)
         try:
             found = posthoc.reconstruct(tmp_path, 0.15).averages["weight"]
         except ValueError as error:

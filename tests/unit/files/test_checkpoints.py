@@ -61,9 +61,9 @@ def test_a_flipped_bit_is_an_error_or_means_nothing(tmp_path: Path) -> None:
     content, dice = path.read_bytes(), random.Random(0)
     refused = wrong_in_torch = 0
     for _ in range(300):
-        damaged = bytearray(content)
-        damaged[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
-        path.write_bytes(damaged)
+        corrupted = bytearray(content)
+        corrupted[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        path.write_bytes(corrupted)
         try:
             found = modkit.load_checkpoint(path)
         except ValueError:
@@ -76,7 +76,7 @@ def test_a_flipped_bit_is_an_error_or_means_nothing(tmp_path: Path) -> None:
 
 
 def loads_wrongly(path: Path, expected: Any) -> bool:
-    """Tell whether torch loads something else without an error."""
+    """Return True if torch loads other values without an error."""
     try:
         return not equal(torch.load(path, weights_only=True), expected)
     except Exception:

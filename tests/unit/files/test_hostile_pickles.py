@@ -40,7 +40,7 @@ readers = for_each("reader", OF_CHECKPOINTS)
 EMPTY = b"]"
 ONE = tuple_of(numbers(1))
 
-# Pickles that are no pickles, or end early.
+# Invalid pickles, and pickles that end early.
 BROKEN = {
     "nothing": b"",
     "only the protocol": b"\x80\x02",
@@ -57,9 +57,9 @@ BROKEN = {
     "frame of 2**40": b"\x80\x04\x95\0\0\0\0\0\x01\0\0N.",
     "int of 2 GB": b"\x80\x02\x8b\xff\xff\xff\x7fabc.",
     "negative length": b"\x80\x02\x8b\xff\xff\xff\xffabc.",
-    "text that is no text": b"\x80\x02" + text(b"\xff\xfe") + b".",
+    "text that is not UTF-8": b"\x80\x02" + text(b"\xff\xfe") + b".",
     "line without end": b"\x80\x02cos",
-    "name that is no text": b"\x80\x02c\xff\n\xfe\n.",
+    "name that is not UTF-8": b"\x80\x02c\xff\n\xfe\n.",
     "pop from nothing": b"\x80\x020000.",
     "mark without end": b"\x80\x02((((.",
     "tuple without mark": b"\x80\x02t.",
@@ -71,7 +71,7 @@ BROKEN = {
     "memo far away": b"\x80\x02j\xff\xff\xff\xff.",
     "memo in text": b"\x80\x02g99999999999999999999\n.",
     "negative memo": b"\x80\x02Np-1\n.",
-    "memo that is no number": b"\x80\x02Npabc\n.",
+    "memo that is not a number": b"\x80\x02Npabc\n.",
     "number in text": b"\x80\x02I" + b"9" * 5000 + b"\n.",
     "float in text": b"\x80\x02Fabc\n.",
     "quotes in text": b"\x80\x02S'abc\n.",
@@ -83,7 +83,7 @@ BROKEN = {
     "read-only buffer": b"\x80\x05N\x98.",
     "id in text": b"\x80\x02Pstorage\n.",
 }
-# What a pickle must not say about storages and tensors.
+# Invalid storages and tensors in a pickle.
 WRONG = {
     "id is None": b"NQ",
     "id is a number": numbers(3) + b"Q",
@@ -156,7 +156,7 @@ WRONG = {
     "state of None": b"N}b",
     "new object of a tensor": named("torch", "Tensor") + tuple_of(numbers(-5)) + b"\x81",
 }
-# What torch reads, or refuses; modkit does the same.
+# Pickles that torch reads or refuses, with the same outcome in modkit.
 ODD = {
     "key is a number": tensor(storage(key=numbers(0))),
     "location is a number": tensor(storage(location=numbers(0))),
@@ -223,7 +223,7 @@ def test_broken_pickles(case, reader, tmp_path):
 
 @for_each("case", BROKEN)
 def test_broken_pickles_in_scripts(case, tmp_path):
-    """The same in TorchScript archives, where torch's C++ reader may be the one that refuses."""
+    """A broken pickle in a TorchScript archive is an error of modkit or of torch's C++ reader."""
     path = written(tmp_path, replaced(script(), {"data.pkl": BROKEN[case]}))
     with pytest.raises(RuntimeError), limits():
         READERS["jit.load"](path)
@@ -239,7 +239,7 @@ def test_wrong_tensors(case, reader, tmp_path):
 @readers
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_tensors_beside_a_set(case, reader, tmp_path):
-    """The same where torch.load reads the pickle, as it does for what is more than a plain state dict."""
+    """Wrong tensors are refused in a file with a set too, which torch.load reads."""
     more = text("set") + called(named("__builtin__", "set"), EMPTY) + b"s"
     pickled = b"\x80\x02}" + more + state(WRONG[case])[3:]
 
@@ -458,7 +458,7 @@ def test_bombs(case, reader, tmp_path):
 
 @for_each("case", [case for case in BOMBS if "memo" not in case])
 def test_bombs_in_old_files(case, tmp_path):
-    """The same in files from before torch 1.6, which are averaged."""
+    """Bombs in files from before torch 1.6 are refused."""
     intact = saved({"w": torch.ones(2)}, _use_new_zipfile_serialization=False)
     parts = pickles_of(intact)
     path = written(tmp_path, b"".join([*parts[:3], BOMBS[case], *parts[4:]]))
@@ -540,7 +540,7 @@ def test_refused_files_do_not_change_later_loads(tmp_path):
 
 
 def test_nothing_of_scripts_is_executed(tmp_path):
-    """The same in TorchScript archives."""
+    """Calls of functions in TorchScript archives are refused and not executed."""
     marker = tmp_path / "executed"
     for number, (name, pickled) in enumerate(attempts(marker).items()):
         path = written(tmp_path, replaced(script(), {"data.pkl": pickled}), f"{number}.pt")

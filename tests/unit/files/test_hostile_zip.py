@@ -72,7 +72,7 @@ REFUSED = {
     "same name twice": lambda d: added(d, b"FOLDER/data.pkl"),
     "same name in capitals": lambda d: added(d, b"FOLDER/DATA.PKL"),
     "same folder in capitals": lambda d: added(d, folder_of(d).upper() + b"data.pkl"),
-    "name that is no text": lambda d: added(d, b"FOLDER/\xff\xfe"),
+    "name that is not UTF-8": lambda d: added(d, b"FOLDER/\xff\xfe"),
     "zero in a name": lambda d: added(d, b"FOLDER/data.pkl\0.txt"),
     "marked as folder": lambda d: changed(d, central={"external": 0x10}),
     "encrypted": lambda d: changed(d, central={"flags": 0x809}),

@@ -24,11 +24,11 @@ from tests.unit.files.same_objects import Different, assert_same, outcome
 
 
 FILES = [*CONTENTS, *WAYS]
-# What torch reads and modkit does not, because nothing in these files tells whether they are intact.
+# Files that torch reads and modkit refuses, because they have no checksums.
 REFUSED = {"legacy", "no checksums"}
 # Torch reverses bytes of storages without memory, and the process dies.
 CRASHES = {"big endian"}
-# What a user has to allow before torch reads these.
+# Classes that the user must allow-list before torch reads these.
 PERMISSIONS = {
     "subclasses": [Marked],
     "numpy values": [
@@ -71,7 +71,7 @@ def test_objects(name, tmp_path):
 
 @for_each("name", FILES)
 def test_objects_in_mapped_memory(name, tmp_path):
-    """The same holds for files that are mapped into memory."""
+    """Memory-mapped files are read as torch reads them."""
     assert_as_torch(written(tmp_path, name), name, mmap=True)
 
 
