@@ -616,3 +616,13 @@ def test_a_table_assigned_back_outlasts_the_block():
 
     assert [dict, dict] == [type(model._modules), type(copied._modules)]
     assert ["0", "1"] == list(model._modules) == list(copied._modules)
+
+
+def test_a_missing_option_of_a_layer_is_an_error_as_outside():
+    """Dropout in eval mode reads `inplace`, although it computes nothing."""
+    layer = nn.Dropout().eval()
+    del layer.inplace
+    with modkit.fast_inference(layer), pytest.raises(AttributeError) as caught:
+        layer(torch.ones(2))
+
+    assert "'Dropout' object has no attribute 'inplace'" == str(caught.value)
