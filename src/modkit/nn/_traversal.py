@@ -227,13 +227,16 @@ def _named_tensors(
     module: torch.nn.Module, table: str, prefix: str, recurse: bool, remove_duplicate: bool
 ) -> Iterator[tuple[str, Any]]:
     """Yield the pairs in the attribute ``table`` of ``module`` and, if ``recurse``, of all below it."""
-    options: Any = {"prefix": prefix, "remove_duplicate": remove_duplicate}
     if not all_standard(module, _NAMED_MEMBERS):
         members_of: Callable[[Any], Any] = lambda owner: getattr(owner, table).items()  # noqa: E731
-        yield from module._named_members(members_of, recurse=recurse, **options)
+        yield from module._named_members(
+            members_of, prefix=prefix, recurse=recurse, remove_duplicate=remove_duplicate
+        )
         return
     seen: dict[int, Any] = {}
-    owners = module.named_modules(**options) if recurse else [(prefix, module)]
+    owners: Any = [(prefix, module)]
+    if recurse:
+        owners = module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)
     for module_prefix, owner in owners:
         members = getattr(owner, table)
         if not members:
