@@ -45,7 +45,8 @@ def positions(root: torch.nn.Module) -> list[tuple[tuple[str, ...], torch.nn.Mod
     """List every place of the tree, shared modules once per place, reading the tables only."""
     found = [((), root)]
     for name, child in root._modules.items():
-        if child is not None:
+        # A deep copy of a module that forwards `__deepcopy__` to a parameter is a parameter.
+        if isinstance(child, torch.nn.Module):
             found += [((name, *path), module) for path, module in positions(child)]
     return found
 

@@ -92,8 +92,8 @@ def refuse_destructive_assignment(module: Any, name: str) -> None:
     if name not in members_of(module) and name not in module.__dict__:
         return
     # A `__getattr__` of the class may find the name in a child, too.
-    children = [child for child in module._modules.values() if child is not None]
-    found = type(module).__name__.endswith("Attentive") and any(name in vars(c) for c in children)
+    searches = type(module).__getattr__ is not torch.nn.Module.__getattr__
+    found = searches and any(hasattr(child, name) for child in module._modules.values())
     if found or (name in ODD_NAMES and name in members_of(module)):
         raise Skipped
 

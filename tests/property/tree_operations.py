@@ -195,7 +195,10 @@ def set_submodule(side: Any, module: Any, number: int, end: str, spec: Any, stri
 def copied(side: Any, module: Any, route: str) -> None:
     """Continue with a copy of the tree."""
     if route == "deepcopy":
-        side.model = copy.deepcopy(side.model)
+        made = copy.deepcopy(side.model)
+        if not isinstance(made, torch.nn.Module):
+            raise Skipped  # a class that forwards `__deepcopy__` to a parameter
+        side.model = made
     elif route == "pickle":
         side.model = pickle.loads(pickle.dumps(side.model))
     elif getattr(side, "scopes", None):
