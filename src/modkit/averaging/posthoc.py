@@ -27,11 +27,7 @@ PathLike: TypeAlias = str | os.PathLike[str]
 
 @dataclass(frozen=True, order=True)
 class Snapshot:
-    """A file with one power average, which ``torch.load(weights_only=True)`` reads.
-
-    ``step`` is the number of steps that the average spans, the initial copy included; ``sigma_rel``
-    is its relative width.
-    """
+    """A file with a power average of ``step`` steps, the initial copy included, and width ``sigma_rel``."""
 
     step: int
     sigma_rel: float

@@ -156,11 +156,7 @@ def full_value(average: Tensor, error: Tensor | None) -> Tensor:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return whether all elements are finite, as a tensor on the device: no host sync.
-
-    On CPU a finite sum proves it, at a third of the cost of a ``lerp_``; a sum may also overflow, and
-    only then are the elements of that tensor tested.
-    """
+    """Return whether all elements are finite, on the device; a sum is tried first, as it is fast."""
     real = [_as_real(tensor) for tensor in tensors if tensor.numel()]
     if all(reads_are_free(tensor.device) for tensor in real):
         return torch.tensor(all(map(_has_finite_elements, real)), device="cpu")

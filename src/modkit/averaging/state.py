@@ -52,10 +52,7 @@ class LoadedState:
 
 @dataclass(frozen=True)
 class Converted:
-    """Averages that another library saved; ``source`` is as in :func:`recognise`.
-
-    ``n_averaged`` includes the initial copy, and is None if unknown.
-    """
+    """Averages of another library; ``n_averaged`` includes the initial copy, or is None if unknown."""
 
     source: str
     averages: dict[str, Tensor]
@@ -293,10 +290,7 @@ def with_empty_parts(state: dict[str, Any]) -> dict[str, Any]:
 def matched(
     loaded: LoadedState, members: NamedTensors, options: Options
 ) -> tuple[dict[str, Tensor], set[str], list[dict[str, Tensor]]]:
-    """Match a state with the tensors of the model by name; a lazy model takes every name.
-
-    Returns the averaged tensors, the names of copied buffers, and the tensors of each average.
-    """
+    """Return the averaged tensors, names of copied buffers and tensors of each average."""
     averaged: dict[str, Tensor] = dict(loaded.averages[0]["tensors"])
     copied = set(loaded.buffers)
     if not members.has_lazy():
@@ -360,10 +354,7 @@ _MARKS: Final = {
 
 
 def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
-    """Return the library that a state is from, or None if it is unknown.
-
-    With a model, plain weights under the names of its parameters are ``"weights"``.
-    """
+    """Return the library of a state, ``"weights"`` for plain weights of a model, or None."""
     keys = state.keys()
     if not all(isinstance(cast("object", key), str) for key in keys):
         return None

@@ -29,10 +29,7 @@ Pairs: TypeAlias = list[Pair]
 
 
 def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> Pairs:
-    """Pair values with the tensors of a model by name, or raise NameMismatchError.
-
-    A buffer may have another shape.
-    """
+    """Pair values with the tensors of a model by name; only buffers may have another shape."""
     found = {name: one for name in values if (one := named.member(name)) is not None}
     shapes = {n: one.current().shape if one.is_parameter else None for n, one in found.items()}
     check_match("EMA: the averages do not fit the model", shapes_of(values), shapes)
@@ -52,10 +49,7 @@ class _DetachedCopies(TorchFunctionMode):
 
 
 def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT:
-    """Return a deep copy of a model, which may hold results of autograd.
-
-    ``copies`` are copies of its parameters that were made already, by the ``id`` of the parameter.
-    """
+    """Return a deep copy of a model with results of autograd; ``copies`` maps ids to copies."""
     try:
         return copy.deepcopy(model, dict(copies or {}))
     except RuntimeError:
@@ -130,10 +124,7 @@ class Swap:
 
     @torch.no_grad()
     def undo(self) -> str | None:
-        """Restore the data; return a message if the tensors were changed in between.
-
-        Swaps may be undone in any order: a later one then restores the data that it has found.
-        """
+        """Restore the data, in any order of swaps; return a message if the tensors were changed."""
         with _lock:
             later = _active[_active.index(self) + 1 :]
             problem = self._problem()
@@ -215,10 +206,7 @@ def _versions(tensors: list[Tensor]) -> list[int]:
 
 @contextmanager
 def exchanged(pairs: Iterable[Pair]) -> Generator[None]:
-    """Exchange data for the length of a block.
-
-    A block that changes the tensors ends with a RuntimeError, or with a note on its own error.
-    """
+    """Exchange data for the length of a block, which must not change the tensors."""
     swap = Swap(pairs)
     try:
         yield

@@ -293,10 +293,7 @@ def _memory(value: Any) -> int:
 
 
 class _CheckpointIO(CheckpointIO):
-    """Wraps the plugin of a strategy: writes are atomic, and loads verify checksums.
-
-    Weights-only checkpoints, for which Lightning calls no callback, get the average here.
-    """
+    """Wraps a strategy's plugin: atomic writes, verified loads, averages in weights-only files."""
 
     def __init__(self, trainer: Any, callback: EMACallback) -> None:
         inner: Any = trainer.strategy.checkpoint_io

@@ -33,11 +33,7 @@ Keeps = Callable[[torch.Tensor], bool]
 
 
 class Replacements(dict[int, tuple[weakref.ref[Any], Any]]):
-    """Maps tensors, by identity, to what they were replaced by.
-
-    The references are weak, because the memory of a replaced tensor must be free at once: a model
-    may fill the device.
-    """
+    """Maps tensors, by identity, to replacements; weakly, so that replaced memory is free at once."""
 
     def find(self, tensor: torch.Tensor) -> Any:
         """Return what ``tensor`` was replaced by; None if it was not."""

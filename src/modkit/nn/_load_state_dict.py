@@ -93,10 +93,7 @@ _RUNNING: Final[dict[int, _Load]] = {}
 def load(
     self: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> IncompatibleKeys:
-    """Copy the tensors of a state dict into this module and all below it.
-
-    See :func:`modkit.load_state_dict`.
-    """
+    """Copy the tensors of a state dict into this module and all below; as ``modkit.load_state_dict``."""
     if not isinstance(cast("object", state_dict), Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
     loading = _Load(state_dict, assign=assign)

@@ -28,10 +28,7 @@ Methods = tuple[tuple[str, object], ...]
 
 
 def standard(function: FunctionT) -> FunctionT:
-    """Declare ``function`` as ours for torch's method of the same name; errors show torch's name.
-
-    The function itself checks whether torch's is patched. All others are ``patchable``.
-    """
+    """Declare ``function`` as ours for torch's of that name; it looks for a patch of torch's itself."""
     STANDARD.add(function)
     function.__qualname__ = f"Module.{function.__name__}"
     return function
@@ -130,11 +127,7 @@ def walk(
     *,
     parents_first: bool = False,
 ) -> Iterator[torch.nn.Module]:
-    """Yield ``module`` and its descendants: children before their parent, or parents first.
-
-    A descendant that overrides ``method`` is passed to ``call``; neither it nor what is below it is
-    yielded.
-    """
+    """Yield ``module`` and all below it; one that overrides ``method`` goes to ``call`` instead."""
     plain = StandardClasses(((method, original_methods[method]), *_CHILDREN))
     active = {id(module)}
     if parents_first:
