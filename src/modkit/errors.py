@@ -30,7 +30,9 @@ class NameMismatchError(ValueError):
     def __init__(
         self, what: str, *, missing: list[str], unexpected: list[str], shapes: list[str]
     ) -> None:
-        self.missing, self.unexpected, self.shapes = missing, unexpected, shapes
+        self.missing = missing
+        self.unexpected = unexpected
+        self.shapes = shapes
         kinds = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
         parts = [
             f"{len(names)} {kind}: {', '.join(names[:5])}{', ...' * (len(names) > 5)}"

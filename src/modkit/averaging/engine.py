@@ -405,7 +405,8 @@ class Engine:
             averaged, _ = options.split(NamedTensors(self.model), known)
             self._check_known(averaged)
         self.averages = [one.resized(averaged, options) for one in self.averages]
-        self.options, self._plans = options, Cache()
+        self.options = options
+        self._plans = Cache()
         if device is not None:
             self._copies = {name: copy.to(device) for name, copy in self._copied().items()}
 

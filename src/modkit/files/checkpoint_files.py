@@ -48,7 +48,7 @@ class Checkpoint:
             _shards_of(file) if file.name.endswith(INDEX) else {file: None}
         )
         self._homes: dict[str, _TorchFile | SafetensorsFile] = {}
-        self.files = list(shards)
+        self.files: list[str] = list(shards)
         self.versions: Mapping[str, Any] = {}
         for shard, names in shards.items():
             if names and not shard.exists():

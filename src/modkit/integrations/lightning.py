@@ -87,12 +87,15 @@ class EMACallback(Callback):
         **options: Unpack[EMAOptions],
     ) -> None:
         check_options(decay, index, options)
-        self.update_every_n_steps = checked_count("update_every_n_steps", update_every_n_steps, 1)
+        self.update_every_n_steps: int = checked_count(
+            "update_every_n_steps", update_every_n_steps, 1
+        )
         checked_count("update_starting_at_step", update_starting_at_step or 0, 0)
         checked_count("update_starting_at_epoch", update_starting_at_epoch or 0, 0)
         self.update_starting_at_step = update_starting_at_step
         self.update_starting_at_epoch = update_starting_at_epoch
-        self.index, self.swap_to_average_at_end = index, swap_to_average_at_end
+        self.index = index
+        self.swap_to_average_at_end = swap_to_average_at_end
         self.ema: EMA[Any] | None = None
         self._decay, self._options, self._evaluation = decay, options, Evaluation()
         self._loaded: Mapping[str, Any] | None = None
@@ -213,10 +216,13 @@ class EMACallback(Callback):
         """Restore the training weights; without effect outside an evaluation."""
         self._evaluation.end()
 
-    on_test_start = on_predict_start = on_validation_start
-    on_test_end = on_predict_end = on_validation_end
+    on_test_start = on_validation_start
+    on_predict_start = on_validation_start
+    on_test_end = on_validation_end
+    on_predict_end = on_validation_end
     # An error may have left an evaluation before its end.
-    on_train_batch_start = on_exception = on_validation_end
+    on_train_batch_start = on_validation_end
+    on_exception = on_validation_end
 
     def state_dict(self) -> dict[str, Any]:
         """Update for the latest step; :meth:`on_save_checkpoint` adds the state of the averages."""

@@ -101,7 +101,8 @@ class EMACallback(TrainerCallback):
     ) -> None:
         check_choice("EMACallback", "save", save, ("average", "raw"))
         check_options(decay, index, options)
-        self.save, self.index = save, index
+        self.save = save
+        self.index = index
         self.swap_to_average_at_end = swap_to_average_at_end
         self.ema: EMA[Any] | None = None
         self._decay, self._options = decay, options

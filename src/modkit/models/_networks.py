@@ -86,11 +86,13 @@ class ResBlock(nn.Module):
         super().__init__()
         self._downsamples = stride > 1
         self.act: Any = activation
-        self.conv1 = _convolution(channels, out_channels, norm_type, activation, stride=stride)
-        self.conv2 = _convolution(out_channels, out_channels, norm_type)
+        self.conv1: nn.Sequential = _convolution(
+            channels, out_channels, norm_type, activation, stride=stride
+        )
+        self.conv2: nn.Sequential = _convolution(out_channels, out_channels, norm_type)
         if stride > 1:
             conv = nn.Conv2d(channels, out_channels, 3, stride=stride, padding=1, bias=False)
-            self.conv3 = nn.Sequential(conv)
+            self.conv3: nn.Sequential = nn.Sequential(conv)
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = self.conv3(x) if self._downsamples else x
@@ -162,15 +164,17 @@ class DownSample(nn.Module):
         self._pools_twice = reduction(self, observation_shape) == 16
         self.observation_shape = observation_shape
         half = out_channels // 2
-        self.conv1 = nn.Conv2d(observation_shape[0], half, 3, stride=2, padding=1, bias=False)
+        self.conv1: nn.Conv2d = nn.Conv2d(
+            observation_shape[0], half, 3, stride=2, padding=1, bias=False
+        )
         halved = [length // 2 for length in observation_shape[-2:]]
-        self.norm1 = _norm_of_planes(norm_type, half, halved)
-        self.resblocks1 = _blocks(1, half, act, norm_type)
-        self.downsample_block = ResBlock(half, out_channels, act, norm_type, stride=2)
-        self.resblocks2 = _blocks(1, out_channels, act, norm_type)
-        self.pooling1 = nn.AvgPool2d(3, stride=2, padding=1)
-        self.resblocks3 = _blocks(1, out_channels, act, norm_type)
-        self.pooling2 = nn.AvgPool2d(3, stride=2, padding=1)
+        self.norm1: nn.Module = _norm_of_planes(norm_type, half, halved)
+        self.resblocks1: nn.ModuleList = _blocks(1, half, act, norm_type)
+        self.downsample_block: ResBlock = ResBlock(half, out_channels, act, norm_type, stride=2)
+        self.resblocks2: nn.ModuleList = _blocks(1, out_channels, act, norm_type)
+        self.pooling1: nn.AvgPool2d = nn.AvgPool2d(3, stride=2, padding=1)
+        self.resblocks3: nn.ModuleList = _blocks(1, out_channels, act, norm_type)
+        self.pooling2: nn.AvgPool2d = nn.AvgPool2d(3, stride=2, padding=1)
         self.activation = act
 
     def forward(self, x: Tensor) -> Tensor:
@@ -232,16 +236,20 @@ class RepresentationNetwork(nn.Module):
         act = checked(norm_type, activation)
         self.downsample = downsample
         if downsample:
-            self.downsample_net = DownSample(observation_shape, num_channels, act, norm_type)
+            self.downsample_net: DownSample = DownSample(
+                observation_shape, num_channels, act, norm_type
+            )
         else:
-            self.conv = nn.Conv2d(observation_shape[0], num_channels, 3, padding=1, bias=False)
-            self.norm = _norm_of_planes(norm_type, num_channels, observation_shape)
-        self.resblocks = _blocks(num_res_blocks, num_channels, act, norm_type)
+            self.conv: nn.Conv2d = nn.Conv2d(
+                observation_shape[0], num_channels, 3, padding=1, bias=False
+            )
+            self.norm: nn.Module = _norm_of_planes(norm_type, num_channels, observation_shape)
+        self.resblocks: nn.ModuleList = _blocks(num_res_blocks, num_channels, act, norm_type)
         self.activation = act
         self.embedding_dim = embedding_dim
         self.use_sim_norm = use_sim_norm
         if use_sim_norm:
-            self.sim_norm = SimNorm(group_size)
+            self.sim_norm: SimNorm = SimNorm(group_size)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.downsample:  # noqa: SIM108 - TorchScript compiles only the branch that is taken
@@ -285,19 +293,23 @@ class PredictionNetwork(nn.Module):
     ) -> None:
         super().__init__()
         act, shape = checked(norm_type, activation), observation_shape
-        self.resblocks = _blocks(num_res_blocks, num_channels, act, norm_type)
-        self.conv1x1_value = nn.Conv2d(num_channels, value_head_channels, 1)
-        self.conv1x1_policy = nn.Conv2d(num_channels, policy_head_channels, 1)
-        self.norm_value = _norm_of_planes(norm_type, value_head_channels, shape, downsample)
-        self.norm_policy = _norm_of_planes(norm_type, policy_head_channels, shape, downsample)
+        self.resblocks: nn.ModuleList = _blocks(num_res_blocks, num_channels, act, norm_type)
+        self.conv1x1_value: nn.Conv2d = nn.Conv2d(num_channels, value_head_channels, 1)
+        self.conv1x1_policy: nn.Conv2d = nn.Conv2d(num_channels, policy_head_channels, 1)
+        self.norm_value: nn.Module = _norm_of_planes(
+            norm_type, value_head_channels, shape, downsample
+        )
+        self.norm_policy: nn.Module = _norm_of_planes(
+            norm_type, policy_head_channels, shape, downsample
+        )
         self.flatten_output_size_for_value_head = flatten_output_size_for_value_head
         self.flatten_output_size_for_policy_head = flatten_output_size_for_policy_head
         self.activation = act
         options = act, norm_type, last_linear_layer_init_zero
         sizes = flatten_output_size_for_value_head, output_support_size
-        self.fc_value = _head(fc_value_layers, sizes, *options)
+        self.fc_value: nn.Sequential = _head(fc_value_layers, sizes, *options)
         sizes = flatten_output_size_for_policy_head, action_space_size
-        self.fc_policy = _head(fc_policy_layers, sizes, *options)
+        self.fc_policy: nn.Sequential = _head(fc_policy_layers, sizes, *options)
 
     def forward(self, latent_state: Tensor) -> tuple[Tensor, Tensor]:
         """Map latent states to the logits of the policy and of the value, in this order."""
@@ -384,21 +396,25 @@ class DynamicsNetwork(nn.Module):
         if planes < 1:
             raise ValueError(f"{name}: action_encoding_dim={planes} is less than 1")
         shape = observation_shape
-        self.action_encoding_dim = action_encoding_dim
+        self.action_encoding_dim: int = action_encoding_dim
         self.num_channels = num_channels
         self.flatten_output_size_for_reward_head = features
         self.lstm_hidden_size = lstm_hidden_size
         # The order decides the random numbers of the weights, and the keys in a checkpoint.
         self.activation = act
-        self.conv = nn.Conv2d(num_channels, channels, 3, padding=1, bias=False)
-        self.norm_common = _norm_of_planes(norm_type, channels, shape, downsample)
-        self.resblocks = _blocks(num_res_blocks, channels, act, "BN")
-        self.conv1x1_reward = nn.Conv2d(channels, reward_head_channels, 1)
-        self.norm_reward = _norm_of_planes(norm_type, reward_head_channels, shape, downsample)
-        self.lstm = nn.LSTM(features, lstm_hidden_size)
-        self.norm_value_prefix = nn.BatchNorm1d(lstm_hidden_size)
+        self.conv: nn.Conv2d = nn.Conv2d(num_channels, channels, 3, padding=1, bias=False)
+        self.norm_common: nn.Module = _norm_of_planes(norm_type, channels, shape, downsample)
+        self.resblocks: nn.ModuleList = _blocks(num_res_blocks, channels, act, "BN")
+        self.conv1x1_reward: nn.Conv2d = nn.Conv2d(channels, reward_head_channels, 1)
+        self.norm_reward: nn.Module = _norm_of_planes(
+            norm_type, reward_head_channels, shape, downsample
+        )
+        self.lstm: nn.LSTM = nn.LSTM(features, lstm_hidden_size)
+        self.norm_value_prefix: nn.BatchNorm1d = nn.BatchNorm1d(lstm_hidden_size)
         sizes = lstm_hidden_size, output_support_size
-        self.fc_reward_head = _head(hidden, sizes, act, norm_type, last_linear_layer_init_zero)
+        self.fc_reward_head: nn.Sequential = _head(
+            hidden, sizes, act, norm_type, last_linear_layer_init_zero
+        )
 
     def forward(
         self, state_action_encoding: Tensor, reward_hidden_state: tuple[Tensor, Tensor] | None

@@ -126,16 +126,19 @@ class EfficientZeroModel(nn.Module):
         encoding = discrete_action_encoding_type
         if encoding not in ("one_hot", "not_one_hot"):
             raise AssertionError(encoding)
-        self.reward_support_size = reward_support_size if categorical_distribution else 1
-        self.value_support_size = value_support_size if categorical_distribution else 1
+        self.reward_support_size: int = reward_support_size if categorical_distribution else 1
+        self.value_support_size: int = value_support_size if categorical_distribution else 1
         self.action_space_size = action_space_size
         self.discrete_action_encoding_type = encoding
-        self.action_encoding_dim = action_space_size if encoding == "one_hot" else 1
+        self.action_encoding_dim: int = action_space_size if encoding == "one_hot" else 1
         self.lstm_hidden_size = lstm_hidden_size
-        self.proj_hid, self.proj_out = proj_hid, proj_out
-        self.pred_hid, self.pred_out = pred_hid, pred_out
+        self.proj_hid = proj_hid
+        self.proj_out = proj_out
+        self.pred_hid = pred_hid
+        self.pred_out = pred_out
         self.last_linear_layer_init_zero = last_linear_layer_init_zero
-        self.state_norm, self.downsample = state_norm, downsample
+        self.state_norm = state_norm
+        self.downsample = downsample
         self.self_supervised_learning_loss = self_supervised_learning_loss
         self.norm_type = norm_type
         self.activation = checked(norm_type, activation)
@@ -171,30 +174,32 @@ class EfficientZeroModel(nn.Module):
         )
         reward, value, policy = head_channels
         common: dict[str, Any] = {"activation": self.activation, "norm_type": self.norm_type}
-        self.representation_network = RepresentationNetwork(
+        self.representation_network: RepresentationNetwork = RepresentationNetwork(
             shape, num_res_blocks, num_channels, self.downsample, **common
         )
         common["last_linear_layer_init_zero"] = self.last_linear_layer_init_zero
-        self.dynamics_network = DynamicsNetwork(
+        self.dynamics_network: DynamicsNetwork = DynamicsNetwork(
             *(latent, self.action_encoding_dim, num_res_blocks),
             *(num_channels + self.action_encoding_dim, reward, reward_layers),
             *(self.reward_support_size, reward * cells),
             lstm_hidden_size=self.lstm_hidden_size,
             **common,
         )
-        self.prediction_network = PredictionNetwork(
+        self.prediction_network: PredictionNetwork = PredictionNetwork(
             *(latent, self.action_space_size, num_res_blocks, num_channels, value, policy),
             *(value_layers, policy_layers, self.value_support_size, value * cells, policy * cells),
             **common,
         )
-        self.projection_input_dim = num_channels * cells
+        self.projection_input_dim: int = num_channels * cells
         if self.self_supervised_learning_loss:
             # The loss compares latent states by it. Its norms are BatchNorm.
             widths = self.projection_input_dim, self.proj_hid, self.proj_hid, self.proj_out
             layers = [self._layer(*pair) for pair in itertools.pairwise(widths)]
-            self.projection = nn.Sequential(*layers[0], *layers[1], *layers[2][:2])
+            self.projection: nn.Sequential = nn.Sequential(*layers[0], *layers[1], *layers[2][:2])
             layer = self._layer(self.proj_out, self.pred_hid)
-            self.prediction_head = nn.Sequential(*layer, nn.Linear(self.pred_hid, self.pred_out))
+            self.prediction_head: nn.Sequential = nn.Sequential(
+                *layer, nn.Linear(self.pred_hid, self.pred_out)
+            )
 
     def _layer(self, in_features: int, out_features: int) -> list[nn.Module]:
         activation = [] if self.activation is None else [self.activation]
