@@ -1,7 +1,6 @@
 """Build a user's model on torch and on modkit, each in its own process, and compare the two."""
 
 import copy
-import importlib
 import importlib.util
 import io
 import multiprocessing

@@ -72,13 +72,11 @@ def _said(found: Outcome) -> str:
     return _short(f"{kind} {': '.join(map(str, rest))}{f', warns {warned}' if warned else ''}")
 
 
-def _differs(result: Result) -> tuple[str, str, str]:
+def _differs(result: Result) -> tuple[str, ...]:
     """Return where the outcomes of a case differ, and both values."""
     one, other = result.torch, result.modkit
     found = difference(one, other) if one[0] == other[0] else None
-    return (
-        (found[0], _short(found[1]), _short(found[2])) if found else ("", _said(one), _said(other))
-    )
+    return (found[0], *map(_short, found[1:])) if found else ("", _said(one), _said(other))
 
 
 def _verdict(result: Result) -> str:

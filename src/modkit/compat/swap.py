@@ -1,7 +1,6 @@
 """``swap_source``: make Python source use modkit where it uses ``torch.nn``."""
 
 import ast
-import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator

@@ -126,9 +126,6 @@ def _flush(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
-# The writer locks its folder; the kernel releases the lock of a killed process.
-
-
 def _private_folder(parent: Path, prefix: str) -> tuple[Path, int | None]:
     while True:
         folder = Path(tempfile.mkdtemp(".tmp", prefix, parent))
@@ -142,7 +139,7 @@ def _private_folder(parent: Path, prefix: str) -> tuple[Path, int | None]:
 
 
 def _locked(folder: Path) -> int | None:
-    """Lock a folder and return the descriptor of the lock, or None on file systems without locks."""
+    """Lock a folder as long as the process lives; return the descriptor, or None without locks."""
     if fcntl is None:
         return None
     try:

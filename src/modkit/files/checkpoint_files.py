@@ -28,25 +28,16 @@ _FLOAT4: Final = getattr(torch, "float4_e2m1fn_x2", None)  # since torch 2.8
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by name.
+    """The tensors of a checkpoint by name, and the ``_metadata`` of its state dict as ``versions``.
 
     Opening reads names and shapes. Tensors of torch files are verified when they are read; safetensors
     files have no checksums.
-
-    Args:
-        path: A file, the ``.index.json`` of a sharded checkpoint, or a directory that transformers wrote.
-        key: Path of the state dict in a torch file, with dots between nested names.
-
-    Attributes:
-        versions: The ``_metadata`` of a state dict: versions of modules, which some need to load.
-        files: The file, or the shards.
     """
 
     def __init__(self, path: Path, key: str | None) -> None:
         file = file_in(path)
-        shards: Mapping[Path, list[str] | None] = (
-            _shards_of(file) if file.name.endswith(INDEX) else {file: None}
-        )
+        is_index = file.name.endswith(INDEX)
+        shards: Mapping[Path, list[str] | None] = _shards_of(file) if is_index else {file: None}
         self._homes: dict[str, _TorchFile | SafetensorsFile] = {}
         self.files: list[str] = list(shards)
         self.versions: Mapping[str, Any] = {}
@@ -97,9 +88,8 @@ class _TorchFile:
 
     def memory(self, name: str) -> Hashable:
         tensor = self._tensors[name]
-        if not tensor.numel():
-            return None
-        return id(self), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        place = id(self), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        return place if tensor.numel() else None
 
 
 class SafetensorsFile:
@@ -204,9 +194,8 @@ def library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(
-            "safetensors files need the package safetensors: pip install safetensors"
-        ) from error
+        text = "safetensors files need the package safetensors: pip install safetensors"
+        raise ImportError(text) from error
 
 
 def save_safetensors(tensors: dict[str, Tensor], path: Path) -> None:

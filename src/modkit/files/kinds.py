@@ -138,8 +138,5 @@ def sha256_of(source: int | bytes) -> str:
 
 def check_digest(source: int | bytes, what: str, sha256: str | None) -> None:
     """Raise FileError if a file has another SHA-256 than expected."""
-    if sha256 is None:
-        return
-    wanted, found = parse_digest(sha256), sha256_of(source)
-    if found != wanted:
+    if sha256 is not None and (wanted := parse_digest(sha256)) != (found := sha256_of(source)):
         raise FileError(f"{what} has the SHA-256 {found}, not {wanted}: it is another file")

@@ -187,8 +187,6 @@ def _left_to_torch(archive: Archive, descriptor: int, map_location: Any, *, mmap
         raise FileError(f"{what}: {reason}") from error
 
 
-# The fast path.
-
 _KINDS: Final = (
     *("BFloat16", "Bool", "Byte", "Char", "ComplexDouble", "ComplexFloat"),
     *("Double", "Float", "Half", "Int", "Long", "Short"),
@@ -265,10 +263,9 @@ class _Unpickler(pickle.Unpickler):
 
     def tensor_of_dtype(self, stored: Any, *description: Any) -> Tensor:
         offset, size, stride, requires_grad, hooks, dtype, *metadata = description
-        if tuple(map(type, (stored, *description[:6]))) != _TENSOR_TYPES or hooks or offset < 0:
-            raise pickle.UnpicklingError
-        # Bits for lazy conjugation and negation.
-        if metadata not in ([], [{}]):
+        # The metadata are bits for lazy conjugation and negation.
+        known = tuple(map(type, (stored, *description[:6]))) == _TENSOR_TYPES
+        if not known or hooks or offset < 0 or metadata not in ([], [{}]):
             raise pickle.UnpicklingError
         last = offset
         for length, step in zip(size, stride, strict=True):
@@ -397,8 +394,6 @@ def _is_plain(found: Any, seen: set[int], depth: int = 0) -> bool:
     return depth < 100 and all(_is_plain(each, seen, depth + 1) for each in inner)
 
 
-# TorchScript archives.
-
 _PICKLES: Final = {"data.pkl": "data/", "constants.pkl": "constants/"}
 _READER: Final = re.compile("PytorchStreamReader|inline_container")
 
@@ -435,10 +430,8 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
                 raise TypeError("the file is open as text; open it in the mode 'rb'")
         kinds.check_digest(content, what, sha256)
         archive = _archive_of(content, what, kinds.TORCHSCRIPT)
-        absent = [name for name in _PICKLES if name not in archive.members]
-        if not {"version", ".data/version"} & archive.members.keys():
-            absent.append("version")
-        if absent:
+        known = {*archive.members, "version" if ".data/version" in archive.members else ""}
+        if absent := [name for name in (*_PICKLES, "version") if name not in known]:
             raise archive.corrupt(f"it has no {', '.join(absent)}")
         for name, folder in _PICKLES.items():
             if problem := pickle_problem(archive.read(name), archive.members, folder, script=True):

@@ -80,12 +80,7 @@ def read_some(source: int | bytes, start: int, count: int) -> bytes:
 
 
 class Archive:
-    """The members of a zip file as torch writes it, by name without the folder that contains all.
-
-    Args:
-        source: A descriptor, or the content.
-        what: The name of the file in errors.
-    """
+    """The members of a zip file as torch writes it, by name without the folder that contains all."""
 
     def __init__(self, source: int | bytes, what: str) -> None:
         self.what, self._source = what, source

@@ -31,11 +31,8 @@ def with_record(module: Any, given: ExtraFiles | None) -> dict[str, str | bytes]
             raise TypeError(f"the extra file {name!r} must be str or bytes, not {kind}")
     # It may be among files that were read from another archive.
     files.pop(RECORD, None)
-    transient = {
-        path: sorted(part._non_persistent_buffers_set)
-        for path, part in module.named_modules()
-        if part._non_persistent_buffers_set
-    }
+    found = ((path, part._non_persistent_buffers_set) for path, part in module.named_modules())
+    transient = {path: sorted(names) for path, names in found if names}
     if transient:
         files[RECORD] = json.dumps({"version": 1, "non_persistent_buffers": transient})
     return files
@@ -49,10 +46,7 @@ def save(module: Any, target: Any, files: ExtraFiles | None) -> None:
 
 
 def save_compiled(compiled_module: Any, target: Any, files: ExtraFiles, size: int = 0) -> None:
-    """Write the archive of a C++ module or function to a path or an open file.
-
-    ``size`` bytes are reserved for the tensors: on a full disk the writer of C++ aborts the process.
-    """
+    """Write a C++ module or function to an open file, or to a path after reserving ``size`` bytes."""
     if not isinstance(target, (str, os.PathLike)):
         target.write(compiled_module.save_to_buffer(_extra_files=files))
         return

@@ -28,10 +28,7 @@ def _refuse_addition(kind: str, added: str) -> NoReturn:
 
 
 class Tensors(TorchTensors, MutableMapping[str, Any]):  # type: ignore[misc,unused-ignore]
-    """The parameters or the buffers of a C++ module; a name whose value is None is not an entry.
-
-    Each access reads C++, since compiled code may replace a tensor.
-    """
+    """The parameters or buffers, except None, that a C++ module has at each access."""
 
     def __init__(self, cpp: Any, kind: str) -> None:
         super().__init__(cpp)
@@ -138,11 +135,8 @@ def assign(module: Any, name: str, value: Any) -> None:
 
 
 def kind(module: Any) -> str | None:
-    """Return "sequence", "mapping" or None for the container that the module was compiled from.
-
-    An archive does not hold the class. The compiler gives containers ``__len__``, and mappings
-    ``__contains__``, and no other special method.
-    """
+    """Return "sequence", "mapping" or None for the container that the module was compiled from."""
+    # Its class is not in an archive; the compiler gives containers only __len__ and __contains__.
     cpp = module.__dict__.get("_c")
     if (
         cpp is None
@@ -173,8 +167,5 @@ def item(module: Any, index: Any) -> Any:
 def plain_state(module: Any) -> dict[str, Any]:
     """Return the entries of the instance's own dict that are neither compiled nor views."""
     views = {"_c", "_concrete_type", "_parameters", "_buffers", "_modules"}
-    return {
-        name: value
-        for name, value in module.__dict__.items()
-        if name not in views and not isinstance(value, ScriptMethod)
-    }
+    own = ((name, value) for name, value in module.__dict__.items() if name not in views)
+    return {name: value for name, value in own if not isinstance(value, ScriptMethod)}

@@ -55,9 +55,7 @@ def _mirror(module: Any, cpp: Any, memo: dict[int, Any], pairs: list[tuple[Any, 
     new = memo[id(module)] = blank(type(module))
     pairs.append((module, new))
     below = dict(ModuleDict(cpp).items())
-    children = {
-        name: _mirror(child, below[name], memo, pairs) for name, child in module._modules.items()
-    }
+    children = {k: _mirror(v, below[k], memo, pairs) for k, v in module._modules.items()}
     bind(new, cpp, children, module._concrete_type)
     return new
 

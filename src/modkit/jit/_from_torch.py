@@ -44,8 +44,7 @@ def wrap_cpp(cpp: Any, memo: dict[Any, Any] | None = None) -> Any:
     if cpp in memo:
         return memo[cpp]
     module = memo[cpp] = blank(WRAPPERS[TorchRecursiveScriptModule])
-    children = {name: wrap_cpp(child, memo) for name, child in ModuleDict(cpp).items()}
-    bind(module, cpp, children)
+    bind(module, cpp, {name: wrap_cpp(child, memo) for name, child in ModuleDict(cpp).items()})
     attach_compiled_hooks(module)
     return module
 
@@ -55,8 +54,7 @@ def rewrap(module: Any, cpp: Any) -> None:
     for name, value in tuple(module.__dict__.items()):
         if isinstance(value, ScriptMethod):
             del module.__dict__[name]
-    children = {name: wrap_cpp(child) for name, child in ModuleDict(cpp).items()}
-    bind(module, cpp, children)
+    bind(module, cpp, {name: wrap_cpp(child) for name, child in ModuleDict(cpp).items()})
 
 
 def attach_compiled_hooks(module: Any) -> None:
@@ -68,11 +66,7 @@ def attach_compiled_hooks(module: Any) -> None:
 
 
 def wrap_torch(script: Any, source: Any = None, memo: dict[Any, Any] | None = None) -> Any:
-    """Return a wrapper of the same C++ modules as ``script``, a wrapper of torch.
-
-    ``source`` is the module that was compiled: the compiler forgets which buffers are not persistent,
-    and which children are one module. ``memo`` has the wrappers by C++ module and by id of the source.
-    """
+    """Wrap the C++ modules of ``script``, and restore what the compiler forgot about ``source``."""
     memo = {} if memo is None else memo
     if script._c in memo:
         return memo[script._c]
@@ -98,9 +92,7 @@ def wrap_children(inner: Any, source: Any, memo: dict[Any, Any]) -> dict[str, An
     children: dict[str, Any] = {}
     for name, child in inner.__dict__["_modules"].items():
         # The children of a module that torch has compiled are a mapping without ``get``.
-        origin: Any = None
-        if source is not None and name in source._modules:
-            origin = source._modules[name]
+        origin = source._modules[name] if source is not None and name in source._modules else None
         known = memo.get(id(origin)) if origin is not None else None
         if known is not None and known._c._type() == child._c._type():
             inner._c.setattr(name, known)

@@ -45,10 +45,7 @@ InstanceT = TypeVar("InstanceT")
 
 
 class ScriptMeta(TorchScriptMeta, ModuleType):
-    """Collects the script methods of a class as torch's metaclass does, and compiles its instances.
-
-    The instance itself wraps the C++ module. In torch every access goes through a second object.
-    """
+    """Collects the script methods of a class as torch's metaclass does, and compiles its instances."""
 
     def mro(cls) -> list[type]:  # noqa: N805 - a metaclass
         # Torch's RecursiveScriptModule overrides many methods with functions that only raise, so
@@ -123,13 +120,10 @@ def _without_type(module: Any, name: str, value: Any) -> Any:
     cls = type(module)
     if "__annotations__" not in cls.__dict__:
         # The compiler reads the annotations of one class, so those of the user's bases are copied.
-        theirs = [base for base in cls.__mro__ if isinstance(base, ScriptMeta)]
-        inherited = [
-            inspect.get_annotations(base)
-            for base in theirs
-            if "_disable_script_meta" not in vars(base)
-        ]
-        cls.__annotations__ = {k: v for found in reversed(inherited) for k, v in found.items()}
+        bases = [base for base in cls.__mro__ if isinstance(base, ScriptMeta)]
+        theirs = [base for base in bases if "_disable_script_meta" not in vars(base)]
+        inherited = map(inspect.get_annotations, reversed(theirs))
+        cls.__annotations__ = {k: v for found in inherited for k, v in found.items()}
     cls.__annotations__[name] = value.type
     return value.value
 
@@ -169,10 +163,8 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
             TypeError: ``module`` is not a ScriptModule.
         """
         if not isinstance(cast("object", module), torch.jit.ScriptModule):
-            raise TypeError(
-                f"ScriptModule.from_torch takes a torch.jit.ScriptModule, not a "
-                f"{torch.typename(module)}; modkit.jit.script and trace compile other modules"
-            )
+            got = f"{torch.typename(module)}; modkit.jit.script and trace compile other modules"
+            raise TypeError(f"ScriptModule.from_torch takes a torch.jit.ScriptModule, not a {got}")
         if type(module) not in WRAPPERS:
             return cast("ScriptModule", module)
         wrapped: ScriptModule = wrap_torch(module)

@@ -1,8 +1,4 @@
-"""The private parts of ``torch.jit`` that ``modkit.jit`` uses, and the notice of its deprecation.
-
-They are not in ``modkit/_upstream.py``, so that only ``modkit.jit`` depends on them; that file lists
-the releases of torch that they were tested with.
-"""
+"""The private parts of ``torch.jit`` that ``modkit.jit`` uses, and the notice of its deprecation."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 

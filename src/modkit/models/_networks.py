@@ -54,10 +54,7 @@ def reduction(owner: nn.Module, observation_shape: Sequence[int]) -> int:
 def _norm_of_planes(
     norm_type: str | None, channels: int, shape: Sequence[int], downsample: bool = False
 ) -> nn.Module:
-    """Make the normalization of feature planes; only LayerNorm depends on their size.
-
-    As in LightZero, a downsampled observation counts as 16 times smaller, whatever its size.
-    """
+    """Make the norm of planes; as in LightZero, ``downsample`` makes them 16 times smaller."""
     if norm_type == "BN":
         return nn.BatchNorm2d(channels)
     factor = 16 if downsample else 1
@@ -107,10 +104,7 @@ def _blocks(number: int, channels: int, *options: Any) -> nn.ModuleList:
 def _head(
     widths: Sequence[int], sizes: tuple[int, int], activation: Any, norm_type: Any, zero: bool
 ) -> nn.Sequential:
-    """Make the layers that map the features of a sample to logits; ``sizes`` are their numbers.
-
-    As in LightZero, there is a hidden layer for each of ``widths``, and all have the first width.
-    """
+    """Make the layers from features to logits; as in LightZero, all have the first of ``widths``."""
     width = widths[0]
     layers: list[nn.Module] = []
     for features in [sizes[0], *[width] * (len(widths) - 1)]:
@@ -124,11 +118,8 @@ def _head(
 
 
 def _check_features(owner: nn.Module, kind: str, features: object) -> None:
-    """Raise unless each sample has as many features as the head ``kind`` takes.
-
-    LightZero reshapes, which may mix the samples of a batch. While fx or ``torch.jit.trace`` records,
-    the layer itself raises.
-    """
+    """Raise unless each sample fits the head ``kind``; LightZero reshapes, which may mix samples."""
+    # While fx or torch.jit.trace records, the layer itself raises.
     if not isinstance(features, Tensor) or get_tracing_state():
         return
     name = f"flatten_output_size_for_{kind}_head"
@@ -434,7 +425,6 @@ class DynamicsNetwork(nn.Module):
         for block in self.resblocks:
             x = block(x)
         next_latent_state = x
-
         x = self.activation(self.norm_reward(self.conv1x1_reward(x)))
         if not is_scripting():
             _check_features(self, "reward", x)

@@ -80,9 +80,7 @@ class EfficientZeroModel(nn.Module):
         >>> import torch
         >>> from modkit.models import EfficientZeroModel
         >>> model = EfficientZeroModel((3, 6, 7), action_space_size=7, num_channels=16).eval()
-        >>> root = model.initial_inference(torch.zeros(1, 3, 6, 7))
-        >>> state = root.latent_state, root.reward_hidden_state
-        >>> model.recurrent_inference(*state, torch.tensor([3])).policy_logits.shape
+        >>> model.initial_inference(torch.zeros(1, 3, 6, 7)).policy_logits.shape
         torch.Size([1, 7])
 
     Same as ``lzero.model.efficientzero_model.EfficientZeroModel``; ``docs/models.md`` lists the
@@ -153,12 +151,7 @@ class EfficientZeroModel(nn.Module):
         self._add_networks(shape, num_res_blocks, num_channels, channels, heads)
 
     def _add_networks(
-        self,
-        shape: Sequence[int],
-        num_res_blocks: int,
-        num_channels: int,
-        head_channels: Any,
-        heads: Any,
+        self, shape: Sequence[int], num_res_blocks: int, num_channels: int, planes: Any, heads: Any
     ) -> None:
         """Add the networks, in the order of the random numbers of their weights."""
         factor = reduction(self, shape) if self.downsample else 1
@@ -172,7 +165,7 @@ class EfficientZeroModel(nn.Module):
             )
             for kind, layers, alias in heads
         )
-        reward, value, policy = head_channels
+        reward, value, policy = planes
         common: dict[str, Any] = {"activation": self.activation, "norm_type": self.norm_type}
         self.representation_network: RepresentationNetwork = RepresentationNetwork(
             shape, num_res_blocks, num_channels, self.downsample, **common
@@ -252,10 +245,8 @@ class EfficientZeroModel(nn.Module):
         """Project latent states to the features that the self-supervised loss compares.
 
         With ``with_grad`` the features pass the head after the projection, (batch, pred_out);
-        otherwise they are those of the projection, (batch, proj_out), without gradient.
-
-        Raises:
-            AttributeError: The model was made without ``self_supervised_learning_loss``.
+        otherwise they are those of the projection, (batch, proj_out), without gradient. A model
+        made without ``self_supervised_learning_loss`` raises AttributeError.
         """
         features: Tensor = self.projection(latent_state.flatten(1))
         return cast("Tensor", self.prediction_head(features)) if with_grad else features.detach()
