@@ -167,11 +167,6 @@ def load_averages(
         NameMismatchError: The tensors do not fit the model. Nothing has been changed.
         CheckpointException: An entry cannot be read, or is not plain data.
         RuntimeError: The averages are swapped in.
-
-    Example::
-
-        dcp.save({"model": model.state_dict(), "ema": ema.state_dict()}, checkpoint_id=folder)
-        load_averages(modkit.EMA(model, decay=0.999), folder)
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load

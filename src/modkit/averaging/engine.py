@@ -62,11 +62,7 @@ class _Gather:
 
 @dataclass
 class Group:
-    """Tensors that the kernels take together: one device and dtype of averages, and one of the model.
-
-    ``averages`` and ``errors`` hold a list for each owner. ``gather`` fills the one tensor in
-    ``currents`` from small tensors of the model.
-    """
+    """Tensors that the kernels take together: of one device and dtype in averages and model."""
 
     owners: list[Average]
     averages: list[list[Tensor]]
@@ -279,7 +275,7 @@ class Engine:
 
     def __init__(self, model: torch.nn.Module, count: int, options: Options) -> None:
         self.model = model
-        self.options = options
+        self.options: Options = options
         self.begun: bool = False
         self.averages: list[Average] = [Average(options) for _ in range(count)]
         self._copies: dict[str, Any] = {}

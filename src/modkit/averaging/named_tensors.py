@@ -265,11 +265,7 @@ def _facts_of(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
 
 
 class Copies:
-    """Tensors that are copied rather than averaged, planned once and then copied list by list.
-
-    ``pairs`` holds where each copy is kept (a dict and its key), and what is copied there; ``device``
-    is that of new copies. With ``follow`` a copy takes over another dtype or device of its source.
-    """
+    """Tensors that are copied rather than averaged, planned once and then copied list by list."""
 
     def __init__(
         self,

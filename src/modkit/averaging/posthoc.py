@@ -303,10 +303,7 @@ class PostHocEMA:
     def reconstruct(
         self, sigma_rel: float, step: int | None = None, *, max_error: float = 0.1
     ) -> Reconstruction:
-        """Combine the snapshots up to the present step. See ``modkit.averaging.posthoc.reconstruct``.
-
-        Later snapshots, of a run that was resumed from an earlier checkpoint, are ignored.
-        """
+        """Combine the snapshots up to the present step, as ``modkit.averaging.posthoc.reconstruct``."""
         found = [each for each in find_snapshots(self.directory) if each.step <= self.step]
         return reconstruct(found, sigma_rel, step, max_error=max_error)
 

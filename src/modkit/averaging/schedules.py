@@ -55,10 +55,7 @@ _LIMITS: Final[dict[str, tuple[str, Callable[[Any, float], bool]]]] = {
 
 
 def bounds(**limits: float) -> dict[str, Any]:
-    """Return metadata that limits a dataclass field: ``field(metadata=bounds(above=0))``.
-
-    Limits are ``at_least``, ``above``, ``at_most`` and ``below``.
-    """
+    """Return metadata that limits a dataclass field: ``at_least``, ``above``, ``at_most``, ``below``."""
     return {"bounds": [(*_LIMITS[name], limit) for name, limit in limits.items()]}
 
 
@@ -358,10 +355,7 @@ def plot(
 
 
 def gamma_of(sigma_rel: float) -> float:
-    """Return the exponent of the power function whose relative width is ``sigma_rel``.
-
-    It is the positive root of ``x**3 + 7 * x**2 + (16 - s) * x + 12 - s``, ``s = sigma_rel**-2``.
-    """
+    """Return the exponent of the power function with the relative width ``sigma_rel``."""
     if not 0 < sigma_rel < _WIDEST:
         raise ValueError(f"sigma_rel must be above 0 and below 0.2886, got {sigma_rel!r}")
     # 1 / sigma_rel is above the root, where the cubic is convex: Newton's steps only decrease.

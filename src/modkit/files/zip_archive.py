@@ -83,7 +83,8 @@ class Archive:
     """The members of a zip file as torch writes it, by name without the folder that contains all."""
 
     def __init__(self, source: int | bytes, what: str) -> None:
-        self.what, self._source = what, source
+        self.what = what
+        self._source = source
         self._length = os.fstat(source).st_size if isinstance(source, int) else len(source)
         self.members: dict[str, Member] = {}
         try:
@@ -126,7 +127,8 @@ class Archive:
     def _read_table(self, count: int, start: int, end: int) -> None:
         table = read_some(self._source, start, end - start)
         at, seen = 0, set[str]()
-        self._table, self.folder = start, ""
+        self._table = start
+        self.folder: str = ""
         for _ in range(count):
             entry = _ENTRY.unpack_from(table, at)
             name_at = at + _ENTRY.size

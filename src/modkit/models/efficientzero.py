@@ -139,7 +139,7 @@ class EfficientZeroModel(nn.Module):
         self.downsample = downsample
         self.self_supervised_learning_loss = self_supervised_learning_loss
         self.norm_type = norm_type
-        self.activation = checked(norm_type, activation)
+        self.activation: nn.Module = checked(norm_type, activation)
         heads = (
             ("reward", fc_reward_layers, reward_head_hidden_channels),
             ("value", fc_value_layers, value_head_hidden_channels),

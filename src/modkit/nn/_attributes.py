@@ -268,10 +268,7 @@ def _replace(
     mappings: tuple[dict[str, Any], ...],
     register: Callable[[], None],
 ) -> None:
-    """Delete ``name`` from the mappings, register, and restore everything on failure.
-
-    Torch deletes first and validates later, so a refused assignment loses the old member.
-    """
+    """Delete ``name``, register, and restore everything on failure; torch loses the old member."""
     names = module._non_persistent_buffers_set
     if name in _RESERVED:
         raise KeyError(f"attribute '{name}' already exists")

@@ -52,10 +52,7 @@ def reserve_ids(state: Mapping[str, Any]) -> None:
 
 
 class PublicHookId(int):
-    """The id of a hook from ``register_state_dict_post_hook``; its type survives copies and pickling.
-
-    Torch marks the callable instead, permanently, and so cannot take a bound method.
-    """
+    """The id of a public hook, which survives copies; torch marks the callable instead."""
 
     __slots__ = ()
 

@@ -49,26 +49,17 @@ def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
 
 
 def get_swa_multi_avg_fn() -> MultiAvgFn:
-    """Return the equal average of lists of tensors, a ``multi_avg_fn``; it works in place.
-
-    Differs from torch: the function can be pickled.
-    """
+    """Return the equal average of lists of tensors, a ``multi_avg_fn``; it works in place, and can be pickled."""
     return AveragingFunction("get_swa_multi_avg_fn")
 
 
 def get_ema_avg_fn(decay: float = 0.999) -> AvgFn:
-    """Return the exponential moving average of one tensor, an ``avg_fn``; it returns the new value.
-
-    Differs from torch: the function can be pickled and shows its decay.
-    """
+    """Return the exponential moving average of one tensor, an ``avg_fn`` that can be pickled."""
     return AveragingFunction("get_ema_avg_fn", decay)
 
 
 def get_swa_avg_fn() -> AvgFn:
-    """Return the equal average of one tensor, an ``avg_fn``; it returns the new value.
-
-    Differs from torch: the function can be pickled.
-    """
+    """Return the equal average of one tensor, an ``avg_fn`` that can be pickled."""
     return AveragingFunction("get_swa_avg_fn")
 
 
