@@ -196,8 +196,8 @@ _NN: Final = [
     Bug(
         "traversal: the path to an override, by one off",
         "nn/_traversal.py",
-        "[*parent._modules][-1 - left]",
-        "[*parent._modules][-left]",
+        "return names[-1 - left]",
+        "return names[-left]",
         _MODULE + "/test_call_order.py",
     ),
     Bug(

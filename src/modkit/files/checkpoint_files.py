@@ -39,7 +39,7 @@ class Checkpoint:
         is_index = file.name.endswith(INDEX)
         shards: Mapping[Path, list[str] | None] = _shards_of(file) if is_index else {file: None}
         self._homes: dict[str, _TorchFile | SafetensorsFile] = {}
-        self.files: list[str] = list(shards)
+        self.files: list[Path] = list(shards)
         self.versions: Mapping[str, Any] = {}
         for shard, names in shards.items():
             if names and not shard.exists():

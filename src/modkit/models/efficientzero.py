@@ -128,7 +128,6 @@ class EfficientZeroModel(nn.Module):
         self.value_support_size: int = value_support_size if categorical_distribution else 1
         self.action_space_size = action_space_size
         self.discrete_action_encoding_type = encoding
-        self.action_encoding_dim: int = action_space_size if encoding == "one_hot" else 1
         self.lstm_hidden_size = lstm_hidden_size
         self.proj_hid = proj_hid
         self.proj_out = proj_out
@@ -139,21 +138,23 @@ class EfficientZeroModel(nn.Module):
         self.downsample = downsample
         self.self_supervised_learning_loss = self_supervised_learning_loss
         self.norm_type = norm_type
-        self.activation: nn.Module = checked(norm_type, activation)
+        self.activation: nn.Module | None = checked(norm_type, activation)
         heads = (
             ("reward", fc_reward_layers, reward_head_hidden_channels),
             ("value", fc_value_layers, value_head_hidden_channels),
             ("policy", fc_policy_layers, policy_head_hidden_channels),
         )
         channels = reward_head_channels, value_head_channels, policy_head_channels
-        shape = observation_shape if not isinstance(observation_shape, int) else [observation_shape]
-        shape = [1, shape[0], 1] if len(shape) == 1 else shape
-        self._add_networks(shape, num_res_blocks, num_channels, channels, heads)
+        self._add_networks(observation_shape, num_res_blocks, num_channels, channels, heads)
 
     def _add_networks(
-        self, shape: Sequence[int], num_res_blocks: int, num_channels: int, planes: Any, heads: Any
+        self, given: Any, num_res_blocks: int, num_channels: int, planes: Any, heads: Any
     ) -> None:
         """Add the networks, in the order of the random numbers of their weights."""
+        one_hot = self.discrete_action_encoding_type == "one_hot"
+        self.action_encoding_dim: int = self.action_space_size if one_hot else 1
+        shape: Sequence[int] = [given] if isinstance(given, int) else given
+        shape = [1, shape[0], 1] if len(shape) == 1 else shape
         factor = reduction(self, shape) if self.downsample else 1
         # LightZero's heads divide the observation's size by 16, which is wrong if it is 64 high.
         latent = [num_channels, -(-shape[1] // factor), -(-shape[2] // factor)]

@@ -151,11 +151,11 @@ def modules(self: torch.nn.Module, remove_duplicate: bool = True) -> Iterator[to
 
 def _name_at(parent: torch.nn.Module, children: object, below: torch.nn.Module) -> str:
     """Return the name of the child ``below``, which the iterator ``children`` has just returned."""
-    left = operator.length_hint(children, -1)
-    if left < 0:
-        # Not an exact dict: such iterators do not know their position.
-        return next(name for name, found in parent._modules.items() if found is below)
-    return [*parent._modules][-1 - left]
+    names, left = [*parent._modules], operator.length_hint(children, -1)
+    # A dict that has changed, and one of another class, give no such hint.
+    if 0 <= left < len(names) and parent._modules[names[-1 - left]] is below:
+        return names[-1 - left]
+    return next((name for name in names if parent._modules[name] is below), "")
 
 
 def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

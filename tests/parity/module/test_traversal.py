@@ -446,3 +446,22 @@ def test_modules_tells_an_override_below_where_it_is(impl, depth):
 
     assert prefixes == [".".join("1" * depth)]
     assert count == 1 + 3 * depth
+
+
+def test_modules_names_an_override_below_a_parent_that_grows(impl: Implementation) -> None:
+    """A child that is added in the middle of a walk does not change the paths of the others."""
+    prefixes = []
+
+    class Own(impl.Module):
+        def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+            prefixes.append(prefix)
+            return super().named_modules(memo, prefix, remove_duplicate)
+
+    root = impl.Module()
+    root.first = impl.nn.Sequential(impl.nn.Identity(), Own())
+    with pytest.raises(RuntimeError, match="dictionary changed size"):
+        for module in root.modules():
+            if isinstance(module, impl.nn.Identity):
+                root.second = impl.nn.Tanh()
+
+    assert prefixes == ["first.1"]
