@@ -45,8 +45,9 @@ def fast_inference(
         ...     for _ in range(3):
         ...         action = policy(torch.ones(1, 4)).argmax()
 
-    Limitations: inside the block, do not write to or copy the ``__dict__`` of a module, or write to a table
-    such as ``_modules`` that was read before. A ``Module.__getattr__`` patched inside is not called for members.
+    Limitations: inside the block, do not write to or copy the ``__dict__`` of a module, change the members
+    of a shallow copy made there, or write to a table such as ``_modules`` that was read before. A
+    ``Module.__getattr__`` patched inside is not called for members.
     """
     if not isinstance(cast("object", model), nn.Module):
         raise TypeError(
