@@ -132,7 +132,7 @@ _LAYERS: Final[dict[type[nn.Module], Layer]] = {
     ),
     nn.Dropout: Layer(
         "x",
-        condition="not self.training and 0.0 <= self.p <= 1.0 and self.inplace is not None"
+        condition="self.training is False and 0.0 <= self.p <= 1.0 and self.inplace is not None"
         " and not modes_are_active()",
         functions=("dropout",),
     ),

@@ -626,3 +626,15 @@ def test_a_missing_option_of_a_layer_is_an_error_as_outside():
         layer(torch.ones(2))
 
     assert "'Dropout' object has no attribute 'inplace'" == str(caught.value)
+
+
+def test_a_mode_that_is_no_bool_is_an_error_as_outside():
+    """Dropout refuses `training = 0`, as it does outside the block."""
+    layer = nn.Dropout()
+    layer.training = 0
+    with pytest.raises(TypeError) as outside:
+        layer(torch.ones(2))
+    with modkit.fast_inference(layer), pytest.raises(TypeError) as inside:
+        layer(torch.ones(2))
+
+    assert str(outside.value) == str(inside.value)
