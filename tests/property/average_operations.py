@@ -75,7 +75,8 @@ def use_averaged_model(side: Any, module: Any, method: str) -> Any:
         raise Skipped
     averaged = side.averages[0]
     if method == "update":
-        if members(side.model) != members(averaged.module):
+        # Torch's average cannot be updated twice without parameters, a listed difference.
+        if not [*side.model.parameters()] or members(side.model) != members(averaged.module):
             raise Skipped
         averaged.update_parameters(side.model)
     elif method == "call":

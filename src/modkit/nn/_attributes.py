@@ -327,6 +327,6 @@ def set_submodule(
 
 def _is_unset(module: torch.nn.Module, name: str) -> bool:
     """Return True if ``name`` is a child or a plain attribute that is None."""
-    if hasattr(type(module), name):
+    if hasattr(type(module), name) or name in {**module._parameters, **module._buffers}:
         return False
     return module._modules.get(name, module) is None or module.__dict__.get(name, module) is None

@@ -190,11 +190,12 @@ def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     dims = _DIMENSIONS.get(memory_format, (4, 5))
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        target = dtype if tensor.is_floating_point() or tensor.is_complex() else None
         try:
-            if memory_format is not None and tensor.dim() in dims:
-                return tensor.to(device, target, non_blocking, memory_format=memory_format)
-            return tensor.to(device, target, non_blocking)
+            formatted = memory_format is not None and tensor.dim() in dims
+            move = tensor.to
+            target = dtype if tensor.is_floating_point() or tensor.is_complex() else None
+            options = {"memory_format": memory_format} if formatted else {}
+            return move(device, target, non_blocking, **options)
         except NotImplementedError as error:
             before, found, details = str(error).partition(_REFUSED)
             if before or not found:

@@ -1,7 +1,8 @@
 """Iterating over the modules, parameters and buffers of a tree."""
 
-import operator
 from collections.abc import Callable, Generator, Iterator
+from itertools import dropwhile
+from operator import length_hint, not_
 from typing import Any, Final, cast
 
 import torch
@@ -151,11 +152,10 @@ def modules(self: torch.nn.Module, remove_duplicate: bool = True) -> Iterator[to
 
 def _name_at(parent: torch.nn.Module, children: object, below: torch.nn.Module) -> str:
     """Return the name of the child ``below``, which the iterator ``children`` has just returned."""
-    names, left = [*parent._modules], operator.length_hint(children, -1)
+    names, left = [*parent._modules], length_hint(children, -1)
     # A dict that has changed, and one of another class, give no such hint.
-    if 0 <= left < len(names) and parent._modules[names[-1 - left]] is below:
-        return names[-1 - left]
-    return next((name for name in names if parent._modules[name] is below), "")
+    name = names[-1 - left] if 0 <= left < len(names) else ""
+    return next((each for each in (name, *names) if parent._modules.get(each) is below), name)
 
 
 def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -178,7 +178,8 @@ def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             if not standard[type(child)] or "named_modules" in child.__dict__:
                 met = seen.share()
                 note = met.add
-                path = ".".join(map(_name_at, parents, stack, [*parents[1:], child]))
+                names = map(_name_at, parents, stack, [*parents[1:], child])
+                path = ".".join(dropwhile(not_, names))
                 for _, found in child.named_modules(met, path, True):
                     yield found
                 continue

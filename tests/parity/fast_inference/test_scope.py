@@ -638,3 +638,15 @@ def test_a_mode_that_is_no_bool_is_an_error_as_outside():
         layer(torch.ones(2))
 
     assert str(outside.value) == str(inside.value)
+
+
+def test_set_submodule_does_not_take_the_place_of_a_buffer_that_is_none():
+    """As outside: a layer inside the block keeps its buffers in a table of its own."""
+    model = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False))
+    with (
+        modkit.fast_inference(model),
+        pytest.raises(AttributeError, match="`running_mean` is not"),
+    ):
+        model.set_submodule("0.running_mean", nn.Tanh())
+
+    assert model[0].running_mean is None

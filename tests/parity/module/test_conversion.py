@@ -367,3 +367,15 @@ def test_train_and_eval(impl: Implementation) -> None:
     assert module.left.train() is module.left
     assert [each.training for each in module.modules()] == [False, True, True, False]
     assert module.train(False).train(True).left.inner.training is True
+
+
+@for_each("call", ["m.to('cpu')", "m.to(float64)", "m.to(memory_format=channels_last)", "m.half()"])
+def test_what_is_no_tensor_cannot_be_converted(call):
+    """A number among the parameters is reported by the first attribute that torch asks for."""
+
+    def scenario(impl):
+        module = leaf(impl)
+        module._parameters["weight"] = 3
+        return run(call, module)
+
+    assert same(scenario)[0] == "raised"

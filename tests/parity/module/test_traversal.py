@@ -465,3 +465,46 @@ def test_modules_names_an_override_below_a_parent_that_grows(impl: Implementatio
                 root.second = impl.nn.Tanh()
 
     assert prefixes == ["first.1"]
+
+
+def test_modules_names_an_override_below_a_parent_that_is_replaced(impl: Implementation) -> None:
+    """A walk stays below a child that is replaced in the middle of it, and keeps the child's name."""
+    prefixes = []
+
+    class Own(impl.Module):
+        def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+            prefixes.append(prefix)
+            return super().named_modules(memo, prefix, remove_duplicate)
+
+    root = impl.Module()
+    root.first = impl.nn.Sequential(impl.nn.Identity(), Own())
+    root.second = impl.nn.Tanh()
+    found = []
+    for module in root.modules():
+        found.append(type(module).__name__)
+        if isinstance(module, impl.nn.Identity):
+            root.first = impl.nn.ReLU()
+
+    assert found == ["Module", "Sequential", "Identity", "Own", "Tanh"]
+    assert prefixes == ["first.1"]
+
+
+@pytest.mark.parametrize("names", [[""], ["", ""], ["", "a", "", "b"]])
+def test_modules_names_an_override_below_children_without_names(impl, names) -> None:
+    """The prefix starts with the first name that is not empty, as in `named_modules`."""
+    prefixes = []
+
+    class Own(impl.Module):
+        def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+            prefixes.append(prefix)
+            return super().named_modules(memo, prefix, remove_duplicate)
+
+    module = root = impl.Module()
+    for name in names:
+        setattr(module, name, impl.Module())
+        module = getattr(module, name)
+    module.own = Own()
+    list(root.modules())
+    list(root.named_modules())
+
+    assert prefixes[0] == prefixes[1] == ".".join([*names, "own"]).lstrip(".")
