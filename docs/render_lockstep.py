@@ -45,6 +45,10 @@ FIXED = {
         "tests/parity/fast_inference/test_scope.py"
         "::test_set_submodule_does_not_take_the_place_of_a_buffer_that_is_none"
     ),
+    "a layer whose `_version` is below that of the class behind it did not migrate entries": (
+        "tests/parity/module/test_load_overrides.py"
+        "::test_a_layer_with_another_version_migrates_as_the_class_behind_it"
+    ),
     "`to()` reported another missing attribute of a parameter that is no tensor": (
         "tests/parity/module/test_conversion.py::test_what_is_no_tensor_cannot_be_converted"
     ),

@@ -425,18 +425,18 @@ def only_migrates(loader: FunctionT) -> FunctionT:
     return loader
 
 
-class _PlannedClasses(dict[type, bool | None]):
+class _PlannedClasses(dict[type, tuple[object, ...] | None]):
     """Caches for one walk how each class is planned for.
 
-    True: its entries are checked here. False: its own method migrates entries first. None: it takes
-    part in loading, so nothing can be planned.
+    Empty: its entries are checked here. None: it takes part in loading, so nothing can be planned.
+    Else the versions of the classes behind it whose own methods migrate entries first.
     """
 
-    def __missing__(self, cls: type[torch.nn.Module]) -> bool | None:
+    def __missing__(self, cls: type[torch.nn.Module]) -> tuple[object, ...] | None:
         """Check a class that this walk has not met before."""
-        found: bool | None = None
+        found: tuple[object, ...] | None = None
         if getattr(cls, "set_extra_state", None) is _TORCH_SET_EXTRA_STATE:
-            found = True
+            found = ()
             bases = cls.__mro__
             if cls._load_from_state_dict is _load_from_state_dict and bases[-2] is TorchModule:
                 # Ours, and no class behind torch's has another one.
@@ -448,7 +448,7 @@ class _PlannedClasses(dict[type, bool | None]):
                 if loader not in _MIGRATING:
                     found = None
                     break
-                found = False
+                found += (getattr(base, "_version", None),)
         self[cls] = found
         return found
 
@@ -457,8 +457,8 @@ def _plan_one(
     module: torch.nn.Module, prefix: str, loading: _Load, classes: _PlannedClasses
 ) -> bool:
     """Check the entries of one module; return False if it or a hook takes part in loading."""
-    checked_here = classes[type(module)]
-    if checked_here is None:
+    migrating = classes[type(module)]
+    if migrating is None:
         return False
     state = module.__dict__
     if (
@@ -468,7 +468,8 @@ def _plan_one(
         or "_load_from_state_dict" in state
     ):
         return False
-    if not checked_here:
+    written = (loading.metadata or {}).get(prefix[:-1]) if migrating else None
+    if any(written is None or written.get("version") != version for version in migrating):
         try:
             _migrate(module, prefix, loading)
         except Exception:  # noqa: BLE001 - it is raised again where torch meets it
@@ -480,9 +481,6 @@ def _plan_one(
 
 def _migrate(module: torch.nn.Module, prefix: str, loading: _Load) -> None:
     """Let a layer's own method update the entries of an old checkpoint, on a stand-in without members."""
-    written = (loading.metadata or {}).get(prefix[:-1])
-    if written is not None and written.get("version") == module._version:
-        return
     local = loading.local_metadata(prefix)
     stand_in: Any = object.__new__(type(module))
     state = {**module._parameters, **module._buffers, **module.__dict__}

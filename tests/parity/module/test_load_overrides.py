@@ -445,3 +445,25 @@ def test_keys_that_an_override_reports_if_strict_are_in_every_result(impl: Imple
     assert model.load_state_dict({}, strict=False).missing_keys == ["0.scale"]
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0.scale"'):
         model.load_state_dict({})
+
+
+@for_each("version", [1, 2, 3, None, (1, 2)])
+@for_each("written", [1, 2, None])
+@for_each("own", ["class", "instance"])
+def test_a_layer_with_another_version_migrates_as_the_class_behind_it(version, written, own):
+    """BatchNorm adds its counter to entries of a version below 2, which need not be its own."""
+
+    def scenario(impl: Implementation):
+        class Norm(impl.nn.BatchNorm1d):
+            """A layer whose versions are counted anew."""
+
+        model = impl.own.Sequential(Norm(2))
+        setattr(Norm if own == "class" else model[0], "_version", version)
+        state = model.state_dict()
+        del state["0.num_batches_tracked"]
+        if written is not None:
+            state._metadata["0"]["version"] = written
+        return repr(model.load_state_dict(state)), sorted(state)
+
+    is_old = (written or version) in {None, 1}
+    assert same(scenario)[0] == ("returned" if is_old else "raised")
