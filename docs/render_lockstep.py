@@ -49,6 +49,9 @@ FIXED = {
         "tests/parity/module/test_load_overrides.py"
         "::test_a_layer_with_another_version_migrates_as_the_class_behind_it"
     ),
+    "registering a parameter, buffer or child read a property of that name twice": (
+        "tests/parity/module/test_registration.py::test_a_name_that_is_taken_is_asked_for_once"
+    ),
     "`to()` reported another missing attribute of a parameter that is no tensor": (
         "tests/parity/module/test_conversion.py::test_what_is_no_tensor_cannot_be_converted"
     ),

@@ -134,13 +134,13 @@ def _is_buffer_like(value: object) -> bool:
 
 
 def _is_free(module: torch.nn.Module, name: object, registered: Mapping[str, Any]) -> bool:
-    """Return True if ``name`` can be a new or a replaced entry of ``registered``."""
-    return (
-        isinstance(name, str)
-        and "." not in name
-        and name != ""
-        and not (hasattr(module, name) and name not in registered)
-    )
+    """Return True if ``name`` can be a new or a replaced entry of ``registered``, False if it is no name."""
+    if not isinstance(name, str) or "." in name or name == "":
+        return False
+    # Asked once, as in torch: a property may compute, and a ``__getattr__`` have effects.
+    if hasattr(module, name) and name not in registered:
+        raise KeyError(f"attribute '{name}' already exists")
+    return True
 
 
 # The three methods leave to torch what is patched and what torch refuses.

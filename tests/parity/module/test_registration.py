@@ -317,3 +317,30 @@ def test_a_replacement_of_the_base_method_may_change_the_value(impl, monkeypatch
     module = child_leaf(impl)
 
     assert module.weight.is_meta
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "module"])
+@pytest.mark.parametrize("asked", ["property", "getattr"])
+def test_a_name_that_is_taken_is_asked_for_once(impl: Implementation, kind, asked) -> None:
+    """A property may compute something, such as a step of a spectral norm's power iteration."""
+    reads = []
+
+    class Lazy(impl.Module):
+        if asked == "property":
+
+            @property
+            def weight(self):
+                reads.append("weight")
+                return torch.ones(1)
+
+        else:
+
+            def __getattr__(self, name):
+                reads.append(name)
+                return torch.ones(1)
+
+    register = getattr(Lazy(), f"register_{kind}")
+    with pytest.raises(KeyError, match="attribute 'weight' already exists"):
+        register("weight", None)
+
+    assert reads == ["weight"]
