@@ -84,7 +84,8 @@ methods of `torch.nn.Module`, global hooks, parametrizations, optimizers, `Avera
 trees with layers, containers, lazy layers and {classes} user classes. {skipped:,} more did not apply or concern a listed
 difference. Where a listed difference was drawn on purpose, torch and modkit must do exactly what its row says: {rows}.
 
-The runs found {fixed} bugs in modkit, each fixed with a test; the sequences that showed one ran again after the fix."""
+This run and those before it found {fixed} bugs in modkit, each fixed with a test. The sequences that showed one count
+as no difference, because they ran again after the fix and showed none."""
 
 
 def section() -> str:
