@@ -196,9 +196,9 @@ _NN: Final = [
     Bug(
         "traversal: the path to an override, by one off",
         "nn/_traversal.py",
-        "return names[-1 - left]",
-        "return names[-left]",
-        _MODULE + "/test_call_order.py",
+        "name = names[-1 - left]",
+        "name = names[-left]",
+        _MODULE + "/test_traversal.py",
     ),
     Bug(
         "overrides: a method that is set on an instance",
