@@ -54,7 +54,7 @@ SMOKE = (
     "tests/unit/cli/test_inspect.py",
 )
 # One process per core. A file stays in one process: the blocks of a page depend on each other.
-IN_PARALLEL = ("-n", "auto", "--dist", "loadfile")
+IN_PARALLEL = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
 TESTS_FAILED = 1
 # The part of the public symbols whose type a type checker knows.
 TYPES_KNOWN = 0.99

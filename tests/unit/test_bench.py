@@ -28,6 +28,7 @@ MODELS = [planted("model", None, table="inference")]
 @pytest.fixture
 def _planted(monkeypatch):
     """Have three rows: one whose budget every run meets, and two that every run misses."""
+    monkeypatch.setattr(measure, "WARM_UP_SECONDS", 1e-6)
     monkeypatch.setattr(rows, "OPERATIONS", ROWS)
     monkeypatch.setattr(workloads, "rows", lambda *, with_compile: MODELS)
     monkeypatch.setattr(growth, "SIZES", (10, 20))
@@ -36,6 +37,7 @@ def _planted(monkeypatch):
 @pytest.fixture
 def _shortest(monkeypatch):
     """Have samples and models as small as possible."""
+    monkeypatch.setattr(measure, "WARM_UP_SECONDS", 1e-6)
     monkeypatch.setattr(measure, "SAMPLE_SECONDS", 1e-6)
     parameters, gpt2 = rows.parameters, rows.gpt2
     monkeypatch.setattr(rows, "parameters", lambda _: parameters([(3,)] * 2))

@@ -16,11 +16,15 @@ from tests.parity.module.module_cases import (
 every_info = for_each("info", module_db, ids=lambda info: info.name)
 
 
+@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.slow)])
 @every_info
-def test_runs_as_torch(info):
+def test_runs_as_torch(info, others):
     """Every case gives torch's state, repr, outputs, gradients, statistics and warnings."""
     differing = []
     for label, sample, dtype, training in cases(info):
+        # The first dtype of each entry, or all others.
+        if others is (dtype is info.dtypes[0]):
+            continue
         expected = observe(sample, TORCH, dtype, training)
         actual = observe(sample, MODKIT, dtype, training)
         differing += [

@@ -1,5 +1,6 @@
 """``on_nonfinite="skip"``: accelerators take each step and undo it, the CPU does not take it."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from modkit.optim.swa_utils import (
     get_swa_multi_avg_fn,
 )
 from tests.cases import for_each
+from tests.helpers import freeze
 from tests.unit.averaging.recipes import PRECISIONS, as_accelerator
 
 
@@ -48,7 +50,7 @@ def walk(model: nn.Module, step: int) -> None:
 
 def bits(tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return what two runs must have in common."""
-    return {name: (tensor.dtype, tensor.tolist()) for name, tensor in tensors.items()}
+    return {name: freeze(tensor) for name, tensor in tensors.items()}
 
 
 def run_ema(dtype: torch.dtype, **options: Any) -> list[dict[str, Any]]:
@@ -150,8 +152,7 @@ def peak_of(function: Callable[[], Any]) -> int:
         function()
     events = found.profiler.kineto_results.events()
     sizes = [one.nbytes() for one in events if one.name() == "[memory]"]
-    held = [sum(sizes[: stop + 1]) for stop in range(len(sizes))]
-    return max(held, default=0)
+    return max(itertools.accumulate(sizes), default=0)
 
 
 def large(dtype: torch.dtype) -> nn.Module:

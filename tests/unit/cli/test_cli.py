@@ -169,10 +169,10 @@ def test_errors_are_one_line(
 @for_each("why", ["closed pipe", "full disk"])
 def test_output_that_cannot_be_written(net: Path, options: list[str], why: str) -> None:
     """A closed pipe ends a command silently, a full disk in one line."""
-    torch.save({f"{n}": torch.ones(1) for n in range(5_000)}, net)
+    torch.save({f"{n}": torch.ones(1) for n in range(2_000)}, net)
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000));"
     code = f"{limit if why == 'full disk' else ''}{MAIN}"
-    line = [sys.executable, "-c", code, "inspect", str(net), "--limit", "5000", *options]
+    line = [sys.executable, "-c", code, "inspect", str(net), "--limit", "2000", *options]
     # Without its buffer, Python ignores that only a part was written.
     environment = {name: v for name, v in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with (
