@@ -588,14 +588,6 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "`get_ema_multi_avg_fn()` ignores integer tensors without a partner | They are an error, "
-        "as in newer torch",
-        NO_ISSUE,
-        "tests/parity/averaging/test_averaging_functions.py::test_integers_of_unequal_number_are_refused",
-        torch="<2.10",
-    ),
-    _row(
-        "torch",
         "A grouped average cannot have another dtype than the model | It can, as in newer torch",
         NO_ISSUE,
         "tests/parity/averaging/test_update_pairs.py::test_float_average_of_a_half_model_keeps_its_precision",

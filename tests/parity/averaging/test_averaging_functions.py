@@ -109,14 +109,6 @@ def test_tuples_serve_as_lists(name: str) -> None:
     assert same(scenario)[0] == "returned"
 
 
-@pytest.mark.parametrize("lengths", [(1, 2), (2, 1)])
-def test_integers_of_unequal_number_are_refused(impl: Implementation, lengths) -> None:
-    """A list of integer tensors must be as long as the list that it is averaged into."""
-    averages, currents = ([torch.ones(1).long()] * length for length in lengths)
-    with pytest.raises(ValueError, match="argument 2 is"):
-        impl.get_ema_multi_avg_fn()(averages, currents, 1)
-
-
 @for_each("dtype", [torch.float32, torch.int64])
 @for_each("name", MANY)
 def test_lists_that_do_not_fit_are_refused_as_in_torch(name: str, dtype: torch.dtype) -> None:
@@ -130,9 +122,10 @@ def test_lists_that_do_not_fit_are_refused_as_in_torch(name: str, dtype: torch.d
         return run
 
     assert same(scenario(([], [])))[:2] == ("raised", "IndexError")
+    unequal = [same(scenario(rows))[0] for rows in (([1, 1], [1]), ([1], [1, 1]))]
+    # Torch before 2.10 leaves out integers without a partner.
     if dtype.is_floating_point or name == "get_swa_multi_avg_fn":
-        assert same(scenario(([1, 1], [1])))[0] == "raised"
-        assert same(scenario(([1], [1, 1])))[0] == "raised"
+        assert unequal == ["raised", "raised"]
     assert same(scenario(([2], [3])))[0] == "raised"
 
 
