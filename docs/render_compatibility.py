@@ -1,8 +1,10 @@
 """The section on supported versions: the last run of the tests on each release.
 
-python docs/render_compatibility.py --record FILE    # add the run of this Python and torch
+python docs/render_compatibility.py --record FILE            # add the run of this Python and torch
+python docs/render_compatibility.py --record FILE --again F  # with the files that ran again
 
-FILE is what `pytest --junitxml=FILE` has written; `nox -s "tests(torch='2.8.0')"` does both.
+FILE is what `pytest --junitxml=FILE` has written; `nox -s "tests(torch='2.8.0')"` does both. F is
+the same for test files that failed in FILE and ran again, complete, after a fix.
 """
 
 import argparse
@@ -30,7 +32,8 @@ operations. [Differences from torch](parity.md) lists what differs on purpose.
 
 The complete test suite on each release. Torch is the oracle each time: a behavior test must pass on torch and on
 modkit. `skipped` counts tests that need a missing package, device or feature, `xfailed` the rows of the table of
-differences. `nox -s "tests(torch='2.8.0')"` runs the tests and writes its row.
+differences. `again` counts the test files that failed, and ran a second time after a fix; the other columns have their
+second outcome. `nox -s "tests(torch='2.8.0')"` runs the tests and writes its row.
 
 {}"""
 
@@ -40,7 +43,7 @@ def rows() -> list[list[object]]:
     runs: list[dict[str, Any]] = read("compatibility")["tests"]
     runs.sort(key=lambda run: (release(run["torch"]), release(run["python"])))
     return [
-        [run["torch"], run["python"], *(f"{run[name]:,}" for name in COUNTS), run["date"]]
+        [run["torch"], run["python"], *(f"{run[n]:,}" for n in COUNTS), run["again"], run["date"]]
         for run in runs
     ]
 
@@ -48,7 +51,7 @@ def rows() -> list[list[object]]:
 def section() -> str:
     """Return the section in Markdown."""
     found = rows()
-    shown = table(["torch", "Python", *COUNTS, "date"], found)
+    shown = table(["torch", "Python", *COUNTS, "again", "date"], found)
     return TEXT.format(shown if found else "No complete run is recorded yet.")
 
 
@@ -62,14 +65,19 @@ def kind(case: ET.Element) -> str:
     return "xfailed" if skipped.get("type") == "pytest.xfail" else "skipped"
 
 
-def record(results: Path) -> int:
+def record(results: Path, again: Path | None) -> int:
     """Store a run in place of the last one on this torch and Python; return the number of failures."""
     tree = ET.parse(results).getroot()  # noqa: S314 - pytest wrote it
-    counts = Counter(kind(case) for case in tree.iter("testcase"))
+    cases = [*tree.iter("testcase")]
+    second = [*ET.parse(again).getroot().iter("testcase")] if again else []  # noqa: S314
+    repeated = {case.get("classname") for case in second}
+    cases = [case for case in cases if case.get("classname") not in repeated] + second
+    counts = Counter(map(kind, cases))
     run = {
         "torch": version("torch").split("+")[0],
         "python": platform.python_version(),
         **{name: counts[name] for name in COUNTS},
+        "again": len(repeated),
         "seconds": round(sum(float(suite.get("time", 0)) for suite in tree.iter("testsuite"))),
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
     }
@@ -86,8 +94,9 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", type=Path, help="the results of pytest --junitxml")
-    results = parser.parse_args().record
-    failed = record(results) if results else 0
+    parser.add_argument("--again", type=Path, help="those of the files that ran again")
+    given = parser.parse_args()
+    failed = record(given.record, given.again) if given.record else 0
     write_pages()
     return min(failed, 1)
 

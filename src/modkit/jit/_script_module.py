@@ -5,7 +5,7 @@
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -150,7 +150,7 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
     # Keeps torch's metaclass from compiling: ours does.
     _disable_script_meta = True
 
-    forward: Any = _Forward()
+    forward: Callable[..., Any] = cast("Any", _Forward())
 
     @classmethod
     def from_torch(cls, module: torch.jit.ScriptModule) -> "ScriptModule":

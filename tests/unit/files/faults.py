@@ -538,10 +538,8 @@ def interrupted(writer: Writer, folder: Path, count: int) -> str:
             writer.save(target, 2)
             signal.setitimer(signal.ITIMER_REAL, 0)
         except BaseException as error:
-            if type(error).__name__ not in {
-                "KeyboardInterrupt",
-                "Interrupted",
-            }:  # that of the command line
+            # Click's Abort is that of a command whose arguments are still being read.
+            if type(error).__name__ not in {"KeyboardInterrupt", "Abort"}:
                 raise
         if not _HOUSEKEEPING & {*places}:
             assert names_in(folder) == {target.name}, places
