@@ -23,8 +23,6 @@ by bit, exceptions by type and text, and warnings. A case with a listed differen
 
 {releases}
 
-Cases by area, on torch {newest}: {areas}.
-
 `modkit compat` also builds a model twice from the same seed, once with `torch.nn`, `torch.jit` and
 `torch.optim.swa_utils` replaced in the source of its package. It compares structure, `repr`, initial weights,
 outputs in both modes, gradients, buffers, state dicts and loading, pickle, deepcopy, `torch.compile`, `torch.fx` and
@@ -40,9 +38,6 @@ def section() -> str:
         [run["torch"], run["Python"], *(run["areas"]["all"][one] for one in COUNTS), run["date"]]
         for run in runs
     ]
-    areas = [
-        f"{area} {counts['cases']}" for area, counts in runs[-1]["areas"].items() if area != "all"
-    ]
     models = [
         f"{name} {run['library']} ({sum(run['counts'][:2])} equal, {run['counts'][2]} differ)"
         for name, run in found["models"].items()
@@ -50,8 +45,6 @@ def section() -> str:
     return TEXT.format(
         cases=runs[-1]["areas"]["all"]["cases"],
         releases=table(["torch", "Python", *COUNTS, "date"], totals),
-        newest=runs[-1]["torch"],
-        areas=", ".join(areas),
         models=", ".join(models),
     )
 

@@ -65,13 +65,16 @@ def kind(case: ET.Element) -> str:
     return "xfailed" if skipped.get("type") == "pytest.xfail" else "skipped"
 
 
-def record(results: Path, again: Path | None) -> int:
+def record(results: Path, again: list[Path]) -> int:
     """Store a run in place of the last one on this torch and Python; return the number of failures."""
     tree = ET.parse(results).getroot()  # noqa: S314 - pytest wrote it
     cases = [*tree.iter("testcase")]
-    second = [*ET.parse(again).getroot().iter("testcase")] if again else []  # noqa: S314
-    repeated = {case.get("classname") for case in second}
-    cases = [case for case in cases if case.get("classname") not in repeated] + second
+    repeated: set[str | None] = set()
+    for file in again:
+        second = [*ET.parse(file).getroot().iter("testcase")]  # noqa: S314
+        files = {case.get("classname") for case in second}
+        cases = [case for case in cases if case.get("classname") not in files] + second
+        repeated |= files
     counts = Counter(map(kind, cases))
     run = {
         "torch": version("torch").split("+")[0],
@@ -94,7 +97,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", type=Path, help="the results of pytest --junitxml")
-    parser.add_argument("--again", type=Path, help="those of the files that ran again")
+    parser.add_argument("--again", type=Path, nargs="*", default=[], help="of files that ran again")
     given = parser.parse_args()
     failed = record(given.record, given.again) if given.record else 0
     write_pages()

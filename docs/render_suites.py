@@ -81,9 +81,7 @@ def left_out(suites: dict[str, Any]) -> str:
     lines = ["`tests/suites/libraries.py` names the files of accelerate, peft and timm that run."]
     for name, row in suites.items():
         parts = [f"`{test}` ({reason})" for test, reason in row["left out"].items()]
-        parts += [
-            f"`{start}` (one test in {rate} was run)" for start, rate in row["sample"].items()
-        ]
+        parts += [f"`{start}` (1 in {rate} run)" for start, rate in row["sample"].items()]
         lines += [f"{name}: {', '.join(parts)}."] * bool(parts)
     return "\n".join(f"- {line}" for line in lines)
 

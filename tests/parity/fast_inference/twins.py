@@ -75,7 +75,7 @@ def bits(value: Any) -> Any:
 
 
 # Torch gives a warning of its C++ code once a process, and scripts functions when they are imported.
-_ONCE = ("Triggered internally", "`torch.jit.")
+_ONCE = ("Triggered internally", "`torch.jit.", "Guards may run slower on Python 3.13.0")
 
 
 def outcome(function: Callable[[], Any]) -> tuple[Any, ...]:
