@@ -45,7 +45,7 @@ class ModuleType(_ProtocolType):
         __init__ = type.__init__
 
     def __new__(
-        mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
+        mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], /, **kwargs: Any
     ) -> "ModuleType":
         """Make an abstract class where a base is one; elsewhere a plain one, as torch's are."""
         if "__module__" not in namespace:
@@ -54,7 +54,9 @@ class ModuleType(_ProtocolType):
             namespace = {**namespace, "__module__": module}
         for base in bases:
             if "_abc_impl" in base.__dict__:
-                return super().__new__(mcs, name, bases, namespace, **kwargs)
+                # The metaclass of protocols has parameters called ``name`` and so on itself.
+                make = ABCMeta.__new__ if kwargs else super().__new__
+                return make(mcs, name, bases, namespace, **kwargs)
         return type.__new__(mcs, name, bases, namespace, **kwargs)
 
     def mro(cls) -> list[type]:

@@ -1,6 +1,7 @@
 import abc
 import dataclasses
 import enum
+import sys
 from typing import Any, Generic, Protocol, TypeVar
 
 import pytest
@@ -401,6 +402,25 @@ def test_subclass_hooks_and_class_keywords(impl: Implementation) -> None:
 
     assert seen == {"Net": "t"}
     assert Net().training
+
+
+# Those of Python 3.10's ABCMeta may not.
+@pytest.mark.parametrize("abstract", [False, True][: 1 + (sys.version_info >= (3, 11))])
+def test_a_class_keyword_may_have_any_name(impl: Implementation, abstract: bool) -> None:
+    """A class with the keyword `name`, as registries of models have, gets it."""
+
+    class Base(impl.Module):
+        def __init_subclass__(cls, **keywords):
+            super().__init_subclass__()
+            cls.keywords = keywords
+
+    class Middle(Base, *[abc.ABC] * abstract):
+        pass
+
+    class Net(Middle, name="net", bases=1, namespace=2):
+        pass
+
+    assert {"name": "net", "bases": 1, "namespace": 2} == Net.keywords
 
 
 def test_slots_in_a_subclass(impl: Implementation) -> None:
