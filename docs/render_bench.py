@@ -50,13 +50,24 @@ def rows(name: str) -> list[list[str]]:
 
 
 def growth(series: list[dict[str, Any]]) -> str:
-    """Return the exponents of all operations in a paragraph."""
-    parts = []
+    """Return the exponents of loading, and the range of the others, in a paragraph."""
+    parts, others = [], []
     for row in series:
-        torch = "" if row["torch_exponent"] is None else f" (torch {row['torch_exponent']:.2f})"
-        parts.append(f"`{row['operation']}` {row['tree']} {row['modkit_exponent']:.2f}{torch}")
+        if row["operation"].startswith("load_state_dict"):
+            torch = "" if row["torch_exponent"] is None else f" (torch {row['torch_exponent']:.2f})"
+            parts.append(f"`{row['operation']}` {row['tree']} {row['modkit_exponent']:.2f}{torch}")
+        else:
+            others.append(row)
+    ranges = [
+        f"{min(found):.2f} to {max(found):.2f}"
+        for name in ("modkit_exponent", "torch_exponent")
+        for found in [[row[name] for row in others if row[name] is not None]]
+    ]
     largest = max(row["sizes"][-1] for row in series)
-    return f"Exponents up to {largest:,} modules: {', '.join(parts)}."
+    return (
+        f"Exponents up to {largest:,} modules: {', '.join(parts)}, other operations {ranges[0]} "
+        f"(torch {ranges[1]})."
+    )
 
 
 def blocks() -> dict[str, str]:

@@ -78,7 +78,7 @@ def probes(rows: dict[str, Any]) -> str:
 
 def left_out(suites: dict[str, Any]) -> str:
     """Return what of each suite was not run, with the reasons."""
-    lines = ["`tests/suites/libraries.py` names the files of accelerate, peft and timm that run."]
+    lines = ["`tests/suites/libraries.py` names the files of accelerate and timm that run."]
     for name, row in suites.items():
         parts = [f"`{test}` ({reason})" for test, reason in row["left out"].items()]
         parts += [f"`{start}` (1 in {rate} run)" for start, rate in row["sample"].items()]

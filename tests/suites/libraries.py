@@ -7,10 +7,9 @@ class Library(NamedTuple):
     """One library, at one version.
 
     ``root`` is where its package lies in the archive, ``tests`` are the files and folders that
-    pytest is given, ``user`` the paths that are rewritten where the library is not. ``package`` is a
-    folder whose ``__init__.py`` the archive lacks. ``left_out`` has test ids, which may be the start
-    of others, with reasons; ``sample`` has the start of ids of which one test in so many runs;
-    ``causes`` has the differences that modkit documents.
+    pytest is given, ``user`` the paths that are rewritten where the library is not. ``left_out``
+    has test ids, which may be the start of others, with reasons; ``sample`` has the start of ids of
+    which one test in so many runs; ``causes`` has the differences that modkit documents.
     """
 
     name: str
@@ -18,7 +17,6 @@ class Library(NamedTuple):
     tests: tuple[str, ...]
     user: tuple[str, ...]
     root: str = "."
-    package: str = ""
     left_out: dict[str, str] = {}
     sample: dict[str, int] = {}
     causes: dict[str, str] = {}
@@ -32,20 +30,6 @@ _PATCHED = (
     "difference; with the library untouched the tests agree"
 )
 _MINUTES = "takes minutes"
-_PEFT = (
-    *("adamss_asa", "boft", "bufferdict", "custom_models", "frod", "helpers", "lora_ga", "lorafa"),
-    *("lora_variants", "loraplus", "low_level_api", "mixed", "osf", "other", "pvera", "randlora"),
-    *(
-        "riemannian_lora",
-        "shira",
-        "supertuning",
-        "tuners_utils",
-        "unilora",
-        "vblora",
-        "velora",
-        "vera",
-    ),
-)
 _TIMM = (
     *("checkpoint_loading", "checkpoint_saver", "factory", "input_conv", "layers", "layers_drop"),
     *(
@@ -138,15 +122,6 @@ LIBRARIES = (
             "test/test_submatrix.py": 20,
             "test/test_": 4,
         },
-    ),
-    Library(
-        "peft",
-        "0.21.2",
-        tuple(f"tests/test_{name}.py" for name in _PEFT),
-        ("tests",),
-        root="src",
-        package="tests",
-        sample={"tests/test_custom_models.py": 80},
     ),
     Library(
         "accelerate",

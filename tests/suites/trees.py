@@ -33,8 +33,6 @@ def unpack(library: Library, side: str, folder: Path) -> Path:
     with tarfile.open(archive(library, folder / "archives")) as packed:
         packed.extractall(tree, filter="data")
     (top,) = tree.iterdir()
-    if library.package:
-        (top / library.package / "__init__.py").touch()
     parts = {
         "torch": [],
         "whole": [top],

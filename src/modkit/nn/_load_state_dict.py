@@ -469,7 +469,7 @@ def _plan_one(
     ):
         return False
     written = (loading.metadata or {}).get(prefix[:-1]) if migrating else None
-    if any(written is None or written.get("version") != version for version in migrating):
+    if migrating and any(not written or written.get("version") != v for v in migrating):
         try:
             _migrate(module, prefix, loading)
         except Exception:  # noqa: BLE001 - it is raised again where torch meets it
