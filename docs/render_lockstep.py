@@ -52,8 +52,8 @@ FIXED = {
     "registering a parameter, buffer or child read a property of that name twice": (
         "tests/parity/module/test_registration.py::test_a_name_that_is_taken_is_asked_for_once"
     ),
-    "`to()` reported another missing attribute of a parameter that is no tensor": (
-        "tests/parity/module/test_conversion.py::test_what_is_no_tensor_cannot_be_converted"
+    "`to()` reported another missing attribute of a parameter that is not a tensor": (
+        "tests/parity/module/test_conversion.py::test_what_is_not_a_tensor_cannot_be_converted"
     ),
     "`modules()` passed a wrong path to an override below a child with an empty name": (
         "tests/parity/module/test_traversal.py"

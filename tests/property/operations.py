@@ -94,7 +94,7 @@ def refuse_destructive_assignment(module: Any, name: str) -> None:
     # A `__getattr__` of the class may find the name in a child, too.
     searches = type(module).__getattr__ is not torch.nn.Module.__getattr__
     found = searches and any(hasattr(child, name) for child in module._modules.values())
-    # A property of the class stands in the way once the member is gone.
+    # A property of the class blocks the name once the member is gone.
     if found or hasattr(type(module), name) or (name in ODD_NAMES and name in members_of(module)):
         raise Skipped
 

@@ -134,7 +134,7 @@ def _is_buffer_like(value: object) -> bool:
 
 
 def _is_free(module: torch.nn.Module, name: object, registered: Mapping[str, Any]) -> bool:
-    """Return True if ``name`` can be a new or a replaced entry of ``registered``, False if it is no name."""
+    """Return True if ``name`` may be an entry of ``registered``, False if it cannot be a name."""
     if not isinstance(name, str) or "." in name or name == "":
         return False
     # Asked once, as in torch: a property may compute, and a ``__getattr__`` have effects.

@@ -370,7 +370,7 @@ def test_train_and_eval(impl: Implementation) -> None:
 
 
 @for_each("call", ["m.to('cpu')", "m.to(float64)", "m.to(memory_format=channels_last)", "m.half()"])
-def test_what_is_no_tensor_cannot_be_converted(call):
+def test_what_is_not_a_tensor_cannot_be_converted(call):
     """A number among the parameters is reported by the first attribute that torch asks for."""
 
     def scenario(impl):
