@@ -39,7 +39,7 @@ FIXED = {
     ),
     "Dropout with `training = 0` did not raise inside `fast_inference`": (
         "tests/parity/fast_inference/test_scope.py"
-        "::test_a_mode_that_is_no_bool_is_an_error_as_outside"
+        "::test_a_mode_that_is_not_a_bool_is_an_error_as_outside"
     ),
     "inside `fast_inference`, `set_submodule()` replaced a buffer that is None": (
         "tests/parity/fast_inference/test_scope.py"

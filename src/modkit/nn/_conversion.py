@@ -194,7 +194,7 @@ def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             formatted = memory_format is not None and tensor.dim() in dims
             move = tensor.to
             target = dtype if tensor.is_floating_point() or tensor.is_complex() else None
-            options = {"memory_format": memory_format} if formatted else {}
+            options: Any = {"memory_format": memory_format} if formatted else {}
             return move(device, target, non_blocking, **options)
         except NotImplementedError as error:
             before, found, details = str(error).partition(_REFUSED)

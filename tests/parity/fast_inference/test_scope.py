@@ -628,7 +628,7 @@ def test_a_missing_option_of_a_layer_is_an_error_as_outside():
     assert "'Dropout' object has no attribute 'inplace'" == str(caught.value)
 
 
-def test_a_mode_that_is_no_bool_is_an_error_as_outside():
+def test_a_mode_that_is_not_a_bool_is_an_error_as_outside():
     """Dropout refuses `training = 0`, as it does outside the block."""
     layer = nn.Dropout()
     layer.training = 0
