@@ -54,6 +54,7 @@ SMOKE = (
     "tests/unit/cli/test_inspect.py",
 )
 # One process per core. A file stays in one process: the blocks of a page depend on each other.
+# In the order of the folders: by number of tests, the files with few long ones would come last.
 IN_PARALLEL = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
 TESTS_FAILED = 1
 # The part of the public symbols whose type a type checker knows.

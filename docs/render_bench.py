@@ -51,22 +51,20 @@ def rows(name: str) -> list[list[str]]:
 
 def growth(series: list[dict[str, Any]]) -> str:
     """Return the exponents of loading, and the range of the others, in a paragraph."""
-    parts, others = [], []
-    for row in series:
-        if row["operation"].startswith("load_state_dict"):
-            torch = "" if row["torch_exponent"] is None else f" (torch {row['torch_exponent']:.2f})"
-            parts.append(f"`{row['operation']}` {row['tree']} {row['modkit_exponent']:.2f}{torch}")
-        else:
-            others.append(row)
-    ranges = [
-        f"{min(found):.2f} to {max(found):.2f}"
-        for name in ("modkit_exponent", "torch_exponent")
-        for found in [[row[name] for row in others if row[name] is not None]]
+    load = "load_state_dict()"
+    parts = [
+        f"`{load}` {row['tree']} {row['modkit_exponent']:.2f} (torch {row['torch_exponent']:.2f})"
+        for row in series
+        if row["operation"] == load
     ]
+    modkit, torch = (
+        sorted(row[name] for row in series if row["operation"] != load and row[name] is not None)
+        for name in ("modkit_exponent", "torch_exponent")
+    )
     largest = max(row["sizes"][-1] for row in series)
     return (
-        f"Exponents up to {largest:,} modules: {', '.join(parts)}, other operations {ranges[0]} "
-        f"(torch {ranges[1]})."
+        f"Exponents up to {largest:,} modules: {', '.join(parts)}, other operations "
+        f"{modkit[0]:.2f} to {modkit[-1]:.2f} (torch {torch[0]:.2f} to {torch[-1]:.2f})."
     )
 
 

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 
@@ -6,7 +8,8 @@ from tests.helpers import MODKIT, Implementation
 
 # About as many modules as a mixture of experts with 671 billion parameters has.
 MODULES = 40_000
-NESTING = 800
+# Python 3.12 counts more for a walk by generators, and torch reaches its limit earlier.
+NESTING = 800 if sys.version_info[:2] == (3, 12) else 900
 
 
 def layer(impl: Implementation) -> torch.nn.Module:
@@ -55,8 +58,8 @@ def test_forty_thousand_modules_load_walk_and_convert(make):
     assert not any(m.training for m in modules)
 
 
-def test_eight_hundred_nested_blocks_load_walk_and_convert(impl: Implementation):
-    """A tree that is 800 blocks deep stays below the recursion limit."""
+def test_nested_blocks_load_walk_and_convert(impl: Implementation):
+    """A tree of hundreds of nested blocks stays below the recursion limit."""
     model = chain(impl, NESTING)
     state = model.state_dict()
 

@@ -1,5 +1,6 @@
 import inspect
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -429,17 +430,23 @@ def test_a_given_memo_goes_by_its_own_equality():
     assert same(scenario)[0] == "returned"
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_modules_tells_an_override_below_where_it_is(impl, depth):
-    """`modules()` calls a child's own `named_modules` with its path as the prefix."""
-    prefixes = []
+def override(impl: Implementation, prefixes: list[str]) -> Any:
+    """Return a class whose `named_modules` notes the prefixes that it gets."""
 
     class Own(impl.Module):
         def named_modules(self, memo=None, prefix="", remove_duplicate=True):
             prefixes.append(prefix)
             return super().named_modules(memo, prefix, remove_duplicate)
 
-    model = Own()
+    return Own
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_modules_tells_an_override_below_where_it_is(impl, depth):
+    """`modules()` calls a child's own `named_modules` with its path as the prefix."""
+    prefixes: list[str] = []
+    own = override(impl, prefixes)
+    model = own()
     for _ in range(depth):
         model = impl.own.Sequential(impl.own.Identity(), model, impl.own.Identity())
     count = len(list(model.modules()))
@@ -450,15 +457,10 @@ def test_modules_tells_an_override_below_where_it_is(impl, depth):
 
 def test_modules_names_an_override_below_a_parent_that_grows(impl: Implementation) -> None:
     """A child that is added in the middle of a walk does not change the paths of the others."""
-    prefixes = []
-
-    class Own(impl.Module):
-        def named_modules(self, memo=None, prefix="", remove_duplicate=True):
-            prefixes.append(prefix)
-            return super().named_modules(memo, prefix, remove_duplicate)
-
+    prefixes: list[str] = []
+    own = override(impl, prefixes)
     root = impl.Module()
-    root.first = impl.nn.Sequential(impl.nn.Identity(), Own())
+    root.first = impl.nn.Sequential(impl.nn.Identity(), own())
     with pytest.raises(RuntimeError, match="dictionary changed size"):
         for module in root.modules():
             if isinstance(module, impl.nn.Identity):
@@ -469,15 +471,10 @@ def test_modules_names_an_override_below_a_parent_that_grows(impl: Implementatio
 
 def test_modules_names_an_override_below_a_parent_that_is_replaced(impl: Implementation) -> None:
     """A walk stays below a child that is replaced in the middle of it, and keeps the child's name."""
-    prefixes = []
-
-    class Own(impl.Module):
-        def named_modules(self, memo=None, prefix="", remove_duplicate=True):
-            prefixes.append(prefix)
-            return super().named_modules(memo, prefix, remove_duplicate)
-
+    prefixes: list[str] = []
+    own = override(impl, prefixes)
     root = impl.Module()
-    root.first = impl.nn.Sequential(impl.nn.Identity(), Own())
+    root.first = impl.nn.Sequential(impl.nn.Identity(), own())
     root.second = impl.nn.Tanh()
     found = []
     for module in root.modules():
@@ -492,18 +489,13 @@ def test_modules_names_an_override_below_a_parent_that_is_replaced(impl: Impleme
 @pytest.mark.parametrize("names", [[""], ["", ""], ["", "a", "", "b"]])
 def test_modules_names_an_override_below_children_without_names(impl, names) -> None:
     """The prefix starts with the first name that is not empty, as in `named_modules`."""
-    prefixes = []
-
-    class Own(impl.Module):
-        def named_modules(self, memo=None, prefix="", remove_duplicate=True):
-            prefixes.append(prefix)
-            return super().named_modules(memo, prefix, remove_duplicate)
-
+    prefixes: list[str] = []
+    own = override(impl, prefixes)
     module = root = impl.Module()
     for name in names:
         setattr(module, name, impl.Module())
         module = getattr(module, name)
-    module.own = Own()
+    module.own = own()
     list(root.modules())
     list(root.named_modules())
 

@@ -36,3 +36,14 @@ def test_every_planted_bug_was_caught():
 
     assert list(caught) == [bug.mechanism for bug in BUGS]
     assert "" not in caught.values()
+
+
+def test_the_guide_has_the_scores_of_the_last_run():
+    """CONTRIBUTING tells how many bugs and mutants the tests caught."""
+    found = json.loads((ROOT / "docs" / "mutation.json").read_text(encoding="utf-8"))
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    bugs, parts = found["planted"]["bugs"], found["sample"]["parts"]
+    caught, sampled = (sum(part[name] for part in parts) for name in ("killed", "sample"))
+
+    assert f"({sum(bool(bug['caught by']) for bug in bugs)} of {len(bugs)} caught)" in guide
+    assert f"({caught} of {sampled})" in guide
