@@ -1,10 +1,13 @@
 import ast
+import runpy
 from pathlib import Path
 
 from tests.cases import for_each
 
 
-SOURCE = Path(__file__).resolve().parents[2] / "src" / "modkit"
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "modkit"
+COUNTS = runpy.run_path(str(ROOT / "docs" / "count_lines.py"))
 FILES = sorted(SOURCE.rglob("*.py"))
 
 every_file = for_each("file", FILES, ids=[path.relative_to(SOURCE).as_posix() for path in FILES])
@@ -51,6 +54,24 @@ def test_files_and_functions_stay_short(file):
 
     assert text.count("\n") <= 700
     assert {name: length for name, length in lengths.items() if length > 60} == {}
+
+
+def test_what_ships_stays_thin():
+    """At most 11,400 code lines in 110 files: migrations have 650 of these, new commands 350."""
+    files = COUNTS["shipped"]().values()
+    lines = sum(COUNTS["code_lines"](file.read_text(encoding="utf-8")) for file in files)
+
+    assert lines <= 10_400 + 650 + 350
+    assert len(files) <= 110
+
+
+def test_words_are_free():
+    """Blank lines, comments and docstrings do not count as code; strings that are values do."""
+    source = (
+        '"""Page."""\n\n# Why.\ndef f():\n    """One.\n\n    Two.\n    """\n    return """a\nb"""\n'
+    )
+
+    assert COUNTS["code_lines"](source) == 3
 
 
 @for_each("page", sorted(SOURCE.rglob("README.md")), ids=lambda p: p.parent.name)

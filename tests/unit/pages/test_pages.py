@@ -37,11 +37,6 @@ def test_links_of_the_readme_are_absolute():
     assert [link for link in links if not link.startswith("https://")] == []
 
 
-def test_the_documentation_is_short():
-    """All pages together have at most 2,500 lines."""
-    assert sum(len(page.read_text(encoding="utf-8").splitlines()) for page in PAGES) <= 2500
-
-
 @for_each("page", PAGES, ids=lambda page: page.stem)
 def test_prose_is_wrapped(page):
     """Lines of prose and code have at most 120 characters."""
