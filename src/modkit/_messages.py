@@ -51,3 +51,14 @@ MSG_CONVERTED_INSIDE: Final = (
     "EMA: {name} was cast, moved or replaced inside applied(); the change is lost, and the training "
     "weights are restored"
 )
+
+MSG_REPLACED_INSIDE: Final = (
+    "EMA: the parameter {name}, or its module, was replaced inside applied(); the members that were "
+    "registered before are back, with the training weights. To fuse layers, remove parametrizations or "
+    "assign parameters, take averaged_model()"
+)
+
+MSG_BUFFER_OPTION: Final = (
+    "If an evaluation may change this buffer, pass buffers={{'{name}': 'ignore'}}: it then keeps the "
+    "model's value"
+)

@@ -13,11 +13,20 @@ from modkit._namespace import publish
 from modkit._upstream import RemovableHandle
 from modkit.averaging import state as ema_state
 from modkit.averaging.engine import Engine
+from modkit.averaging.interrupts import uninterrupted
 from modkit.averaging.named_tensors import Buffers, NamedTensors, Names, Options
 from modkit.averaging.precision import OnNonfinite, Precision
 from modkit.averaging.schedules import Decay, Schedule, as_schedule
 from modkit.averaging.sharding import is_sharded, resharded, shards_of
-from modkit.averaging.swap import any_swapped, copy_of, exchanged, raw_values, write
+from modkit.averaging.swap import (
+    any_swapped,
+    check_writable,
+    copy_of,
+    exchanged,
+    raw_values,
+    versions_of,
+    write,
+)
 
 
 __all__ = ["EMA", "EMAOptions"]
@@ -133,7 +142,10 @@ class EMA(Generic[ModelT]):
         chosen = include, exclude, buffers, trainable_only
         options = Options(*chosen, precision, place, on_nonfinite, seed)
         self._engine = Engine(model, len(self.schedules), options)
+        # Training weights that store() keeps, and the model's tensors that copy_to() then wrote to,
+        # with their versions: until restore() the model holds an average.
         self._stored: dict[str, Tensor] = {}
+        self._overwritten: list[tuple[str, Tensor, int]] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._handles: list[RemovableHandle] = []
         self._stepped: set[int] = set()
@@ -156,11 +168,35 @@ class EMA(Generic[ModelT]):
             )
 
     def _check_restored(self, method: str, model: torch.nn.Module) -> None:
+        """Raise RuntimeError if the model holds an average in place of its training weights."""
         if any_swapped(model):
             raise RuntimeError(
                 f"EMA.{method}() was called inside applied(): the model holds the averaged "
                 f"weights. Call {method}() outside of the block."
             )
+        if self._holds_copy(model):
+            raise RuntimeError(
+                f"EMA.{method}() was called between copy_to() and restore(): the model holds the "
+                f"averaged weights. Call restore() before {method}()."
+            )
+
+    def _holds_copy(self, model: torch.nn.Module) -> bool:
+        """Return True if :meth:`copy_to` wrote over parameters that :meth:`restore` will restore."""
+        if not self._overwritten:
+            return False
+        overwritten = {id(tensor) for _, tensor, _ in self._overwritten}
+        return any(id(parameter) in overwritten for parameter in model.parameters())
+
+    def training_weights(self) -> dict[str, Tensor]:
+        """Return the training weights while the model holds an average, by name; else nothing.
+
+        It holds one inside :meth:`applied`, and between :meth:`copy_to` and :meth:`restore`.
+
+        Returns:
+            The tensors that were replaced, parameters and buffers, by canonical name. They are not
+            copied.
+        """
+        return {**raw_values(self.model), **(self._stored if self._overwritten else {})}
 
     @property
     def device(self) -> torch.device | None:
@@ -181,23 +217,25 @@ class EMA(Generic[ModelT]):
         self._check_restored("update", source)
         step, start, every = self.step + 1, self._start, self.update_every
         early = start is None and step <= self.update_after_step
-        if not early and (start is None or (step - start) % every == 0):
-            # In this order: leaving inference mode turns gradients on.
-            with torch.inference_mode(False), torch.no_grad():
-                plan = self._engine.bind(source)
-                if start is not None:
-                    weights = [1.0 - one.over(step - start, every) for one in self.schedules]
-                    self._engine.step(plan, weights)
-                    self.n_averaged += 1
-                elif self._engine.begin(plan):
-                    self._start = step
-                    self.n_averaged += 1
-        self.step = step
+        if early or (start is not None and (step - start) % every != 0):
+            self.step = step
+            return
+        # In this order: leaving inference mode turns gradients on.
+        with uninterrupted(), torch.inference_mode(False), torch.no_grad():
+            plan = self._engine.bind(source)
+            if start is not None:
+                weights = [1.0 - one.over(step - start, every) for one in self.schedules]
+                self._engine.step(plan, weights)
+                self.n_averaged += 1
+            elif self._engine.begin(plan):
+                self._start = step
+                self.n_averaged += 1
+            self.step = step
 
     def rebind(self) -> None:
         """Adapt the averages to the model's present parameters: copy new ones, drop missing ones."""
         self._check_restored("rebind", self.model)
-        with torch.inference_mode(False), torch.no_grad():
+        with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             self._engine.rebind()
         self._module = None
 
@@ -239,6 +277,11 @@ class EMA(Generic[ModelT]):
             raise RuntimeError(
                 f"{text}: the model holds the averaged weights. Call step() outside of the block."
             )
+        if self._holds_copy(self.model):
+            raise RuntimeError(
+                "EMA: optimizer.step() was called between copy_to() and restore(): the model holds "
+                "the averaged weights. Call restore() first; to train the average, call detach()."
+            )
         if id(optimizer) in self._stepped:
             self._stepped.clear()
             self.update()
@@ -272,30 +315,76 @@ class EMA(Generic[ModelT]):
             index: Index of the average.
         """
         target = self.model if model is None else model
-        with resharded(target), exchanged(self._engine.pairs(target, index)):
+        pairing = self._engine.pairing(target, index)
+        with resharded(target), exchanged(pairing.pairs, pairing.registered):
             yield
 
-    @torch.no_grad()
     def copy_to(self, model: torch.nn.Module | None = None, *, index: int = 0) -> None:
-        """Copy an average into a model, after :meth:`store`; no effect before the first update."""
-        for _, tensor, value in self._engine.pairs(self.model if model is None else model, index):
-            write(tensor, value)
+        """Copy an average into a model; no effect before the first update.
 
-    @torch.no_grad()
+        After :meth:`store`, and until :meth:`restore`, saved states hold the training weights too,
+        and updates and steps of attached optimizers are refused. Without :meth:`store` the training
+        weights are lost. Either all tensors are written, or none.
+
+        Args:
+            model: Model to copy into, of the same names and shapes. Default: the model itself.
+            index: Index of the average.
+
+        Raises:
+            NameMismatchError: If names or shapes of the model do not match.
+            RuntimeError: If a tensor of the model cannot be written to, such as an expanded one.
+        """
+        target = self.model if model is None else model
+        with uninterrupted(), torch.no_grad():
+            pairs = self._engine.pairing(target, index).pairs
+            check_writable(pairs)
+            tensors = {id(one.tensor) for one in NamedTensors(self.model).all().values()}
+            for _, tensor, value in pairs:
+                write(tensor, value)
+            if self._stored:
+                written = [(name, one) for name, one, _ in pairs if id(one) in tensors]
+                versions = versions_of([one for _, one in written])
+                self._overwritten = [
+                    (name, one, version)
+                    for (name, one), version in zip(written, versions, strict=True)
+                ]
+
     def store(self) -> None:
-        """Store a copy of what :meth:`copy_to` replaces, until :meth:`restore`."""
-        self._check_restored("store", self.model)
-        named = NamedTensors(self.model)
-        names = self._engine.named(0) or dict.fromkeys(named.all())
-        self._stored = {name: named.tensor(name).detach().clone() for name in names}
+        """Store a copy of what :meth:`copy_to` replaces, until :meth:`restore`.
 
-    @torch.no_grad()
+        Raises:
+            RuntimeError: If the model holds an average, inside :meth:`applied` or after
+                :meth:`copy_to`: that would be stored as the training weights.
+        """
+        self._check_restored("store", self.model)
+        with uninterrupted(), torch.no_grad():
+            named = NamedTensors(self.model)
+            names = self._engine.named(0) or dict.fromkeys(named.all())
+            self._stored = {name: named.tensor(name).detach().clone() for name in names}
+
     def restore(self) -> None:
-        """Copy the training weights of :meth:`store` back into the model, and drop them."""
+        """Copy the training weights of :meth:`store` back into the model, and drop them.
+
+        If the model was trained or loaded after :meth:`copy_to`, that change is lost, with a warning.
+
+        Raises:
+            RuntimeError: If nothing is stored.
+        """
         if not self._stored:
             raise RuntimeError("EMA.restore(): nothing is stored. Call store() before copy_to().")
-        _write(self.model, self._stored)
-        self._stored = {}
+        versions = versions_of([one for _, one, _ in self._overwritten])
+        pairs = zip(self._overwritten, versions, strict=True)
+        changed = [name for (name, _, before), version in pairs if version != before]
+        with uninterrupted(), torch.no_grad():
+            _write(self.model, self._stored)
+            self._stored, self._overwritten = {}, []
+        if changed:
+            warnings.warn(
+                f"EMA.restore(): {changed[0]} was written to after copy_to(), when the model held the "
+                "averaged weights; that change is replaced by the stored training weights. To train "
+                "the average, call copy_to() without store() and restore().",
+                stacklevel=2,
+            )
 
     def averaged_model(self, index: int = 0) -> ModelT:
         """Return a copy of the model with averaged weights, in eval mode, without gradients."""
@@ -311,7 +400,7 @@ class EMA(Generic[ModelT]):
         others, and what is not averaged.
         """
         # Tensors that are made in inference mode could not be written to outside of it.
-        with torch.inference_mode(False), torch.no_grad():
+        with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             found = NamedTensors(self.model)
             if self._module is None or not found.is_like(NamedTensors(self._module)):
                 self._module = self.averaged_model()
@@ -333,7 +422,7 @@ class EMA(Generic[ModelT]):
         """Move and cast the averages, and keep later ones there; None leaves device or dtype."""
         if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
             raise ValueError(f"EMA.to(): dtype must be a floating-point dtype, got {dtype}")
-        with torch.inference_mode(False), torch.no_grad():
+        with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             self._engine.to(None if device is None else torch.device(device), dtype)
         self._module = None
         return self
@@ -341,7 +430,8 @@ class EMA(Generic[ModelT]):
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next update depends on: numbers, strings and tensors, not copied.
 
-        Inside :meth:`applied` it includes the training weights.
+        While the model holds an average, inside :meth:`applied` and between :meth:`copy_to` and
+        :meth:`restore`, it includes the training weights.
         """
         own = "step", "n_averaged", "update_every", "update_after_step"
         state: dict[str, Any] = {
@@ -351,7 +441,7 @@ class EMA(Generic[ModelT]):
             "schedules": [schedule.to_config() for schedule in self.schedules],
             **self._engine.state_dict(),
         }
-        raw = raw_values(self.model)
+        raw = self.training_weights()
         return {**state, "raw": raw} if raw else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -378,7 +468,7 @@ class EMA(Generic[ModelT]):
             update_after_step=self.update_after_step,
             on_nonfinite=self._engine.options.on_nonfinite,
         )
-        with torch.inference_mode(False), torch.no_grad():
+        with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             named = NamedTensors(self.model)
             raw = [(named.tensor(name), value) for name, value in loaded.raw.items()]
             if loaded.start is None:
@@ -387,22 +477,31 @@ class EMA(Generic[ModelT]):
                 self._engine.load(loaded, named)
             for tensor, value in raw:
                 write(tensor, shards_of(value, tensor))
-        self._module = None
-        self.step, self._start, self.n_averaged = loaded.step, loaded.start, loaded.n_averaged
-        self.schedules = loaded.schedules
-        self.update_every, self.update_after_step = loaded.update_every, loaded.update_after_step
+            self._module = None
+            self.step, self._start, self.n_averaged = loaded.step, loaded.start, loaded.n_averaged
+            self.schedules = loaded.schedules
+            self.update_every, self.update_after_step = (
+                loaded.update_every,
+                loaded.update_after_step,
+            )
         if raw:
-            text = "EMA: the state was saved inside applied(); its training weights are loaded"
-            warnings.warn(f"{text} into the model", stacklevel=2)
+            warnings.warn(
+                "EMA: the state was saved inside applied(), or between copy_to() and restore(); its "
+                "training weights are loaded into the model",
+                stacklevel=2,
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         # Attached optimizers are not copied.
         detached: dict[str, Any] = {"_optimizers": [], "_handles": [], "_stepped": set()}
-        return {**vars(self), **detached, "_module": None, "_raw": raw_values(self.model)}
+        # A copied model does not hold the average any more: it gets the training weights.
+        stored = {} if self._overwritten else self._stored
+        swap = {"_raw": self.training_weights(), "_stored": stored, "_overwritten": []}
+        return {**vars(self), **detached, "_module": None, **swap}
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # There are training weights if the copy was made inside ``applied()``.
+        # There are training weights if the copied model held an average.
         raw: dict[str, Tensor] = state.pop("_raw")
         self.__dict__.update(state)
         _write(self.model, raw)

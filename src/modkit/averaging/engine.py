@@ -21,7 +21,6 @@ from modkit.averaging import precision, state as ema_state
 from modkit.averaging.averages import Average, Tensors, can_share
 from modkit.averaging.named_tensors import (
     Copies,
-    IdentityOnly,
     NamedTensors,
     Options,
     Watch,
@@ -30,7 +29,7 @@ from modkit.averaging.named_tensors import (
 )
 from modkit.averaging.precision import OnNonfinite, Weight
 from modkit.averaging.sharding import local_shard, meshes_of, reshard, true_everywhere
-from modkit.averaging.swap import Pairs, pairs_for
+from modkit.averaging.swap import Registered, pairs_for
 from modkit.errors import NameMismatchError
 
 
@@ -223,18 +222,20 @@ class Plan:
             take(group, finite)
 
 
-class _Pairing:
+class Pairing:
     """The pairs of an average with the tensors of a model, valid while neither changes."""
 
     def __init__(self, model: torch.nn.Module, values: Tensors) -> None:
         named = NamedTensors(model)
         self.pairs = pairs_for(named, values)
+        self.registered = Registered(named)
         self._model = weakref.ref(model)
         tensors = [tensor for _, tensor, _ in self.pairs]
         self._lazy = named.has_lazy()
         self._watch = Watch([named], () if self._lazy else tensors, buffers=True)
 
     def is_for(self, model: torch.nn.Module) -> bool:
+        """Return True if the pairs are still those of the model."""
         return self._model() is model and not self._lazy and not self._watch.changed()
 
 
@@ -248,10 +249,8 @@ class Cache:
 
     def get(self, model: torch.nn.Module, key: object, make: Callable[[], Any]) -> Any:
         """Return the cached value, made anew if the model, or the key, has changed."""
-        with IdentityOnly():
-            same = self._key == key
         value = self._value
-        if value is None or not same or not value.is_for(model):
+        if value is None or self._key != key or not value.is_for(model):
             self._value = None
             self._value = value = make()
             self._key = key
@@ -343,13 +342,15 @@ class Engine:
     def _copied(self) -> dict[str, Tensor]:
         return {name: copy for name, copy in self._copies.items() if copy is not None}
 
-    def pairs(self, model: torch.nn.Module, index: int) -> Pairs:
+    def pairing(self, model: torch.nn.Module, index: int) -> Pairing:
         """Pair an average with the tensors of a model."""
         # Only then can it be seen whether the tensors are others.
         reshard(model.modules())
         values = self.named(index)
-        pairing: _Pairing = self._swaps.get(model, values, lambda: _Pairing(model, values))
-        return pairing.pairs
+        # The pairing keeps the tensors alive, so no other tensor can get the id of one.
+        key = (*values, *map(id, values.values()))
+        pairing: Pairing = self._swaps.get(model, key, lambda: Pairing(model, values))
+        return pairing
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages and the copies. Tensors are not copied."""

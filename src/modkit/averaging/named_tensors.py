@@ -10,8 +10,6 @@ from typing import Any, Final, Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
-from typing_extensions import override
 
 from modkit._upstream import foreach_copy_, tensor_guard
 from modkit.averaging.precision import PRECISIONS, OnNonfinite, Precision, kept_dtype
@@ -93,7 +91,8 @@ class NamedTensors:
 
     def __init__(self, model: torch.nn.Module, leave_out: torch.nn.Module | None = None) -> None:
         places = list(_walk(model, "", leave_out))
-        reshard(module for _, module in places)
+        self.modules: list[torch.nn.Module] = [module for _, module in places]
+        reshard(self.modules)
         self.parameters: dict[str, Member] = {}
         self.buffers: dict[str, Member] = {}
         self.aliases: dict[str, str] = {}
@@ -181,6 +180,29 @@ def _walk(
             yield from _walk(child, f"{prefix}{key}.", leave_out)
 
 
+class Snapshot:
+    """The objects that tables held at one moment, compared by identity.
+
+    The comparison is a loop in C over ``is``: tensors compare elements, so ``==`` of tables is not
+    usable, and a mode that changes ``==`` could stay entered after an interrupt.
+    """
+
+    def __init__(self, tables: Iterable[Registry]) -> None:
+        self.tables: list[Registry] = list(tables)
+        self._views = [table.values() for table in self.tables]
+        self._lengths = list(map(len, self.tables))
+        self._keys = list(chain.from_iterable(self.tables))
+        self._values = list(chain.from_iterable(self._views))
+
+    def changed(self) -> bool:
+        """Return True if a table has other keys, or another object under one of them."""
+        return (
+            list(map(len, self.tables)) != self._lengths
+            or not all(map(operator.is_, chain.from_iterable(self._views), self._values))
+            or list(chain.from_iterable(self.tables)) != self._keys
+        )
+
+
 class Watch:
     """Detects tensors that were added, removed, replaced, tied, renamed, moved, cast or reshaped.
 
@@ -200,38 +222,20 @@ class Watch:
             registries, named = registries + named, []
         # Most tables are empty, and those are checked together.
         self._empty = [table for table in (*registries, *named) if not table]
-        self._filled = [table for table in registries if table]
-        self._were = [dict(table) for table in self._filled]
-        self._with_own_equality = [
-            (table, key, value)
-            for table in self._filled
-            for key, value in table.items()
-            if isinstance(value, torch.nn.Module) and type(value).__eq__ is not object.__eq__
-        ]
+        self._filled = Snapshot(table for table in registries if table)
         self._named = [table for table in named if table]
         self._names = list(chain.from_iterable(self._named))
         self._alike = metadata_guard(list(tensors))
 
     def changed(self) -> bool:
         """Return True if anything is not as it was."""
-        with IdentityOnly():
-            same = self._filled == self._were
         return (
-            not same
-            or self._unknown
+            self._unknown
+            or self._filled.changed()
             or any(self._empty)
-            or any(table.get(key) is not value for table, key, value in self._with_own_equality)
             or list(chain.from_iterable(self._named)) != self._names
             or not self._alike()
         )
-
-
-class IdentityOnly(TorchFunctionMode):
-    """Makes a tensor equal to itself alone, so that tables of tensors can be compared."""
-
-    @override
-    def __torch_function__(self, *_: Any, **__: Any) -> bool:
-        return False
 
 
 def metadata_guard(tensors: list[Tensor]) -> Callable[[], bool]:
@@ -277,8 +281,7 @@ class Copies:
         self.pairs: list[tuple[dict[str, Any], str, Member]] = list(pairs)
         self._device = device
         self._follow = follow
-        self._tables: list[Any] = []
-        self._were: list[Any] = []
+        self._tables: Snapshot | None = None
         # Without pairs there is nothing to plan.
         self._alike: Callable[[], bool] = lambda: not self.pairs
         self._lists: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -289,9 +292,8 @@ class Copies:
 
     def run(self) -> None:
         """Bring all copies up to date. A copy is replaced if its source has another shape."""
-        with IdentityOnly():
-            planned = self._tables == self._were
-        if not planned or not self._alike():
+        changed = self._tables is not None and self._tables.changed()
+        if changed or not self._alike():
             self._plan(self.sources())
         for kept, found in self._lists:
             foreach_copy_(kept, found)
@@ -310,8 +312,7 @@ class Copies:
         targets = [registry.get(key) for registry, key, _ in self.pairs]
         self._alike = metadata_guard([one for one in sources + targets if one is not None])
         tables = {id(t): t for to, _, member in self.pairs for t in (to, member.registry)}
-        self._tables = list(tables.values())
-        self._were = [dict(table) for table in self._tables]
+        self._tables = Snapshot(tables.values())
 
     def run_traced(self) -> None:
         """Bring all copies up to date in operations that can be compiled."""

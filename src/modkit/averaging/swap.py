@@ -1,10 +1,16 @@
-"""Swapping averages into a model and restoring the training weights, without copies."""
+"""Swapping averages into a model and restoring the training weights, without copies.
+
+A swap is registered before its first write, and undoing it may be repeated. So whatever raises in
+between, an error or a signal, the training weights can be restored from what is registered.
+"""
 
 import copy
-import threading
-from collections.abc import Generator, Iterable, Mapping
+import operator
+import sys
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -12,13 +18,16 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from modkit._messages import (
+    MSG_BUFFER_OPTION,
     MSG_CONVERTED_INSIDE,
+    MSG_REPLACED_INSIDE,
     MSG_WRITTEN_IN_VAIN,
     MSG_WRITTEN_INSIDE,
     add_note,
 )
-from modkit.averaging.named_tensors import NamedTensors, check_match, shapes_of
-from modkit.averaging.sharding import local_shard, reshard, sharded_places
+from modkit.averaging.interrupts import critical
+from modkit.averaging.named_tensors import NamedTensors, Snapshot, check_match, shapes_of
+from modkit.averaging.sharding import is_sharded, local_shard, reshard, sharded_places
 
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
@@ -61,6 +70,28 @@ def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT
         raise
 
 
+def check_writable(pairs: Iterable[Pair]) -> None:
+    """Raise RuntimeError, before anything is written, if a tensor cannot take other values."""
+    for name, tensor, _ in pairs:
+        if kind := _read_only_kind(tensor):
+            raise RuntimeError(
+                f"EMA: {name} is {kind} and cannot be written to. Give the model an ordinary tensor, "
+                "or use applied(), which exchanges storage. Nothing has been changed."
+            )
+
+
+def _read_only_kind(tensor: Tensor) -> str | None:
+    if tensor.is_meta:
+        return "on the meta device"
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return "an inference tensor"
+    if tensor.layout is torch.strided and not is_sharded(tensor):
+        strides = zip(tensor.shape, tensor.stride(), strict=True)
+        if any(size > 1 and stride == 0 for size, stride in strides):
+            return "an expanded tensor"
+    return None
+
+
 def write(tensor: Tensor, value: Tensor) -> None:
     """Give a tensor other values; a buffer may have had another shape."""
     if tensor.shape == value.shape:
@@ -69,52 +100,141 @@ def write(tensor: Tensor, value: Tensor) -> None:
         tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
 
 
+# Loops in C: no signal handler runs between two tensors.
+_get_data: Final = operator.attrgetter("data")
+_set_data: Final[Callable[[Tensor, Tensor], None]] = cast("Any", Tensor.data).__set__
+
+
+def _set_all(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    deque(map(_set_data, tensors, values), maxlen=0)
+
+
+class Registered:
+    """The parameters and children of a model's modules at one moment, to undo replacements.
+
+    Fusing layers, removing parametrizations, ``load_state_dict(assign=True)`` and assignments put
+    other objects into a model. A swap restores the data of tensors, so its tensors have to be there.
+    """
+
+    def __init__(self, named: NamedTensors) -> None:
+        self._names = {id(one.tensor): name for name, one in named.parameters.items()}
+        self._before = [
+            (module, type(module), dict(module._parameters), dict(module._modules))
+            for module in named.modules
+            if not isinstance(module, torch.jit.ScriptModule)
+        ]
+        tables: list[Any] = [
+            table for row in self._before for table in (row[0]._parameters, row[0]._modules)
+        ]
+        self._tables = Snapshot(table for table in tables if table)
+        # Removing a parametrization also deletes a property of a class that the module has to itself.
+        self._classes = [
+            (kind, dict(vars(kind)))
+            for _, kind, _, children in self._before
+            if "parametrizations" in children
+        ]
+
+    @critical
+    def undo(self, tensors: Iterable[Tensor]) -> str | None:
+        """Put back what replaced one of these tensors, or a module of one; return the tensor's name."""
+        if not self._tables.changed():
+            return None
+        # After a forward, FSDP's full parameters are registered in place of the shards.
+        reshard(module for module, *_ in self._before)
+
+        swapped = set(map(id, tensors))
+        first: str | None = None
+        # From the leaves up, so that a child that was removed has its own members back.
+        for module, kind, parameters, children in reversed(self._before):
+            lost = [
+                name
+                for table, before in ((module._parameters, parameters), (module._modules, children))
+                for key, member in before.items()
+                if member is not None and table.get(key) is not member
+                for name in self._names_in(member, swapped)
+            ]
+            if lost:
+                first = lost[0]
+                _refill(module._parameters, parameters)
+                _refill(module._modules, children)
+                for key in parameters:
+                    # A plain tensor that took the place of the parameter would hide it.
+                    module.__dict__.pop(key, None)
+                module.__class__ = kind
+
+        if first is not None:
+            for kind, members in self._classes:
+                for name in members.keys() - vars(kind).keys():
+                    setattr(kind, name, members[name])
+        return first
+
+    def _names_in(self, member: Any, swapped: set[int]) -> list[str]:
+        """Return the names of swapped parameters: of one, or of all that were below a module."""
+        tensors = [member]
+        if isinstance(member, torch.nn.Module):
+            beneath = set(map(id, member.modules()))
+            rows = [row for row in self._before if id(row[0]) in beneath]
+            tensors = [one for _, _, parameters, _ in rows for one in parameters.values()]
+        return [self._names[id(one)] for one in tensors if id(one) in swapped & self._names.keys()]
+
+
+def _refill(table: Any, members: Mapping[str, Any]) -> None:
+    table.clear()
+    table.update(members)
+
+
 class Swap:
     """An exchange of the data of tensors for other data, which can be undone.
 
     The tensors stay the same objects, so optimizers, hooks and tied names are not affected. Data of
-    the same dtype and device are exchanged as pointers; other data are cast or moved first.
+    the same dtype and device are exchanged as pointers; other data are cast or moved first. Creating
+    a swap changes nothing; :meth:`apply` does.
     """
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
         self._pairs = list(pairs)
         self._tensors = [tensor for _, tensor, _ in self._pairs]
         self._sharded = frozenset(sharded_places(self._tensors))
+        self._held: list[Tensor] = []
         self.raws: list[Tensor] = []
-        self._held = list(self._tensors)
         self._pointers: list[int] = []
         self.versions: list[int] = []
         self._index: dict[int, int] = {}
-        with _lock:
-            try:
-                with torch.no_grad():
-                    self._swap_in()
-            except BaseException:
-                self._tensors = self._tensors[: len(self.raws)]
-                self._note()
-                self.undo()
-                raise
-            self._note()
 
-    def _swap_in(self) -> None:
-        for place, (_, tensor, value) in enumerate(self._pairs):
+    @critical
+    def apply(self) -> None:
+        """Exchange the data. If that raises, or a signal arrives, :meth:`undo` restores them."""
+        self.raws = list(map(_get_data, self._tensors))
+        self._held = list(self._tensors)
+        values = [value for _, _, value in self._pairs]
+        for place, (raw, value) in enumerate(zip(self.raws, values, strict=True)):
             if place in self._sharded:
-                # FSDP has a pointer of its own to the shard, so the elements are exchanged instead.
-                self.raws.append(tensor.detach().clone())
-                _write_shard(tensor, value)
-                self._held[place] = local_shard(tensor)
-                continue
-            raw = tensor.data
-            if value.dtype is not raw.dtype or value.device != raw.device:
-                value = value.to(raw.device, raw.dtype)
-            tensor.data = value
-            self.raws.append(raw)
+                # FSDP has a pointer of its own to the shard, so the elements are exchanged.
+                self.raws[place] = self._tensors[place].detach().clone()
+                self._held[place] = local_shard(self._tensors[place])
+            elif value.dtype is not raw.dtype or value.device != raw.device:
+                values[place] = value.to(raw.device, raw.dtype)
+
+        _active.append(self)
+        self._exchange(values)
+        self._note()
+
+    def _exchange(self, values: list[Tensor]) -> None:
+        if not self._sharded:
+            _set_all(self._tensors, values)
+            return
+        for place, value in enumerate(values):
+            self._set(place, value)
+
+    def _set(self, place: int, value: Tensor) -> None:
+        if place in self._sharded:
+            _write_shard(self._tensors[place], value)
+        else:
+            self._tensors[place].data = value
 
     def _note(self) -> None:
-        self._held = self._held[: len(self._tensors)]
-        self._pointers = list(map(Tensor.data_ptr, self._held))
-        self.versions = _versions(self._held)
-        _active.append(self)
+        self.versions = versions_of(self._held)
+        self._pointers = _pointers(self._held)
 
     def position(self, tensor: Tensor) -> int | None:
         """Return the index of a tensor in the lists, or None if it is not swapped."""
@@ -122,53 +242,83 @@ class Swap:
             self._index = {id(one): place for place, one in enumerate(self._tensors)}
         return self._index.get(id(tensor))
 
-    @torch.no_grad()
-    def undo(self) -> str | None:
-        """Restore the data, in any order of swaps; return a message if the tensors were changed."""
-        with _lock:
-            later = _active[_active.index(self) + 1 :]
-            problem = self._problem()
-            if later or self._sharded:
-                self._undo_each(later)
-            else:
-                for tensor, raw in zip(self._tensors, self.raws, strict=True):
-                    tensor.data = raw
-            _active.remove(self)
-            return problem
+    def undo(self, registered: Registered | None = None) -> str | None:
+        """Restore the data, in any order of swaps; return a message if the tensors were changed.
 
-    def _undo_each(self, later: list["Swap"]) -> None:
-        for place in reversed(range(len(self._tensors))):
-            tensor, raw = self._tensors[place], self.raws[place]
-            found = [(one, n) for one in later if (n := one.position(tensor)) is not None]
-            if found:
-                above, position = found[0]
-                above.raws[position] = raw
-            elif place in self._sharded:
-                _write_shard(tensor, raw)
-            else:
-                tensor.data = raw
-
-    def _problem(self) -> str | None:
-        """Return a message for the first tensor that was changed and is not swapped again."""
-        pointers, versions = list(map(Tensor.data_ptr, self._held)), _versions(self._held)
-        if pointers == self._pointers and versions == self.versions:
+        Each step may be repeated, so calling it again completes what an exception has interrupted;
+        after that it has no effect. A swap that is undone first hands its training weights to a
+        later one of the same tensors, which restores them in its turn.
+        """
+        if self not in _active:
             return None
         later = _active[_active.index(self) + 1 :]
-        for place, (name, tensor, value) in enumerate(self._pairs[: len(self._tensors)]):
+        try:
+            problem = self._problem(later)
+        finally:
+            if later:
+                self._undo_each(later)
+            else:
+                self._exchange(self.raws)
+
+        replaced = None if registered is None else registered.undo(self._tensors)
+        _active.remove(self)
+        return problem if replaced is None else MSG_REPLACED_INSIDE.format(name=replaced)
+
+    def _undo_each(self, later: list["Swap"]) -> None:
+        for place, (tensor, raw) in enumerate(zip(self._tensors, self.raws, strict=True)):
+            above = next((one for one in later if one.position(tensor) is not None), None)
+            if above is None:
+                self._set(place, raw)
+            else:
+                above.raws[above._index[id(tensor)]] = raw
+
+    def _problem(self, later: list["Swap"]) -> str | None:
+        """Return a message for the first tensor that was changed and is not swapped again."""
+        pointers, versions = _pointers(self._held), versions_of(self._held)
+        if not self._pointers or (pointers == self._pointers and versions == self.versions):
+            return None
+        for place, (_, tensor, _) in enumerate(self._pairs):
             if any(one.position(tensor) is not None for one in later):
                 continue
             if pointers[place] != self._pointers[place]:
-                return MSG_CONVERTED_INSIDE.format(name=name)
+                return self._message(place, MSG_CONVERTED_INSIDE)
             if versions[place] != self.versions[place]:
-                shared = value.data_ptr() == self._pointers[place]
-                return (MSG_WRITTEN_INSIDE if shared else MSG_WRITTEN_IN_VAIN).format(name=name)
+                return self._message(place, self._written(place))
         return None
 
+    def _written(self, place: int) -> str:
+        (pointer,) = _pointers([local_shard(self._pairs[place][2])])
+        return MSG_WRITTEN_INSIDE if pointer == self._pointers[place] else MSG_WRITTEN_IN_VAIN
+
+    def _message(self, place: int, template: str) -> str:
+        name, tensor, _ = self._pairs[place]
+        if not isinstance(tensor, torch.nn.Parameter):
+            template = f"{template}. {MSG_BUFFER_OPTION}"
+        return template.format(name=name)
+
+
+class _Owner:
+    """Undoes a swap when the block that made it is gone without having ended.
+
+    A signal can arrive between the end of a block and the first line of the code that undoes it.
+    Then only the deallocation of the block's frame, which holds this object, is certain to happen.
+    """
+
+    swap: Swap | None = None
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # When the interpreter exits, the globals of this file may be gone, and no model is used again.
+        if self.swap is not None and not is_finalizing():
+            self.swap.undo()
+
+
+_COMPRESSED: Final = frozenset(
+    {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+)
 
 # All swaps that have not been undone, in order, so that several averages, and models that share
 # tensors, lose no training weights. Readers go through a copy, since an undone swap moves the others.
 _active: list[Swap] = []
-_lock: Final = threading.RLock()
 
 
 def raw_value(tensor: Tensor) -> Tensor | None:
@@ -188,15 +338,36 @@ def any_swapped(model: torch.nn.Module) -> bool:
 def _write_shard(tensor: Tensor, value: Tensor) -> None:
     """Copy into a shard, and adapt the versions by which writes of the user are detected."""
     held = local_shard(tensor)
-    (before,) = _versions([held])
+    (before,) = versions_of([held])
     held.copy_(local_shard(value))
     for swap in _active:
         place = swap.position(tensor)
-        if place is not None:
-            swap.versions[place] += _versions([held])[0] - before
+        # The latest swap has noted no versions yet while it writes.
+        if place is not None and swap.versions:
+            swap.versions[place] += versions_of([held])[0] - before
 
 
-def _versions(tensors: list[Tensor]) -> list[int]:
+def _pointers(tensors: list[Tensor]) -> list[int]:
+    """Return the addresses of tensors' elements; of sparse tensors, those of the stored values."""
+    try:
+        return list(map(Tensor.data_ptr, tensors))
+    except RuntimeError:
+        return list(map(_pointer, tensors))
+
+
+def _pointer(tensor: Tensor) -> int:
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values().data_ptr()
+    if tensor.layout in _COMPRESSED:
+        return tensor.values().data_ptr()
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        # Opaque layouts and wrappers have no address; their versions are compared all the same.
+        return 0
+
+
+def versions_of(tensors: list[Tensor]) -> list[int]:
     """Return the version counters of tensors; inference tensors have none."""
     try:
         return [tensor._version for tensor in tensors]
@@ -205,16 +376,18 @@ def _versions(tensors: list[Tensor]) -> list[int]:
 
 
 @contextmanager
-def exchanged(pairs: Iterable[Pair]) -> Generator[None]:
-    """Exchange data for the length of a block, which must not change the tensors."""
-    swap = Swap(pairs)
+def exchanged(pairs: Iterable[Pair], registered: Registered | None = None) -> Generator[None]:
+    """Exchange data for the length of a block, which must not change or replace the tensors."""
+    swap, owner = Swap(pairs), _Owner()
+    owner.swap = swap
     try:
+        swap.apply()
         yield
     except BaseException as error:
-        if problem := swap.undo():
+        if problem := swap.undo(registered):
             add_note(error, problem)
         raise
-    if problem := swap.undo():
+    if problem := swap.undo(registered):
         raise RuntimeError(problem)
 
 

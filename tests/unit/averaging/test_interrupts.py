@@ -1,0 +1,218 @@
+import json
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import modkit
+from modkit.averaging import swap
+from modkit.averaging.interrupts import uninterrupted
+from tests.cases import for_each
+from tests.unit.averaging.recipes import set_to
+
+
+STRESS = Path(__file__).resolve().parents[2] / "stress" / "interrupts.py"
+
+
+def plain() -> nn.Module:
+    """Return a small network with parameters and buffers."""
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def cast() -> nn.Module:
+    """Return a network whose averages, in 32 bits, are cast when they are swapped in."""
+    return plain().bfloat16()
+
+
+def with_sparse_buffers() -> nn.Module:
+    """Return a network with buffers that have no data pointer."""
+    model = plain()
+    model.register_buffer("coo", torch.eye(3).to_sparse())
+    with warnings.catch_warnings():
+        # "Sparse CSR tensor support is in beta state", once in a process.
+        warnings.simplefilter("ignore")
+        model.register_buffer("csr", torch.eye(3).to_sparse_csr())
+    return model
+
+
+def average_of(model: nn.Module) -> "modkit.EMA[nn.Module]":
+    """Return an average between ones and twos; the model ends with twos."""
+    ema = modkit.EMA(model, decay=0.5)
+    for value in 1.0, 2.0:
+        set_to(model, value)
+        ema.update()
+    return ema
+
+
+def dense(tensors) -> list[torch.Tensor]:
+    """Return dense copies of tensors of any layout."""
+    return [tensor.detach().to_dense().clone() for tensor in tensors]
+
+
+def in_deallocation(frame) -> bool:
+    """Return True for code below a ``__del__``, whose exceptions Python ignores."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+class RaiseAtLine:
+    """Raises at one of the lines of swap.py that run, counted from 0; None only counts them."""
+
+    def __init__(self, number: int | None, kind: type[BaseException]) -> None:
+        self.number, self.kind, self.lines = number, kind, 0
+
+    def __call__(self, frame, event, argument):
+        """Trace the functions of swap.py, but for what runs when an object is deallocated."""
+        if frame.f_code.co_filename != swap.__file__ or in_deallocation(frame):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines - 1 == self.number:
+                raise self.kind("planted")
+        return self
+
+    def run(self, work) -> None:
+        """Call a function with this trace; what it raises is dropped with its frames."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            work()
+        except (KeyboardInterrupt, RuntimeError, KeyError):
+            sys.settrace(before)
+        finally:
+            sys.settrace(before)
+
+
+@for_each("kind", [KeyboardInterrupt, RuntimeError])
+@for_each("ending", ["normal", "error"])
+@for_each("make", [plain, cast, with_sparse_buffers])
+def test_every_line_of_a_swap_may_raise(make, ending, kind) -> None:
+    """After an exception at any line, the training weights are in the model, and the averages are kept."""
+    model = make()
+    ema = average_of(model)
+    weights = dense([*model.parameters(), *model.buffers()])
+    averages = dense(value for _, value in ema.named_averages())
+
+    def work() -> None:
+        with ema.applied(), ema.applied():
+            if ending == "error":
+                raise KeyError("inside")
+
+    counted = RaiseAtLine(None, kind)
+    counted.run(work)
+    for number in range(counted.lines):
+        RaiseAtLine(number, kind).run(work)
+
+        assert swap._active == []
+        assert torch.is_grad_enabled()
+        assert all(map(torch.equal, dense([*model.parameters(), *model.buffers()]), weights))
+        assert all(map(torch.equal, dense(v for _, v in ema.named_averages()), averages))
+    assert counted.lines > 60
+
+
+@for_each("make", [plain, with_sparse_buffers])
+def test_buffers_without_an_address_are_swapped(make) -> None:
+    """A sparse buffer, such as an adjacency matrix, is swapped in and restored with the parameters."""
+    model = make()
+    ema = average_of(model)
+    with ema.applied():
+        inside = model[0].weight.clone()
+
+    assert inside.eq(1.5).all()
+    assert model[0].weight.eq(2.0).all()
+
+
+def test_a_write_to_a_sparse_buffer_is_noticed() -> None:
+    """The average is not changed, the training value is back, and the error names the option."""
+    model = with_sparse_buffers()
+    ema = average_of(model)
+
+    def write() -> None:
+        with ema.applied():
+            model.coo.mul_(2)
+
+    with pytest.raises(
+        RuntimeError, match=r"coo was cast, moved or replaced.*buffers=\{'coo': 'ignore'\}"
+    ):
+        write()
+
+    assert torch.equal(model.coo.to_dense(), torch.eye(3))
+
+
+def test_signals_wait_for_the_end_of_a_block() -> None:
+    """The handler runs after the block, and the handlers of the process are as before."""
+    reached = []
+
+    def interrupted() -> None:
+        with uninterrupted(), uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            reached.append("the end of the block")
+        reached.append("after the block")
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+
+    assert reached == ["the end of the block"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_handlers_that_do_not_raise_run_later() -> None:
+    """A handler that only sets a flag runs once for each signal, in order."""
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+    try:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)
+            inside = list(seen)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+    assert inside == []
+    assert seen == [signal.SIGUSR1] * 2
+
+
+def test_an_interrupted_update_is_complete() -> None:
+    """A signal in the middle of an update arrives when averages and counters agree."""
+    model = plain()
+    ema = average_of(model)
+    set_to(model, 3.5)
+    before = ema._engine.step
+
+    def step(*arguments) -> None:
+        signal.raise_signal(signal.SIGINT)
+        before(*arguments)
+
+    ema._engine.step = step
+    with pytest.raises(KeyboardInterrupt):
+        ema.update()
+
+    assert (ema.step, ema.n_averaged) == (3, 3)
+    assert all(value.eq(2.5).all() for name, value in ema.named_averages() if name[0] == "0")
+
+
+def bombard(signals: int, layers: int) -> dict[str, object]:
+    """Interrupt each operation in a process of its own, and return what that broke."""
+    command = [sys.executable, str(STRESS), str(signals), str(layers), "0"]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(finished.stdout)
+
+
+def test_signals_at_random_moments_break_nothing() -> None:
+    """Ctrl-C in an update, a swap, a copy or a load leaves weights, averages, counters and modes whole."""
+    assert bombard(120, 10) == {"signals": 120, "faults": {}}
+
+
+@pytest.mark.slow
+def test_thousands_of_signals_break_nothing() -> None:
+    """3,000 signals in models of 240 tensors: nothing is lost, and nothing is left behind."""
+    assert bombard(3000, 60) == {"signals": 3000, "faults": {}}
