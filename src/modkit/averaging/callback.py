@@ -10,7 +10,7 @@ from typing_extensions import TypeVar, Unpack
 from modkit._namespace import publish
 from modkit.averaging.ema import EMA, Decays, EMAOptions, checked_count
 from modkit.averaging.named_tensors import NamedTensors, Options
-from modkit.averaging.swap import exchanged, pairs_for, raw_values
+from modkit.averaging.swap import exchanged, pairs_for
 
 
 __all__ = ["EMACallback", "EMAOptions"]
@@ -49,15 +49,22 @@ def averaged_parameters(ema: EMA[Any]) -> list[torch.Tensor]:
     return [one.tensor for one in NamedTensors(ema.model).parameters.values() if chooses(one)]
 
 
-def training_weights(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """Swap the training weights in for a ``with`` block, inside an evaluation of an average too."""
-    return exchanged(pairs_for(NamedTensors(model), raw_values(model)))
+def training_weights(ema: EMA[Any], model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Swap the training weights into a model for a ``with`` block, wherever it holds the average."""
+    return exchanged(pairs_for(NamedTensors(model), ema.training_weights()))
 
 
 def swap_at_end(ema: EMA[Any], index: int) -> None:
     """Copy an average into its model, so that ``ema.restore()`` restores the training weights."""
+    end_swap(ema)
     ema.store()
     ema.copy_to(index=index)
+
+
+def end_swap(ema: EMA[Any] | None) -> None:
+    """Restore the training weights if a training has ended with the average in its model."""
+    if ema is not None and ema._overwritten:
+        ema.restore()
 
 
 class Evaluation:

@@ -19,6 +19,7 @@ from modkit.averaging.callback import (
     averaged_parameters,
     check_optimizer,
     check_options,
+    end_swap,
     swap_at_end,
     training_weights,
 )
@@ -137,6 +138,8 @@ class EMACallback(Callback):
                 "sharded model, because Lightning calls no callback"
             )
         self._leave()
+        # The last fit may have ended with the average in its model.
+        end_swap(self.ema)
         if self.ema is None or self.ema.model is not pl_module:
             self.ema = EMA(pl_module, self._decay, **self._options)
         if self._loaded is not None:
@@ -240,7 +243,7 @@ class EMACallback(Callback):
         state = self.ema.state_dict()
         state.pop("raw", None)
         average = self.members_of(trainer, checkpoint)
-        as_raw = training_weights(pl_module)
+        as_raw = training_weights(self.ema, pl_module)
         if has_shards(pl_module):
             # Lightning saves the callback's entry from rank 0.
             with torch.inference_mode(False), torch.no_grad(), as_raw:

@@ -17,6 +17,7 @@ from modkit.averaging.callback import (
     EMAOptions,
     check_optimizer,
     check_options,
+    end_swap,
     swap_at_end,
     training_weights,
 )
@@ -161,6 +162,8 @@ class EMACallback(TrainerCallback):
                 "EMACallback: not attached to the Trainer, which passes itself to no callback. Call "
                 "callback.attach(trainer) before train()"
             )
+        # The last training may have ended with the average in its model.
+        end_swap(self.ema)
         self.ema = None
         # Inside accelerate's optimizer: its hooks run only for steps that are taken.
         optimizer = check_optimizer(getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]))
@@ -251,7 +254,7 @@ class EMACallback(TrainerCallback):
             return
         is_average = self.save == "average"
         # Inside an evaluation the model holds the average.
-        with ema.applied(index=self.index) if is_average else training_weights(trainer.model):
+        with ema.applied(index=self.index) if is_average else training_weights(ema, trainer.model):
             yield
             if output_dir is None or not _internal_call or not trainer.args.should_save:
                 return

@@ -201,6 +201,46 @@ def test_the_average_can_be_the_model_at_the_end(tmp_path) -> None:
     assert torch.equal(saved["callbacks"]["EMACallback"]["raw"]["net.0.weight"], watch.raw[-1])
 
 
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_checkpoint_after_a_swap_at_the_end_has_both(weights_only, tmp_path) -> None:
+    """Saved by the user after fit(): the average as the model, the training weights beside it."""
+    ema = EMACallback(decay=0.9, swap_to_average_at_end=True)
+    watch = runs.Watch(ema)
+    _, _, trainer = runs.fit(tmp_path, ema=ema, after=[watch])
+    trainer.save_checkpoint(tmp_path / "after.ckpt", weights_only=weights_only)
+    saved = torch.load(tmp_path / "after.ckpt", weights_only=True)
+
+    assert torch.equal(saved["state_dict"]["net.0.weight"], runs.average_of(ema))
+    if not weights_only:
+        assert torch.equal(saved["callbacks"]["EMACallback"]["raw"]["net.0.weight"], watch.raw[-1])
+
+
+def test_a_swap_at_the_end_does_not_change_what_is_resumed(tmp_path) -> None:
+    """A run that resumes after the end trains the training weights, as a second fit does."""
+    through, second, resumed = (EMACallback(decay=0.9) for _ in range(3))
+    swapped = EMACallback(decay=0.9, swap_to_average_at_end=True)
+    expected = runs.fit(tmp_path, model=runs.Net(), ema=through, max_epochs=4)
+    _, _, trainer = runs.fit(tmp_path, model=runs.Net(), ema=swapped, max_epochs=2)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    found = runs.fit(
+        tmp_path, model=runs.Net(), ema=resumed, max_epochs=4, resume=tmp_path / "after.ckpt"
+    )
+
+    assert runs.numbers_of(*found[:2]) == runs.numbers_of(*expected[:2])
+
+
+def test_a_second_fit_after_a_swap_trains_the_training_weights(tmp_path) -> None:
+    """The training weights are restored when the second fit starts."""
+    plain, net = runs.Net(), runs.Net()
+    ema = EMACallback(decay=0.9, swap_to_average_at_end=True)
+    for _ in range(2):
+        runs.fit(tmp_path, model=plain, ema=pl.Callback())
+        runs.fit(tmp_path, model=net, ema=ema)
+    ema.ema.restore()
+
+    assert all(map(torch.equal, net.state_dict().values(), plain.state_dict().values()))
+
+
 def test_a_second_fit_goes_on(tmp_path) -> None:
     """A second fit of a model goes on averaging; another model gets a new average."""
     plain, net, ema = runs.Net(), runs.Net(), EMACallback(decay=0.9)

@@ -379,6 +379,25 @@ def test_the_average_can_be_the_model_at_the_end() -> None:
     assert is_at(changed, before)
 
 
+def test_a_state_after_the_end_has_the_training_weights() -> None:
+    """With the average in the model, a checkpoint still resumes the training; a second end is harmless."""
+    net, _, ema = loop(swap_to_average_at_end=True)
+    before = snapshot(net)
+    ema.on_train_end()
+    ema.on_train_end()
+    state = copy.deepcopy(ema.state_dict())
+    other = network()
+    resumed = modkit.EMACallback(other, decay=0.9)
+    with pytest.warns(UserWarning, match="its training weights are loaded into the model"):
+        resumed.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"between copy_to\(\) and restore\(\)"):
+        ema.ema.update()
+    ema.ema.restore()
+
+    assert is_at(other, before)
+    assert is_at(net, before)
+
+
 PLACES = ["between steps", "in the block", "between the hooks"]
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import modkit
 from modkit.errors import NameMismatchError
+from tests.cases import for_each
 from tests.unit.averaging.recipes import CountCalls, averaged, model_of, network, set_to, train
 
 
@@ -437,3 +438,209 @@ def test_two_threads_may_swap_averages_into_one_model(monkeypatch) -> None:
     other.join()
 
     assert same_state(net, before)
+
+
+# --- members that are replaced inside a block ----------------------------------------------------
+
+
+def assign(net: nn.Module) -> None:
+    """Assign another parameter."""
+    net[0].weight = nn.Parameter(torch.zeros(6, 4))
+
+
+def load_by_assignment(net: nn.Module) -> None:
+    """Load tensors that take the place of the parameters."""
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    net.load_state_dict(state, assign=True)
+
+
+def fuse(net: nn.Module) -> None:
+    """Fold BatchNorm into the layer before it, as tools do before an evaluation."""
+    net.eval()
+    net[0] = torch.nn.utils.fuse_linear_bn_eval(net[0], net[1])
+    net[1] = nn.Identity()
+
+
+def delete(net: nn.Module) -> None:
+    """Delete a parameter."""
+    del net[3].bias
+
+
+def parametrize(net: nn.Module) -> None:
+    """Move a parameter below a parametrization."""
+    torch.nn.utils.parametrizations.weight_norm(net[0])
+
+
+@for_each("change", [assign, load_by_assignment, fuse, delete, parametrize])
+@for_each("ending", ["normal", "error"])
+def test_replaced_members_are_put_back(change, ending) -> None:
+    """A block that replaces parameters or modules ends with an error, and the model is as before."""
+    net = network()
+    ema = half(net)
+    before, kept, average = state_of(net), list(net.parameters()), state_of(ema.averaged_model())
+    modules = list(net.modules())
+
+    def work() -> None:
+        with ema.applied():
+            change(net)
+            if ending == "error":
+                raise KeyError("inside")
+
+    with pytest.raises((RuntimeError, KeyError)) as caught:
+        work()
+    texts = [str(caught.value), *getattr(caught.value, "__notes__", [])]
+    net.train()
+
+    assert any("was replaced inside applied()" in text for text in texts) or sys.version_info < (
+        3,
+        11,
+    )
+    assert list(map(id, net.modules())) == list(map(id, modules))
+    assert list(map(id, net.parameters())) == list(map(id, kept))
+    assert same_state(net, before)
+    assert same_state(ema.averaged_model(), average)
+    ema.update()
+
+
+def test_removed_parametrizations_are_put_back() -> None:
+    """The computed weight works as before, and the parameters behind it have the training weights."""
+    net = network()
+    torch.nn.utils.parametrizations.weight_norm(net[0])
+    ema = half(net)
+    before = state_of(net)
+    batch = torch.ones(3, 4)
+    expected = net.eval()(batch)
+
+    def remove() -> None:
+        with ema.applied():
+            torch.nn.utils.parametrize.remove_parametrizations(net[0], "weight")
+
+    with pytest.raises(RuntimeError, match=r"parametrizations.weight.original0.* was replaced"):
+        remove()
+
+    assert same_state(net, before)
+    assert torch.equal(net(batch), expected)
+
+
+def test_new_members_stay() -> None:
+    """A block may add modules and buffers, as lazy caches do."""
+    net = network()
+    ema = half(net)
+    with ema.applied():
+        net.add_module("head", nn.Linear(2, 1))
+        net[1].register_buffer("cache", torch.ones(2))
+
+    assert isinstance(net.head, nn.Linear)
+    assert net[1].cache.eq(1).all()
+
+
+# --- between copy_to() and restore() ------------------------------------------------------------
+
+
+def test_a_state_of_a_copied_average_has_the_training_weights() -> None:
+    """Both are in the state, and a run that resumes with it trains the training weights."""
+    net = network()
+    ema = half(net)
+    before = state_of(net)
+    ema.store()
+    ema.copy_to()
+    saved = copy.deepcopy({"model": net.state_dict(), "ema": ema.state_dict()})
+    other = network()
+    other.load_state_dict(saved["model"])
+    resumed = modkit.EMA(other, decay=0.5)
+    with pytest.warns(UserWarning, match="its training weights are loaded into the model"):
+        resumed.load_state_dict(saved["ema"])
+
+    assert sorted(ema.training_weights()) == sorted(dict(ema.named_averages()))
+    assert same_state(other, before)
+    assert same_state(resumed.averaged_model(), state_of(ema.averaged_model()))
+    ema.restore()
+    assert ema.training_weights() == {}
+    assert "raw" not in ema.state_dict()
+
+
+@for_each("call", ["update", "rebind", "store", "load_state_dict"])
+def test_a_copied_average_is_not_taken_for_the_training_weights(call) -> None:
+    """Each call that would do so is refused until restore()."""
+    net = network()
+    ema = half(net)
+    arguments = (ema.state_dict(),) if call == "load_state_dict" else ()
+    before = state_of(net)
+    ema.store()
+    ema.copy_to()
+    with pytest.raises(RuntimeError, match=rf"{call}\(\) was called between copy_to\(\) and rest"):
+        getattr(ema, call)(*arguments)
+    ema.restore()
+    getattr(ema, call)(*arguments)
+
+    assert same_state(net, before)
+
+
+def test_an_attached_optimizer_does_not_train_a_copied_average() -> None:
+    """The step is refused before it changes a weight, and taken after restore()."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ema = modkit.EMA(net).attach(optimizer)
+    train(net, optimizer, 0, 2)
+    ema.store()
+    ema.copy_to()
+    copied = state_of(net)
+    with pytest.raises(RuntimeError, match=r"step\(\) was called between copy_to\(\) and restore"):
+        optimizer.step()
+
+    assert same_state(net, copied)
+    ema.restore()
+    train(net, optimizer, 2, 3)
+    assert ema.step == 3
+
+
+def test_restoring_over_a_change_warns() -> None:
+    """A step of an optimizer that is not attached is not thrown away without a word."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ema = half(net)
+    before = state_of(net)
+    ema.store()
+    ema.copy_to()
+    train(net, optimizer, 0, 1)
+    with pytest.warns(UserWarning, match="0.weight was written to after copy_to"):
+        ema.restore()
+
+    assert torch.equal(net[0].weight, before["0.weight"])
+
+
+def test_another_model_gets_a_copy_without_a_window() -> None:
+    """A copy in another model leaves this one in training."""
+    net = network()
+    ema = half(net)
+    ema.store()
+    ema.copy_to(network())
+    ema.update()
+    ema.restore()
+
+    assert ema.step == 3
+
+
+def test_a_copy_of_the_average_made_in_between_has_the_training_weights() -> None:
+    """A deep copy goes on with the training weights."""
+    model = model_of([8.0])
+    ema = half(model)
+    ema.store()
+    ema.copy_to()
+    other = copy.deepcopy(ema)
+    other.update()
+
+    assert (other.model.weight.item(), model.weight.item()) == (8.0, 4.0)
+
+
+def test_all_of_a_model_is_written_or_nothing() -> None:
+    """A tensor that cannot be written to is named before the first one is."""
+    net = network()
+    ema = half(net)
+    other = network()
+    other[3].weight = nn.Parameter(torch.ones(1, 6).expand(2, 6))
+    before = state_of(other)
+    with pytest.raises(RuntimeError, match=r"3.weight is an expanded tensor and cannot be written"):
+        ema.copy_to(other)
+
+    assert same_state(other, before)
