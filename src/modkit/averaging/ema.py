@@ -78,7 +78,9 @@ class EMA(Generic[ModelT]):
             ``"stochastic"`` rounds stochastically; ``"compensated"`` adds a low-order error term.
         device: Device of the averages. Default: that of each parameter.
         buffers: ``"copy"``, ``"average"`` or ``"ignore"`` floating-point buffers, or a dict from
-            globs of names to one of the three. Integer buffers are always copied.
+            globs of names to one of the three; the first glob that matches counts. Integer buffers
+            have no average: they are copied, and ignored only if a glob says so. Ignore a buffer
+            that an evaluation writes to, such as a cache or its position.
         include: Globs of names, or a predicate: parameters to average. Default: all.
         exclude: Globs of names, or a predicate: parameters not to average.
         trainable_only: Average only parameters that require gradients at the first update.

@@ -292,6 +292,7 @@ class Engine:
         _check_materialized(named)
         known = self.averages[0].tensors
         averaged, copied = self.options.split(named, known)
+        _check_strided(averaged)
         if known:
             self._check_known(averaged)
         else:
@@ -411,6 +412,16 @@ class Engine:
 def _check_any(averaged: Tensors) -> None:
     if not averaged:
         raise ValueError(f"EMA: {MSG_NOTHING_CHOSEN}")
+
+
+def _check_strided(averaged: Tensors) -> None:
+    for name, tensor in averaged.items():
+        if tensor.layout is not torch.strided:
+            raise RuntimeError(
+                f"EMA: {name} has the layout {tensor.layout}, for which torch has no kernels that "
+                f"average. Leave it out with exclude={name!r}, or buffers={{{name!r}: 'copy'}} if it "
+                "is a buffer. Nothing has been changed."
+            )
 
 
 def _check_materialized(named: NamedTensors) -> None:

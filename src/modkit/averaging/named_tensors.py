@@ -399,13 +399,11 @@ class Options:
             if not self.chooses(member, known):
                 return "copy" if self.copy_rest else "ignore"
             return "average" if has_average or self.integers else "copy"
-        if not has_average:
-            return "copy"
         if isinstance(self.buffers, str):
-            return self.buffers
+            return self.buffers if has_average else "copy"
         for glob, policy in self.buffers.items():
             if fnmatch.fnmatchcase(member.name, glob):
-                return policy
+                return "copy" if policy == "average" and not has_average else policy
         return "copy"
 
     def split(

@@ -217,7 +217,7 @@ def test_a_checkpoint_after_a_swap_at_the_end_has_both(weights_only, tmp_path) -
 
 def test_a_swap_at_the_end_does_not_change_what_is_resumed(tmp_path) -> None:
     """A run that resumes after the end trains the training weights, as a second fit does."""
-    through, second, resumed = (EMACallback(decay=0.9) for _ in range(3))
+    through, resumed = EMACallback(decay=0.9), EMACallback(decay=0.9)
     swapped = EMACallback(decay=0.9, swap_to_average_at_end=True)
     expected = runs.fit(tmp_path, model=runs.Net(), ema=through, max_epochs=4)
     _, _, trainer = runs.fit(tmp_path, model=runs.Net(), ema=swapped, max_epochs=2)

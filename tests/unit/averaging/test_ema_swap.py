@@ -3,6 +3,7 @@ import copy
 import pickle
 import sys
 import threading
+import warnings
 
 import pytest
 import torch
@@ -644,3 +645,67 @@ def test_all_of_a_model_is_written_or_nothing() -> None:
         ema.copy_to(other)
 
     assert same_state(other, before)
+
+
+# --- buffers that an evaluation writes to -------------------------------------------------------
+
+
+class Cached(nn.Module):
+    """Counts its calls in an integer buffer, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("position", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        """Count the call."""
+        self.position += 1
+        return self.layer(x)
+
+
+def test_an_integer_buffer_that_evaluation_changes_can_be_ignored() -> None:
+    """The error names the option, and with it the block leaves the counter to the model."""
+    for options in {}, {"buffers": "ignore"}:
+        model = Cached()
+        ema = half(model, **options)
+
+        def evaluate(model=model, ema=ema) -> None:
+            with ema.applied():
+                model(torch.ones(1, 2))
+
+        with pytest.raises(RuntimeError, match=r"position was .*buffers=\{'position': 'ignore'\}"):
+            evaluate()
+    ignored = half(model, buffers={"position": "ignore"})
+    model.position.zero_()
+    with ignored.applied():
+        model(torch.ones(1, 2))
+
+    assert model.position == 1
+    assert "position" not in dict(ignored.named_averages())
+
+
+def test_a_glob_for_integers_may_say_average() -> None:
+    """They have no average, so they are copied."""
+    ema = half(Cached(), buffers={"*": "average"})
+
+    assert dict(ema.named_averages())["position"].dtype == torch.int64
+
+
+@for_each("layout", ["coo", "csr"])
+def test_a_sparse_parameter_is_refused_before_the_first_update(layout) -> None:
+    """Torch cannot average it, so it is named at once, and can be left out."""
+    model = nn.Linear(2, 2)
+    dense = torch.eye(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sparse = dense.to_sparse() if layout == "coo" else dense.to_sparse_csr()
+    model.adjacency = nn.Parameter(sparse)
+    ema = modkit.EMA(model)
+    with pytest.raises(RuntimeError, match=r"adjacency has the layout torch.sparse_.*exclude='adj"):
+        ema.update()
+    other = modkit.EMA(model, exclude="adjacency")
+    other.update()
+    other.update()
+
+    assert (ema.step, other.step) == (0, 2)
