@@ -195,9 +195,9 @@ class EMACallback(Generic[ModelT]):
         """Return the state of the averages. See ``EMA.state_dict``."""
         return self.ema.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, step: int | None = None) -> None:
         """Load a state, after the model. See ``EMA.load_state_dict``."""
-        self.ema.load_state_dict(state_dict)
+        self.ema.load_state_dict(state_dict, step=step)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no optimizer.

@@ -354,7 +354,7 @@ class EMA(Generic[ModelT]):
         raw = raw_values(self.model)
         return {**state, "raw": raw} if raw else state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, step: int | None = None) -> None:
         """Load the state of an ``EMA``, averages of another library, or plain averaged weights.
 
         Averaging resumes with bitwise identical results. Schedule, ``update_every`` and
@@ -362,10 +362,29 @@ class EMA(Generic[ModelT]):
         and device stay. Supported are torch's ``AveragedModel``, timm's ``ModelEmaV3``, diffusers'
         ``EMAModel``, ema-pytorch, torch_ema and Lightning. An empty state starts anew, with a
         warning. A state from inside :meth:`applied` also loads its training weights into the model.
-        An invalid or unknown state is a ValueError, and nothing is changed.
+
+        timm and plain weights have no counter of updates. Without ``step`` they continue as after
+        the first update, with a warning if the schedule is not constant.
+
+        Args:
+            state_dict: The state; it is validated completely before anything changes.
+            step: Number of calls of :meth:`update` so far, for a state of another library or plain
+                weights: the value of :attr:`step`, from which ``n_averaged`` follows with
+                ``update_after_step`` and ``update_every``. It replaces the counter of the state.
+
+        Raises:
+            TypeError: If ``step`` is not an int.
+            ValueError: If the state is invalid or unknown, ``step`` is negative, or it is given with
+                a state that is empty or of an ``EMA``, which holds its own counter.
+            NameMismatchError: If the state does not fit the model.
+            RuntimeError: If the average is swapped in.
         """
         self._check_restored("load_state_dict", self.model)
+        if step is not None:
+            checked_count("step", step, 0)
         if not state_dict:
+            if step is not None:
+                raise ValueError(f"EMA: load_state_dict() got step={step} and an empty state")
             warnings.warn("EMA: the state is empty, so averaging starts anew", stacklevel=2)
             self._module, self.step, self.n_averaged, self._start = None, 0, 0, None
             self._engine.reset()
@@ -377,6 +396,7 @@ class EMA(Generic[ModelT]):
             update_every=self.update_every,
             update_after_step=self.update_after_step,
             on_nonfinite=self._engine.options.on_nonfinite,
+            step=step,
         )
         with torch.inference_mode(False), torch.no_grad():
             named = NamedTensors(self.model)

@@ -308,6 +308,13 @@ def as_schedule(decay: Decay) -> Schedule:
     return Custom(decay) if callable(decay) else Constant(decay)
 
 
+def is_constant(schedule: Schedule) -> bool:
+    """Return True if the decay does not depend on the number of the step; unknown classes may."""
+    if isinstance(schedule, PerUpdate):
+        return is_constant(as_schedule(schedule.schedule))
+    return isinstance(schedule, (Constant, HalfLife))
+
+
 def profile(decay: Decay, n: int, update_every: int = 1) -> list[float]:
     """Return the weight of each update's model in the average after ``n`` steps, the copy first.
 

@@ -277,7 +277,8 @@ class EMACallback(Callback):
             self._latest_epoch = saved.get("latest_epoch", -1)
         elif {"current_model_state", "averaging_state"} <= checkpoint.keys():  # WeightAveraging's
             raw = checkpoint["current_model_state"]
-            self._loaded = {key: checkpoint[key] for key in ("averaging_state", "state_dict")}
+            keys = ("averaging_state", "state_dict", "global_step")
+            self._loaded = {key: checkpoint[key] for key in keys if key in checkpoint}
         else:
             _pl.utilities.rank_zero_warn(NO_AVERAGES)
             raw = {}
