@@ -64,9 +64,10 @@ class EMA(Generic[ModelT]):
         schedule: Decay that changes, instead of ``decay``; see :mod:`modkit.schedules`.
         update_after_step: Number of updates to ignore before the parameters are copied.
         update_every: Average once every ``update_every`` updates, with ``decay ** update_every``.
-        precision: ``"fp32"`` and ``"fp64"`` keep the average in at least that precision. ``"same"``
-            keeps the parameter's dtype: bf16 and fp16 averages stall for decays close to 1.
-            ``"stochastic"`` rounds stochastically; ``"compensated"`` adds a low-order error term.
+        precision: ``"fp32"`` and ``"fp64"`` keep the average in at least that precision, also in
+            :meth:`to`. ``"same"`` keeps the parameter's dtype: bf16 and fp16 averages stall for decays
+            close to 1. ``"stochastic"`` rounds stochastically; ``"compensated"`` adds a low-order error
+            term, and 16-bit averages read as their sum in float32.
         device: Device of the averages. Default: that of each parameter.
         buffers: ``"copy"``, ``"average"`` or ``"ignore"`` floating-point buffers, or a dict from
             globs of names to one of the three. Integer buffers are always copied.
@@ -330,9 +331,28 @@ class EMA(Generic[ModelT]):
         return self.module(*args, **kwargs)
 
     def to(self, device: Device = None, dtype: torch.dtype | None = None) -> Self:
-        """Move and cast the averages, and keep later ones there; None leaves device or dtype."""
-        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
-            raise ValueError(f"EMA.to(): dtype must be a floating-point dtype, got {dtype}")
+        """Move and cast the averages, and keep later ones there; None leaves device or dtype.
+
+        It is for averages that go on. To export one in another dtype, cast a copy:
+        ``averaged_model().to(dtype)``, or ``modkit.distributed.export_average(dtype=...)``.
+
+        Args:
+            device: Device of the averages.
+            dtype: Floating-point dtype of the averages, as wide as ``precision`` promises: ``"fp32"``
+                refuses 16 bits, and ``"fp64"`` float32. ``"same"`` stalls in bf16 or fp16. An average with
+                ``"compensated"`` reads in float32 then: it is the sum with its error term.
+
+        Raises:
+            ValueError: If ``dtype`` is not a floating-point dtype of 16 bits or more, or is too narrow.
+            NameMismatchError: If names or shapes of the model have changed.
+        """
+        if dtype is not None:
+            if not (dtype.is_floating_point and dtype.itemsize > 1):
+                raise ValueError(f"EMA.to(): dtype must be a floating-point dtype, got {dtype}")
+            remedy = (
+                "To export an average, use averaged_model().to(dtype) or export_average(dtype=)."
+            )
+            self._engine.options.check_width("EMA.to(): dtype is", dtype, remedy)
         with torch.inference_mode(False), torch.no_grad():
             self._engine.to(None if device is None else torch.device(device), dtype)
         self._module = None

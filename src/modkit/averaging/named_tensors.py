@@ -384,6 +384,18 @@ class Options:
         own = self.dtype if dtype.is_floating_point else None
         return own or kept_dtype(dtype, self.precision)
 
+    def check_width(self, what: str, dtype: torch.dtype, remedy: str) -> None:
+        """Raise ValueError if averages cast to ``dtype`` have fewer bits than ``precision`` promises."""
+        if self.precision not in ("fp32", "fp64"):
+            return
+        least = kept_dtype(dtype, self.precision)
+        if least != dtype:
+            raise ValueError(
+                f"{what} {dtype}, but precision={self.precision!r} keeps averages in {least} or wider: in "
+                "fewer bits updates are rounded away. For averages in bf16 or fp16 use precision='stochastic' "
+                f"or 'compensated'. {remedy}"
+            )
+
     def chooses(self, member: Member, known: Iterable[str] = ()) -> bool:
         """Return True if a parameter is averaged; one that is averaged already stays so."""
         name = member.name

@@ -103,7 +103,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         multi_avg_fn: Averages lists of tensors of one device and dtype in place, instead of ``avg_fn``.
         use_buffers: Whether buffers are averaged. If False they are copied: call ``update_bn``
             at the end of training. Integer and boolean buffers are always copied.
-        precision: See ``modkit.EMA``. The averaged model computes in the dtype of the average;
+        precision: See ``modkit.EMA``. The averaged model computes in the dtype of the average, and an
+            update after it was cast to fewer bits than ``"fp32"`` or ``"fp64"`` promise is refused;
             ``"compensated"`` keeps the error terms in the child module ``compensation``.
         on_nonfinite: See ``modkit.EMA``.
         buffers: Policy of ``EMA``, instead of ``use_buffers``.
@@ -370,6 +371,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             ):
                 copied.append(member)
             else:
+                remedy = "Cast the average back, or a copy of it."
+                options.check_width(f"AveragedModel: {name} was cast to", target.dtype, remedy)
                 averages[name], currents[name] = target, source.tensor
         pairs: list[tuple[dict[str, Any], str, Member]] = []
         for place in (*copied, *kept.empty.values()):
