@@ -15,7 +15,7 @@ from modkit.averaging import state as ema_state
 from modkit.averaging.engine import Engine
 from modkit.averaging.named_tensors import Buffers, NamedTensors, Names, Options
 from modkit.averaging.precision import OnNonfinite, Precision
-from modkit.averaging.schedules import Decay, Schedule, as_schedule
+from modkit.averaging.schedules import Decay, Schedule, as_list, as_schedule
 from modkit.averaging.sharding import is_sharded, resharded, shards_of
 from modkit.averaging.swap import any_swapped, copy_of, exchanged, raw_values, write
 
@@ -45,6 +45,25 @@ class EMAOptions(TypedDict, total=False):
     trainable_only: bool
     on_nonfinite: OnNonfinite
     seed: int
+
+
+class CheckedCount:
+    """An attribute that is an int of at least ``least``, validated each time that it is set."""
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> int:
+        if instance is None:
+            raise AttributeError(self.name)
+        value: int = vars(instance)[self.name]
+        return value
+
+    def __set__(self, instance: object, value: int) -> None:
+        vars(instance)[self.name] = checked_count(self.name, value, self.least)
 
 
 class EMA(Generic[ModelT]):
@@ -78,6 +97,12 @@ class EMA(Generic[ModelT]):
             ``"raise"`` raises.
         seed: Seed for stochastic rounding.
 
+    Raises:
+        TypeError: If ``model`` is not a module, a number of steps is not an int, or a decay is not a
+            number, a schedule or a function.
+        ValueError: If an argument is invalid, no parameter is selected, or a glob other than ``"*"``
+            matches no name; for a lazy model the first update checks the globs.
+
     Attributes:
         step: Number of updates that were requested.
         n_averaged: Number of models averaged so far, including the initial copy.
@@ -98,8 +123,8 @@ class EMA(Generic[ModelT]):
     step: int
     n_averaged: int
     schedules: list[Schedule]
-    update_after_step: int
-    update_every: int
+    update_after_step = CheckedCount(0)
+    update_every = CheckedCount(1)
 
     def __init__(
         self,
@@ -124,8 +149,8 @@ class EMA(Generic[ModelT]):
                 "model, not parameters: EMA(model, decay) averages by name and swaps them itself."
             )
         self.model = model
-        self.update_after_step = checked_count("update_after_step", update_after_step, 0)
-        self.update_every = checked_count("update_every", update_every, 1)
+        self.update_after_step = update_after_step
+        self.update_every = update_every
         self.schedules = schedules_of(decay, schedule)
         self.step = 0
         self.n_averaged = 0
@@ -155,6 +180,7 @@ class EMA(Generic[ModelT]):
                 f"trainable_only={options.trainable_only} select none of the "
                 f"{len(parameters)} parameters"
             )
+        options.check_globs(self.model)
 
     def _check_restored(self, method: str, model: torch.nn.Module) -> None:
         if any_swapped(model):
@@ -257,8 +283,12 @@ class EMA(Generic[ModelT]):
         self._optimizers, self._handles, self._stepped = [], [], set()
 
     def named_averages(self, index: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``(name, tensor)`` of averages and copied buffers; none before the first update."""
-        yield from self._engine.named(index).items()
+        """Return pairs of name and tensor of averages and copied buffers; none before the first update.
+
+        Raises:
+            IndexError: If there is no average ``index``.
+        """
+        return iter(self._engine.named(index).items())
 
     @contextmanager
     def applied(self, model: torch.nn.Module | None = None, *, index: int = 0) -> Generator[None]:
@@ -271,6 +301,11 @@ class EMA(Generic[ModelT]):
         Args:
             model: Another model to swap into, such as the wrapped one in distributed training.
             index: Index of the average.
+
+        Raises:
+            IndexError: If there is no such average.
+            NameMismatchError: If the model is not the one that is averaged.
+            RuntimeError: At the end, if the block has written to the parameters.
         """
         target = self.model if model is None else model
         with resharded(target), exchanged(self._engine.pairs(target, index)):
@@ -278,7 +313,12 @@ class EMA(Generic[ModelT]):
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module | None = None, *, index: int = 0) -> None:
-        """Copy an average into a model, after :meth:`store`; no effect before the first update."""
+        """Copy an average into a model, after :meth:`store`; no effect before the first update.
+
+        Raises:
+            IndexError: If there is no average ``index``.
+            NameMismatchError: If the model is not the one that is averaged.
+        """
         for _, tensor, value in self._engine.pairs(self.model if model is None else model, index):
             write(tensor, value)
 
@@ -299,7 +339,11 @@ class EMA(Generic[ModelT]):
         self._stored = {}
 
     def averaged_model(self, index: int = 0) -> ModelT:
-        """Return a copy of the model with averaged weights, in eval mode, without gradients."""
+        """Return a copy of the model with averaged weights, in eval mode, without gradients.
+
+        Raises:
+            IndexError: If there is no average ``index``.
+        """
         model = copy_of(self.model)
         self.copy_to(model, index=index)
         return model.requires_grad_(False).eval()
@@ -467,15 +511,17 @@ def schedules_of(decay: Decays, schedule: Decay | Sequence[Decay] | None) -> lis
     """Return one schedule for each average that is asked for."""
     if schedule is not None and decay is not None:
         raise ValueError(f"EMA: give decay or schedule, not both: got {decay!r} and {schedule!r}")
-    chosen = schedule if schedule is not None else DEFAULT_DECAY if decay is None else decay
-    several: Sequence[Decay] = chosen if isinstance(chosen, Sequence) else (chosen,)
+    name, chosen = ("decay", decay) if schedule is None else ("schedule", schedule)
+    if chosen is None:
+        chosen = DEFAULT_DECAY
+    several = as_list(chosen)
     if not several:
-        raise ValueError("EMA: decay must not be an empty list")
+        raise ValueError(f"EMA: {name} must not be an empty list")
     for one in several:
         if isinstance(one, (int, float)) and 0 < one < _LEAST_PLAUSIBLE:
             text = f"EMA: decay={one} keeps {one:.2%} of the average in each update. If that is a "
             warnings.warn(f"{text}momentum, pass decay={1 - one:g}.", stacklevel=3)
-    return [as_schedule(one) for one in several]
+    return [as_schedule(one, f"EMA: {name}") for one in several]
 
 
 publish("modkit", EMA)

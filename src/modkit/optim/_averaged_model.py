@@ -113,6 +113,11 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         trainable_only: Average only parameters that require gradients now, and copy the others.
         seed: Seed for stochastic rounding.
 
+    Raises:
+        AssertionError: If both averaging functions are given, as in torch.
+        ValueError: If an option is invalid, or a glob other than ``"*"`` matches no name; for a lazy model
+            the first update checks the globs.
+
     Attributes:
         module: The averaged copy, typed by the class of ``model``.
         n_averaged: Buffer, a 0-dimensional ``int64`` tensor: number of updates.
@@ -171,6 +176,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             integers=True,
             owner="AveragedModel",
         )
+        options.check_globs(model)
         parameters = NamedTensors(model).parameters.items() if trainable_only else ()
         frozen = frozenset(name for name, one in parameters if not one.tensor.requires_grad)
         self._runtime = _Runtime(options, frozen)
@@ -253,6 +259,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         lazy = count == 0 and any(is_lazy(tensor) for tensor in self.module.parameters())
         if lazy and not any(is_lazy(tensor) for tensor in model.parameters()):
             # The copy was made before the model had got its shapes.
+            runtime.options.check_globs(model)
             self.module = self._copy_of(cast("ModelT", model))
         # Functions of the user get the tensors one by one, or as lists.
         flat = not self._has_own_function()

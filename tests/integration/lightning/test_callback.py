@@ -95,7 +95,7 @@ def test_it_takes_every_option_of_ema() -> None:
         EMACallback(warmup=True)
     with pytest.raises(ValueError, match="update_every must be 1 or more, got 0"):
         EMACallback(update_every=0)
-    with pytest.raises(ValueError, match="index is 1, and there are 1 averages"):
+    with pytest.raises(IndexError, match="index is 1, and there are 1 averages"):
         EMACallback(0.5, index=1)
     options = dict(buffers={"*.running_mean": "average"}, include="net.0.*", device="cpu")
     every = EMACallback([0.5, 0.9], index=1, seed=3, on_nonfinite="skip", **options)
