@@ -43,7 +43,7 @@ def export_average(
     ``.safetensors`` file at once; for ``torch.save`` it collects them.
 
     Args:
-        ema: The averages. Before the first update the training weights are written.
+        ema: The averages, after one update or more.
         path: The file; the suffix ``.safetensors`` selects that format.
         index: Index of the average, if there are several.
         dtype: Dtype of floating-point tensors; by default that of each tensor in the model.
@@ -51,6 +51,7 @@ def export_average(
 
     Raises:
         IndexError: There is no such average.
+        RuntimeError: There has been no update, so there is no average to write.
         ValueError: The format does not support an entry of the state dict.
         OSError: On rank 0, the file cannot be written.
         RuntimeError: On the other ranks, rank 0 could not write the file.
@@ -60,7 +61,9 @@ def export_average(
         >>> from modkit import EMA, nn
         >>> from modkit.distributed import export_average
         >>> path = tmp_path / "average.pt"
-        >>> export_average(EMA(nn.Linear(2, 1), decay=0.9), path)
+        >>> ema = EMA(nn.Linear(2, 1), decay=0.9)
+        >>> ema.update()
+        >>> export_average(ema, path)
         >>> nn.Linear(2, 1).load_state_dict(torch.load(path))
         <All keys matched successfully>
     """
@@ -99,6 +102,12 @@ class _Contents:
     ) -> None:
         self._streamed = streamed
         averages = dict(ema.named_averages(index))
+        if not averages:
+            raise RuntimeError(
+                f"export_average: {ema!r} has no average yet, and the file would hold the training "
+                "weights. Call update() first, or load a state; with update_after_step the average "
+                "starts later"
+            )
         members = NamedTensors(ema.model).all()
         found = {id(member.current()): averages.get(name) for name, member in members.items()}
         state: OrderedDict[str, Any] = ema.model.state_dict(keep_vars=True)

@@ -8,7 +8,7 @@ import torch
 from typing_extensions import TypeVar, Unpack
 
 from modkit._namespace import publish
-from modkit.averaging.ema import EMA, Decays, EMAOptions, checked_count
+from modkit.averaging.ema import EMA, Decays, EMAOptions
 from modkit.averaging.named_tensors import NamedTensors, Options
 from modkit.averaging.swap import exchanged, pairs_for
 
@@ -23,16 +23,11 @@ NO_AVERAGES: Final = (
 
 
 def check_options(decay: Decays, index: int, options: EMAOptions) -> None:
-    """Raise TypeError or ValueError if ``EMA`` would refuse the options, without a model."""
-    Options(options.get("include"), options.get("exclude"))
-    probe: EMAOptions = {**options, "include": None, "exclude": None}
-    _check_index(index, EMA(torch.nn.Linear(1, 1), decay, **probe))
-
-
-def _check_index(index: int, ema: EMA[Any]) -> None:
-    checked_count("index", index, 0)
-    if index >= len(ema.schedules):
-        raise ValueError(f"EMA: index is {index}, and there are {len(ema.schedules)} averages")
+    """Raise the error with which ``EMA`` would refuse the options, without a model."""
+    Options(options.get("include"), options.get("exclude"), options.get("buffers", "copy"))
+    # The names of the model are not known yet.
+    probe: EMAOptions = {**options, "include": None, "exclude": None, "buffers": "copy"}
+    EMA(torch.nn.Linear(1, 1), decay, **probe)._engine.check_index(index)
 
 
 def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -137,7 +132,7 @@ class EMACallback(Generic[ModelT]):
         **options: Unpack[EMAOptions],
     ) -> None:
         self.ema = EMA(model, decay, **options)
-        _check_index(index, self.ema)
+        self.ema._engine.check_index(index)
         self.index = index
         self.swap_to_average_at_end = swap_to_average_at_end
         self._evaluation = Evaluation()
@@ -202,9 +197,9 @@ class EMACallback(Generic[ModelT]):
         """Return the state of the averages. See ``EMA.state_dict``."""
         return self.ema.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, step: int | None = None) -> None:
         """Load a state, after the model. See ``EMA.load_state_dict``."""
-        self.ema.load_state_dict(state_dict)
+        self.ema.load_state_dict(state_dict, step=step)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no optimizer.

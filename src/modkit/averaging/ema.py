@@ -16,7 +16,7 @@ from modkit.averaging.engine import Engine
 from modkit.averaging.interrupts import uninterrupted
 from modkit.averaging.named_tensors import Buffers, NamedTensors, Names, Options
 from modkit.averaging.precision import OnNonfinite, Precision
-from modkit.averaging.schedules import Decay, Schedule, as_schedule
+from modkit.averaging.schedules import Decay, Schedule, as_list, as_schedule
 from modkit.averaging.sharding import is_sharded, resharded, shards_of
 from modkit.averaging.swap import (
     any_swapped,
@@ -56,6 +56,25 @@ class EMAOptions(TypedDict, total=False):
     seed: int
 
 
+class CheckedCount:
+    """An attribute that is an int of at least ``least``, validated each time that it is set."""
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> int:
+        if instance is None:
+            raise AttributeError(self.name)
+        value: int = vars(instance)[self.name]
+        return value
+
+    def __set__(self, instance: object, value: int) -> None:
+        vars(instance)[self.name] = checked_count(self.name, value, self.least)
+
+
 class EMA(Generic[ModelT]):
     """Exponential moving averages of a model's parameters, stored by name.
 
@@ -73,9 +92,10 @@ class EMA(Generic[ModelT]):
         schedule: Decay that changes, instead of ``decay``; see :mod:`modkit.schedules`.
         update_after_step: Number of updates to ignore before the parameters are copied.
         update_every: Average once every ``update_every`` updates, with ``decay ** update_every``.
-        precision: ``"fp32"`` and ``"fp64"`` keep the average in at least that precision. ``"same"``
-            keeps the parameter's dtype: bf16 and fp16 averages stall for decays close to 1.
-            ``"stochastic"`` rounds stochastically; ``"compensated"`` adds a low-order error term.
+        precision: ``"fp32"`` and ``"fp64"`` keep the average in at least that precision, also in
+            :meth:`to`. ``"same"`` keeps the parameter's dtype: bf16 and fp16 averages stall for decays
+            close to 1. ``"stochastic"`` rounds stochastically; ``"compensated"`` adds a low-order error
+            term, and 16-bit averages read as their sum in float32.
         device: Device of the averages. Default: that of each parameter.
         buffers: ``"copy"``, ``"average"`` or ``"ignore"`` floating-point buffers, or a dict from
             globs of names to one of the three; the first glob that matches counts. Integer buffers
@@ -87,6 +107,12 @@ class EMA(Generic[ModelT]):
         on_nonfinite: ``"ignore"`` averages infinite and NaN parameters, ``"skip"`` skips the step,
             ``"raise"`` raises.
         seed: Seed for stochastic rounding.
+
+    Raises:
+        TypeError: If ``model`` is not a module, a number of steps is not an int, or a decay is not a
+            number, a schedule or a function.
+        ValueError: If an argument is invalid, no parameter is selected, or a glob other than ``"*"``
+            matches no name; for a lazy model the first update checks the globs.
 
     Attributes:
         step: Number of updates that were requested.
@@ -108,8 +134,8 @@ class EMA(Generic[ModelT]):
     step: int
     n_averaged: int
     schedules: list[Schedule]
-    update_after_step: int
-    update_every: int
+    update_after_step = CheckedCount(0)
+    update_every = CheckedCount(1)
 
     def __init__(
         self,
@@ -134,8 +160,8 @@ class EMA(Generic[ModelT]):
                 "model, not parameters: EMA(model, decay) averages by name and swaps them itself."
             )
         self.model = model
-        self.update_after_step = checked_count("update_after_step", update_after_step, 0)
-        self.update_every = checked_count("update_every", update_every, 1)
+        self.update_after_step = update_after_step
+        self.update_every = update_every
         self.schedules = schedules_of(decay, schedule)
         self.step = 0
         self.n_averaged = 0
@@ -168,6 +194,7 @@ class EMA(Generic[ModelT]):
                 f"trainable_only={options.trainable_only} select none of the "
                 f"{len(parameters)} parameters"
             )
+        options.check_globs(self.model)
 
     def _check_restored(self, method: str, model: torch.nn.Module) -> None:
         """Raise RuntimeError if the model holds an average in place of its training weights."""
@@ -301,8 +328,12 @@ class EMA(Generic[ModelT]):
         self._optimizers, self._handles, self._stepped = [], [], set()
 
     def named_averages(self, index: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``(name, tensor)`` of averages and copied buffers; none before the first update."""
-        yield from self._engine.named(index).items()
+        """Return pairs of name and tensor of averages and copied buffers; none before the first update.
+
+        Raises:
+            IndexError: If there is no average ``index``.
+        """
+        return iter(self._engine.named(index).items())
 
     @contextmanager
     def applied(self, model: torch.nn.Module | None = None, *, index: int = 0) -> Generator[None]:
@@ -315,6 +346,11 @@ class EMA(Generic[ModelT]):
         Args:
             model: Another model to swap into, such as the wrapped one in distributed training.
             index: Index of the average.
+
+        Raises:
+            IndexError: If there is no such average.
+            NameMismatchError: If the model is not the one that is averaged.
+            RuntimeError: At the end, if the block has written to the parameters.
         """
         target = self.model if model is None else model
         pairing = self._engine.pairing(target, index)
@@ -333,6 +369,7 @@ class EMA(Generic[ModelT]):
             index: Index of the average.
 
         Raises:
+            IndexError: If there is no average ``index``.
             NameMismatchError: If names or shapes of the model do not match.
             RuntimeError: If a tensor of the model cannot be written to, such as an expanded one.
         """
@@ -389,7 +426,11 @@ class EMA(Generic[ModelT]):
             )
 
     def averaged_model(self, index: int = 0) -> ModelT:
-        """Return a copy of the model with averaged weights, in eval mode, without gradients."""
+        """Return a copy of the model with averaged weights, in eval mode, without gradients.
+
+        Raises:
+            IndexError: If there is no average ``index``.
+        """
         model = copy_of(self.model)
         self.copy_to(model, index=index)
         return model.requires_grad_(False).eval()
@@ -421,9 +462,28 @@ class EMA(Generic[ModelT]):
         return self.module(*args, **kwargs)
 
     def to(self, device: Device = None, dtype: torch.dtype | None = None) -> Self:
-        """Move and cast the averages, and keep later ones there; None leaves device or dtype."""
-        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
-            raise ValueError(f"EMA.to(): dtype must be a floating-point dtype, got {dtype}")
+        """Move and cast the averages, and keep later ones there; None leaves device or dtype.
+
+        It is for averages that go on. To export one in another dtype, cast a copy:
+        ``averaged_model().to(dtype)``, or ``modkit.distributed.export_average(dtype=...)``.
+
+        Args:
+            device: Device of the averages.
+            dtype: Floating-point dtype of the averages, as wide as ``precision`` promises: ``"fp32"``
+                refuses 16 bits, and ``"fp64"`` float32. ``"same"`` stalls in bf16 or fp16. An average with
+                ``"compensated"`` reads in float32 then: it is the sum with its error term.
+
+        Raises:
+            ValueError: If ``dtype`` is not a floating-point dtype of 16 bits or more, or is too narrow.
+            NameMismatchError: If names or shapes of the model have changed.
+        """
+        if dtype is not None:
+            if not (dtype.is_floating_point and dtype.itemsize > 1):
+                raise ValueError(f"EMA.to(): dtype must be a floating-point dtype, got {dtype}")
+            remedy = (
+                "To export an average, use averaged_model().to(dtype) or export_average(dtype=)."
+            )
+            self._engine.options.check_width("EMA.to(): dtype is", dtype, remedy)
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             self._engine.to(None if device is None else torch.device(device), dtype)
         self._module = None
@@ -446,7 +506,7 @@ class EMA(Generic[ModelT]):
         raw = self.training_weights()
         return {**state, "raw": raw} if raw else state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, step: int | None = None) -> None:
         """Load the state of an ``EMA``, averages of another library, or plain averaged weights.
 
         Averaging resumes with bitwise identical results. Schedule, ``update_every`` and
@@ -454,13 +514,33 @@ class EMA(Generic[ModelT]):
         and device stay. Supported are torch's ``AveragedModel``, timm's ``ModelEmaV3``, diffusers'
         ``EMAModel``, ema-pytorch, torch_ema and Lightning. An empty state starts anew, with a
         warning. A state from inside :meth:`applied` also loads its training weights into the model.
-        An invalid or unknown state is a ValueError, and nothing is changed.
+
+        timm and plain weights have no counter of updates. Without ``step`` they continue as after
+        the first update, with a warning if the schedule is not constant.
+
+        Args:
+            state_dict: The state; it is validated completely before anything changes.
+            step: Number of calls of :meth:`update` so far, for a state of another library or plain
+                weights: the value of :attr:`step`, from which ``n_averaged`` follows with
+                ``update_after_step`` and ``update_every``. It replaces the counter of the state.
+
+        Raises:
+            TypeError: If ``step`` is not an int.
+            ValueError: If the state is invalid or unknown, ``step`` is negative, or it is given with
+                a state that is empty or of an ``EMA``, which holds its own counter.
+            NameMismatchError: If the state does not fit the model.
+            RuntimeError: If the average is swapped in.
         """
         self._check_restored("load_state_dict", self.model)
+        if step is not None:
+            checked_count("step", step, 0)
         if not state_dict:
+            if step is not None:
+                raise ValueError(f"EMA: load_state_dict() got step={step} and an empty state")
             warnings.warn("EMA: the state is empty, so averaging starts anew", stacklevel=2)
-            self._module, self.step, self.n_averaged, self._start = None, 0, 0, None
-            self._engine.reset()
+            with uninterrupted():
+                self._module, self.step, self.n_averaged, self._start = None, 0, 0, None
+                self._engine.reset()
             return
         loaded = ema_state.read(
             state_dict,
@@ -469,6 +549,7 @@ class EMA(Generic[ModelT]):
             update_every=self.update_every,
             update_after_step=self.update_after_step,
             on_nonfinite=self._engine.options.on_nonfinite,
+            step=step,
         )
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             named = NamedTensors(self.model)
@@ -482,10 +563,8 @@ class EMA(Generic[ModelT]):
             self._module = None
             self.step, self._start, self.n_averaged = loaded.step, loaded.start, loaded.n_averaged
             self.schedules = loaded.schedules
-            self.update_every, self.update_after_step = (
-                loaded.update_every,
-                loaded.update_after_step,
-            )
+            self.update_every = loaded.update_every
+            self.update_after_step = loaded.update_after_step
         if raw:
             warnings.warn(
                 "EMA: the state was saved inside applied(), or between copy_to() and restore(); its "
@@ -528,15 +607,17 @@ def schedules_of(decay: Decays, schedule: Decay | Sequence[Decay] | None) -> lis
     """Return one schedule for each average that is asked for."""
     if schedule is not None and decay is not None:
         raise ValueError(f"EMA: give decay or schedule, not both: got {decay!r} and {schedule!r}")
-    chosen = schedule if schedule is not None else DEFAULT_DECAY if decay is None else decay
-    several: Sequence[Decay] = chosen if isinstance(chosen, Sequence) else (chosen,)
+    name, chosen = ("decay", decay) if schedule is None else ("schedule", schedule)
+    if chosen is None:
+        chosen = DEFAULT_DECAY
+    several = as_list(chosen)
     if not several:
-        raise ValueError("EMA: decay must not be an empty list")
+        raise ValueError(f"EMA: {name} must not be an empty list")
     for one in several:
         if isinstance(one, (int, float)) and 0 < one < _LEAST_PLAUSIBLE:
             text = f"EMA: decay={one} keeps {one:.2%} of the average in each update. If that is a "
             warnings.warn(f"{text}momentum, pass decay={1 - one:g}.", stacklevel=3)
-    return [as_schedule(one) for one in several]
+    return [as_schedule(one, f"EMA: {name}") for one in several]
 
 
 publish("modkit", EMA)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -297,6 +297,7 @@ class Engine:
             self._check_known(averaged)
         else:
             _check_any(averaged)
+            self.options.check_globs(model)
         for average in self.averages:
             if not known:
                 average.start(averaged)
@@ -336,8 +337,19 @@ class Engine:
         plan.step(lambda group, finite: group.step(weights, finite), policy)
         plan.copies.run()
 
+    def check_index(self, index: int) -> None:
+        """Raise IndexError unless there is an average of this index, and TypeError unless it is an int."""
+        if isinstance(index, bool) or not isinstance(cast("object", index), SupportsIndex):
+            raise TypeError(f"EMA: index must be an int, got {index!r}")
+        if not 0 <= index < len(self.averages):
+            count = len(self.averages)
+            raise IndexError(
+                f"EMA: index is {index}, and there are {count} averages, numbered from 0"
+            )
+
     def named(self, index: int) -> dict[str, Tensor]:
         """Return an average and the copies by name; nothing before the first step."""
+        self.check_index(index)
         return {**self.averages[index].values(), **self._copied()} if self.begun else {}
 
     def _copied(self) -> dict[str, Tensor]:

@@ -380,10 +380,51 @@ class Options:
                 # Globs may come from an iterator.
                 object.__setattr__(self, field, tuple(names))
 
+    def check_globs(self, model: torch.nn.Module) -> None:
+        """Raise ValueError if a glob matches no name: it is a mistake that would have no effect.
+
+        ``"*"`` is not one, and a lazy model does not have all of its tensors yet.
+        """
+        parameters = [("include", self.include), ("exclude", self.exclude)]
+        globs = [(option, glob) for option, names in parameters for glob in _globs_of(names)]
+        if isinstance(self.buffers, Mapping):
+            globs += [("buffers", glob) for glob in self.buffers]
+        named = NamedTensors(model) if globs else None
+        if named is None or named.has_lazy():
+            return
+
+        def matched(option: str, glob: str) -> bool:
+            buffers = (*named.buffers, *named.empty)
+            known = buffers if option == "buffers" else named.parameters
+            return glob == "*" or any(fnmatch.fnmatchcase(name, glob) for name in known)
+
+        unused = [f"{option}={glob!r}" for option, glob in globs if not matched(option, glob)]
+        if unused:
+            names = [*named.parameters, *named.buffers]
+            some = ", ".join(names[:8])
+            tied = [f"; {alias} is tied to {name}" for alias, name in named.aliases.items()]
+            raise ValueError(
+                f"{self.owner}: no name of {type(model).__name__} matches {', '.join(unused)}. The names "
+                f"of its {len(names)} tensors begin with {some}{''.join(tied[:4])}. Correct the globs, "
+                "or leave them out."
+            )
+
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which the average of a tensor of ``dtype`` is kept."""
         own = self.dtype if dtype.is_floating_point else None
         return own or kept_dtype(dtype, self.precision)
+
+    def check_width(self, what: str, dtype: torch.dtype, remedy: str) -> None:
+        """Raise ValueError if averages cast to ``dtype`` have fewer bits than ``precision`` promises."""
+        if self.precision not in ("fp32", "fp64"):
+            return
+        least = kept_dtype(dtype, self.precision)
+        if least != dtype:
+            raise ValueError(
+                f"{what} {dtype}, but precision={self.precision!r} keeps averages in {least} or wider: in "
+                "fewer bits updates are rounded away. For averages in bf16 or fp16 use precision='stochastic' "
+                f"or 'compensated'. {remedy}"
+            )
 
     def chooses(self, member: Member, known: Iterable[str] = ()) -> bool:
         """Return True if a parameter is averaged; one that is averaged already stays so."""
@@ -424,5 +465,11 @@ class Options:
 def _matches(names: Names, name: str) -> bool:
     if callable(names):
         return bool(names(name))
-    globs = (names,) if isinstance(names, str) else names or ()
-    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+    return any(fnmatch.fnmatchcase(name, glob) for glob in _globs_of(names))
+
+
+def _globs_of(names: Names) -> Iterable[str]:
+    """Return the globs of an option; a predicate has none."""
+    if names is None or callable(names):
+        return ()
+    return (names,) if isinstance(names, str) else names

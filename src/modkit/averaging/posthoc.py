@@ -243,7 +243,6 @@ class PostHocEMA:
     """
 
     directory: Path
-    snapshot_every: int | None
     step: int
 
     def __init__(
@@ -259,17 +258,26 @@ class PostHocEMA:
             raise ValueError("PostHocEMA: sigma_rels must name one width or more")
         if update_every < 1:
             raise ValueError(f"PostHocEMA: update_every must be 1 or more, got {update_every}")
-        if snapshot_every is not None and (snapshot_every < 1 or snapshot_every % update_every):
-            text = f"a multiple of update_every={update_every}, got {snapshot_every}"
-            raise ValueError(f"PostHocEMA: snapshot_every must be {text}")
         self.directory = Path(directory)
-        self.snapshot_every = snapshot_every
         self._sigma_rels = [float(sigma_rel) for sigma_rel in sigma_rels]
         self._update_every = update_every
+        self.snapshot_every = snapshot_every
         # It is updated at every step that update_every divides. As Power only depends on the ratio
         # of steps, counting updates gives the decays of all steps since the last update.
         self._ema = EMA(model, schedule=[*map(Power, self._sigma_rels)], buffers="ignore")
         self.step = 0
+
+    @property
+    def snapshot_every(self) -> int | None:
+        """Number of steps between snapshots, a multiple of ``update_every``, or None."""
+        return self._snapshot_every
+
+    @snapshot_every.setter
+    def snapshot_every(self, value: int | None) -> None:
+        if value is not None and (value < 1 or value % self._update_every):
+            text = f"a multiple of update_every={self._update_every}, got {value}"
+            raise ValueError(f"PostHocEMA: snapshot_every must be {text}")
+        self._snapshot_every = value
 
     def __repr__(self) -> str:
         options = f"sigma_rels={self._sigma_rels}, step={self.step}"

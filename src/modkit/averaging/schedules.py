@@ -254,7 +254,8 @@ class PerUpdate(_ClosedForm):
 
     @override
     def __post_init__(self) -> None:
-        object.__setattr__(self, "schedule", as_schedule(self.schedule))
+        schedule = as_schedule(self.schedule, "PerUpdate: schedule")
+        object.__setattr__(self, "schedule", schedule)
 
     @override
     def decay_over(self, n: int, k: int) -> float:
@@ -274,6 +275,8 @@ class Custom(Schedule):
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise TypeError(f"Custom: function must be callable, got {self.function!r}")
+        if isinstance(self.function, type):
+            raise TypeError(f"Custom: function must not be a class, got {self.function!r}")
 
     @override
     def decay_at(self, n: int) -> float:
@@ -301,11 +304,38 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
         raise TypeError(f"{name} cannot be made from {config!r}: {error}") from error
 
 
-def as_schedule(decay: Decay) -> Schedule:
-    """Return the schedule of a constant decay, a schedule or a function of the step's number."""
+def as_schedule(decay: Decay, name: str = "decay") -> Schedule:
+    """Return the schedule of a constant decay, a schedule or a function of the step's number.
+
+    Args:
+        decay: One of the three.
+        name: The argument, as a TypeError names it.
+    """
     if isinstance(decay, Schedule):
         return decay
-    return Custom(decay) if callable(decay) else Constant(decay)
+    if isinstance(decay, type):
+        example = f"{decay.__name__}(...)"
+        raise TypeError(f"{name} must be an instance, such as {example}, got the class {decay!r}")
+    if callable(decay):
+        return Custom(decay)
+    if isinstance(decay, bool) or not isinstance(cast("object", decay), numbers.Real):
+        wanted = "a number, a schedule or a function of the step"
+        raise TypeError(f"{name} must be {wanted}, got {decay!r}")
+    return Constant(decay)
+
+
+def as_list(decays: Decay | Sequence[Decay]) -> Sequence[Decay]:
+    """Return several decays, or one in a list. A string is one, and no schedule."""
+    if isinstance(decays, Sequence) and not isinstance(decays, (str, bytes)):
+        return decays
+    return [cast("Decay", decays)]
+
+
+def is_constant(schedule: Schedule) -> bool:
+    """Return True if the decay does not depend on the number of the step; unknown classes may."""
+    if isinstance(schedule, PerUpdate):
+        return is_constant(as_schedule(schedule.schedule))
+    return isinstance(schedule, (Constant, HalfLife))
 
 
 def profile(decay: Decay, n: int, update_every: int = 1) -> list[float]:
@@ -313,7 +343,7 @@ def profile(decay: Decay, n: int, update_every: int = 1) -> list[float]:
 
     ``profile(0.5, 2)`` is ``[0.25, 0.25, 0.5]``. The sum is 1.
     """
-    schedule, last = as_schedule(decay), n - n % update_every
+    schedule, last = as_schedule(decay, "profile: decay"), n - n % update_every
     # From the last update to the copy: how much of the average is older than each update.
     decays = [schedule.over(step, update_every) for step in range(last, 0, -update_every)]
     older = [1.0, *accumulate(decays, operator.mul)]
@@ -333,15 +363,15 @@ def plot(
     """
     if min(n, update_every) < 1:
         raise ValueError(f"plot: n and update_every must be 1 or more, got {n} and {update_every}")
+    if not isinstance(schedules, Mapping):
+        several = as_list(schedules)
+        schedules = {str(as_schedule(one, "plot: schedules")): one for one in several}
     if axes is None:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError("plot: matplotlib is needed: pip install modkit[plot]") from error
         axes = Figure(layout="constrained").subplots()
-    if not isinstance(schedules, Mapping):
-        several = schedules if isinstance(schedules, Sequence) else [schedules]
-        schedules = {str(as_schedule(one)): one for one in several}
     for label, schedule in schedules.items():
         weights = profile(schedule, n, update_every)
         # The copy is a point of its own.

@@ -52,12 +52,24 @@ class LoadedState:
 
 @dataclass(frozen=True)
 class Converted:
-    """Averages of another library; ``n_averaged`` includes the initial copy, or is None if unknown."""
+    """Averages of another library, and what its state says about the updates so far.
+
+    Libraries count different things: ``n_averaged`` is the number of averaged models, the initial copy
+    included; ``step`` is the number of calls of the update method, averaged or not. Each is None if
+    the state does not hold it, and so is ``update_after_step``.
+    """
 
     source: str
     averages: dict[str, Tensor]
-    n_averaged: int | None
+    n_averaged: int | None = None
+    step: int | None = None
     schedule: Schedule | None = None
+    update_after_step: int | None = None
+
+    @property
+    def has_counter(self) -> bool:
+        """True if the state tells how far the averaging has come."""
+        return self.n_averaged is not None or self.step is not None
 
 
 def _error(text: str) -> ValueError:
@@ -146,14 +158,22 @@ def read(
     update_every: int,
     update_after_step: int,
     on_nonfinite: str = "ignore",
+    step: int | None = None,
 ) -> LoadedState:
     """Read and validate a state for an ``EMA`` that averages ``model`` with these options."""
     if not isinstance(cast("object", state), Mapping):
         raise _error(f"the state must be a mapping, got {_shown(state)}")
     foreign = "version" not in state and not {"averages", "schedules"} <= state.keys()
     if foreign:
-        found = convert(state, model, update_after_step=update_after_step)
-        loaded = _started(found, schedules, update_every, update_after_step)
+        found = convert(state, model)
+        loaded = _started(found, schedules, update_every, update_after_step, step)
+        if step is None and not found.has_counter:
+            _warn_of_no_counter(found.source, loaded)
+    elif step is not None:
+        raise _error(
+            f"load_state_dict() got step={step}, but a state of {_OWN} holds its own counter. Load it "
+            "without step"
+        )
     else:
         loaded = _read_own(state, model, schedules)
     if on_nonfinite != "ignore" and loaded.start is not None:
@@ -328,13 +348,36 @@ def _check_finite(averages: list[Mapping[str, Any]], on_nonfinite: str) -> None:
         raise _error(f"{wanted}: {bad} contains inf or nan")
 
 
-def _started(found: Converted, own: list[Schedule], every: int, after: int) -> LoadedState:
-    """Return the state of an ``EMA`` with these options whose averages have been converted."""
-    count = 1 if found.n_averaged is None else found.n_averaged
+def _started(
+    found: Converted, own: list[Schedule], every: int, after: int, step: int | None
+) -> LoadedState:
+    """Return the state of an ``EMA`` with these options whose averages have been converted.
+
+    ``step`` is the number of calls of ``update()`` so far, if the user has given it.
+    """
+    if found.update_after_step is not None:
+        after = found.update_after_step
+    first = after + 1
+
+    def count_at(calls: int) -> int:
+        return max(0, 1 + (calls - first) // every)
+
+    if step is not None:
+        calls = step
+    elif found.step is not None and found.n_averaged in (None, count_at(found.step)):
+        calls = found.step
+    else:
+        # Lightning saves both numbers, and its steps are not calls where a ``should_update()`` of the
+        # user skips some.
+        known = 1 if found.n_averaged is None else found.n_averaged
+        calls = first + (known - 1) * every if known else 0
+    count = count_at(calls)
+
     average = {"tensors": found.averages, "rests": {}, "generators": {}}
     return LoadedState(
-        step=after + 1 + (count - 1) * every if count else 0,
-        start=after + 1 if count else None,
+        step=calls,
+        # Until the first update there is no average: what the library holds is a copy of the weights.
+        start=first if count else None,
         n_averaged=count,
         update_every=every,
         update_after_step=after,
@@ -343,6 +386,23 @@ def _started(found: Converted, own: list[Schedule], every: int, after: int) -> L
         buffers=found.averages,
         raw={},
         foreign=True,
+    )
+
+
+def _warn_of_no_counter(source: str, loaded: LoadedState) -> None:
+    """Warn if the number of updates so far matters, and the state does not hold it."""
+    after = loaded.update_after_step
+    changing = [str(one) for one in loaded.schedules if not decays.is_constant(one)]
+    if after:
+        changing.append(f"update_after_step={after}")
+    if not changing:
+        return
+    what = "plain weights hold" if source == "weights" else f"the state of {source} holds"
+    warnings.warn(
+        f"EMA: {what} no counter, so averaging continues as after its first update, which changes the "
+        f"effect of {', '.join(changing)}. Pass the number of calls of update() so far, as in "
+        f"load_state_dict(state, step=1000); step={after + 1} is the first update.",
+        stacklevel=4,
     )
 
 
@@ -373,45 +433,47 @@ def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
     return None
 
 
-def convert(state: State, model: torch.nn.Module, *, update_after_step: int = 0) -> Converted:
+def convert(state: State, model: torch.nn.Module) -> Converted:
     """Read the state of another library, or plain averaged weights. Tensors are not copied.
 
-    Lists without names (diffusers, torch_ema) get the names of the model's parameters, in order.
-    ``update_after_step`` is the option of ema-pytorch, which its state does not contain. A state
-    that is unknown or invalid, or does not fit the model, is a ValueError.
+    Lists without names (diffusers, torch_ema) get the names of the model's parameters, in order. A
+    state that is unknown or invalid, or does not fit the model, is a ValueError.
     """
     source = recognise(state, model)
     part = _Part(source or "", state)
     match source:
         case "diffusers":
-            # The first step copies, and so does each up to ``update_after_step``.
-            steps = part.integer("optimization_step")
-            count = max(steps - part.integer("update_after_step"), min(steps, 1))
             names = ["decay", "min_decay", "inv_gamma", "power"]
+            counters = {
+                "step": part.integer("optimization_step"),
+                "update_after_step": part.integer("update_after_step"),
+            }
             part.require(("use_ema_warmup", *names))
             warmup = part.get("use_ema_warmup", "True or False")
             kind = decays.InverseGamma if warmup else decays.CountWarmup
             schedule = _decay(part, kind, names if warmup else names[:2])
-            return Converted(source, _named_in_order(part, model), count, schedule)
+            averages = _named_in_order(part, model)
+            return Converted(source, averages, schedule=schedule, **counters)
         case "torch_ema":
-            # It copies when it is created, before the first step.
+            # It copies when it is created, which is one call of ``EMA.update()`` more.
             counts = state["num_updates"] is not None
-            found = part.integer("num_updates") + 1 if counts else None
+            calls = part.integer("num_updates") + 1 if counts else None
             schedule = _decay(part, decays.CountWarmup if counts else decays.Constant, ["decay"])
-            return Converted(source, _named_in_order(part, model), found, schedule)
+            averages = _named_in_order(part, model)
+            return Converted(source, averages, step=calls, schedule=schedule, update_after_step=0)
         case "lightning":
             count = part.inside("averaging_state").integer("n_averaged")
-            return Converted(source, _below("", part.inside("state_dict")), count)
+            steps = part.integer("global_step") if "global_step" in state else None
+            return Converted(source, _below("", part.inside("state_dict")), count, steps)
         case "ema_pytorch":
-            # The first call copies.
-            counted = max(part.integer("step") - update_after_step, 1)
-            count = counted if part.get("initted", "True or False") else 0
-            return Converted(source, _below("ema_model.", part), count)
+            # Each call is a step, also those that ``update_after_step`` and ``update_every`` skip.
+            calls = part.integer("step") if part.get("initted", "True or False") else 0
+            return Converted(source, _below("ema_model.", part), step=calls)
         case "torch" | "timm":
             found = part.integer("n_averaged") if source == "torch" else None
             return Converted(source, _below("module.", part), found)
         case "weights":
-            return Converted(source, _below("", part), 1)
+            return Converted(source, _below("", part))
         case _:
             what = "the state is neither from modkit.EMA, nor from a supported library"
             some = ", ".join(map(repr, list(state)[:5])) or "nothing"

@@ -23,7 +23,7 @@ from modkit.averaging.callback import (
     swap_at_end,
     training_weights,
 )
-from modkit.averaging.ema import EMA, Decays, checked_count
+from modkit.averaging.ema import EMA, CheckedCount, Decays, checked_count
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.sharding import has_shards, split_up, whole
 from modkit.files.torch_files import save_checkpoint, verify_checksums
@@ -76,6 +76,8 @@ class EMACallback(Callback):
         trainer.fit(model, train_loader, val_loader)
     """
 
+    update_every_n_steps = CheckedCount(1)
+
     def __init__(
         self,
         decay: Decays = None,
@@ -88,9 +90,7 @@ class EMACallback(Callback):
         **options: Unpack[EMAOptions],
     ) -> None:
         check_options(decay, index, options)
-        self.update_every_n_steps: int = checked_count(
-            "update_every_n_steps", update_every_n_steps, 1
-        )
+        self.update_every_n_steps = update_every_n_steps
         checked_count("update_starting_at_step", update_starting_at_step or 0, 0)
         checked_count("update_starting_at_epoch", update_starting_at_epoch or 0, 0)
         self.update_starting_at_step = update_starting_at_step
@@ -280,7 +280,8 @@ class EMACallback(Callback):
             self._latest_epoch = saved.get("latest_epoch", -1)
         elif {"current_model_state", "averaging_state"} <= checkpoint.keys():  # WeightAveraging's
             raw = checkpoint["current_model_state"]
-            self._loaded = {key: checkpoint[key] for key in ("averaging_state", "state_dict")}
+            keys = ("averaging_state", "state_dict", "global_step")
+            self._loaded = {key: checkpoint[key] for key in keys if key in checkpoint}
         else:
             _pl.utilities.rank_zero_warn(NO_AVERAGES)
             raw = {}

@@ -103,7 +103,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         multi_avg_fn: Averages lists of tensors of one device and dtype in place, instead of ``avg_fn``.
         use_buffers: Whether buffers are averaged. If False they are copied: call ``update_bn``
             at the end of training. Integer and boolean buffers are always copied.
-        precision: See ``modkit.EMA``. The averaged model computes in the dtype of the average;
+        precision: See ``modkit.EMA``. The averaged model computes in the dtype of the average, and an
+            update after it was cast to fewer bits than ``"fp32"`` or ``"fp64"`` promise is refused;
             ``"compensated"`` keeps the error terms in the child module ``compensation``.
         on_nonfinite: See ``modkit.EMA``.
         buffers: Policy of ``EMA``, instead of ``use_buffers``.
@@ -111,6 +112,11 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         exclude: Globs of names, or a predicate: parameters to copy.
         trainable_only: Average only parameters that require gradients now, and copy the others.
         seed: Seed for stochastic rounding.
+
+    Raises:
+        AssertionError: If both averaging functions are given, as in torch.
+        ValueError: If an option is invalid, or a glob other than ``"*"`` matches no name; for a lazy model
+            the first update checks the globs.
 
     Attributes:
         module: The averaged copy, typed by the class of ``model``.
@@ -170,6 +176,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             integers=True,
             owner="AveragedModel",
         )
+        options.check_globs(model)
         parameters = NamedTensors(model).parameters.items() if trainable_only else ()
         frozen = frozenset(name for name, one in parameters if not one.tensor.requires_grad)
         self._runtime = _Runtime(options, frozen)
@@ -252,6 +259,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         lazy = count == 0 and any(is_lazy(tensor) for tensor in self.module.parameters())
         if lazy and not any(is_lazy(tensor) for tensor in model.parameters()):
             # The copy was made before the model had got its shapes.
+            runtime.options.check_globs(model)
             self.module = self._copy_of(cast("ModelT", model))
         # Functions of the user get the tensors one by one, or as lists.
         flat = not self._has_own_function()
@@ -370,6 +378,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             ):
                 copied.append(member)
             else:
+                remedy = "Cast the average back, or a copy of it."
+                options.check_width(f"AveragedModel: {name} was cast to", target.dtype, remedy)
                 averages[name], currents[name] = target, source.tensor
         pairs: list[tuple[dict[str, Any], str, Member]] = []
         for place in (*copied, *kept.empty.values()):

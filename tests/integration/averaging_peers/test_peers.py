@@ -60,7 +60,7 @@ def test_timm():
     converted = convert(average.state_dict(), model)
 
     members = average.module.state_dict()
-    assert (converted.source, converted.n_averaged) == ("timm", None)
+    assert (converted.source, converted.has_counter) == ("timm", False)
     assert all(torch.equal(converted.averages[name], members[name]) for name in members)
 
 
@@ -87,11 +87,11 @@ def test_diffusers(use_ema_warmup):
     assert [*converted.averages] == names
     for name, shadow in zip(names, average.shadow_params, strict=True):
         assert torch.equal(converted.averages[name], shadow)
+    assert (converted.step, converted.update_after_step) == (7, 2)
     for ahead in range(20):
         expected = average.get_decay(average.optimization_step + 1 + ahead)
-        assert converted.schedule(converted.n_averaged + ahead) == pytest.approx(
-            expected, abs=1e-12
-        )
+        since_the_copy = converted.step - converted.update_after_step + ahead
+        assert converted.schedule(since_the_copy) == pytest.approx(expected, abs=1e-12)
 
 
 def test_ema_pytorch():
@@ -103,14 +103,14 @@ def test_ema_pytorch():
         step()
         average.update()
 
-    converted = convert(average.state_dict(), model, update_after_step=3)
+    converted = convert(average.state_dict(), model)
 
     members = average.ema_model.state_dict()
     assert converted.source == "ema_pytorch"
     assert all(torch.equal(converted.averages[name], members[name]) for name in members)
     average.step += 1  # as the next update() does before it asks for the decay
     epoch = int(average.step) - 3 - 1
-    assert converted.n_averaged == epoch
+    assert converted.step == 9 == epoch + 3
     assert average.get_current_decay() == pytest.approx(1 - (1 + epoch) ** (-2 / 3), abs=1e-6)
 
 
@@ -176,7 +176,7 @@ def test_torch_ema(use_num_updates):
     before = [shadow.clone() for shadow in average.shadow_params]
     step()
     average.update()
-    decay = converted.schedule(converted.n_averaged or 1)
+    decay = converted.schedule(converted.step or 1)
     for kept, value, after in zip(before, model.parameters(), average.shadow_params, strict=True):
         torch.testing.assert_close(decay * kept + (1 - decay) * value.detach(), after)
 

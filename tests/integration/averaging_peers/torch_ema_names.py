@@ -47,11 +47,11 @@ class OnTorchEma:
 
 
 class OnModkit:
-    """`modkit.EMA`, with the update after construction that torch_ema does by itself."""
+    """`modkit.EMA`, with the dtypes of torch_ema and the update after construction that it does by itself."""
 
     def __init__(self, model, decay, *, use_num_updates=True):
         schedule = CountWarmup(decay) if use_num_updates else decay
-        self.ema = modkit.EMA(model, schedule=schedule)
+        self.ema = modkit.EMA(model, schedule=schedule, precision="same")
         self.ema.update()
         self.update, self.copy_to, self.to = self.ema.update, self.ema.copy_to, self.ema.to
         self.state_dict, self.load_state_dict = self.ema.state_dict, self.ema.load_state_dict

@@ -95,7 +95,7 @@ def test_it_takes_every_option_of_ema() -> None:
         EMACallback(warmup=True)
     with pytest.raises(ValueError, match="update_every must be 1 or more, got 0"):
         EMACallback(update_every=0)
-    with pytest.raises(ValueError, match="index is 1, and there are 1 averages"):
+    with pytest.raises(IndexError, match="index is 1, and there are 1 averages"):
         EMACallback(0.5, index=1)
     options = dict(buffers={"*.running_mean": "average"}, include="net.0.*", device="cpu")
     every = EMACallback([0.5, 0.9], index=1, seed=3, on_nonfinite="skip", **options)
@@ -275,3 +275,24 @@ def test_going_on_from_lightnings_own_averages(tmp_path) -> None:
     assert torch.equal(start.raw, saved["current_model_state"]["net.0.weight"])
     assert torch.equal(start.average, saved["state_dict"]["net.0.weight"])
     assert ema.ema.n_averaged == 2 * runs.BATCHES
+
+
+def test_going_on_between_updates_of_lightnings_own_averages(tmp_path) -> None:
+    """With `update_every`, the next update is after as many steps as it was there."""
+
+    class Start(pl.Callback):
+        def on_train_start(self, trainer, pl_module) -> None:
+            self.steps = trainer.global_step, ema.ema.step
+            self.n_averaged = ema.ema.n_averaged
+
+    theirs = callbacks.EMAWeightAveraging(decay=0.9, use_buffers=False, update_every_n_steps=5)
+    runs.fit(tmp_path, ema=theirs, after=[runs.Saver(tmp_path)])
+    schedule = modkit.schedules.PerUpdate(0.9)
+    start, ema = Start(), EMACallback(schedule=schedule, update_every=5)
+    with pytest.warns(UserWarning, match="Please add the following callbacks"):
+        runs.fit(tmp_path, start, ema=ema, resume=tmp_path / "mid-epoch.ckpt")
+
+    steps = start.steps[0]
+    assert steps % 5 != 1
+    assert start.steps == (steps, steps)
+    assert start.n_averaged == 1 + (steps - 1) // 5

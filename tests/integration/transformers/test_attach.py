@@ -22,7 +22,7 @@ from tests.integration.transformers.trainers import (
     [
         ({"decay": 2.0}, ValueError, "decay"),
         ({"save": "both"}, ValueError, "save must be one of 'average', 'raw', got 'both'"),
-        ({"index": 1}, ValueError, "index is 1, and there are 1 averages"),
+        ({"index": 1}, IndexError, "index is 1, and there are 1 averages"),
         ({"precision": "half"}, ValueError, "precision must be one of"),
         ({"update_every": 0}, ValueError, "update_every must be 1 or more, got 0"),
         ({"unknown": 1}, TypeError, "unknown"),

@@ -433,7 +433,7 @@ def test_plain_weights_start_an_average(schedule: Any) -> None:
     source = started("plain").averaged_model()
     model = network(torch.bfloat16)
     ema = modkit.EMA(model, schedule=schedule, update_after_step=3, update_every=2)
-    ema.load_state_dict(source.state_dict())
+    ema.load_state_dict(source.state_dict(), step=4)
     averages = dict(ema.named_averages())
 
     assert (ema.n_averaged, ema.step) == (1, 4)

@@ -64,7 +64,7 @@ def test_it_takes_every_option_of_ema() -> None:
         modkit.EMACallback(network(), precision="fp8")
 
 
-@pytest.mark.parametrize(("index", "error"), [(2, ValueError), (-1, ValueError), ("0", TypeError)])
+@pytest.mark.parametrize(("index", "error"), [(2, IndexError), (-1, IndexError), ("0", TypeError)])
 def test_the_index_must_be_that_of_an_average(index, error) -> None:
     """An index that no average has is told at once."""
     with pytest.raises(error, match="EMA: index"):

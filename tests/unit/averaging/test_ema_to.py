@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import modkit
 from modkit.errors import NameMismatchError
+from modkit.optim.swa_utils import AveragedModel
 from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS, model_of
 
@@ -66,8 +67,17 @@ def test_to_its_own_device_changes_nothing(precision: Any, dtype: torch.dtype) -
         assert all(value.equal(moved[name]) for name, value in values(emas[0], index).items())
 
 
-@for_each("precision", PRECISIONS)
-@for_each("dtype", [torch.float64, torch.float16, torch.bfloat16])
+WIDE = ["fp32", "fp64"]
+# Each precision with the dtypes that its averages can be cast to.
+CASTS = [(precision, torch.float64) for precision in PRECISIONS] + [
+    (precision, dtype)
+    for precision in PRECISIONS
+    for dtype in (torch.float16, torch.bfloat16)
+    if precision not in WIDE
+]
+
+
+@for_each(("precision", "dtype"), CASTS)
 @for_each("begun", [False, True])
 def test_to_a_dtype(precision: Any, dtype: torch.dtype, begun: bool) -> None:
     """Values change by one rounding, and all later averages have that dtype."""
@@ -85,8 +95,7 @@ def test_to_a_dtype(precision: Any, dtype: torch.dtype, begun: bool) -> None:
         assert kinds == {torch.float32 if wide else dtype}
 
 
-@for_each("precision", PRECISIONS)
-@for_each("dtype", [torch.float64, torch.bfloat16])
+@for_each(("precision", "dtype"), [one for one in CASTS if one[1] != torch.float16])
 def test_resume_after_to(precision: Any, dtype: torch.dtype) -> None:
     """An EMA that was cast in the same way goes on bitwise from a saved state."""
     first = modkit.EMA(layers(), decay=0.9, precision=precision)
@@ -99,6 +108,77 @@ def test_resume_after_to(precision: Any, dtype: torch.dtype) -> None:
         after(ema, 6, 9)
     expected = values(first)
     assert all(value.equal(expected[name]) for name, value in values(resumed).items())
+
+
+NARROW = [
+    ("fp32", torch.bfloat16, torch.float32),
+    ("fp32", torch.float16, torch.float32),
+    ("fp64", torch.bfloat16, torch.float64),
+    ("fp64", torch.float32, torch.float64),
+]
+
+
+@for_each(("precision", "dtype", "least"), NARROW)
+@for_each("begun", [False, True])
+def test_a_dtype_that_breaks_the_promise_of_the_precision(
+    precision: Any, dtype: torch.dtype, least: torch.dtype, begun: bool
+) -> None:
+    """An average in fewer bits would stall, so the cast is refused, and the error names what to do."""
+    ema = modkit.EMA(layers(), 0.999, precision=precision)
+    if begun:
+        after(ema, 0, 2)
+    before = values(ema)
+    message = (
+        rf"EMA.to\(\): dtype is {dtype}, but precision='{precision}' keeps averages in {least}"
+    )
+    with pytest.raises(
+        ValueError, match=rf"{message} or wider.*'stochastic' or .*averaged_model\(\)"
+    ):
+        ema.to("meta", dtype)
+
+    assert ema.device is None
+    assert all(value.equal(before[name]) for name, value in values(ema).items())
+    after(ema, 2, 3)
+    assert {tensor.dtype for _, tensor in ema.named_averages()} == {least}
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("fp64", torch.float64)])
+def test_a_dtype_that_keeps_the_promise(precision: Any, dtype: torch.dtype) -> None:
+    """Averages of wider parameters may be cast down to what the precision promises."""
+    ema = modkit.EMA(layers(torch.float64), 0.9, precision=precision).to(dtype=dtype)
+    after(ema, 0, 3)
+    assert {tensor.dtype for _, tensor in ema.named_averages()} == {dtype}
+
+
+def test_a_copy_of_the_average_may_have_any_dtype() -> None:
+    """An average is exported in bf16 or fp16 by casting a copy; the EMA goes on in float32."""
+    ema = modkit.EMA(layers(), 0.9)
+    after(ema, 0, 2)
+    exported = ema.averaged_model().to(torch.bfloat16)
+    found = dict(exported.named_parameters())
+    assert all(value.bfloat16().equal(found[name]) for name, value in ema.named_averages())
+    assert {tensor.dtype for _, tensor in ema.named_averages()} == {torch.float32}
+
+
+@for_each(("precision", "dtype", "least"), NARROW)
+def test_an_averaged_model_that_was_cast_in_mid_run(
+    precision: Any, dtype: torch.dtype, least: torch.dtype
+) -> None:
+    """Casting is torch's, so that a copy can be exported; the next update is refused until it is undone."""
+    model = layers()
+    average = AveragedModel(model, precision=precision)
+    average.update_parameters(model)
+    average.to(dtype)
+    before = {name: tensor.clone() for name, tensor in average.state_dict().items()}
+    walk(model, 1)
+    message = rf"AveragedModel: 0.weight was cast to {dtype}, but precision='{precision}'"
+    with pytest.raises(ValueError, match=message):
+        average.update_parameters(model)
+
+    assert all(tensor.equal(before[name]) for name, tensor in average.state_dict().items())
+    average.to(least)
+    average.update_parameters(model)
+    assert average.n_averaged == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -5,6 +5,7 @@ from torch import nn
 
 import modkit
 from modkit.distributed import export_average
+from tests.cases import for_each
 from tests.unit.averaging.recipes import network, set_to
 
 
@@ -55,7 +56,9 @@ def test_files_of_torch_keep_ties_and_versions(tmp_path) -> None:
     """Tied tensors share one storage; the file is not larger than its contents."""
     ema = averaged_odd()
     export_average(ema, tmp_path / "odd.pt")
-    export_average(modkit.EMA(network()), tmp_path / "net.pt")
+    ema_of_layers = modkit.EMA(network())
+    ema_of_layers.update()
+    export_average(ema_of_layers, tmp_path / "net.pt")
     found = torch.load(tmp_path / "odd.pt")
     versions = torch.load(tmp_path / "net.pt")._metadata
 
@@ -84,6 +87,21 @@ def test_the_dtype_is_that_of_the_model_or_the_one_asked_for(name, tmp_path) -> 
     assert [one["1.num_batches_tracked"].dtype for one in found] == [torch.int64] * 2
 
 
+@for_each("options", [{}, {"update_after_step": 2}])
+@for_each("name", ["file.pt", "file.safetensors"])
+def test_there_must_be_an_average(options, name, tmp_path) -> None:
+    """Before the first update a file would hold training weights, so none is written."""
+    ema = modkit.EMA(network(), **options)
+    if options:
+        ema.update()
+    with pytest.raises(
+        RuntimeError, match=r"export_average: EMA\(.*has no average yet.*Call update"
+    ):
+        export_average(ema, tmp_path / name)
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_more_than_tensors_goes_into_files_of_torch_only(tmp_path) -> None:
     """A state that a module keeps in its own way is in the file, or is named as what does not fit."""
 
@@ -95,6 +113,7 @@ def test_more_than_tensors_goes_into_files_of_torch_only(tmp_path) -> None:
             self.calls = state["calls"]
 
     ema = modkit.EMA(Extra(1, 1))
+    ema.update()
     export_average(ema, tmp_path / "file.pt")
     with pytest.raises(ValueError, match="_extra_state is not a tensor"):
         export_average(ema, tmp_path / "file.safetensors")

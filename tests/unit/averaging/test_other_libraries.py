@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+import modkit
 from modkit.averaging.state import convert, recognise
 from modkit.schedules import Constant, CountWarmup, InverseGamma
 from tests.cases import for_each
@@ -59,25 +60,26 @@ LIGHTNING = {
 
 
 @for_each(
-    ("source", "state", "expected", "n_averaged", "schedule"),
+    ("source", "state", "expected", "n_averaged", "step", "schedule"),
     [
-        ("torch", TORCH, MEMBERS, 12, None),
-        ("timm", TIMM, MEMBERS, None, None),
-        ("ema_pytorch", EMA_PYTORCH, MEMBERS, 130, None),
-        ("diffusers", DIFFUSERS, PARAMETERS, 20, InverseGamma(1.0, 0.75, 0.0, 0.9999)),
-        ("torch_ema", TORCH_EMA, PARAMETERS, 41, CountWarmup(0.995)),
-        ("lightning", LIGHTNING, MEMBERS, 5, None),
+        ("torch", TORCH, MEMBERS, 12, None, None),
+        ("timm", TIMM, MEMBERS, None, None, None),
+        ("ema_pytorch", EMA_PYTORCH, MEMBERS, None, 130, None),
+        ("diffusers", DIFFUSERS, PARAMETERS, None, 120, InverseGamma(1.0, 0.75, 0.0, 0.9999)),
+        ("torch_ema", TORCH_EMA, PARAMETERS, None, 41, CountWarmup(0.995)),
+        ("lightning", LIGHTNING, MEMBERS, 5, None, None),
+        ("lightning", LIGHTNING | {"global_step": 50}, MEMBERS, 5, 50, None),
     ],
-    ids=["torch", "timm", "ema_pytorch", "diffusers", "torch_ema", "lightning"],
 )
-def test_states(source, state, expected, n_averaged, schedule):
-    """Each state is recognised, and gives the averages by name, the count and the decay it tells."""
+def test_states(source, state, expected, n_averaged, step, schedule):
+    """Each state is recognised, and gives the averages by name, the counts and the decay it tells."""
     converted = convert(state, Net())
 
     assert recognise(state) == converted.source == source
     assert converted.averages.keys() == expected.keys()
     assert all(torch.equal(converted.averages[name], expected[name]) for name in expected)
-    assert converted.n_averaged == n_averaged
+    assert (converted.n_averaged, converted.step) == (n_averaged, step)
+    assert converted.has_counter == (source != "timm")
     assert converted.schedule == schedule
 
 
@@ -101,7 +103,7 @@ def test_plain_weights():
     assert recognise(MEMBERS, Net()) == converted.source == "weights"
     assert converted.averages.keys() == MEMBERS.keys()
     assert all(torch.equal(converted.averages[name], MEMBERS[name]) for name in MEMBERS)
-    assert (converted.n_averaged, converted.schedule) == (1, None)
+    assert (converted.has_counter, converted.schedule) == (False, None)
 
 
 @pytest.mark.parametrize(
@@ -120,18 +122,16 @@ def test_names_of_compiled_models(state):
     assert convert(wrapped, Net()).averages.keys() == MEMBERS.keys()
 
 
-@for_each(("step", "n_averaged"), [(0, 0), (1, 1), (100, 1), (101, 1), (102, 2), (5000, 4900)])
+@for_each(("step", "n_averaged"), [(0, 0), (1, 0), (100, 0), (101, 1), (102, 2), (5000, 4900)])
 def test_count_of_diffusers(step, n_averaged):
     """The next decay of the schedule is the one that diffusers would take, copies being decay 0."""
-    state = DIFFUSERS | {"optimization_step": step}
+    ema = modkit.EMA(Net(), schedule=CountWarmup())
+    ema.load_state_dict(DIFFUSERS | {"optimization_step": step})
 
-    converted = convert(state, Net())
-
+    assert (ema.step, ema.n_averaged, ema.update_after_step) == (step, n_averaged, 100)
     next_step = max(0, (step + 1) - 100 - 1)
     reference = 0.0 if next_step <= 0 else min(1 - (1 + next_step) ** -0.75, 0.9999)
-    assert converted.n_averaged == n_averaged
-    if step > 100:
-        assert converted.schedule(converted.n_averaged) == pytest.approx(reference, abs=1e-12)
+    assert ema.schedules[0](n_averaged) == pytest.approx(reference, abs=1e-12)
 
 
 def test_warm_up_of_diffusers():
@@ -146,18 +146,21 @@ def test_constant_decay_of_torch_ema():
     converted = convert(TORCH_EMA | {"num_updates": None}, Net())
 
     assert converted.schedule == Constant(0.995)
-    assert converted.n_averaged is None
+    assert not converted.has_counter
 
 
 @for_each(
     ("initted", "step", "n_averaged"),
-    [(False, 0, 0), (True, 1, 1), (True, 101, 1), (True, 111, 11)],
+    [(False, 0, 0), (True, 1, 0), (True, 100, 0), (True, 101, 1), (True, 111, 11)],
 )
 def test_count_of_ema_pytorch(initted, step, n_averaged):
-    """Steps before ema-pytorch's `update_after_step` are not counted."""
-    state = EMA_PYTORCH | {"initted": torch.tensor(initted), "step": torch.tensor(step)}
+    """Steps before ema-pytorch's `update_after_step`, which its state does not hold, are not averaged."""
+    ema = modkit.EMA(Net(), 0.5, update_after_step=100)
+    ema.load_state_dict(
+        EMA_PYTORCH | {"initted": torch.tensor(initted), "step": torch.tensor(step)}
+    )
 
-    assert convert(state, Net(), update_after_step=100).n_averaged == n_averaged
+    assert (ema.step, ema.n_averaged) == (step, n_averaged)
 
 
 def test_lists_of_trained_parameters():

@@ -20,6 +20,8 @@ from modkit.schedules import (
     InverseGamma,
     PerUpdate,
     Power,
+    plot,
+    profile,
 )
 from tests.cases import for_each
 
@@ -280,6 +282,9 @@ def test_refused_values(make, text):
     assert str(raised.value) == text
 
 
+NUMBER = "must be a number, a schedule or a function of the step"
+
+
 @for_each(
     ("make", "text"),
     [
@@ -288,6 +293,15 @@ def test_refused_values(make, text):
         (Power, "Power: give either sigma_rel or gamma"),
         (lambda: Power(0.1, gamma=7), "Power: give either sigma_rel or gamma"),
         (lambda: Custom(0.9), "Custom: function must be callable, got 0.9"),
+        (lambda: Custom(Equal), f"Custom: function must not be a class, got {Equal!r}"),
+        (lambda: PerUpdate("0.9"), f"PerUpdate: schedule {NUMBER}, got '0.9'"),
+        (
+            lambda: PerUpdate(Equal),
+            f"PerUpdate: schedule must be an instance, such as Equal(...), got the class {Equal!r}",
+        ),
+        (lambda: profile("0.9", 3), f"profile: decay {NUMBER}, got '0.9'"),
+        (lambda: plot("0.9", 3), f"plot: schedules {NUMBER}, got '0.9'"),
+        (lambda: plot([0.5, "0.9"], 3), f"plot: schedules {NUMBER}, got '0.9'"),
     ],
 )
 def test_refused_types(make, text):

@@ -1,0 +1,276 @@
+"""Options and arguments that would have no effect, or another one, are refused where they are given."""
+
+import copy
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modkit
+from modkit import schedules
+from modkit.averaging.callback import check_options
+from modkit.distributed import export_average
+from modkit.optim.swa_utils import AveragedModel
+from tests.cases import for_each
+from tests.unit.averaging.recipes import averaged, model_of, network
+
+
+FACES = [modkit.EMA, modkit.EMACallback, AveragedModel]
+
+
+def update(average: Any, model: nn.Module) -> None:
+    """Update an average of any face."""
+    if isinstance(average, AveragedModel):
+        average.update_parameters(model)
+    else:
+        getattr(average, "ema", average).update()
+
+
+# --- globs -------------------------------------------------------------------------------------------
+
+UNUSED: list[tuple[dict[str, Any], str]] = [
+    ({"include": ["0.*", "haed.*"]}, "include='haed.*'"),
+    ({"exclude": "haed.*"}, "exclude='haed.*'"),
+    ({"exclude": ["a.*", "*.bias", "b.*"]}, "exclude='a.*', exclude='b.*'"),
+    ({"include": ["0.*", "c"], "exclude": ["d"]}, "include='c', exclude='d'"),
+    ({"buffers": {"*.runing_*": "average"}}, "buffers='*.runing_*'"),
+    ({"buffers": {"1.weight": "average", "1.running_mean": "copy"}}, "buffers='1.weight'"),
+    ({"exclude": "1.running_mean"}, "exclude='1.running_mean'"),
+]
+
+
+@for_each("face", FACES)
+@for_each(("options", "unused"), UNUSED)
+def test_globs_that_match_nothing(face: Any, options: dict[str, Any], unused: str) -> None:
+    """The error names each of them, and names of the model."""
+    model = network()
+    names = "The names of its 9 tensors begin with 0.weight, 0.bias, 1.weight, "
+    message = re.escape(f"no name of Sequential matches {unused}. {names}")
+    with pytest.raises(ValueError, match=message):
+        face(model, **options)
+
+
+USED: list[dict[str, Any]] = [
+    {"include": "*", "exclude": "*.bias", "buffers": {"*": "average"}},
+    {"include": lambda name: True, "exclude": lambda name: False},
+    {"include": ["0.*", "3.weight"], "buffers": {"*.num_batches_tracked": "copy", "*": "copy"}},
+    {"buffers": {"*.running_mean": "average"}},
+]
+
+
+@for_each("face", FACES)
+@for_each("options", USED)
+def test_globs_that_match(face: Any, options: dict[str, Any]) -> None:
+    """Predicates and "*" cannot be misspelt; integer buffers, though always copied, have names."""
+    model = network()
+    update(face(model, **options), model)
+
+
+@for_each("face", FACES)
+def test_a_glob_for_all_buffers_of_a_model_without_any(face: Any) -> None:
+    """A configuration for several models may say what becomes of buffers."""
+    model = nn.Linear(2, 2)
+    update(face(model, buffers={"*": "average"}), model)
+
+
+@for_each("face", FACES)
+def test_globs_of_buffers_that_are_none(face: Any) -> None:
+    """They are tensors later, under the same names."""
+    model = model_of(torch.ones(2))
+    model.register_buffer("cache", None)
+    update(face(model, buffers={"cache": "ignore"}), model)
+
+
+def test_globs_of_a_lazy_model() -> None:
+    """Its tensors are not all known before its first call, and so the first update looks."""
+    for face in (modkit.EMA, AveragedModel):
+        model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2))
+        average, right = face(model, exclude=["9.*", "1.*"]), face(model, exclude="0.*")
+        model(torch.ones(1, 3))
+        with pytest.raises(ValueError, match=r"no name of Sequential matches exclude='9\.\*'\."):
+            update(average, model)
+        update(right, model)
+
+
+def test_globs_of_a_second_name() -> None:
+    """A tied parameter is averaged under its first name, which the error tells."""
+    model: Any = nn.Module()
+    model.embedding, model.head = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
+    model.head.weight = model.embedding.weight
+    for face in FACES:
+        with pytest.raises(ValueError, match=r"head\.weight is tied to embedding\.weight"):
+            face(model, exclude="head.*")
+
+
+def test_globs_after_a_change_of_the_model() -> None:
+    """Once averaging has begun, what a glob has matched may go."""
+    model = network()
+    ema = modkit.EMA(model, exclude="3.*")
+    ema.update()
+    del model[3]
+    ema.rebind()
+    ema.update()
+
+    assert {name for name, _ in ema.named_averages()} >= {"0.weight", "0.bias"}
+
+
+def test_globs_of_callbacks_without_a_model() -> None:
+    """The trainers' callbacks check options before there is a model, whose names they cannot know."""
+    check_options(0.9, 0, {"include": "net.*", "buffers": {"net.*": "average"}})
+    with pytest.raises(ValueError, match="buffers must be one of"):
+        check_options(0.9, 0, {"buffers": {"net.*": "drop"}})  # type: ignore[dict-item]
+
+
+# --- indices ------------------------------------------------------------------------------------------
+
+
+def apply(ema: "modkit.EMA[Any]", index: Any) -> None:
+    """Enter a block with one of the averages."""
+    with ema.applied(index=index):
+        pass
+
+
+READS = [
+    apply,
+    lambda ema, index: ema.copy_to(index=index),
+    lambda ema, index: ema.averaged_model(index),
+    lambda ema, index: ema.named_averages(index),
+    lambda ema, index: export_average(ema, "never-written.pt", index=index),
+    lambda ema, index: modkit.EMACallback(ema.model, decay=[0.5, 0.9], index=index),
+    lambda ema, index: check_options([0.5, 0.9], index, {}),
+]
+
+
+@for_each("read", READS)
+@for_each("begun", [False, True])
+@for_each(
+    ("index", "error", "message"),
+    [
+        (-1, IndexError, "EMA: index is -1, and there are 2 averages, numbered from 0"),
+        (2, IndexError, "EMA: index is 2, and there are 2 averages, numbered from 0"),
+        ("0", TypeError, "EMA: index must be an int, got '0'"),
+        (0.0, TypeError, "EMA: index must be an int, got 0.0"),
+        (True, TypeError, "EMA: index must be an int, got True"),
+    ],
+)
+def test_an_index_that_no_average_has(
+    read: Any, begun: bool, index: Any, error: type[Exception], message: str
+) -> None:
+    """Each method raises the same error, before and after the first update."""
+    ema = modkit.EMA(network(), decay=[0.5, 0.9])
+    if begun:
+        ema.update()
+    with pytest.raises(error, match=message):
+        read(ema, index)
+
+
+# --- decays and schedules ------------------------------------------------------------------------------
+
+NUMBER = "must be a number, a schedule or a function of the step"
+
+
+@for_each("face", [modkit.EMA, modkit.EMACallback])
+@for_each(
+    ("options", "message"),
+    [
+        ({"decay": "0.99"}, f"EMA: decay {NUMBER}, got '0.99'"),
+        ({"decay": b"0.99"}, f"EMA: decay {NUMBER}, got b'0.99'"),
+        ({"decay": [0.5, "0.99"]}, f"EMA: decay {NUMBER}, got '0.99'"),
+        ({"decay": {0.5: 0.9}}, f"EMA: decay {NUMBER}, got {{0.5: 0.9}}"),
+        ({"decay": True}, f"EMA: decay {NUMBER}, got True"),
+        ({"schedule": "cosine"}, f"EMA: schedule {NUMBER}, got 'cosine'"),
+        ({"schedule": [None]}, f"EMA: schedule {NUMBER}, got None"),
+        ({"schedule": torch.tensor(0.5)}, rf"EMA: schedule {NUMBER}, got tensor\(0.5"),
+        ({"schedule": schedules.Equal}, r"EMA: schedule must be an instance, such as Equal\(...\)"),
+        ({"decay": schedules.Equal}, r"EMA: decay must be an instance, such as Equal\(...\)"),
+        ({"schedule": [0.5, schedules.Power]}, r"EMA: schedule must be an instance, such as Power"),
+    ],
+)
+def test_decays_of_a_wrong_type(face: Any, options: dict[str, Any], message: str) -> None:
+    """The error names the argument and the whole value."""
+    with pytest.raises(TypeError, match=message):
+        face(network(), **options)
+
+
+def test_an_empty_list_of_schedules() -> None:
+    """The error names the argument."""
+    with pytest.raises(ValueError, match="EMA: schedule must not be an empty list"):
+        modkit.EMA(network(), schedule=[])
+
+
+# --- delays that are set later -------------------------------------------------------------------------
+
+
+@for_each(
+    ("name", "value", "error", "message"),
+    [
+        ("update_every", 0, ValueError, "update_every must be 1 or more, got 0"),
+        ("update_every", 2.0, TypeError, "update_every must be an int, got 2.0"),
+        ("update_after_step", -1, ValueError, "update_after_step must be 0 or more, got -1"),
+        ("update_after_step", None, TypeError, "update_after_step must be an int, got None"),
+    ],
+)
+def test_delays_that_are_set_later(
+    name: str, value: Any, error: type[Exception], message: str
+) -> None:
+    """They are refused as in the constructor, and the EMA goes on."""
+    ema = modkit.EMA(network(), 0.5)
+    before = getattr(ema, name)
+    with pytest.raises(error, match=message):
+        setattr(ema, name, value)
+
+    assert getattr(ema, name) == before
+    ema.update()
+    assert ema.n_averaged == 1
+
+
+def test_delays_that_are_set_to_other_numbers() -> None:
+    """The next updates follow them, in copies too, and the state holds them."""
+    ema: Any = modkit.EMA(model_of(torch.zeros(2)), 0.5)
+    ema.update_every = 3
+    ema.update_after_step = 2
+    for one in (ema, copy.deepcopy(ema), pickle.loads(pickle.dumps(ema))):
+        for _ in range(6):
+            one.update()
+        assert (one.update_every, one.update_after_step, one.n_averaged) == (3, 2, 2)
+        state = one.state_dict()
+        assert (state["update_every"], state["update_after_step"]) == (3, 2)
+        with pytest.raises(ValueError, match="update_every must be 1 or more, got 0"):
+            one.update_every = 0
+
+
+def test_subclasses_may_define_the_delays() -> None:
+    """A class attribute or a property of a subclass replaces the checked one."""
+
+    class Ours(modkit.EMA[nn.Module]):
+        @property
+        def update_every(self) -> int:  # type: ignore[override]
+            return 2
+
+        @update_every.setter
+        def update_every(self, value: int) -> None:
+            assert value == 1
+
+    ema = Ours(model_of(torch.ones(2)), 0.5)
+    for _ in range(3):
+        ema.update()
+
+    assert (ema.update_every, ema.n_averaged) == (2, 2)
+    assert averaged(ema).tolist() == [1.0, 1.0]
+    assert not hasattr(modkit.EMA, "update_every")
+
+
+def test_snapshots_of_post_hoc_averages(tmp_path: Any) -> None:
+    """The interval can be changed, to what the constructor takes."""
+    averages = modkit.PostHocEMA(nn.Linear(1, 1), tmp_path, update_every=2)
+    for value in (0, 3, -2):
+        with pytest.raises(ValueError, match=f"a multiple of update_every=2, got {value}"):
+            averages.snapshot_every = value
+    averages.snapshot_every = 4
+    for _ in range(4):
+        averages.update()
+
+    assert len(list(tmp_path.iterdir())) == 2
