@@ -19,6 +19,9 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
   ``foreach_devices`` names the devices where they are fused.
 - ``tensor_guard`` checks in C++ whether tensors are as they were, as dynamo does before compiled code.
 - ``BatchNormBase``: the base of every batch normalization layer, users' own included.
+- ``steps_in_progress`` finds the calls of ``Optimizer.step`` in a stack by the name of torch's wrapper around
+  it, and the call by which ``torch.distributed.checkpoint`` allocates an optimizer's state by its name.
+- ``never_compiled`` does what ``torch.compiler.disable`` does, which imports all of dynamo.
 - ``trace_instead`` sets the attribute that tells dynamo which function to trace for another one.
 - ``module_globals`` holds the tables of global hooks, looked up at each use, because torch and its
   tests rebind some of the names.
@@ -29,10 +32,11 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import FunctionType
-from typing import Any, TypeVar, cast
+from types import FrameType, FunctionType
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import torch.nn.modules.module as module_globals
@@ -128,6 +132,54 @@ def skip_frame(function: FunctionT) -> FunctionT:
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
     frames.set_code_exec_strategy(function.__code__, strategy)
     return function
+
+
+def never_compiled(function: FunctionT) -> FunctionT:
+    """Let dynamo run ``function``, and all that it calls, in eager mode: one graph break.
+
+    Unlike ``torch.compiler.disable``, it neither imports dynamo nor adds a frame to eager calls.
+    """
+    frames = cast("Any", torch._C)._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+    cast("Any", function)._torchdynamo_disable = True
+    return function
+
+
+# The function inside ``Optimizer.profile_hook_step`` that runs the hooks around ``step()``.
+_STEP_WRAPPER: Final = "wrapper"
+_OPTIMIZER_FILE: Final = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+# Copies of this function in other libraries have the same name.
+_ALLOCATES_STATE: Final = "_init_optim_state"
+
+
+def steps_in_progress() -> list[torch.optim.Optimizer]:
+    """Return the optimizers whose ``step()`` is running in this thread, innermost first.
+
+    The list is empty below the function of ``torch.distributed.checkpoint`` that allocates an optimizer's
+    state: it sets gradients and learning rates to zero and calls ``step()``. Frames are read because hooks
+    cannot count the calls: after a step that raised, torch runs no post hook.
+    """
+    found: list[torch.optim.Optimizer] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == _ALLOCATES_STATE:
+            return []
+        if code.co_name == _STEP_WRAPPER and code.co_filename == _OPTIMIZER_FILE:
+            found.append(frame.f_locals["args"][0])
+        frame = frame.f_back
+    return found
+
+
+def step_hooks(optimizer: object) -> object | None:
+    """Return the table of hooks before each step; wrappers share it with the optimizer inside."""
+    return getattr(optimizer, "_optimizer_step_pre_hooks", None)
+
+
+def runs_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if torch has wrapped ``step()`` to run hooks, as ``Optimizer.__init__`` does."""
+    return bool(getattr(type(optimizer).step, "hooked", False))
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:

@@ -10,10 +10,11 @@ from torch import Tensor
 from typing_extensions import Self, TypeVar
 
 from modkit._namespace import publish
-from modkit._upstream import RemovableHandle
+from modkit._upstream import never_compiled
 from modkit.averaging import state as ema_state
 from modkit.averaging.engine import Engine
 from modkit.averaging.named_tensors import Buffers, NamedTensors, Names, Options
+from modkit.averaging.optimizer_steps import OptimizerSteps, check_optimizer
 from modkit.averaging.precision import OnNonfinite, Precision
 from modkit.averaging.schedules import Decay, Schedule, as_schedule
 from modkit.averaging.sharding import is_sharded, resharded, shards_of
@@ -134,9 +135,7 @@ class EMA(Generic[ModelT]):
         options = Options(*chosen, precision, place, on_nonfinite, seed)
         self._engine = Engine(model, len(self.schedules), options)
         self._stored: dict[str, Tensor] = {}
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._handles: list[RemovableHandle] = []
-        self._stepped: set[int] = set()
+        self._steps = OptimizerSteps()
         self._module: ModelT | None = None
         self._check_selection()
 
@@ -172,13 +171,20 @@ class EMA(Generic[ModelT]):
         parts += [f"step={self.step}", f"n_averaged={self.n_averaged}"]
         return f"{type(self).__name__}({', '.join(parts)})"
 
+    @never_compiled
     def update(self, model: torch.nn.Module | None = None) -> None:
         """Update the averages with the present parameters; call it after ``optimizer.step()``.
 
-        ``model`` is another model of the same names and shapes to take the parameters from.
+        In compiled code it is one graph break. If an attached optimizer has already updated the
+        averages for this step, it warns once.
+
+        Args:
+            model: Another model of the same names and shapes to take the parameters from.
         """
         source = self.model if model is None else model
         self._check_restored("update", source)
+        if source is self.model:
+            self._steps.warn_if_updated()
         step, start, every = self.step + 1, self._start, self.update_every
         early = start is None and step <= self.update_after_step
         if not early and (start is None or (step - start) % every == 0):
@@ -202,24 +208,35 @@ class EMA(Generic[ModelT]):
         self._module = None
 
     def attach(self, *optimizers: torch.optim.Optimizer) -> Self:
-        """Update after each step that the optimizer really takes, until :meth:`detach`.
+        """Update after each step that the optimizer takes, until :meth:`detach`.
 
-        A step that a ``GradScaler`` skips does not count. Pass all optimizers of the model at once:
-        the averages are then updated when each has stepped, or one steps again. If an optimizer
-        does not train an averaged parameter, none is attached.
+        Pass all optimizers of the model at once: the averages are then updated when each has
+        stepped, or one steps again. A state that is saved between their steps resumes there if they
+        are attached in the same order.
+
+        Each outermost call of ``step()`` is one step. These do not count: ``super().step()`` in a
+        subclass, a step that raises, a step that a ``GradScaler`` skips, and the step by which
+        ``torch.distributed.checkpoint`` allocates the state of an optimizer. A fused optimizer skips
+        steps on the device: on CPU they do not count, on accelerators they do, because reading the
+        flag would be a host sync.
+
+        Args:
+            *optimizers: Optimizers of averaged parameters. Attach the optimizer itself, not a
+                wrapper such as that of ``accelerator.prepare()``.
+
+        Raises:
+            TypeError: If the steps of an object cannot be tracked.
+            ValueError: If there is no optimizer, one is attached already, or one does not train an
+                averaged parameter. None is attached then.
         """
         if not optimizers:
             raise ValueError("EMA.attach() needs an optimizer")
         named = NamedTensors(self.model).parameters.values()
         averaged = {id(one.tensor) for one in named if self._engine.options.chooses(one)}
         for place, one in enumerate(optimizers):
+            check_optimizer("EMA.attach()", one)
             what = f"EMA.attach(): {type(one).__name__}"
-            if not isinstance(cast("object", one), torch.optim.Optimizer):
-                raise TypeError(
-                    f"{what} is not a torch.optim.Optimizer, so its steps cannot be tracked. Call "
-                    "update() after each step instead."
-                )
-            if any(one is other for other in (*self._optimizers, *optimizers[:place])):
+            if any(one is other for other in (*self._steps.optimizers, *optimizers[:place])):
                 raise ValueError(f"{what} is attached already, or given twice")
             groups = one.param_groups
             if averaged.isdisjoint(id(each) for group in groups for each in group["params"]):
@@ -227,33 +244,28 @@ class EMA(Generic[ModelT]):
                     f"{what} has no averaged parameter of the model. Attach the optimizer that "
                     "trains it, after the model is where it is trained."
                 )
-        self._optimizers += optimizers
-        for one in optimizers:
-            self._handles.append(one.register_step_pre_hook(self._before_step))
-            self._handles.append(one.register_step_post_hook(self._after_step))
+        self._steps.attach(optimizers, self._before_step, self._after_step)
         return self
 
+    @never_compiled
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if any_swapped(self.model):
             text = "EMA: optimizer.step() was called inside applied()"
             raise RuntimeError(
                 f"{text}: the model holds the averaged weights. Call step() outside of the block."
             )
-        if id(optimizer) in self._stepped:
-            self._stepped.clear()
+        if self._steps.begin(optimizer):
             self.update()
 
+    @never_compiled
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._stepped.add(id(optimizer))
-        if len(self._stepped) == len(self._optimizers):
-            self._stepped.clear()
+        if self._steps.end(optimizer):
             self.update()
+            self._steps.note_update()
 
     def detach(self) -> None:
         """Stop updating after the steps of attached optimizers."""
-        for handle in self._handles:
-            handle.remove()
-        self._optimizers, self._handles, self._stepped = [], [], set()
+        self._steps.detach()
 
     def named_averages(self, index: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Yield ``(name, tensor)`` of averages and copied buffers; none before the first update."""
@@ -350,6 +362,7 @@ class EMA(Generic[ModelT]):
             **{name: getattr(self, name) for name in own},
             "schedules": [schedule.to_config() for schedule in self.schedules],
             **self._engine.state_dict(),
+            **self._steps.state_dict(),
         }
         raw = raw_values(self.model)
         return {**state, "raw": raw} if raw else state
@@ -369,6 +382,7 @@ class EMA(Generic[ModelT]):
             warnings.warn("EMA: the state is empty, so averaging starts anew", stacklevel=2)
             self._module, self.step, self.n_averaged, self._start = None, 0, 0, None
             self._engine.reset()
+            self._steps.load(())
             return
         loaded = ema_state.read(
             state_dict,
@@ -390,15 +404,14 @@ class EMA(Generic[ModelT]):
         self._module = None
         self.step, self._start, self.n_averaged = loaded.step, loaded.start, loaded.n_averaged
         self.schedules = loaded.schedules
+        self._steps.load(loaded.stepped)
         self.update_every, self.update_after_step = loaded.update_every, loaded.update_after_step
         if raw:
             text = "EMA: the state was saved inside applied(); its training weights are loaded"
             warnings.warn(f"{text} into the model", stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Attached optimizers are not copied.
-        detached: dict[str, Any] = {"_optimizers": [], "_handles": [], "_stepped": set()}
-        return {**vars(self), **detached, "_module": None, "_raw": raw_values(self.model)}
+        return {**vars(self), "_module": None, "_raw": raw_values(self.model)}
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
