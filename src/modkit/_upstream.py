@@ -19,8 +19,9 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
   ``foreach_devices`` names the devices where they are fused.
 - ``tensor_guard`` checks in C++ whether tensors are as they were, as dynamo does before compiled code.
 - ``BatchNormBase``: the base of every batch normalization layer, users' own included.
-- ``steps_in_progress`` finds the calls of ``Optimizer.step`` in a stack by the name of torch's wrapper around
-  it, and the call by which ``torch.distributed.checkpoint`` allocates an optimizer's state by its name.
+- ``steps_in_progress`` and ``is_allocating_state`` find calls on the stack: of the wrapper around
+  ``Optimizer.step``, and of the function of ``torch.distributed.checkpoint`` that calls it for another
+  purpose than to train.
 - ``never_compiled`` does what ``torch.compiler.disable`` does, which imports all of dynamo.
 - ``trace_instead`` sets the attribute that tells dynamo which function to trace for another one.
 - ``module_globals`` holds the tables of global hooks, looked up at each use, because torch and its
@@ -33,7 +34,7 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType, FunctionType
 from typing import Any, Final, TypeVar, cast
@@ -153,23 +154,29 @@ _OPTIMIZER_FILE: Final = torch.optim.Optimizer.profile_hook_step.__code__.co_fil
 _ALLOCATES_STATE: Final = "_init_optim_state"
 
 
-def steps_in_progress() -> list[torch.optim.Optimizer]:
-    """Return the optimizers whose ``step()`` is running in this thread, innermost first.
-
-    The list is empty below the function of ``torch.distributed.checkpoint`` that allocates an optimizer's
-    state: it sets gradients and learning rates to zero and calls ``step()``. Frames are read because hooks
-    cannot count the calls: after a step that raised, torch runs no post hook.
-    """
-    found: list[torch.optim.Optimizer] = []
+def _frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        if code.co_name == _ALLOCATES_STATE:
-            return []
-        if code.co_name == _STEP_WRAPPER and code.co_filename == _OPTIMIZER_FILE:
-            found.append(frame.f_locals["args"][0])
+        yield frame
         frame = frame.f_back
-    return found
+
+
+def steps_in_progress() -> list[torch.optim.Optimizer]:
+    """Return the optimizers whose ``step()`` is running in this thread, innermost first."""
+    calls = (
+        frame
+        for frame in _frames()
+        if frame.f_code.co_name == _STEP_WRAPPER and frame.f_code.co_filename == _OPTIMIZER_FILE
+    )
+    return [frame.f_locals["args"][0] for frame in calls]
+
+
+def is_allocating_state() -> bool:
+    """Return True in a step by which ``torch.distributed.checkpoint`` allocates an optimizer's state.
+
+    It sets learning rates and gradients to zero, and calls ``step(closure=None)``.
+    """
+    return any(frame.f_code.co_name == _ALLOCATES_STATE for frame in _frames())
 
 
 def step_hooks(optimizer: object) -> object | None:

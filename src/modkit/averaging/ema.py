@@ -248,18 +248,22 @@ class EMA(Generic[ModelT]):
         return self
 
     @never_compiled
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _before_step(
+        self, index: int, optimizer: torch.optim.Optimizer, _: object, options: dict[str, Any]
+    ) -> None:
         if any_swapped(self.model):
             text = "EMA: optimizer.step() was called inside applied()"
             raise RuntimeError(
                 f"{text}: the model holds the averaged weights. Call step() outside of the block."
             )
-        if self._steps.begin(optimizer):
+        if self._steps.begin(index, optimizer, options):
             self.update()
 
     @never_compiled
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self._steps.end(optimizer):
+    def _after_step(
+        self, index: int, optimizer: torch.optim.Optimizer, _: object, options: dict[str, Any]
+    ) -> None:
+        if self._steps.end(index, optimizer, options):
             self.update()
             self._steps.note_update()
 

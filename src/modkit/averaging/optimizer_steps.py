@@ -2,13 +2,20 @@
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from typing_extensions import Self, override
 
-from modkit._upstream import RemovableHandle, runs_step_hooks, step_hooks, steps_in_progress
+from modkit._upstream import (
+    RemovableHandle,
+    is_allocating_state,
+    runs_step_hooks,
+    step_hooks,
+    steps_in_progress,
+)
 from modkit.averaging.precision import reads_are_free
 from modkit.averaging.sharding import local_shard
 
@@ -37,6 +44,20 @@ def check_optimizer(owner: str, optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+def _is_taken(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> bool:
+    """Return True unless a step, with these keywords, is skipped or serves another purpose."""
+    # A GradScaler sets the flag of a fused optimizer, whose kernel then does nothing.
+    flag = getattr(optimizer, "found_inf", None)
+    if isinstance(flag, torch.Tensor) and reads_are_free(flag.device) and bool(flag.any()):
+        return False
+    is_without_closure = "closure" in options and options["closure"] is None
+    return not (is_without_closure and is_allocating_state())
+
+
+class _Calls(threading.local):
+    count = 0
+
+
 class OptimizerSteps:
     """Attached optimizers, and the indices of those that have stepped in this training step.
 
@@ -57,6 +78,7 @@ class OptimizerSteps:
         self._has_warned = False
         # Optimizers may step in backward, which runs in a thread for each device.
         self._lock = threading.Lock()
+        self._calls = _Calls()
 
     @override
     def __reduce__(self) -> tuple[type[Self], tuple[set[int]]]:
@@ -69,11 +91,11 @@ class OptimizerSteps:
         before: Callable[..., None],
         after: Callable[..., None],
     ) -> None:
-        """Call functions before and after each step of the optimizers."""
+        """Call functions before and after each step of the optimizers, with the index as well."""
+        for index, one in enumerate(optimizers, len(self.optimizers)):
+            self._handles.append(one.register_step_pre_hook(partial(before, index)))
+            self._handles.append(one.register_step_post_hook(partial(after, index)))
         self.optimizers += optimizers
-        for one in optimizers:
-            self._handles.append(one.register_step_pre_hook(before))
-            self._handles.append(one.register_step_post_hook(after))
 
     def detach(self) -> None:
         """Forget the optimizers, and a training step that has begun."""
@@ -91,44 +113,47 @@ class OptimizerSteps:
         self.stepped = set(stepped)
         self._versions = None
 
-    def _in_progress(self, optimizer: torch.optim.Optimizer) -> list[int]:
-        """Return the indices of attached optimizers that are stepping, the innermost first.
+    def _in_progress(self, index: int, calls: int) -> list[int]:
+        """Return the indices of the optimizers that are stepping in this thread, innermost first.
 
-        The list is empty if the step of this optimizer does not count.
+        ``calls`` is how many steps have begun and not ended. After a step that raised it is too high,
+        because torch runs no post hook then. Only the stack has the truth, and reading it takes as
+        long as a small update.
         """
-        flag = getattr(optimizer, "found_inf", None)
-        if isinstance(flag, torch.Tensor) and reads_are_free(flag.device) and bool(flag.any()):
-            return []
-        places = {id(step_hooks(one)): place for place, one in enumerate(self.optimizers)}
+        if calls <= 1:
+            return [index]
+        indices = {id(step_hooks(one)): place for place, one in enumerate(self.optimizers)}
         tables = [id(step_hooks(one)) for one in steps_in_progress()]
-        return [places[table] for table in tables if table in places]
+        return [indices[table] for table in tables if table in indices] or [index]
 
     def _is_complete(self) -> bool:
         return self.stepped.issuperset(range(len(self.optimizers)))
 
-    def begin(self, optimizer: torch.optim.Optimizer) -> bool:
+    def begin(
+        self, index: int, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
+    ) -> bool:
         """Return True if a training step is over because this optimizer steps again."""
         self._versions = None
-        if not self.stepped:
+        stepping = self._in_progress(index, self._calls.count + 1)
+        self._calls.count = len(stepping)
+        if len(stepping) > 1 or index not in self.stepped or not _is_taken(optimizer, options):
             return False
-        stepping = self._in_progress(optimizer)
         with self._lock:
-            if len(stepping) != 1 or stepping[0] not in self.stepped:
-                return False
             # A loaded state may be of a run with more optimizers.
             is_unfinished = not self._is_complete()
             self.stepped.clear()
         return is_unfinished
 
-    def end(self, optimizer: torch.optim.Optimizer) -> bool:
+    def end(self, index: int, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> bool:
         """Record the step; return True if the training step is over."""
-        stepping = self._in_progress(optimizer)
-        if not stepping or stepping[0] in stepping[1:]:
+        outer = self._in_progress(index, self._calls.count)[1:]
+        self._calls.count = len(outer)
+        if index in outer or not _is_taken(optimizer, options):
             return False
         with self._lock:
-            self.stepped.add(stepping[0])
+            self.stepped.add(index)
             # The optimizer around it decides.
-            if len(stepping) > 1 or not self._is_complete():
+            if outer or not self._is_complete():
                 return False
             self.stepped.clear()
         return True

@@ -321,7 +321,7 @@ def test_reading_the_state_for_a_distributed_checkpoint(kind: str, read: str) ->
                 get_optimizer_state_dict(net, optimizer)
             else:
                 state = get_optimizer_state_dict(net, optimizer)
-                set_optimizer_state_dict(net, optimizer, state)
+                set_optimizer_state_dict(net, optimizer, optim_state_dict=state)
         gradients(net, number)
         optimizer.step()
         by_hand.update()
