@@ -12,12 +12,13 @@ from typing_extensions import Self, TypeVar
 from modkit._namespace import publish
 from modkit._upstream import never_compiled
 from modkit.averaging import state as ema_state
+from modkit.averaging.averaged_copy import AveragedCopy
 from modkit.averaging.engine import Engine
 from modkit.averaging.named_tensors import Buffers, NamedTensors, Names, Options
 from modkit.averaging.optimizer_steps import OptimizerSteps, check_optimizer
 from modkit.averaging.precision import OnNonfinite, Precision
 from modkit.averaging.schedules import Decay, Schedule, as_schedule
-from modkit.averaging.sharding import is_sharded, resharded, shards_of
+from modkit.averaging.sharding import resharded, shards_of
 from modkit.averaging.swap import any_swapped, copy_of, exchanged, raw_values, write
 
 
@@ -136,7 +137,7 @@ class EMA(Generic[ModelT]):
         self._engine = Engine(model, len(self.schedules), options)
         self._stored: dict[str, Tensor] = {}
         self._steps = OptimizerSteps()
-        self._module: ModelT | None = None
+        self._module: AveragedCopy[ModelT] | None = None
         self._check_selection()
 
     def _check_selection(self) -> None:
@@ -198,6 +199,7 @@ class EMA(Generic[ModelT]):
                 elif self._engine.begin(plan):
                     self._start = step
                     self.n_averaged += 1
+            self._follow()
         self.step = step
 
     def rebind(self) -> None:
@@ -205,7 +207,7 @@ class EMA(Generic[ModelT]):
         self._check_restored("rebind", self.model)
         with torch.inference_mode(False), torch.no_grad():
             self._engine.rebind()
-        self._module = None
+        self._follow()
 
     def attach(self, *optimizers: torch.optim.Optimizer) -> Self:
         """Update after each step that the optimizer takes, until :meth:`detach`.
@@ -323,26 +325,45 @@ class EMA(Generic[ModelT]):
     def module(self) -> ModelT:
         """A copy of the model with the first average, in eval mode, without gradients.
 
-        It shares memory with averages of the model's dtype and device. Each access copies the
-        others, and what is not averaged.
+        It shares memory with averages of the model's dtype and device, so a reference follows all
+        later updates and loaded states. Tensors of another dtype or device, and what is not averaged,
+        are copied at each access; before the first update these are all tensors. If names or shapes of
+        the model change, the next access makes another copy, and earlier references no longer follow.
+
+        BatchNorm statistics are those of the model, or their average: see ``buffers``. For a teacher
+        in training mode, with statistics of its own, use :meth:`copy_to`; the mode that
+        ``module.train()`` sets is kept.
         """
         # Tensors that are made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            found = NamedTensors(self.model)
-            if self._module is None or not found.is_like(NamedTensors(self._module)):
-                self._module = self.averaged_model()
-            averages = self._engine.named(0)
-            for name, member in NamedTensors(self._module).all().items():
-                own, value = member.tensor, averages.get(name)
-                alike = value is not None and (own.dtype, own.device) == (value.dtype, value.device)
-                if alike and not is_sharded(own):
-                    own.data = value
-                else:
-                    write(own, found.tensor(name) if value is None else value)
-        return self._module
+            self._follow(always=True)
+            if self._module is None:
+                self._module = AveragedCopy(self.averaged_model())
+                averages, values = self._engine.tensors(0), self._engine.named(0)
+                self._module.refresh(NamedTensors(self.model), averages, values)
+        return self._module.module
+
+    def _follow(self, *, always: bool = False) -> None:
+        """Give the module, to which the user may have a reference, the memory of the averages."""
+        if self._module is None:
+            return
+        averages = self._engine.tensors(0)
+        if self._module.is_current(averages) and not always:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            named = NamedTensors(self.model)
+            if self._module.fits(named):
+                self._module.refresh(named, averages, self._engine.named(0))
+            else:
+                self._module.release()
+                self._module = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call :attr:`module`, the averaged model."""
+        """Call :attr:`module`, the averaged model in eval mode.
+
+        The outputs differ from those of a momentum teacher in training mode, which normalizes by the
+        statistics of its batch: see "Momentum teachers" in the guide to weight averaging.
+        """
         return self.module(*args, **kwargs)
 
     def to(self, device: Device = None, dtype: torch.dtype | None = None) -> Self:
@@ -351,7 +372,7 @@ class EMA(Generic[ModelT]):
             raise ValueError(f"EMA.to(): dtype must be a floating-point dtype, got {dtype}")
         with torch.inference_mode(False), torch.no_grad():
             self._engine.to(None if device is None else torch.device(device), dtype)
-        self._module = None
+        self._follow()
         return self
 
     def state_dict(self) -> dict[str, Any]:
@@ -384,8 +405,9 @@ class EMA(Generic[ModelT]):
         self._check_restored("load_state_dict", self.model)
         if not state_dict:
             warnings.warn("EMA: the state is empty, so averaging starts anew", stacklevel=2)
-            self._module, self.step, self.n_averaged, self._start = None, 0, 0, None
+            self.step, self.n_averaged, self._start = 0, 0, None
             self._engine.reset()
+            self._follow()
             self._steps.load(())
             return
         loaded = ema_state.read(
@@ -405,7 +427,7 @@ class EMA(Generic[ModelT]):
                 self._engine.load(loaded, named)
             for tensor, value in raw:
                 write(tensor, shards_of(value, tensor))
-        self._module = None
+        self._follow()
         self.step, self._start, self.n_averaged = loaded.step, loaded.start, loaded.n_averaged
         self.schedules = loaded.schedules
         self._steps.load(loaded.stepped)
