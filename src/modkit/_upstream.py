@@ -19,6 +19,10 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
   ``foreach_devices`` names the devices where they are fused.
 - ``tensor_guard`` checks in C++ whether tensors are as they were, as dynamo does before compiled code.
 - ``BatchNormBase``: the base of every batch normalization layer, users' own included.
+- ``steps_in_progress`` and ``is_allocating_state`` find calls on the stack: of the wrapper around
+  ``Optimizer.step``, and of the function of ``torch.distributed.checkpoint`` that calls it for another
+  purpose than to train.
+- ``never_compiled`` does what ``torch.compiler.disable`` does, which imports all of dynamo.
 - ``trace_instead`` sets the attribute that tells dynamo which function to trace for another one.
 - ``module_globals`` holds the tables of global hooks, looked up at each use, because torch and its
   tests rebind some of the names.
@@ -29,10 +33,11 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import FunctionType
-from typing import Any, TypeVar, cast
+from types import FrameType, FunctionType
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import torch.nn.modules.module as module_globals
@@ -128,6 +133,60 @@ def skip_frame(function: FunctionT) -> FunctionT:
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
     frames.set_code_exec_strategy(function.__code__, strategy)
     return function
+
+
+def never_compiled(function: FunctionT) -> FunctionT:
+    """Let dynamo run ``function``, and all that it calls, in eager mode: one graph break.
+
+    Unlike ``torch.compiler.disable``, it neither imports dynamo nor adds a frame to eager calls.
+    """
+    frames = cast("Any", torch._C)._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+    cast("Any", function)._torchdynamo_disable = True
+    return function
+
+
+# The function inside ``Optimizer.profile_hook_step`` that runs the hooks around ``step()``.
+_STEP_WRAPPER: Final = "wrapper"
+_OPTIMIZER_FILE: Final = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+# Copies of this function in other libraries have the same name.
+_ALLOCATES_STATE: Final = "_init_optim_state"
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def steps_in_progress() -> list[torch.optim.Optimizer]:
+    """Return the optimizers whose ``step()`` is running in this thread, innermost first."""
+    calls = (
+        frame
+        for frame in _frames()
+        if frame.f_code.co_name == _STEP_WRAPPER and frame.f_code.co_filename == _OPTIMIZER_FILE
+    )
+    return [frame.f_locals["args"][0] for frame in calls]
+
+
+def is_allocating_state() -> bool:
+    """Return True in a step by which ``torch.distributed.checkpoint`` allocates an optimizer's state.
+
+    It sets learning rates and gradients to zero, and calls ``step(closure=None)``.
+    """
+    return any(frame.f_code.co_name == _ALLOCATES_STATE for frame in _frames())
+
+
+def step_hooks(optimizer: object) -> object | None:
+    """Return the table of hooks before each step; wrappers share it with the optimizer inside."""
+    return getattr(optimizer, "_optimizer_step_pre_hooks", None)
+
+
+def runs_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if torch has wrapped ``step()`` to run hooks, as ``Optimizer.__init__`` does."""
+    return bool(getattr(type(optimizer).step, "hooked", False))
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:

@@ -30,14 +30,6 @@ def check_options(decay: Decays, index: int, options: EMAOptions) -> None:
     EMA(torch.nn.Linear(1, 1), decay, **probe)._engine.check_index(index)
 
 
-def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer; raise TypeError if it has no hooks that report its steps."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        what = f"EMACallback: {type(optimizer).__name__} is not a torch.optim.Optimizer"
-        raise TypeError(f"{what}, so its steps cannot be tracked")
-    return optimizer
-
-
 def averaged_parameters(ema: EMA[Any]) -> list[torch.Tensor]:
     """Return the model's parameters that are averaged, or will be from the first update on."""
     chooses = ema._engine.options.chooses

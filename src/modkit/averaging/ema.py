@@ -10,14 +10,16 @@ from torch import Tensor
 from typing_extensions import Self, TypeVar
 
 from modkit._namespace import publish
-from modkit._upstream import RemovableHandle
+from modkit._upstream import never_compiled
 from modkit.averaging import state as ema_state
+from modkit.averaging.averaged_copy import AveragedCopy
 from modkit.averaging.engine import Engine
 from modkit.averaging.interrupts import uninterrupted
 from modkit.averaging.named_tensors import Buffers, NamedTensors, Names, Options
+from modkit.averaging.optimizer_steps import OptimizerSteps, check_optimizer
 from modkit.averaging.precision import OnNonfinite, Precision
 from modkit.averaging.schedules import Decay, Schedule, as_list, as_schedule
-from modkit.averaging.sharding import is_sharded, resharded, shards_of
+from modkit.averaging.sharding import resharded, shards_of
 from modkit.averaging.swap import (
     any_swapped,
     check_writable,
@@ -174,10 +176,8 @@ class EMA(Generic[ModelT]):
         # with their versions: until restore() the model holds an average.
         self._stored: dict[str, Tensor] = {}
         self._overwritten: list[tuple[str, Tensor, int]] = []
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._handles: list[RemovableHandle] = []
-        self._stepped: set[int] = set()
-        self._module: ModelT | None = None
+        self._steps = OptimizerSteps()
+        self._module: AveragedCopy[ModelT] | None = None
         self._check_selection()
 
     def _check_selection(self) -> None:
@@ -237,13 +237,20 @@ class EMA(Generic[ModelT]):
         parts += [f"step={self.step}", f"n_averaged={self.n_averaged}"]
         return f"{type(self).__name__}({', '.join(parts)})"
 
+    @never_compiled
     def update(self, model: torch.nn.Module | None = None) -> None:
         """Update the averages with the present parameters; call it after ``optimizer.step()``.
 
-        ``model`` is another model of the same names and shapes to take the parameters from.
+        In compiled code it is one graph break. If an attached optimizer has already updated the
+        averages for this step, it warns once.
+
+        Args:
+            model: Another model of the same names and shapes to take the parameters from.
         """
         source = self.model if model is None else model
         self._check_restored("update", source)
+        if source is self.model:
+            self._steps.warn_if_updated()
         step, start, every = self.step + 1, self._start, self.update_every
         early = start is None and step <= self.update_after_step
         if early or (start is not None and (step - start) % every != 0):
@@ -259,6 +266,7 @@ class EMA(Generic[ModelT]):
             elif self._engine.begin(plan):
                 self._start = step
                 self.n_averaged += 1
+            self._follow()
             self.step = step
 
     def rebind(self) -> None:
@@ -266,27 +274,38 @@ class EMA(Generic[ModelT]):
         self._check_restored("rebind", self.model)
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             self._engine.rebind()
-        self._module = None
+            self._follow()
 
     def attach(self, *optimizers: torch.optim.Optimizer) -> Self:
-        """Update after each step that the optimizer really takes, until :meth:`detach`.
+        """Update after each step that the optimizer takes, until :meth:`detach`.
 
-        A step that a ``GradScaler`` skips does not count. Pass all optimizers of the model at once:
-        the averages are then updated when each has stepped, or one steps again. If an optimizer
-        does not train an averaged parameter, none is attached.
+        Pass all optimizers of the model at once: the averages are then updated when each has
+        stepped, or one steps again. A state that is saved between their steps resumes there if they
+        are attached in the same order.
+
+        Each outermost call of ``step()`` is one step. These do not count: ``super().step()`` in a
+        subclass, a step that raises, a step that a ``GradScaler`` skips, and the step by which
+        ``torch.distributed.checkpoint`` allocates the state of an optimizer. A fused optimizer skips
+        steps on the device: on CPU they do not count, on accelerators they do, because reading the
+        flag would be a host sync.
+
+        Args:
+            *optimizers: Optimizers of averaged parameters. Attach the optimizer itself, not a
+                wrapper such as that of ``accelerator.prepare()``.
+
+        Raises:
+            TypeError: If the steps of an object cannot be tracked.
+            ValueError: If there is no optimizer, one is attached already, or one does not train an
+                averaged parameter. None is attached then.
         """
         if not optimizers:
             raise ValueError("EMA.attach() needs an optimizer")
         named = NamedTensors(self.model).parameters.values()
         averaged = {id(one.tensor) for one in named if self._engine.options.chooses(one)}
         for place, one in enumerate(optimizers):
+            check_optimizer("EMA.attach()", one)
             what = f"EMA.attach(): {type(one).__name__}"
-            if not isinstance(cast("object", one), torch.optim.Optimizer):
-                raise TypeError(
-                    f"{what} is not a torch.optim.Optimizer, so its steps cannot be tracked. Call "
-                    "update() after each step instead."
-                )
-            if any(one is other for other in (*self._optimizers, *optimizers[:place])):
+            if any(one is other for other in (*self._steps.optimizers, *optimizers[:place])):
                 raise ValueError(f"{what} is attached already, or given twice")
             groups = one.param_groups
             if averaged.isdisjoint(id(each) for group in groups for each in group["params"]):
@@ -294,13 +313,13 @@ class EMA(Generic[ModelT]):
                     f"{what} has no averaged parameter of the model. Attach the optimizer that "
                     "trains it, after the model is where it is trained."
                 )
-        self._optimizers += optimizers
-        for one in optimizers:
-            self._handles.append(one.register_step_pre_hook(self._before_step))
-            self._handles.append(one.register_step_post_hook(self._after_step))
+        self._steps.attach(optimizers, self._before_step, self._after_step)
         return self
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    @never_compiled
+    def _before_step(
+        self, index: int, optimizer: torch.optim.Optimizer, _: object, options: dict[str, Any]
+    ) -> None:
         if any_swapped(self.model):
             text = "EMA: optimizer.step() was called inside applied()"
             raise RuntimeError(
@@ -311,21 +330,20 @@ class EMA(Generic[ModelT]):
                 "EMA: optimizer.step() was called between copy_to() and restore(): the model holds "
                 "the averaged weights. Call restore() first; to train the average, call detach()."
             )
-        if id(optimizer) in self._stepped:
-            self._stepped.clear()
+        if self._steps.begin(index, optimizer, options):
             self.update()
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._stepped.add(id(optimizer))
-        if len(self._stepped) == len(self._optimizers):
-            self._stepped.clear()
+    @never_compiled
+    def _after_step(
+        self, index: int, optimizer: torch.optim.Optimizer, _: object, options: dict[str, Any]
+    ) -> None:
+        if self._steps.end(index, optimizer, options):
             self.update()
+            self._steps.note_update()
 
     def detach(self) -> None:
         """Stop updating after the steps of attached optimizers."""
-        for handle in self._handles:
-            handle.remove()
-        self._optimizers, self._handles, self._stepped = [], [], set()
+        self._steps.detach()
 
     def named_averages(self, index: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Return pairs of name and tensor of averages and copied buffers; none before the first update.
@@ -439,26 +457,45 @@ class EMA(Generic[ModelT]):
     def module(self) -> ModelT:
         """A copy of the model with the first average, in eval mode, without gradients.
 
-        It shares memory with averages of the model's dtype and device. Each access copies the
-        others, and what is not averaged.
+        It shares memory with averages of the model's dtype and device, so a reference follows all
+        later updates and loaded states. Tensors of another dtype or device, and what is not averaged,
+        are copied at each access; before the first update these are all tensors. If names or shapes of
+        the model change, the next access makes another copy, and earlier references no longer follow.
+
+        BatchNorm statistics are those of the model, or their average: see ``buffers``. For a teacher
+        in training mode, with statistics of its own, use :meth:`copy_to`; the mode that
+        ``module.train()`` sets is kept.
         """
         # Tensors that are made in inference mode could not be written to outside of it.
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
-            found = NamedTensors(self.model)
-            if self._module is None or not found.is_like(NamedTensors(self._module)):
-                self._module = self.averaged_model()
-            averages = self._engine.named(0)
-            for name, member in NamedTensors(self._module).all().items():
-                own, value = member.tensor, averages.get(name)
-                alike = value is not None and (own.dtype, own.device) == (value.dtype, value.device)
-                if alike and not is_sharded(own):
-                    own.data = value
-                else:
-                    write(own, found.tensor(name) if value is None else value)
-        return self._module
+            self._follow(always=True)
+            if self._module is None:
+                self._module = AveragedCopy(self.averaged_model())
+                averages, values = self._engine.tensors(0), self._engine.named(0)
+                self._module.refresh(NamedTensors(self.model), averages, values)
+        return self._module.module
+
+    def _follow(self, *, always: bool = False) -> None:
+        """Give the module, to which the user may have a reference, the memory of the averages."""
+        if self._module is None:
+            return
+        averages = self._engine.tensors(0)
+        if self._module.is_current(averages) and not always:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            named = NamedTensors(self.model)
+            if self._module.fits(named):
+                self._module.refresh(named, averages, self._engine.named(0))
+            else:
+                self._module.release()
+                self._module = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call :attr:`module`, the averaged model."""
+        """Call :attr:`module`, the averaged model in eval mode.
+
+        The outputs differ from those of a momentum teacher in training mode, which normalizes by the
+        statistics of its batch: see "Momentum teachers" in the guide to weight averaging.
+        """
         return self.module(*args, **kwargs)
 
     def to(self, device: Device = None, dtype: torch.dtype | None = None) -> Self:
@@ -486,7 +523,7 @@ class EMA(Generic[ModelT]):
             self._engine.options.check_width("EMA.to(): dtype is", dtype, remedy)
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             self._engine.to(None if device is None else torch.device(device), dtype)
-        self._module = None
+            self._follow()
         return self
 
     def state_dict(self) -> dict[str, Any]:
@@ -502,6 +539,7 @@ class EMA(Generic[ModelT]):
             **{name: getattr(self, name) for name in own},
             "schedules": [schedule.to_config() for schedule in self.schedules],
             **self._engine.state_dict(),
+            **self._steps.state_dict(),
         }
         raw = self.training_weights()
         return {**state, "raw": raw} if raw else state
@@ -539,8 +577,10 @@ class EMA(Generic[ModelT]):
                 raise ValueError(f"EMA: load_state_dict() got step={step} and an empty state")
             warnings.warn("EMA: the state is empty, so averaging starts anew", stacklevel=2)
             with uninterrupted():
-                self._module, self.step, self.n_averaged, self._start = None, 0, 0, None
+                self.step, self.n_averaged, self._start = 0, 0, None
                 self._engine.reset()
+                self._follow()
+                self._steps.load(())
             return
         loaded = ema_state.read(
             state_dict,
@@ -560,11 +600,12 @@ class EMA(Generic[ModelT]):
                 self._engine.load(loaded, named)
             for tensor, value in raw:
                 write(tensor, shards_of(value, tensor))
-            self._module = None
+            self._follow()
             self.step, self._start, self.n_averaged = loaded.step, loaded.start, loaded.n_averaged
             self.schedules = loaded.schedules
             self.update_every = loaded.update_every
             self.update_after_step = loaded.update_after_step
+            self._steps.load(loaded.stepped)
         if raw:
             warnings.warn(
                 "EMA: the state was saved inside applied(), or between copy_to() and restore(); its "
@@ -573,12 +614,10 @@ class EMA(Generic[ModelT]):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Attached optimizers are not copied.
-        detached: dict[str, Any] = {"_optimizers": [], "_handles": [], "_stepped": set()}
         # A copied model does not hold the average any more: it gets the training weights.
         stored = {} if self._overwritten else self._stored
         swap = {"_raw": self.training_weights(), "_stored": stored, "_overwritten": []}
-        return {**vars(self), **detached, "_module": None, **swap}
+        return {**vars(self), "_module": None, **swap}
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -355,6 +355,10 @@ class Engine:
     def _copied(self) -> dict[str, Tensor]:
         return {name: copy for name, copy in self._copies.items() if copy is not None}
 
+    def tensors(self, index: int) -> dict[str, Tensor]:
+        """Return the tensors that hold an average and the copies, without those of ``named``'s sums."""
+        return {**self.averages[index].tensors, **self._copied()} if self.begun else {}
+
     def pairing(self, model: torch.nn.Module, index: int) -> Pairing:
         """Pair an average with the tensors of a model."""
         # Only then can it be seen whether the tensors are others.

@@ -47,6 +47,7 @@ class LoadedState:
     averages: list[Mapping[str, Any]]
     buffers: Mapping[str, Tensor]
     raw: Mapping[str, Tensor]
+    stepped: frozenset[int] = frozenset()
     foreign: bool = False
 
 
@@ -219,7 +220,18 @@ def _read_own(state: State, model: torch.nn.Module, schedules: list[Schedule]) -
         averages=[_average(one) for one in averages],
         buffers=part.inside("buffers").tensors(),
         raw=_raw(part.inside("raw"), model) if "raw" in state else {},
+        stepped=_stepped(part) if "stepped" in state else frozenset(),
     )
+
+
+def _stepped(part: _Part) -> frozenset[int]:
+    """Return the indices of attached optimizers that had stepped in an unfinished training step."""
+    indices = part.get("stepped", "a list")
+    if any(type(index) is not int or index < 0 for index in indices):
+        part.refuse("stepped", "a list of indices of optimizers")
+    if len(set(indices)) != len(indices):
+        part.refuse("stepped", "a list without duplicates")
+    return frozenset(indices)
 
 
 def _plain(value: object) -> object:

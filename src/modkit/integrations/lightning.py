@@ -17,7 +17,6 @@ from modkit.averaging.callback import (
     EMAOptions,
     Evaluation,
     averaged_parameters,
-    check_optimizer,
     check_options,
     end_swap,
     swap_at_end,
@@ -25,6 +24,7 @@ from modkit.averaging.callback import (
 )
 from modkit.averaging.ema import EMA, CheckedCount, Decays, checked_count
 from modkit.averaging.named_tensors import NamedTensors
+from modkit.averaging.optimizer_steps import check_optimizer
 from modkit.averaging.sharding import has_shards, split_up, whole
 from modkit.files.torch_files import save_checkpoint, verify_checksums
 
@@ -147,7 +147,7 @@ class EMACallback(Callback):
             self._loaded = None
         self._fitting = True
         for optimizer in trainer.optimizers:
-            self._watch(check_optimizer(optimizer), self.ema, trainer)
+            self._watch(check_optimizer("EMACallback", optimizer), self.ema, trainer)
 
     def _watch(self, optimizer: torch.optim.Optimizer, ema: EMA[Any], trainer: Any) -> None:
         """Record the steps of an optimizer that has averaged parameters."""

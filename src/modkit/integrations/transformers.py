@@ -15,7 +15,6 @@ from modkit._namespace import publish_all
 from modkit.averaging.callback import (
     NO_AVERAGES,
     EMAOptions,
-    check_optimizer,
     check_options,
     end_swap,
     swap_at_end,
@@ -23,6 +22,7 @@ from modkit.averaging.callback import (
 )
 from modkit.averaging.ema import EMA, Decays
 from modkit.averaging.named_tensors import NamedTensors, check_choice
+from modkit.averaging.optimizer_steps import check_optimizer
 from modkit.averaging.swap import any_swapped, pairs_for, write
 from modkit.files.torch_files import load_checkpoint, save_checkpoint
 
@@ -63,7 +63,7 @@ class EMACallback(TrainerCallback):
     """Averages a model that the Trainer of transformers trains; evaluates and saves the average.
 
     Each optimizer step updates the average. (Steps that a gradient scaler skips do not count, except in
-    fused optimizers, which skip them on the device.) ``evaluate()`` and ``predict()`` see the average,
+    fused optimizers on accelerators, which skip them on the device.) ``evaluate()`` and ``predict()`` see the average,
     and before the first update the training weights, which are restored even after an error.
 
     A checkpoint loads without this callback. ``ema.pt`` beside the model holds the averages, and the
@@ -166,7 +166,8 @@ class EMACallback(TrainerCallback):
         end_swap(self.ema)
         self.ema = None
         # Inside accelerate's optimizer: its hooks run only for steps that are taken.
-        optimizer = check_optimizer(getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]))
+        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
+        check_optimizer("EMACallback", optimizer)
         ema = EMA(kwargs["model"], self._decay, **self._options)
         folder, step = self._resumed, state.global_step
         content = None if folder is None else _read(folder, step)

@@ -61,7 +61,7 @@ def test_remove(tmp_path: Path) -> None:
     assert run.evaluate()["eval_loss"] == trainer(tmp_path, model=run.model).evaluate()["eval_loss"]
     assert run.evaluate()["eval_loss"] != inside
     assert callback.ema.n_averaged == 12
-    assert not callback.ema._handles
+    assert not callback.ema._steps.optimizers
     assert callback.attach(run).ema.n_averaged == 12
     assert run.evaluate()["eval_loss"] == inside
 

@@ -59,7 +59,7 @@ def test_errors_in_an_evaluation(tmp_path: Path, where: str, call: Any, error: A
 
     assert equal(kept, raw[0])
     assert not equal(kept, average(callback.ema))
-    assert not callback.ema._handles
+    assert not callback.ema._steps.optimizers
     assert equal(result(again, third), result(whole, second))
 
 

@@ -411,3 +411,208 @@ def test_a_model_that_was_moved_to_meta_leaves_its_average() -> None:
 
     assert kept.tolist() == [1.0, 3.0]
     assert averaged(ema).tolist() == [2.0, 4.0]
+
+
+# --- wrappers --------------------------------------------------------------------------------------
+
+
+class Wrapper(torch.optim.Optimizer):
+    """A wrapper without hooks, like accelerate's ``AcceleratedOptimizer``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        """The groups of the optimizer inside."""
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        """Take the step of the optimizer inside."""
+        return self.optimizer.step(closure)
+
+
+class Shares(Wrapper):
+    """A wrapper with the attributes of the optimizer inside, like Lightning's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        vars(self).update({name: one for name, one in vars(optimizer).items() if name != "step"})
+        self.optimizer = optimizer
+
+    param_groups: Any = None
+
+
+class Alone(Shares):
+    """A wrapper with tables of hooks that nothing runs."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.inner = optimizer
+        self.param_groups = optimizer.param_groups
+        self._optimizer_step_pre_hooks: Any = {}
+        self._optimizer_step_post_hooks: Any = {}
+
+    def step(self, closure: Any = None) -> Any:
+        """Take the step of the optimizer inside."""
+        return self.inner.step(closure)
+
+
+class Duck:
+    """A wrapper that is not an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+
+@for_each("face", ["EMA", "EMACallback"])
+@for_each(
+    ("kind", "remedy"),
+    [
+        (Wrapper, r"does not run the hooks.*attach\(optimizer\.optimizer\)"),
+        (Alone, r"does not run the hooks.*Call update\(\)"),
+        (Duck, r"is not a torch.optim.Optimizer.*attach\(optimizer\.optimizer\)"),
+    ],
+)
+def test_a_wrapper_without_hooks_is_refused(face: str, kind: Any, remedy: str) -> None:
+    """The TypeError names the class, and says to attach the optimizer inside, if there is one."""
+    net = network()
+    wrapped = kind(sgd(net))
+    with pytest.raises(TypeError, match=rf"EMA\.attach\(\): {kind.__name__} {remedy}"):
+        if face == "EMA":
+            modkit.EMA(net).attach(wrapped)
+        else:
+            modkit.EMACallback(net, wrapped)
+
+
+def test_a_wrapper_that_shares_the_hooks_is_attached() -> None:
+    """Then the optimizer inside runs them: each step is one update."""
+    net = network()
+    wrapped = Shares(sgd(net))
+    ema = modkit.EMA(net).attach(wrapped)
+    for number in range(3):
+        gradients(net, number)
+        wrapped.step()
+
+    assert ema.step == 3
+
+
+def test_the_optimizer_inside_a_wrapper_is_attached() -> None:
+    """That is what the error says to do."""
+    net = network()
+    wrapped = Wrapper(sgd(net))
+    ema = modkit.EMA(net).attach(wrapped.optimizer)
+    for number in range(3):
+        gradients(net, number)
+        wrapped.step()
+
+    assert ema.step == 3
+
+
+# --- attach() and update() both --------------------------------------------------------------------
+
+
+@for_each("given", [False, True])
+def test_an_update_by_hand_after_an_attached_step_warns_once(given: bool) -> None:
+    """The step counts twice, and the first of these calls says so."""
+    net = network()
+    optimizer = sgd(net)
+    ema = modkit.EMA(net).attach(optimizer)
+    arguments = [net] if given else []
+    gradients(net)
+    optimizer.step()
+    with pytest.warns(UserWarning, match=r"already updated.*attach\(\) or update\(\)") as caught:
+        ema.update(*arguments)
+    for number in range(1, 3):
+        gradients(net, number)
+        optimizer.step()
+        ema.update(*arguments)
+
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert ema.n_averaged == 6
+
+
+def start(ema: Any, net: nn.Module, optimizer: Any) -> None:
+    """Update before the first step, as libraries do that copy the weights at once."""
+    ema.update()
+    optimizer.step()
+
+
+def of_another_model(ema: Any, net: nn.Module, optimizer: Any) -> None:
+    """Average the weights of another model too."""
+    optimizer.step()
+    ema.update(copy.deepcopy(net))
+
+
+def detached(ema: Any, net: nn.Module, optimizer: Any) -> None:
+    """Go on by hand."""
+    optimizer.step()
+    ema.detach()
+    ema.update()
+
+
+def another_optimizer(ema: Any, net: nn.Module, optimizer: Any) -> None:
+    """Go on with an optimizer that is not attached."""
+    optimizer.step()
+    sgd(net).step()
+    ema.update()
+
+
+def other_weights(ema: Any, net: nn.Module, optimizer: Any) -> None:
+    """Load other weights."""
+    optimizer.step()
+    net.load_state_dict(network().state_dict())
+    ema.update()
+
+
+def other_averages(ema: Any, net: nn.Module, optimizer: Any) -> None:
+    """Load another state of the averages."""
+    ema.update()
+    state = copy.deepcopy(ema.state_dict())
+    optimizer.step()
+    ema.load_state_dict(state)
+    ema.update()
+
+
+def skipped(ema: Any, net: nn.Module, optimizer: Any) -> None:
+    """Update after a step that did not count."""
+    fused = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    ema.attach(fused)
+    optimizer.step()
+    fused.step()
+    fused.grad_scale, fused.found_inf = torch.ones(()), torch.ones(())
+    fused.step()
+    ema.update()
+
+
+def by_callback(ema: Any, net: nn.Module, optimizer: Any) -> None:
+    """Call the hooks of a callback that an optimizer updates."""
+    callback = modkit.EMACallback(net, optimizer)
+    optimizer.step()
+    callback.step()
+    callback.on_train_batch_end()
+    assert callback.ema.step == 1
+
+
+@for_each(
+    "act",
+    [
+        start,
+        of_another_model,
+        detached,
+        another_optimizer,
+        other_weights,
+        other_averages,
+        skipped,
+        by_callback,
+    ],
+)
+def test_other_updates_by_hand_do_not_warn(act: Any) -> None:
+    """No step counts twice, and the tests turn warnings into errors."""
+    net = network()
+    optimizer = sgd(net)
+    ema = modkit.EMA(net).attach(optimizer)
+    gradients(net)
+    act(ema, net, optimizer)
+
+    assert ema.step >= 1

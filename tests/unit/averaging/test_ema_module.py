@@ -11,6 +11,7 @@ from torch import nn
 
 import modkit
 from tests.cases import for_each
+from tests.helpers import freeze
 from tests.unit.averaging.recipes import PRECISIONS, network, set_to, train
 
 
@@ -181,3 +182,134 @@ def test_module_is_first_read_in_inference_mode(precision: Any) -> None:
     train(model, sgd(model), 0, 1)
     ema.update()
     check(ema)
+
+
+# --- references ------------------------------------------------------------------------------------
+
+
+def nothing(ema: "modkit.EMA[Any]") -> None:
+    """Change nothing."""
+
+
+def rebind(ema: "modkit.EMA[Any]") -> None:
+    """Allocate the averages again."""
+    ema.rebind()
+
+
+def there_and_back(ema: "modkit.EMA[Any]") -> None:
+    """Cast the averages, and cast them back."""
+    ema.to(dtype=torch.float64)
+    ema.update()
+    ema.to(dtype=torch.float32)
+
+
+def from_the_start(ema: "modkit.EMA[Any]") -> None:
+    """Forget the averages, and begin again."""
+    start_anew(ema)
+    ema.update()
+
+
+def reshape_buffer(ema: "modkit.EMA[Any]") -> None:
+    """Give a buffer another shape, for which the copy of the average is made anew."""
+    ema.model.cache = torch.arange(5)
+    ema.update()
+
+
+def flatten_elsewhere(ema: "modkit.EMA[Any]") -> None:
+    """Move the averages to shared memory, which ends the sharing of flat buffers."""
+    for _, tensor in ema.named_averages():
+        tensor.share_memory_()
+
+
+EVENTS = [
+    nothing,
+    change_back,
+    from_the_start,
+    rebind,
+    there_and_back,
+    reshape_buffer,
+    flatten_elsewhere,
+]
+
+
+@for_each("event", EVENTS)
+@for_each("taken", [0, 1, 3])
+@for_each("options", [{}, {"buffers": "average"}, {"precision": "same"}, {"device": "cpu"}])
+def test_a_reference_follows(event: Callable[[Any], None], taken: int, options: Any) -> None:
+    """A module taken at any time, also before the first update, holds the average at all later times."""
+    model = network()
+    model.register_buffer("cache", torch.arange(3))
+    optimizer = sgd(model)
+    ema = modkit.EMA(model, 0.9, **options)
+    for step in range(6):
+        if step == taken:
+            reference = ema.module
+        train(model, optimizer, step, step + 1)
+        ema.update()
+        if step == 3:
+            event(ema)
+        if step >= taken:
+            expected = ema.averaged_model().state_dict()
+
+            assert freeze(reference.state_dict()) == freeze(expected)
+
+    assert ema.module is reference
+
+
+def test_a_reference_to_forgotten_averages_has_memory_of_its_own() -> None:
+    """Before the next first update it holds the training weights of that moment, and shares nothing."""
+    model = network()
+    ema = modkit.EMA(model, 0.5)
+    set_to(model, 1.0)
+    ema.update()
+    reference = ema.module
+    state = ema.state_dict()
+    set_to(model, 2.0)
+    start_anew(ema)
+    held = [parameter.clone() for parameter in reference.parameters()]
+    set_to(reference, 7.0)
+
+    assert all(one.eq(2.0).all() for one in held)
+    assert all(one.eq(1.0).all() for one in state["averages"][0]["tensors"].values())
+    assert all(one.eq(2.0).all() for one in model.parameters())
+
+
+def test_a_reference_is_cast_with_the_model() -> None:
+    """The same module has the model's dtype at the next access."""
+    model = network()
+    ema = modkit.EMA(model, 0.5)
+    ema.update()
+    reference = ema.module
+    model.double()
+    ema.update()
+
+    assert ema.module is reference
+    assert {one.dtype for one in reference.parameters()} == {torch.float64}
+
+
+def test_a_model_of_another_structure_has_another_module() -> None:
+    """An earlier reference stays as it is."""
+    model = network()
+    ema = modkit.EMA(model, 0.5)
+    ema.update()
+    reference = ema.module
+    before = copy.deepcopy(reference.state_dict())
+    grow(ema)
+    train(model, sgd(model), 0, 1)
+    ema.update()
+
+    assert ema.module is not reference
+    assert len(reference) == 4
+    assert all(value.equal(before[name]) for name, value in reference.state_dict().items())
+    check(ema)
+
+
+def test_the_mode_of_the_module_is_kept() -> None:
+    """`module.train()` holds for later accesses and updates."""
+    model = network()
+    ema = modkit.EMA(model, 0.5)
+    ema.module.train()
+    ema.update()
+
+    assert ema.module.training
+    assert not ema.averaged_model().training

@@ -1,0 +1,153 @@
+"""Averages that are updated in compiled code."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
+
+import modkit
+from modkit.optim.swa_utils import AveragedModel
+from tests.cases import for_each
+from tests.helpers import freeze
+from tests.integration.torch_compile.dynamo import compiled_tests
+
+
+pytestmark = [
+    *compiled_tests,
+    # Dynamo imports inductor for an optimizer.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+]
+
+
+class Calls(torch.optim.SGD):
+    """An optimizer that calls the step of its base class."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Take the step of the base class."""
+        return super().step(closure)
+
+
+def network() -> nn.Module:
+    """Return a network with batch normalization, the same each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batches() -> list[Tensor]:
+    """Return four batches."""
+    return list(torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1)))
+
+
+def run(step: Callable[[Tensor], None]) -> tuple[int, int]:
+    """Compile a step, take four, and return the numbers of frames and of graph breaks."""
+    torch._dynamo.reset()
+    counters.clear()
+    backend = CompileCounter()
+    compiled = torch.compile(step, backend=backend)
+    for batch in batches():
+        compiled(batch)
+    return backend.frame_count, sum(counters["graph_break"].values())
+
+
+def test_an_update_is_one_graph_break() -> None:
+    """Nothing of it is compiled, and the averages are those of uncompiled code."""
+    averages = [modkit.EMA(network(), 0.5) for _ in range(2)]
+    steps = []
+    for ema in averages:
+
+        def step(batch: Tensor, ema: Any = ema) -> None:
+            with torch.no_grad():
+                for parameter in ema.model.parameters():
+                    parameter.mul_(1 + batch.mean())
+            ema.update()
+
+        steps.append(step)
+    found = run(steps[0])
+    for batch in batches():
+        steps[1](batch)
+
+    assert found == (1, 1)
+    assert averages[0].n_averaged == 4
+    first, second = (freeze(dict(ema.named_averages())) for ema in averages)
+    assert first == second
+
+
+@for_each("kind", [torch.optim.SGD, Calls])
+def test_an_attached_optimizer_adds_no_frames(kind: Any) -> None:
+    """A compiled training step has as many frames as without averages, and counts each step once."""
+    found = []
+    for attached in (False, True):
+        net = network()
+        optimizer = kind(net.parameters(), lr=0.1)
+        ema = modkit.EMA(net, 0.5)
+        if attached:
+            ema.attach(optimizer)
+
+        def step(batch: Tensor, net: Any = net, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            optimizer.step()
+
+        frames, breaks = run(step)
+        found.append((frames, breaks, ema.n_averaged))
+
+    (plain_frames, plain_breaks, _), (frames, breaks, count) = found
+    assert count == 4
+    assert frames <= plain_frames
+    assert breaks <= plain_breaks + 1
+
+
+@for_each("kind", [torch.optim.SGD, Calls])
+@for_each("first", ["attach", "compile"])
+def test_a_compiled_step_of_an_attached_optimizer_counts_once(kind: Any, first: str) -> None:
+    """`optimizer.step = torch.compile(optimizer.step)`, before or after `attach`."""
+    net = network()
+    optimizer = kind(net.parameters(), lr=0.1)
+    ema = modkit.EMA(net, 0.5)
+    if first == "attach":
+        ema.attach(optimizer)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    if first == "compile":
+        ema.attach(optimizer)
+    for batch in batches():
+        optimizer.zero_grad()
+        net(batch).square().mean().backward()
+        optimizer.step()
+
+    assert ema.n_averaged == 4
+
+
+def test_an_averaged_model_still_compiles_as_one_graph() -> None:
+    """`AveragedModel.update_parameters` has no graph break."""
+    net = network()
+    average = AveragedModel(net)
+    update = torch.compile(average.update_parameters, backend="eager", fullgraph=True)
+    for _ in range(3):
+        update(net)
+
+    assert int(average.n_averaged) == 3
+
+
+def test_updates_do_not_import_dynamo() -> None:
+    """Neither `import modkit` nor an update in eager code takes that time."""
+    # The processes of the tests have imported dynamo before they start.
+    code = """
+import sys, torch, modkit
+model = torch.nn.Linear(2, 2)
+ema = modkit.EMA(model)
+ema.update()
+ema.update()
+assert "torch._dynamo" not in sys.modules
+print(ema.n_averaged)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+
+    assert (result.stdout.strip(), result.stderr) == ("2", "")

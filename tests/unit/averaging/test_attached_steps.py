@@ -1,0 +1,419 @@
+"""The calls of `step()` that an attached optimizer reports as training steps."""
+
+import contextlib
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
+
+import modkit
+from modkit.averaging import optimizer_steps
+from tests.cases import for_each
+from tests.helpers import freeze
+from tests.unit.averaging.recipes import network, train
+
+
+Averages = Any
+
+# torch runs the hooks of a class from the first instance on, and a subclass may call such a ``step``.
+_ = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]), torch.optim.LBFGS([torch.zeros(1)])
+
+
+class Calls(torch.optim.AdamW):
+    """An optimizer that calls the step of its base class, and raises if told so."""
+
+    raises: str | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        """Take the step of the base class."""
+        if self.raises == "before":
+            raise RuntimeError("no step")
+        loss = super().step(closure)
+        if self.raises == "after":
+            raise RuntimeError("half a step")
+        return loss
+
+
+class CallsTwice(Calls):
+    """A subclass of the subclass."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Take the step of the base class."""
+        return super().step(closure)
+
+
+class Retries(torch.optim.AdamW):
+    """An optimizer that goes on after a step of its base class that raised."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        """Take the step of the base class, at the second attempt."""
+        if self.fails:
+            with contextlib.suppress(ArithmeticError):
+                super().step(self._fail)
+        return super().step(closure)
+
+    def _fail(self) -> Any:
+        raise ArithmeticError
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer that steps another one, several times."""
+
+    def __init__(self, inner: torch.optim.Optimizer, times: int = 1) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        self.times = times
+
+    def step(self, closure: Any = None) -> None:
+        """Take the steps of the inner optimizer."""
+        for _ in range(self.times):
+            self.inner.step()
+
+
+def gradients(net: nn.Module, number: int = 0) -> None:
+    """Compute new gradients."""
+    net.zero_grad()
+    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+    net(batch).square().mean().backward()
+
+
+def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of the parameters of all modules."""
+    return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+
+
+# --- steps inside steps ----------------------------------------------------------------------------
+
+
+@for_each("kind", [torch.optim.AdamW, Calls, CallsTwice, Retries])
+def test_a_step_that_calls_the_step_of_its_base_class_is_one(kind: Any) -> None:
+    """Each call of `step()` by the loop is one update, with the weights after it."""
+    net = network()
+    optimizer = kind(net.parameters())
+    ema = modkit.EMA(net, 0.5).attach(optimizer)
+    by_hand = modkit.EMA(net, 0.5)
+    for number in range(3):
+        gradients(net, number)
+        optimizer.step()
+        by_hand.update()
+
+    assert (ema.step, ema.n_averaged) == (3, 3)
+    assert freeze(dict(ema.named_averages())) == freeze(dict(by_hand.named_averages()))
+
+
+def test_the_update_sees_the_whole_step() -> None:
+    """Weights that a subclass changes after the step of its base class are averaged."""
+
+    class Clamps(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.fill_(3.0)
+
+    net = network()
+    optimizer = Clamps(net.parameters())
+    ema = modkit.EMA(net).attach(optimizer)
+    gradients(net)
+    optimizer.step()
+
+    assert all(value.eq(3.0).all() for _, value in ema.named_averages() if value.numel() > 12)
+
+
+@for_each("kind", [Calls, CallsTwice])
+@for_each("moment", ["before", "after"])
+def test_a_step_that_raises_does_not_count(kind: Any, moment: str) -> None:
+    """The steps after it count as before, also while its traceback is kept."""
+    net = network()
+    optimizer = kind(net.parameters())
+    ema = modkit.EMA(net).attach(optimizer)
+    errors = []
+    for number in range(6):
+        gradients(net, number)
+        optimizer.raises = moment if number % 2 else None
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            errors.append(error)
+
+    assert len(errors) == 3
+    assert (ema.step, ema.n_averaged) == (3, 3)
+
+
+@for_each("fails", [False, True])
+def test_an_inner_step_that_raises_and_is_caught(fails: bool) -> None:
+    """The outer step counts."""
+    net = network()
+    optimizer = Retries(net.parameters())
+    optimizer.fails = fails
+    ema = modkit.EMA(net).attach(optimizer)
+    for number in range(3):
+        gradients(net, number)
+        optimizer.step()
+
+    assert ema.step == 3
+
+
+def test_a_step_that_raises_does_not_count_for_several_optimizers() -> None:
+    """One of two optimizers raises after the step of its base class; then both step."""
+    net = network()
+    first, second = Calls(net[0].parameters()), sgd(net[1], net[3])
+    ema = modkit.EMA(net).attach(first, second)
+    gradients(net)
+    first.raises = "after"
+    with pytest.raises(RuntimeError, match="half"):
+        first.step()
+    first.raises = None
+    steps = []
+    for optimizer in (first, second, first, second):
+        optimizer.step()
+        steps.append(ema.step)
+
+    assert steps == [0, 1, 1, 2]
+
+
+@for_each("times", [1, 2, 3])
+@for_each(
+    ("attached", "expected"),
+    [("inner", None), ("outer", 1), ("inner outer", 1), ("outer inner", 1)],
+)
+def test_an_optimizer_that_steps_another(times: int, attached: str, expected: int | None) -> None:
+    """The outermost attached optimizer decides; an inner one counts if it alone is attached."""
+    net = network()
+    inner = torch.optim.AdamW(net.parameters())
+    outer = Lookahead(inner, times)
+    named = {"inner": inner, "outer": outer}
+    ema = modkit.EMA(net).attach(*(named[name] for name in attached.split()))
+    seen = []
+    for number in range(3):
+        gradients(net, number)
+        outer.step()
+        seen.append(ema.step)
+
+    each = times if expected is None else expected
+    assert seen == [each, 2 * each, 3 * each]
+
+
+@for_each("kind", ["LBFGS", "AdamW", "Calls"])
+def test_a_step_with_a_closure_is_one(kind: str) -> None:
+    """The closure may be called many times."""
+    net = network()
+    make: Any = Calls if kind == "Calls" else getattr(torch.optim, kind)
+    optimizer = make(net.parameters(), lr=0.01)
+    ema = modkit.EMA(net).attach(optimizer)
+    batch = torch.randn(8, 4)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = net(batch).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+
+    assert ema.step == 3
+
+
+def test_optimizers_in_backward() -> None:
+    """One optimizer for each parameter, stepped by its gradient hook, is one update per backward."""
+    net = network()
+    optimizers = {}
+    for parameter in net.parameters():
+        optimizers[parameter] = Calls([parameter])
+        parameter.register_post_accumulate_grad_hook(lambda one: optimizers[one].step())
+    ema = modkit.EMA(net).attach(*optimizers.values())
+    for number in range(4):
+        gradients(net, number)
+
+    assert ema.step == 4
+
+
+def test_optimizers_in_threads() -> None:
+    """A step in one thread is not inside the step that waits in another."""
+    net = network()
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Waits(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            inside.set()
+            assert go_on.wait(30)
+            super().step(closure)
+
+    first, second = Waits(net[0].parameters()), Calls(net[3].parameters())
+    ema = modkit.EMA(net).attach(first, second)
+    gradients(net)
+    thread = threading.Thread(target=first.step)
+    thread.start()
+    assert inside.wait(30)
+    second.step()
+    before = ema.step
+    go_on.set()
+    thread.join()
+
+    assert (before, ema.step) == (0, 1)
+
+
+@for_each("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_an_optimizer_updates_nothing(copied: Callable[[Any], Any]) -> None:
+    """Copies have no hooks; the original goes on."""
+    net = network()
+    optimizer = torch.optim.AdamW(net.parameters())
+    ema = modkit.EMA(net).attach(optimizer)
+    gradients(net)
+    optimizer.step()
+    copied(optimizer).step()
+    copied(ema)
+    optimizer.load_state_dict(copied(optimizer).state_dict())
+    optimizer.step()
+
+    assert ema.step == 2
+
+
+def test_the_callback_counts_the_outermost_step() -> None:
+    """`EMACallback(model, optimizer)` counts as `attach` does."""
+    net = network()
+    optimizer = CallsTwice(net.parameters())
+    callback = modkit.EMACallback(net, optimizer)
+    train(net, optimizer, 0, 4)
+
+    assert callback.ema.n_averaged == 4
+
+
+# --- steps that allocate the state of an optimizer -------------------------------------------------
+
+MAKES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "AdamW": torch.optim.AdamW,
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "tensor": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-3)),
+    "subclass": Calls,
+}
+
+
+@for_each("kind", MAKES)
+@for_each("read", ["both", "optimizer", "written"])
+def test_reading_the_state_for_a_distributed_checkpoint(kind: str, read: str) -> None:
+    """`torch.distributed.checkpoint` steps an optimizer without state; that is not an update."""
+    net = network()
+    optimizer = MAKES[kind](net.parameters())
+    ema = modkit.EMA(net, 0.9).attach(optimizer)
+    by_hand = modkit.EMA(net, 0.9)
+    for number in range(6):
+        if number % 2 == 0:
+            net.zero_grad()
+            if read == "both":
+                get_state_dict(net, optimizer)
+            elif read == "optimizer":
+                get_optimizer_state_dict(net, optimizer)
+            else:
+                state = get_optimizer_state_dict(net, optimizer)
+                set_optimizer_state_dict(net, optimizer, optim_state_dict=state)
+        gradients(net, number)
+        optimizer.step()
+        by_hand.update()
+
+    assert (ema.step, ema.n_averaged) == (6, 6)
+    assert freeze(dict(ema.named_averages())) == freeze(dict(by_hand.named_averages()))
+
+
+def test_a_checkpoint_between_the_steps_of_two_optimizers() -> None:
+    """Reading their states neither ends the training step nor begins one."""
+    net = network()
+    first, second = sgd(net[0]), sgd(net[1], net[3])
+    ema = modkit.EMA(net).attach(first, second)
+    gradients(net)
+    first.step()
+    net.zero_grad()
+    get_state_dict(net, [first, second])
+    between = ema.step
+    second.step()
+
+    assert (between, ema.step) == (0, 1)
+
+
+@for_each("call", [lambda one: one.step(), lambda one: one.step(closure=None)])
+@for_each("filled", ["gradients", "zeros", "none"])
+def test_an_ordinary_step_of_length_zero_counts(call: Callable[[Any], Any], filled: str) -> None:
+    """A warmup begins with a learning rate of 0, and gradients may be zero or missing."""
+    net = network()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)
+    ema = modkit.EMA(net).attach(optimizer)
+    if filled != "none":
+        gradients(net)
+    if filled == "zeros":
+        optimizer.zero_grad(set_to_none=False)
+    call(optimizer)
+
+    assert (ema.step, ema.n_averaged) == (1, 1)
+
+
+# --- steps that a fused optimizer skips ------------------------------------------------------------
+
+
+def scaled_steps(net: nn.Module, *optimizers: torch.optim.Optimizer, unscale: bool = False) -> None:
+    """Take four training steps, of which the second and the third overflow."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor in (1.0, float("inf"), float("inf"), 1.0):
+        net.zero_grad()
+        scaler.scale((net(torch.ones(2, 4)) * factor).sum()).backward()
+        for optimizer in optimizers:
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        scaler.update()
+
+
+@for_each("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+@for_each("unscale", [False, True])
+def test_a_step_that_a_fused_optimizer_skips_does_not_count(kind: Any, unscale: bool) -> None:
+    """On CPU the flag of the GradScaler is read, as without `fused`."""
+    counts = []
+    for fused in (False, True):
+        net = network()
+        optimizer = kind(net.parameters(), lr=0.01, fused=fused)
+        ema = modkit.EMA(net).attach(optimizer)
+        scaled_steps(net, optimizer, unscale=unscale)
+        counts.append((ema.step, ema.n_averaged))
+
+    assert counts == [(2, 2), (2, 2)]
+
+
+def test_a_skipped_step_does_not_end_a_training_step() -> None:
+    """With two optimizers the updates are those of optimizers that are not fused."""
+    steps = []
+    for fused in (False, True):
+        net = network()
+        first = torch.optim.AdamW(net[0].parameters(), fused=fused)
+        second = torch.optim.AdamW(net[3].parameters(), fused=fused)
+        ema = modkit.EMA(net).attach(first, second)
+        gradients(net)
+        first.step()
+        scaled_steps(net, first, second)
+        steps.append(ema.step)
+
+    assert steps == [3, 3]
+
+
+def test_the_flag_is_not_read_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it would be a host sync, so the steps that the kernel skips count."""
+    monkeypatch.setattr(optimizer_steps, "reads_are_free", lambda device: False)
+    net = network()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    ema = modkit.EMA(net).attach(optimizer)
+    scaled_steps(net, optimizer)
+
+    assert ema.step == 4
