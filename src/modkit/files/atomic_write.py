@@ -1,7 +1,6 @@
 """Atomic writes: a file appears complete under its name, or the previous file stays."""
 
 import contextlib
-import errno
 import os
 import shutil
 import stat
@@ -104,18 +103,6 @@ def _streamed(target: Path, name: str) -> Generator[Path]:
         yield Path(folder, name)
         with Path(folder, name).open("rb") as content, target.open("wb") as sink:
             shutil.copyfileobj(content, sink, len(_PROBE))
-
-
-def reserve(unfinished: Path, size: int) -> None:
-    """Raise OSError if the disk has no room for ``size`` bytes: C++ writers abort the process there."""
-    if size and hasattr(os, "posix_fallocate"):
-        with unfinished.open("wb") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as error:
-                if error.errno in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}:
-                    raise
-        unfinished.unlink()
 
 
 def _flush(path: Path, flags: int) -> None:

@@ -1,4 +1,3 @@
-import errno
 import os
 import shutil
 import stat
@@ -6,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from modkit.files.atomic_write import atomic_write, reserve
+from modkit.files.atomic_write import atomic_write
 
 
 def test_the_file_appears_when_it_is_complete(tmp_path):
@@ -130,14 +129,3 @@ def test_an_open_pipe_is_written_to(tmp_path):
 
     with os.fdopen(source) as stream:
         assert stream.read() == "whole"
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="needs posix_fallocate")
-def test_room_that_is_not_there_cannot_be_reserved(tmp_path):
-    """The error names the target, before anything is written."""
-    path = tmp_path / "file.txt"
-
-    with pytest.raises(OSError, match=r"file\.txt") as raised, atomic_write(path) as unfinished:
-        reserve(unfinished, 1 << 60)
-    assert raised.value.errno in {errno.EFBIG, errno.ENOSPC}
-    assert list(tmp_path.iterdir()) == []
