@@ -1,6 +1,7 @@
 import os
 import shutil
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,40 @@ def test_a_second_interrupt_leaves_no_lock(tmp_path, monkeypatch):
     assert left == 2
     assert path.read_text() == "second"
     assert [path] == list(tmp_path.iterdir())
+
+
+def leave(folder, age=0.0):
+    """Leave what a killed writer of another file leaves, written to ``age`` seconds ago."""
+    stale = folder / ".modkit-12345678-abcdefgh.tmp"
+    stale.mkdir()
+    unfinished = stale / "step-1.pt"
+    unfinished.write_bytes(b"half")
+    for path in (unfinished, stale):
+        os.utime(path, (time.time() - age,) * 2)
+    return stale
+
+
+def test_what_a_killed_writer_left_is_removed_whatever_it_wrote(tmp_path):
+    """Numbered checkpoints never have a name twice, so the next file in the folder has another one."""
+    stale = leave(tmp_path)
+    (tmp_path / ".modkit-notes.txt").write_text("of the user")
+    with atomic_write(tmp_path / "step-2.pt") as unfinished:
+        unfinished.write_text("whole")
+
+    assert not stale.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"step-2.pt", ".modkit-notes.txt"}
+
+
+@pytest.mark.parametrize(("age", "stays"), [(3000, True), (4000, False)])
+def test_without_locks_the_last_change_decides(tmp_path, monkeypatch, age, stays):
+    """A file that is still being written to is not stale, however old its folder is."""
+    monkeypatch.setattr("modkit.files.atomic_write.fcntl", None)
+    stale = leave(tmp_path, age)
+    os.utime(stale, (0, 0))
+    with atomic_write(tmp_path / "step-2.pt") as unfinished:
+        unfinished.write_text("whole")
+
+    assert stale.exists() is stays
 
 
 def test_writers_of_one_target_do_not_see_one_another(tmp_path):
