@@ -122,7 +122,7 @@ def _archive_of(source: int | bytes, what: str, kind: str) -> Archive:
 
 
 _VERSION: Final = re.compile(rb"\s*\d{1,19}\s*")
-# What torch writes into the small members of an archive. Its readers trust these: they divide by the
+# The content of the small members of an archive. Its readers trust these: they divide by the
 # alignment, which ends the process if it is 0.
 _FACTS: Final = {
     "byteorder": re.compile(b"little|big"),
