@@ -198,12 +198,6 @@ def library(name: str) -> Any:
         raise ImportError(text) from error
 
 
-def save_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write contiguous tensors atomically, with the metadata that transformers expects."""
-    with atomic_write(path) as unfinished:
-        library("safetensors.torch").save_file(tensors, unfinished, metadata={"format": "pt"})
-
-
 class Described(NamedTuple):
     """Dtype and shape of a tensor."""
 
@@ -217,6 +211,14 @@ def in_file_order(described: Mapping[str, Described]) -> dict[str, Described]:
         if one.dtype not in _NAMES:
             raise ValueError(f"{name} is {one.dtype}, which safetensors does not support")
     return dict(sorted(described.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+def save_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors in host memory atomically; tied tensors are written under each name."""
+    described = {name: Described(one.dtype, one.shape) for name, one in tensors.items()}
+    ordered = in_file_order(described)
+    with atomic_write(path) as unfinished:
+        write_safetensors(unfinished, ordered, ((name, tensors[name]) for name in ordered))
 
 
 def write_safetensors(
