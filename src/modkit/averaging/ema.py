@@ -365,7 +365,7 @@ class EMA(Generic[ModelT]):
         An invalid or unknown state is a ValueError, and nothing is changed.
         """
         self._check_restored("load_state_dict", self.model)
-        if not state_dict:
+        if isinstance(cast("object", state_dict), Mapping) and not state_dict:
             warnings.warn("EMA: the state is empty, so averaging starts anew", stacklevel=2)
             self._module, self.step, self.n_averaged, self._start = None, 0, 0, None
             self._engine.reset()

@@ -78,7 +78,7 @@ def file_in(path: Path) -> Path:
 class _TorchFile:
     def __init__(self, path: Path, key: str | None) -> None:
         content, self._checksums = read_mapped(path)
-        self.versions, self._tensors = _state_dict_at(content, path, key)
+        self.versions, self._tensors = state_dict_at(content, path, key)
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self.dtypes = {name: str(tensor.dtype)[6:] for name, tensor in self._tensors.items()}
 
@@ -129,10 +129,14 @@ def _shards_of(index: Path) -> dict[Path, list[str]]:
     return shards
 
 
-def _state_dict_at(
+def state_dict_at(
     found: Any, path: Path, key: str | None
 ) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-    """Return the versions of modules and the tensors at a key."""
+    """Return the versions of modules and the tensors at a key of a file's content.
+
+    Raises:
+        FileError: There is no state dict at the key, or an entry is not a tensor with plain memory.
+    """
     part = ""
     try:
         for part in key.split(".") if key else ():
