@@ -63,13 +63,13 @@ def run() -> dict[str, Any]:
         library = name.split()[0]
         if importlib.util.find_spec(library) is not None:
             title, checks = importlib.import_module("modkit.compat.model").compare(target)
-            differ = sum(each.kind != "equal" for each in checks)
-            errors = sum(each.kind == "equal" and each.torch[0] == "raises" for each in checks)
+            differ = sum(each.kind == "unlisted" for each in checks)
+            errors = sum(each.kind == "not compared" for each in checks)
             found.setdefault("models", {})[name] = {
                 **now,
                 "torch": torch,
                 "library": version(library),
-                "modules": title.partition(": ")[2].rpartition(": ")[2],
+                "modules": title.partition(": ")[2].rpartition(": ")[2].partition("; ")[0],
                 "counts": [len(checks) - differ - errors, errors, differ],
             }
     return {**found, "behaviors": {**found.get("behaviors", {}), **behaviors}}

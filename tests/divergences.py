@@ -223,6 +223,13 @@ ROWS: Final = (
     ),
     _row(
         "torch",
+        "On a full disk `torch.jit.save` ends the process, and leaves a part of a file | It raises an "
+        "`OSError`, and the previous file stays",
+        NO_ISSUE,
+        "tests/parity/jit/test_archive_defects.py::test_a_full_disk_is_an_error",
+    ),
+    _row(
+        "torch",
         "With `PYTORCH_JIT=0` an archive cannot be loaded | It is loaded and runs",
         NO_ISSUE,
         "tests/unit/jit/test_environment.py::test_an_archive_loads_with_the_compiler_turned_off",

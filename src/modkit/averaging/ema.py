@@ -572,7 +572,7 @@ class EMA(Generic[ModelT]):
         self._check_restored("load_state_dict", self.model)
         if step is not None:
             checked_count("step", step, 0)
-        if not state_dict:
+        if isinstance(cast("object", state_dict), Mapping) and not state_dict:
             if step is not None:
                 raise ValueError(f"EMA: load_state_dict() got step={step} and an empty state")
             warnings.warn("EMA: the state is empty, so averaging starts anew", stacklevel=2)

@@ -9,20 +9,25 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from modkit._namespace import publish
 from modkit.averaging.ema import EMA
-from modkit.averaging.named_tensors import NamedTensors, check_match, shapes_of
+from modkit.averaging.named_tensors import NamedTensors, check_match, is_averaged, shapes_of
 from modkit.averaging.precision import compact
 from modkit.averaging.schedules import Power, gamma_of
+from modkit.errors import FileError
+from modkit.files.checkpoint_files import state_dict_at
 from modkit.files.torch_files import read_mapped, save_checkpoint
 
 
 PathLike: TypeAlias = str | os.PathLike[str]
+
+# A double has each step up to this one.
+_LAST_STEP: Final = 2**53
 
 
 @dataclass(frozen=True, order=True)
@@ -43,6 +48,7 @@ def save_snapshot(
     buffers: Mapping[str, Tensor] | None = None,
 ) -> Snapshot:
     """Write an average, and buffers that are not averaged, atomically to a file in a directory."""
+    step, sigma_rel = int(step), float(sigma_rel)
     path = Path(directory) / f"ema-{step:010d}-{sigma_rel:.6g}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {"step": step, "sigma_rel": sigma_rel}
@@ -58,18 +64,32 @@ def find_snapshots(directory: PathLike) -> list[Snapshot]:
 
 
 def _read_facts(path: Path) -> Snapshot:
+    content = read_mapped(path)[0]
+    facts = content if isinstance(content, Mapping) else {}
+    missing = [key for key in ("step", "sigma_rel", "averages", "buffers") if key not in facts]
+    if missing:
+        raise FileError(f"{path} is not a snapshot of an average: it has no {missing[0]!r}")
+
+    step, sigma_rel = facts["step"], facts["sigma_rel"]
+    if type(step) is not int or not 0 < step <= _LAST_STEP:
+        raise FileError(f"{path} is corrupt: its step is not a number from 1 to {_LAST_STEP}")
+    if type(sigma_rel) is not float:
+        raise FileError(f"{path} is corrupt: its sigma_rel is not a number of type float")
     try:
-        facts = read_mapped(path)[0]
-        return Snapshot(int(facts["step"]), float(facts["sigma_rel"]), path)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a snapshot of an average") from error
+        gamma_of(sigma_rel)
+    except (ValueError, OverflowError) as error:
+        raise FileError(f"{path} is corrupt: {error}") from error
+    return Snapshot(step, sigma_rel, path)
 
 
 def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield each name, its verified tensor, and True if it is averaged; one in memory at a time."""
     content, checksums = read_mapped(path)
-    for part in ("averages", "buffers"):
-        for name, tensor in content[part].items():
+    parts = {part: state_dict_at(content, path, part)[1] for part in ("averages", "buffers")}
+    for part, tensors in parts.items():
+        for name, tensor in tensors.items():
+            if part == "averages" and not is_averaged(tensor):
+                raise FileError(f"{path} is corrupt: its average {name!r} has integers")
             checksums.check(name, tensor)
             yield name, tensor, part == "averages"
 
@@ -111,8 +131,10 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
     gamma, end = torch.tensor([gamma_of(sigma_rel), 1.0], dtype=torch.float64, device="cpu")
     between = _products(gammas[:, None], ends[:, None], gammas, ends)
     wanted = _products(gammas, ends, gamma, end)
-    solution = torch.linalg.solve(between, wanted)
+    solution = torch.linalg.solve_ex(between, wanted).result
     solution = solution / solution.sum()
+    if not solution.isfinite().all():
+        raise ValueError("some averages are too similar to combine: leave out snapshots")
 
     size = _products(gamma, end, gamma, end)
     rest = solution @ between @ solution - 2 * (solution @ wanted) + size
@@ -325,7 +347,16 @@ class PostHocEMA:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from a state of equal options and the same model; else ValueError."""
+        """Resume from a state of :meth:`state_dict`.
+
+        Args:
+            state_dict: The state of averages with equal options, of the same model.
+
+        Raises:
+            ValueError: The state is invalid or has other options, or does not fit the model. Nothing
+                has been changed.
+        """
+        _check_state(state_dict)
         for key, own in (("sigma_rels", self._sigma_rels), ("update_every", self._update_every)):
             if state_dict[key] != own:
                 found = f"{key}={state_dict[key]!r}"
@@ -337,6 +368,24 @@ class PostHocEMA:
         state["averages"] = [{"tensors": one, "rests": {}, "generators": {}} for one in averages]
         self._ema.load_state_dict(state)
         self.step = state_dict["step"]
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Raise ValueError if a state of ``PostHocEMA`` lacks an entry, or has one of another type."""
+    text = "PostHocEMA: the state is invalid"
+    if not isinstance(cast("object", state), Mapping):
+        raise ValueError(f"{text}: it is a {type(state).__name__}, not a mapping")  # noqa: TRY004
+    kinds = {"step": int, "update_every": int, "sigma_rels": list, "averages": list}
+    for key, kind in kinds.items():
+        found = type(state.get(key))
+        if found is not kind:
+            raise ValueError(
+                f"{text}: {key!r} must be of type {kind.__name__}, not {found.__name__}"
+            )
+    if not 0 <= state["step"] <= _LAST_STEP:
+        raise ValueError(f"{text}: its step must be a number from 0 to {_LAST_STEP}")
+    if not all(type(width) is float for width in state["sigma_rels"]):
+        raise ValueError(f"{text}: 'sigma_rels' must hold numbers of type float")
 
 
 publish("modkit", PostHocEMA)

@@ -121,7 +121,8 @@ class _Part:
         # Other libraries may save a number as a tensor with one element.
         self.require([name])
         found = self.values[name]
-        if isinstance(found, Tensor) and found.numel() == 1 and self.source != _OWN:
+        is_number = isinstance(found, Tensor) and found.numel() == 1 and not found.is_meta
+        if is_number and self.source != _OWN:
             found = found.item()
         if kind is not None and not _KINDS[kind](found):
             self.refuse(name, kind)
@@ -244,14 +245,15 @@ def _plain(value: object) -> object:
 def _schedule(part: _Part, own: Schedule) -> Schedule:
     """Return the ``EMA``'s schedule if the state has an equal one, or else that of the state."""
     config = _plain(part.values)
-    if config == _plain(own.to_config()):
-        return own
     try:
+        if config == _plain(own.to_config()):
+            return own
         saved = decays.from_config(part.values)
         error: object = f"its fields must be those of {saved}"
         if config == _plain(saved.to_config()):
             return saved
-    except (TypeError, ValueError) as failed:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as failed:
+        # A tensor has no truth value, and an int may be too large for a float.
         error = failed
     remedy = "If it was a function or a subclass of Schedule, pass an equal one to EMA as schedule="
     what = f"{part.path} of the state, {_shown(dict(part.values))}, cannot be created"
@@ -496,12 +498,15 @@ def _decay(part: _Part, kind: type[Schedule], names: Iterable[str]) -> Schedule:
     part.require(names)
     try:
         return kind(**{name: part.values[name] for name in names})
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise _error(f"the state of {part.source} is invalid: its decay gives {error}") from error
 
 
 def _below(prefix: str, part: _Part) -> dict[str, Tensor]:
     """Return the tensors whose names begin with the prefix, by their names in the model."""
+    for key in part.values:
+        if not isinstance(key, str):
+            part.refuse(key, "a tensor under a name of type str")
     tensors = {
         key.removeprefix(prefix): value.detach()
         for key, value in part.values.items()
@@ -515,8 +520,10 @@ def _named_in_order(part: _Part, model: torch.nn.Module) -> dict[str, Tensor]:
     """Name a list of tensors by the parameters of the model: all, or those that train."""
     found = part.get("shadow_params", "a list")
     for index, tensor in enumerate(found):
-        if not isinstance(tensor, Tensor):
-            part.refuse("shadow_params", f"a list of tensors, which [{index}] is not")
+        for kind in _TENSOR:
+            if not _KINDS[kind](tensor):
+                wanted = f"a list of tensors, which [{index}] is not: it must be {kind}"
+                part.refuse("shadow_params", wanted)
     named = dict(model.named_parameters())
     names = canonical_names(named)
     trained = {name: value for name, value in named.items() if value.requires_grad}

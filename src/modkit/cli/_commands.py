@@ -1,5 +1,6 @@
 """The group of all commands."""
 
+import re
 from typing import Any
 
 import click
@@ -23,7 +24,9 @@ class _Commands(click.Group):
         except (click.exceptions.Exit, click.Abort, click.ClickException, BrokenPipeError):
             raise
         except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
-            text = printable(str(error)) or type(error).__name__
+            # Some libraries raise indented paragraphs.
+            text = re.sub(r"\s*\n\s+", " ", str(error).strip())
+            text = printable(text) or type(error).__name__
             raise click.ClickException(text) from error
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from modkit.cli import _tables as ui
-from modkit.compat.model import Target, TargetError, compare
+from modkit.compat.model import Target, TargetError, compare, failed
 from modkit.compat.run import Report, areas, run
 from modkit.files.atomic_write import atomic_write
 
@@ -40,7 +40,8 @@ def compat(
 
     Without TARGET, the shared behaviors run with both. TARGET is a model, package.module:Class or
     path/to/script.py:factory. It is built on torch, and on modkit by replacing torch.nn in its
-    package by modkit.nn, and the two are compared.
+    package by modkit.nn, and the two are compared. Without --input, one is made for the first layers,
+    and shown. A model that cannot be called on either side is an error: nothing was compared.
 
     \b
     Examples:
@@ -75,5 +76,5 @@ def compat(
         for title, headings, rows in report.tables():
             if title != "Listed differences":
                 ui.print_table(headings, rows, title)
-    if any(each.kind == "unlisted" for each in report.results):
+    if failed(report.results):
         raise click.exceptions.Exit(1)

@@ -11,7 +11,8 @@ from rich.table import Table
 from modkit import files
 from modkit.averaging.state import recognise
 from modkit.cli import _tables as ui
-from modkit.files.kinds import parse_digest
+from modkit.files.checkpoint_files import file_in
+from modkit.files.kinds import SAFETENSORS, SHARDED, parse_digest
 
 
 _EMA_STATE = {"version", "step", "averages", "schedules"}
@@ -43,15 +44,26 @@ def inspect(file: Path, as_json: bool, limit: int, sha256: str | None, check: bo
         info = files.inspect(file)
     if wanted not in {None, info.sha256}:
         raise ValueError(f"{file} has the SHA-256 {info.sha256}, not {wanted}")
+    tested = _tested(file, info, wanted) if check else ""
     if as_json:
-        ui.print_json(asdict(info))
+        ui.print_json({**asdict(info), **({"check": tested} if check else {})})
     else:
-        show(info, limit)
+        show(info, limit, tested)
     if info.kind == "unknown file":
         raise click.ClickException("this kind of file is not known")
 
 
-def show(info: files.FileInfo, limit: int) -> None:
+def _tested(file: Path, info: files.FileInfo, sha256: str | None) -> str:
+    """Return what ``files.verify`` has found out about a file that it accepts."""
+    if sha256 is not None:
+        return "intact: it has the expected SHA-256"
+    shards = file_in(file).suffixes if info.kind == SHARDED else ()
+    if info.kind == SAFETENSORS or ".safetensors" in shards:
+        return "the header is intact; safetensors files have no checksums of their tensors"
+    return "intact: all checksums match"
+
+
+def show(info: files.FileInfo, limit: int, tested: str = "") -> None:
     """Print the tables."""
     out = ui.console()
     facts = {
@@ -60,6 +72,7 @@ def show(info: files.FileInfo, limit: int) -> None:
         "size": f"{decimal(info.nbytes)} ({info.nbytes:,} bytes)",
         "tensors": f"{len(info.tensors):,}" if info.tensors else "",
         "SHA-256": info.sha256,
+        "check": tested,
         "note": info.note,
     }
     table = Table(show_header=False, box=None)
@@ -89,6 +102,8 @@ def _keys_of(info: files.FileInfo) -> list[tuple[object, ...]]:
     for key, names in info.groups.items():
         found = [t for name in names if (t := tensors.get(f"{key}.{name}" if key else name))]
         owner = "modkit.EMA" if set(names) >= _EMA_STATE else recognise(dict.fromkeys(names))
+        # A model inside DistributedDataParallel has the names that timm's averages have.
+        owner = None if owner == "timm" else owner
         if found or owner:
             text = (key or "-") if len(found) == len(names) else f"({key or '-'})"
             nbytes = decimal(sum(each.nbytes for each in found))

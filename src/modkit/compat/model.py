@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from modkit.compat.outcomes import Library, Outcome, leaves, outcome
-from modkit.compat.run import Result
+from modkit.compat.run import NOT_COMPARED, Result
 from modkit.compat.swap import swap_source
 
 
@@ -130,6 +130,19 @@ def inputs_of(target: Target, model: torch.nn.Module) -> Inputs | None:
     return None
 
 
+def _described(inputs: Inputs | None) -> str:
+    """Return types and shapes of inputs."""
+    args, kwargs = inputs or ((), {})
+    named = [*(("", each) for each in args), *((f"{name}=", each) for name, each in kwargs.items())]
+    texts = [
+        f"{name}{str(each.dtype)[6:]} {tuple(each.shape)}"
+        if isinstance(each, Tensor)
+        else f"{name}{type(each).__name__}"
+        for name, each in named
+    ]
+    return ", ".join(texts) or "nothing"
+
+
 def checks(model: torch.nn.Module, inputs: Inputs | None) -> dict[str, Callable[[], Any] | None]:
     """Return the functions whose outcomes are compared; None is skipped."""
     args, kwargs = inputs or ((), {})
@@ -197,6 +210,8 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     count = f"{len(classes)} modules, {sum(base in each for each in classes)} of modkit's Module"
+    made = "" if target.inputs or inputs is None else ", made for its first layers"
+    count = f"{count}; called with {_described(inputs)}{made}"
     connection.send((count, found, file.getvalue()))
     state = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
     connection.send(_checked(lambda: [str(model.load_state_dict(state)), model.state_dict()]))
@@ -230,6 +245,22 @@ def compare(target: Target) -> tuple[str, list[Result]]:
             left[_LOADING], right[_LOADING] = one.recv(), other.recv()
         except EOFError:
             raise RuntimeError("the process that ran the model ended early") from None
-    kinds = {check: "equal" if left[check] == right[check] else "unlisted" for check in left}
-    results = [Result("model", n, kind, left[n], right[n]) for n, kind in kinds.items()]
+    results = [_result(check, left[check], right[check]) for check in left]
     return f"{target.path}: {count}", results
+
+
+def _result(check: str, left: Outcome, right: Outcome) -> Result:
+    kind = "equal" if left == right else "unlisted"
+    if kind == "equal" and left[0] == "raises":
+        kind = NOT_COMPARED
+    return Result("model", check, kind, left, right)
+
+
+def failed(results: Sequence[Result]) -> bool:
+    """Return True if a check differs, or the model could not be called or loaded on either side.
+
+    ``torch.compile``, ``torch.fx`` and ``torch.export`` refuse many models, which is not a failure.
+    """
+    kinds = {each.case: each.kind for each in results}
+    needed = [kind for check, kind in kinds.items() if not check.startswith("torch.")]
+    return "unlisted" in kinds.values() or NOT_COMPARED in needed

@@ -19,7 +19,9 @@ areas: Final[Callable[[], Mapping[str, Mapping[str, Case]]]] = importlib.import_
 ).areas
 DIFFERENCES: Final = importlib.import_module("modkit.compat.behaviours.differences").DIFFERENCES
 SHOWN: Final = 400
-KINDS: Final = ("equal", "listed", "unlisted")
+# Shared behaviors may raise; a check of a model that raises on both sides has compared nothing.
+NOT_COMPARED: Final = "not compared"
+KINDS: Final = ("equal", "listed", "unlisted", NOT_COMPARED)
 _PAGE: Final = """<!doctype html><html lang="en"><meta charset="utf-8"><title>modkit compat</title>
 <style>body{font:15px system-ui,sans-serif;margin:2em} table{border-collapse:collapse}
 td,th{border:1px solid #8886;padding:.3em .6em;text-align:left;overflow-wrap:anywhere}</style>
@@ -27,7 +29,7 @@ td,th{border:1px solid #8886;padding:.3em .6em;text-align:left;overflow-wrap:any
 
 
 class Result(NamedTuple):
-    """Both outcomes of a case: ``equal``, ``listed`` or ``unlisted``, and the reason for the latter."""
+    """Both outcomes of a case, one of ``KINDS``, and the reason for a difference."""
 
     area: str
     case: str
@@ -84,7 +86,7 @@ def _verdict(result: Result) -> str:
         return "differs"
     if result.torch[0] == "skipped":
         return f"skipped: {result.torch[1]}"
-    return "equal" if result.torch[0] == "returns" else f"equal: each {_said(result.torch)}"
+    return "equal" if result.kind == "equal" else f"{result.kind}: each {_said(result.torch)}"
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,9 @@ class Report:
         if self.by_area:
             headings = ("area", "cases", "equal", "listed differences", "unlisted differences")
             counts = self.counts().items()
-            yield versions, headings, [(area, *map(str, row.values())) for area, row in counts]
+            shown = ("cases", "equal", "listed", "unlisted")
+            rows = [(area, *(str(row[kind]) for kind in shown)) for area, row in counts]
+            yield versions, headings, rows
         else:
             checks = [(each.case, _verdict(each)) for each in self.results]
             yield f"{self.title} ({versions})", ("check", "result"), checks

@@ -1,13 +1,11 @@
 """Atomic writes: a file appears complete under its name, or the previous file stays."""
 
 import contextlib
-import errno
 import os
 import shutil
 import stat
 import tempfile
 import time
-import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +21,9 @@ except ImportError:  # pragma: no cover - Windows: an open file cannot be delete
 # On file systems without locks, a temporary folder counts as stale after this many seconds.
 _STALE_AFTER: Final = 3600
 _PROBE: Final = bytes(1 << 20)
+# The name of a private folder.
+_PREFIX: Final = ".modkit-"
+_SUFFIX: Final = ".tmp"
 
 
 @contextmanager
@@ -30,8 +31,8 @@ def atomic_write(path: str | os.PathLike[str]) -> Generator[Path]:
     """Yield a temporary path; if the block ends without an error, that file replaces ``path``.
 
     The temporary file has the name of the target and lies in a private folder beside it. It is flushed to
-    disk, gets the mode of the file that it replaces, and is renamed. The next write of the same target
-    removes what a killed process has left. Symbolic links are followed; other hard links keep the
+    disk, gets the mode of the file that it replaces, and is renamed. The next write of any file in the
+    folder removes what killed processes have left. Symbolic links are followed; other hard links keep the
     previous content. A FIFO or a device is written to, which is not atomic. An OSError has ``errno`` and
     the target, also where a C++ writer inside the block raises an error without ``errno``.
     """
@@ -53,7 +54,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Generator[Path]:
     except OSError as error:
         # Name the target, not a temporary file.
         name = error.filename
-        ours = name is None or ".modkit-" in str(name) or Path(name) in {target.parent, target}
+        ours = name is None or _PREFIX in str(name) or Path(name) in {target.parent, target}
         if error.errno is None or not ours:
             raise
         raise OSError(error.errno, os.strerror(error.errno), given) from error
@@ -61,9 +62,8 @@ def atomic_write(path: str | os.PathLike[str]) -> Generator[Path]:
 
 @contextmanager
 def _replaced(target: Path, found: os.stat_result | None) -> Generator[Path]:
-    prefix = f".modkit-{zlib.crc32(os.fsencode(target.name)):08x}-"
-    _remove_stale(target.parent, prefix)
-    folder, lock = _private_folder(target.parent, prefix)
+    remove_stale(target.parent)
+    folder, lock = _private_folder(target.parent)
     try:
         unfinished = folder / target.name
         # Some writers create private files; this finds the mode that the umask gives to a new one.
@@ -106,18 +106,6 @@ def _streamed(target: Path, name: str) -> Generator[Path]:
             shutil.copyfileobj(content, sink, len(_PROBE))
 
 
-def reserve(unfinished: Path, size: int) -> None:
-    """Raise OSError if the disk has no room for ``size`` bytes: C++ writers abort the process there."""
-    if size and hasattr(os, "posix_fallocate"):
-        with unfinished.open("wb") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as error:
-                if error.errno in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}:
-                    raise
-        unfinished.unlink()
-
-
 def _flush(path: Path, flags: int) -> None:
     descriptor = os.open(path, flags)
     try:
@@ -126,9 +114,9 @@ def _flush(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
-def _private_folder(parent: Path, prefix: str) -> tuple[Path, int | None]:
+def _private_folder(parent: Path) -> tuple[Path, int | None]:
     while True:
-        folder = Path(tempfile.mkdtemp(".tmp", prefix, parent))
+        folder = Path(tempfile.mkdtemp(_SUFFIX, _PREFIX, parent))
         # Before it is locked, another writer may take it for a stale one and remove it.
         with contextlib.suppress(BlockingIOError):
             lock = _locked(folder)
@@ -156,16 +144,24 @@ def _locked(folder: Path) -> int | None:
     return descriptor
 
 
-def _remove_stale(parent: Path, prefix: str) -> None:
-    """Remove the folders that killed writers of the same target have left."""
-    with os.scandir(parent) as entries:
-        found = [Path(entry) for entry in entries if entry.name.startswith(prefix)]
+def remove_stale(parent: Path) -> None:
+    """Remove the private folders that killed writers have left in a folder, whatever they wrote."""
+    found: list[Path] = []
+    # A folder may be writable, and not readable.
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        ours = (entry for entry in entries if entry.name.startswith(_PREFIX))
+        found = [Path(entry) for entry in ours if entry.name.endswith(_SUFFIX)]
     for folder in found:
         # It may belong to another user, or to a writer that is alive.
         with contextlib.suppress(OSError):
             lock = _locked(folder)
-            if lock is not None or time.time() - folder.stat().st_mtime >= _STALE_AFTER:
+            if lock is not None or time.time() - _last_change(folder) >= _STALE_AFTER:
                 _remove(folder, lock)
+
+
+def _last_change(folder: Path) -> float:
+    """Return when a folder or a file in it was last written to."""
+    return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
 
 
 def _remove(folder: Path, lock: int | None) -> None:

@@ -78,7 +78,7 @@ def file_in(path: Path) -> Path:
 class _TorchFile:
     def __init__(self, path: Path, key: str | None) -> None:
         content, self._checksums = read_mapped(path)
-        self.versions, self._tensors = _state_dict_at(content, path, key)
+        self.versions, self._tensors = state_dict_at(content, path, key)
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self.dtypes = {name: str(tensor.dtype)[6:] for name, tensor in self._tensors.items()}
 
@@ -129,10 +129,14 @@ def _shards_of(index: Path) -> dict[Path, list[str]]:
     return shards
 
 
-def _state_dict_at(
+def state_dict_at(
     found: Any, path: Path, key: str | None
 ) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-    """Return the versions of modules and the tensors at a key."""
+    """Return the versions of modules and the tensors at a key of a file's content.
+
+    Raises:
+        FileError: There is no state dict at the key, or an entry is not a tensor with plain memory.
+    """
     part = ""
     try:
         for part in key.split(".") if key else ():
@@ -198,12 +202,6 @@ def library(name: str) -> Any:
         raise ImportError(text) from error
 
 
-def save_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write contiguous tensors atomically, with the metadata that transformers expects."""
-    with atomic_write(path) as unfinished:
-        library("safetensors.torch").save_file(tensors, unfinished, metadata={"format": "pt"})
-
-
 class Described(NamedTuple):
     """Dtype and shape of a tensor."""
 
@@ -217,6 +215,14 @@ def in_file_order(described: Mapping[str, Described]) -> dict[str, Described]:
         if one.dtype not in _NAMES:
             raise ValueError(f"{name} is {one.dtype}, which safetensors does not support")
     return dict(sorted(described.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+def save_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors in host memory atomically; tied tensors are written under each name."""
+    described = {name: Described(one.dtype, one.shape) for name, one in tensors.items()}
+    ordered = in_file_order(described)
+    with atomic_write(path) as unfinished:
+        write_safetensors(unfinished, ordered, ((name, tensors[name]) for name in ordered))
 
 
 def write_safetensors(

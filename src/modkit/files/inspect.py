@@ -14,7 +14,7 @@ from torch import Tensor
 from modkit.errors import FileError, printable
 from modkit.files import kinds
 from modkit.files.checkpoint_files import INDEX, Checkpoint, SafetensorsFile, file_in
-from modkit.files.torch_files import UnsafeFileError, read_mapped
+from modkit.files.torch_files import UnsafeFileError, check_facts, read_mapped
 from modkit.files.zip_archive import Archive, open_regular
 
 
@@ -137,6 +137,8 @@ def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
         if kind == kinds.SAFETENSORS:
             SafetensorsFile(file)
         elif archive is not None and archive.has_checksums:
+            if kind != kinds.EXPORT:
+                check_facts(archive)
             archive.verify()
         elif sha256 is None:
             advice = "compare its SHA-256 with the expected one"

@@ -116,8 +116,28 @@ def _archive_of(source: int | bytes, what: str, kind: str) -> Archive:
     if read_some(source, 0, 2) == b"PK":
         archive = Archive(source, what)
         if kinds.kind_of_members(archive.members) == kind:
+            check_facts(archive)
             return archive
     raise kinds.wrong_kind(source, what, f"a {kind}")
+
+
+_VERSION: Final = re.compile(rb"\s*\d{1,19}\s*")
+# The content of the small members of an archive. Its readers trust these: they divide by the
+# alignment, which ends the process if it is 0.
+_FACTS: Final = {
+    "byteorder": re.compile(b"little|big"),
+    ".storage_alignment": re.compile(rb"[1-9]\d{0,9}\s*"),
+    ".data/serialization_id": re.compile(rb"\d{1,100}"),
+    **dict.fromkeys((".format_version", ".data/version", "version"), _VERSION),
+}
+
+
+def check_facts(archive: Archive) -> None:
+    """Raise FileError if a small member, such as the version, has content that torch never writes."""
+    for name in _FACTS.keys() & archive.members.keys():
+        content = archive.read(name)
+        if not _FACTS[name].fullmatch(content):
+            raise archive.corrupt(f"{name} is {content[:40]!r}, which torch never writes")
 
 
 class Checksums:
@@ -353,13 +373,12 @@ def _view(storage: torch.UntypedStorage) -> memoryview:
 
 
 def _is_as_torch_writes(archive: Archive) -> bool:
-    first = ("byteorder", ".storage_alignment", ".data/version", "version")
-    order, alignment, *versions = (archive.read(n) if n in archive.members else None for n in first)
+    first = ("byteorder", ".data/version", "version")
+    order, *versions = (archive.read(n) if n in archive.members else None for n in first)
     if order is None and torch.serialization.get_default_load_endianness() is None:
         order = b"little"
     version = next((each.strip() for each in versions if each is not None), b"")
-    known = version in _VERSIONS and (alignment is None or alignment.isdigit())
-    return known and order == sys.byteorder.encode()
+    return version in _VERSIONS and order == sys.byteorder.encode()
 
 
 def _has_known_instructions(content: bytes) -> bool:
@@ -394,7 +413,10 @@ def _is_plain(found: Any, seen: set[int], depth: int = 0) -> bool:
     return depth < 100 and all(_is_plain(each, seen, depth + 1) for each in inner)
 
 
+# The pickles that jit.load reads, with the folders of their tensors.
 _PICKLES: Final = {"data.pkl": "data/", "constants.pkl": "constants/"}
+_SHAPES: Final = "traced_inputs.pkl"
+_LINES: Final = ".debug_pkl"
 _READER: Final = re.compile("PytorchStreamReader|inline_container")
 
 
@@ -433,9 +455,7 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
         known = {*archive.members, "version" if ".data/version" in archive.members else ""}
         if absent := [name for name in (*_PICKLES, "version") if name not in known]:
             raise archive.corrupt(f"it has no {', '.join(absent)}")
-        for name, folder in _PICKLES.items():
-            if problem := pickle_problem(archive.read(name), archive.members, folder, script=True):
-                raise archive.corrupt(f"{name}: {problem}")
+        _check_pickles(archive)
         archive.verify()
         extra = {n[6:]: m.size for n, m in archive.members.items() if n.startswith("extra/")}
         try:
@@ -446,6 +466,17 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
                 raise
             reason = str(error).partition("\n")[0]
             raise archive.corrupt(f"torch cannot read it: {reason}") from error
+
+
+def _check_pickles(archive: Archive) -> None:
+    """Check all pickles that jit.load reads: also inputs of a trace, and line numbers for errors."""
+    for name in archive.members:
+        if name in _PICKLES or name == _SHAPES or name.endswith(_LINES):
+            # Tensors of the inputs are written without their content.
+            stored = archive.members if name in _PICKLES else {}
+            folder = _PICKLES.get(name, "")
+            if problem := pickle_problem(archive.read(name), stored, folder, script=True):
+                raise archive.corrupt(f"{name}: {problem}")
 
 
 publish("modkit", load_checkpoint, save_checkpoint)

@@ -24,6 +24,7 @@ from modkit.averaging.ema import EMA, Decays
 from modkit.averaging.named_tensors import NamedTensors, check_choice
 from modkit.averaging.optimizer_steps import check_optimizer
 from modkit.averaging.swap import any_swapped, pairs_for, write
+from modkit.files.atomic_write import remove_stale
 from modkit.files.torch_files import load_checkpoint, save_checkpoint
 
 
@@ -267,7 +268,11 @@ class EMACallback(TrainerCallback):
                 raw = state.pop("raw", {})
                 content = {"ema": state, "raw": raw if is_average else {}}
                 content |= {"version": VERSION, "global_step": step}
-                save_checkpoint(content, Path(output_dir) / FILE)
+                folder = Path(output_dir)
+                # Each checkpoint has a folder of its own, which a killed process leaves for good.
+                for other in folder.parent.glob(f"{_hf.trainer_utils.PREFIX_CHECKPOINT_DIR}-*/"):
+                    remove_stale(other)
+                save_checkpoint(content, folder / FILE)
 
     def _averages_of(self, model: torch.nn.Module) -> EMA[Any] | None:
         """Return the averages if they belong to this model, or to a model that it wraps."""

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
-import torch
-
-from modkit.files.atomic_write import atomic_write, reserve
+from modkit.files.atomic_write import atomic_write
 from modkit.jit._from_torch import make_parameters
 from modkit.jit._upstream import CompilationUnit, import_module, import_module_from_buffer
 
@@ -39,28 +37,24 @@ def with_record(module: Any, given: ExtraFiles | None) -> dict[str, str | bytes]
 
 
 def save(module: Any, target: Any, files: ExtraFiles | None) -> None:
-    tensors = [*module.parameters(), *module.buffers()]
-    storages = [each.untyped_storage() for each in tensors if each.layout == torch.strided]
-    size = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
-    save_compiled(module._c, target, with_record(module, files), size)
+    """Write a ScriptModule of modkit to an open file or a path."""
+    save_compiled(module._c, target, with_record(module, files))
 
 
-def save_compiled(compiled_module: Any, target: Any, files: ExtraFiles, size: int = 0) -> None:
-    """Write a C++ module or function to an open file, or to a path after reserving ``size`` bytes."""
-    if not isinstance(target, (str, os.PathLike)):
-        target.write(compiled_module.save_to_buffer(_extra_files=files))
-        return
-    path = Path(cast("os.PathLike[str]", target)).absolute()
-    if not path.parent.is_dir():
+def save_compiled(compiled: Any, target: Any, files: ExtraFiles) -> None:
+    """Write an object that C++ serializes to an open file, or atomically to a path."""
+    is_path = isinstance(target, (str, os.PathLike))
+    path = Path(cast("os.PathLike[str]", target)).absolute() if is_path else None
+    if path is not None and not path.parent.is_dir():
         raise RuntimeError(f"Parent directory {path.parent} does not exist.")
+
+    # C++ ends the process if it cannot write to a disk, so it only writes to memory.
+    content: bytes = compiled.save_to_buffer(_extra_files=files)
+    if path is None:
+        target.write(content)
+        return
     with atomic_write(path) as unfinished:
-        reserve(unfinished, size)
-        try:
-            os.fspath(unfinished).encode()
-        except UnicodeEncodeError:  # C++ takes no such path
-            unfinished.write_bytes(compiled_module.save_to_buffer(_extra_files=files))
-        else:
-            compiled_module.save(str(unfinished), _extra_files=files)
+        unfinished.write_bytes(content)
 
 
 def read(

@@ -8,7 +8,7 @@ import torch
 
 from modkit.files.torch_files import verified_archive
 from modkit.jit import _archives
-from modkit.jit._from_torch import WRAPPERS, wrap_cpp
+from modkit.jit._from_torch import wrap_cpp
 from modkit.jit._script_module import ScriptModule
 from modkit.jit._upstream import give_notice, validate_map_location
 
@@ -24,12 +24,19 @@ def save(m: Any, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) 
     Raises:
         AttributeError: ``m`` is not compiled.
         RuntimeError: The folder does not exist, or compiled code calls a method of Python.
+        OSError: The file cannot be written, for instance on a full disk. The previous file stays.
 
-    Differs from torch: a file is replaced atomically, and buffers that are not persistent stay so.
+    The archive is made in memory, which takes three times its size: C++ would end the process on a full
+    disk.
+
+    Differs from torch: a file is replaced atomically, a full disk is an error, and buffers that are not
+    persistent stay so.
     """
     give_notice()
     files = dict(_extra_files or {})
-    if isinstance(m, torch.jit.ScriptFunction) or type(m) in WRAPPERS:
+    # Torch's method, which user classes inherit, writes the path in C++.
+    torch_save: object = getattr(torch.jit.ScriptModule, "save", None)
+    if isinstance(m, torch.jit.ScriptFunction) or getattr(type(m), "save", m) is torch_save:
         _archives.save_compiled(getattr(m, "_c", m), f, files)
     elif isinstance(f, (str, os.PathLike)):
         m.save(f, _extra_files=files)

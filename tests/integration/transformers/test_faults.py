@@ -196,11 +196,16 @@ def test_killed_while_saving(tmp_path: Path) -> None:
         process.wait()
         process.stdout.close()
     options = {"save_strategy": "steps", "save_steps": 4}
+    left = list((tmp_path / "checkpoint-8").glob(".modkit-*/ema.pt"))
     whole = trainer(tmp_path / "whole", callback := EMACallback(0.9), **options)
     whole.train()
     run = trainer(tmp_path / "again", again := EMACallback(0.9), **options)
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    later = trainer(tmp_path, EMACallback(0.9), save_strategy="steps", save_steps=12)
+    later.train()
 
+    assert len(left) == 1
+    assert not left[0].parent.exists(), "the next checkpoint has another folder"
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "checkpoint-8" / "ema.pt").exists()
     assert equal(result(run, again), result(whole, callback))

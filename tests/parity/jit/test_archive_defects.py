@@ -1,9 +1,14 @@
+import errno
 import io
+import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.parity.jit.networks import build, inputs, make_net
+from tests.processes import python
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -62,3 +67,24 @@ def test_the_error_names_what_a_file_is(impl, kind):
 
     with pytest.raises(RuntimeError, match=kind):
         impl.jit.load(io.BytesIO(content))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits on the size of files")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("module", "frozen module", "module of torch", "class of torch"),
+        *("function", "list", "extra file"),
+    ],
+)
+def test_a_full_disk_is_an_error(impl, kind, tmp_path):
+    """The process goes on after an OSError that names the file, and the previous file stays alone."""
+    path = tmp_path / "net.pt"
+    path.write_bytes(b"previous")
+    script = Path(__file__).with_name("full_disk.py")
+    done = python(script, impl.name, kind, path)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))}\n"
+    assert path.read_bytes() == b"previous"
+    assert list(tmp_path.iterdir()) == [path]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import modkit
 from modkit.cli import average as command
 from modkit.cli._commands import commands
+from modkit.distributed import export_average
 from tests.cases import for_each
 from tests.processes import python
 from tests.unit.files.test_inspect import rewritten
@@ -110,6 +111,21 @@ def test_every_kind_is_averaged_into_either_kind(tmp_path: Path, kind: str, outp
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)
+
+
+def test_tied_weights_are_written_to_safetensors(tmp_path: Path) -> None:
+    """They are written under each name, as export_average() does; the model loads them."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
+    net[1].weight = net[0].weight
+    torch.save(net.state_dict(), tmp_path / "tied.pt")
+    found = run(tmp_path / "tied.pt", "-o", tmp_path / "tied.safetensors")
+    export_average(modkit.EMA(net), tmp_path / "exported.safetensors")
+
+    assert (found.exit_code, found.stderr) == (0, "")
+    assert (tmp_path / "tied.safetensors").read_bytes() == (
+        tmp_path / "exported.safetensors"
+    ).read_bytes()
+    assert net.load_state_dict(load_file(tmp_path / "tied.safetensors"))
 
 
 def test_the_options_of_the_average(tmp_path: Path) -> None:

@@ -137,8 +137,9 @@ def test_the_json_of_each_command(net: Path) -> None:
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out.pt"), 1, "No space left on device"),
         (MemoryError(), 1, "Error: MemoryError\n"),
         (RuntimeError("a\x1b[31m\nb"), 1, r"Error: a\x1b[31m\nb"),
+        (RuntimeError("\n        Some.\n        More.\n    "), 1, "Error: Some. More.\n"),
     ],
-    ids=["Ctrl-C", "full disk", "memory", "forged"],
+    ids=["Ctrl-C", "full disk", "memory", "forged", "paragraphs"],
 )
 @for_each(
     ("line", "where"),

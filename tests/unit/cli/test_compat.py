@@ -12,7 +12,7 @@ from torch import nn
 
 from modkit.cli._commands import commands
 from modkit.compat import run as runner
-from modkit.compat.model import Swap, Target, TargetError, build, inputs_of
+from modkit.compat.model import Swap, Target, TargetError, build, failed, inputs_of
 from modkit.compat.outcomes import difference, outcome
 from modkit.nn import Module
 
@@ -126,7 +126,12 @@ def test_a_model_that_is_equal(script: Path, tmp_path: Path) -> None:
     found = invoke(f"{script}:Net", "--kwargs", '{"width": 2}', "--html", tmp_path / "a.html")
 
     assert found.exit_code == 0
-    for text in ("2 modules, 1 of modkit's Module", "torch.export", "loading the state dict"):
+    made = "called with float32 (2, 3), made for its first layers"
+    for text in (
+        f"2 modules, 1 of modkit's Module; {made}",
+        "torch.export",
+        "loading the state dict",
+    ):
         assert text in " ".join(found.output.split())
     assert "differs" not in found.output
     assert "<td>torch.fx.symbolic_trace<td>equal" in (tmp_path / "a.html").read_text("utf-8")
@@ -136,9 +141,42 @@ def test_a_model_that_differs(script: Path) -> None:
     """The differing checks are named, and the exit status is 1."""
     found = invoke(f"{script}:Different", "--input", f"{script}:inputs", "--json")
 
-    kinds = {each["case"]: each["kind"] for each in json.loads(found.stdout)["results"]}
+    report = json.loads(found.stdout)
+    kinds = {each["case"]: each["kind"] for each in report["results"]}
     assert found.exit_code == 1
+    assert report["title"].endswith("called with x=float32 (5, 3)")
     assert (kinds["output in evaluation mode"], kinds["state dict"]) == ("unlisted", "equal")
+
+
+def test_an_input_that_does_not_fit(script: Path, tmp_path: Path) -> None:
+    """Where both sides raise, nothing was compared: the report says so, and the exit status is 1."""
+    page = tmp_path / "a.html"
+    found = invoke(f"{script}:Net", "--input", "2,5", "--json", "--html", page)
+
+    report = json.loads(found.stdout)
+    kinds = {each["case"]: each["kind"] for each in report["results"]}
+    assert found.exit_code == 1
+    assert report["title"].endswith("called with float32 (2, 5)")
+    assert (kinds["output in evaluation mode"], kinds["pickle"]) == ("not compared", "equal")
+    assert report["areas"]["all"]["not compared"] == 5
+    assert "<td>torch.export<td>not compared: each raises" in page.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("check", "kind", "expected"),
+    [
+        ("output in evaluation mode", "equal", False),
+        ("output in evaluation mode", "unlisted", True),
+        ("output in evaluation mode", "not compared", True),
+        ("torch.fx.symbolic_trace", "not compared", False),
+        ("torch.export", "unlisted", True),
+    ],
+)
+def test_what_fails(check: str, kind: str, expected: bool) -> None:
+    """Torch alone refuses to trace some models; a model that cannot be called compares nothing."""
+    found = runner.Result("model", check, kind, ("raises", "E", "", []), ("raises", "E", "", []))
+
+    assert failed([found]) is expected
 
 
 def test_a_model_that_raises(script: Path) -> None:

@@ -89,6 +89,14 @@ def test_keys_of_averages(tmp_path: Path) -> None:
     assert rows["lrs"] == ["[0.1, 0.2]"]
 
 
+def test_a_model_inside_ddp_is_not_an_average(tmp_path: Path) -> None:
+    """DistributedDataParallel names the weights as timm names averages, so the names tell nothing."""
+    state = {f"module.{name}": value for name, value in nn.Linear(2, 2).state_dict().items()}
+    torch.save({"model": state}, tmp_path / "ddp.pt")
+
+    assert cells(run(tmp_path / "ddp.pt").output)["model"] == ["2, 24 bytes", ""]
+
+
 def test_json(tmp_path: Path) -> None:
     """Everything is printed as JSON, for programs; control characters are escaped."""
     path = tmp_path / "x.pt"
@@ -143,9 +151,24 @@ def test_errors_cannot_forge_output(tmp_path: Path) -> None:
     assert r"m\x1b[31m\n.pt is an empty file" in found.stderr
 
 
-@pytest.mark.parametrize("kind", ["torch", "TorchScript", "export", "safetensors", "shards"])
-def test_check_passes_for_intact_files(tmp_path: Path, path: Path, kind: str) -> None:
-    """``--check`` tests the kind of file that it is given."""
+HEADER = "the header is intact; safetensors files have no checksums of their tensors"
+WHOLE = "intact: all checksums match"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("torch", WHOLE),
+        ("TorchScript", WHOLE),
+        ("export", WHOLE),
+        ("safetensors", HEADER),
+        ("shards", HEADER),
+    ],
+)
+def test_check_passes_for_intact_files(
+    tmp_path: Path, path: Path, kind: str, expected: str
+) -> None:
+    """``--check`` tests the kind of file that it is given, and says what was tested."""
     if kind == "safetensors":
         save_file({"a": torch.ones(1)}, path)
     elif kind == "TorchScript":
@@ -155,7 +178,11 @@ def test_check_passes_for_intact_files(tmp_path: Path, path: Path, kind: str) ->
     elif kind == "shards":
         path = sharded(tmp_path)
 
-    assert run("--check", path).exit_code == 0
+    found = run("--check", path)
+    assert found.exit_code == 0
+    assert expected in found.output
+    assert json.loads(run("--check", "--json", path).output)["check"] == expected
+    assert expected not in run(path).output
 
 
 def test_check_finds_corrupt_weights(tmp_path: Path) -> None:
@@ -179,10 +206,10 @@ def test_check_of_files_without_checksums(tmp_path: Path) -> None:
 
     assert refused.exit_code == 1
     assert "has no checksums" in refused.stderr
-    assert (
-        run("--check", "--sha256", hashlib.sha256(path.read_bytes()).hexdigest(), path).exit_code
-        == 0
-    )
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    found = run("--check", "--sha256", digest, path)
+    assert found.exit_code == 0
+    assert "intact: it has the expected SHA-256" in found.output
 
 
 @pytest.mark.parametrize("check", [[], ["--check"]], ids=["alone", "with --check"])

@@ -511,7 +511,7 @@ def missing_folder(writer: Writer, folder: Path, count: int) -> None:
 
 
 # An interrupt in these, which make and remove the private folder, may leave it.
-_HOUSEKEEPING: Final = {"_private_folder", "_remove", "_remove_stale", "_replaced"}
+_HOUSEKEEPING: Final = {"_private_folder", "_remove", "remove_stale", "_replaced"}
 
 
 @fault("`KeyboardInterrupt` at a random moment", large=True, random=True)
@@ -556,25 +556,28 @@ def interrupted(writer: Writer, folder: Path, count: int) -> str:
 
 @fault("leftovers of a killed save")
 def leftovers(writer: Writer, folder: Path, count: int) -> None:
-    """Stale files of the target are removed; those of other targets and of running writers are not."""
+    """Stale files of every target in the folder are removed; those of running writers are not."""
     target, other = folder / writer.file, folder / "other.pt"
     writer.save(target, 1)
-    whole = target.read_bytes()
 
     def die(path: Path) -> None:
         with atomic_write(path) as unfinished:
             unfinished.write_bytes(bytes(100_000))
             os.kill(os.getpid(), signal.SIGKILL)
 
-    for path in (target, target, other):
-        before = names_in(folder)
+    def leave(path: Path) -> None:
         os.waitpid(fork(functools.partial(die, path)), 0)
-        assert len(names_in(folder) - before) == 1
-    of_other = names_in(folder) - before
 
-    with atomic_write(target) as unfinished:
+    leave(target)
+    assert len(names_in(folder)) == 2
+    with atomic_write(other) as unfinished:
         living = unfinished.parent.name
+        assert names_in(folder) == {target.name, living}
+        leave(folder / "third.pt")
+        assert len(names_in(folder)) == 3
         writer.save(target, 2)
-        assert names_in(folder) == {target.name, living, *of_other}
-        unfinished.write_bytes(whole)
-    check(writer, target, 1, beside=tuple(of_other))
+        assert names_in(folder) == {target.name, living}
+        unfinished.write_bytes(b"whole")
+    assert other.read_bytes() == b"whole"
+    other.unlink()
+    check(writer, target, 2)

@@ -1,12 +1,12 @@
-import errno
 import os
 import shutil
 import stat
+import time
 from pathlib import Path
 
 import pytest
 
-from modkit.files.atomic_write import atomic_write, reserve
+from modkit.files.atomic_write import atomic_write
 
 
 def test_the_file_appears_when_it_is_complete(tmp_path):
@@ -103,6 +103,40 @@ def test_a_second_interrupt_leaves_no_lock(tmp_path, monkeypatch):
     assert [path] == list(tmp_path.iterdir())
 
 
+def leave(folder, age=0.0):
+    """Leave what a killed writer of another file leaves, written to ``age`` seconds ago."""
+    stale = folder / ".modkit-12345678-abcdefgh.tmp"
+    stale.mkdir()
+    unfinished = stale / "step-1.pt"
+    unfinished.write_bytes(b"half")
+    for path in (unfinished, stale):
+        os.utime(path, (time.time() - age,) * 2)
+    return stale
+
+
+def test_what_a_killed_writer_left_is_removed_whatever_it_wrote(tmp_path):
+    """Numbered checkpoints never have a name twice, so the next file in the folder has another one."""
+    stale = leave(tmp_path)
+    (tmp_path / ".modkit-notes.txt").write_text("of the user")
+    with atomic_write(tmp_path / "step-2.pt") as unfinished:
+        unfinished.write_text("whole")
+
+    assert not stale.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"step-2.pt", ".modkit-notes.txt"}
+
+
+@pytest.mark.parametrize(("age", "stays"), [(3000, True), (4000, False)])
+def test_without_locks_the_last_change_decides(tmp_path, monkeypatch, age, stays):
+    """A file that is still being written to is not stale, however old its folder is."""
+    monkeypatch.setattr("modkit.files.atomic_write.fcntl", None)
+    stale = leave(tmp_path, age)
+    os.utime(stale, (0, 0))
+    with atomic_write(tmp_path / "step-2.pt") as unfinished:
+        unfinished.write_text("whole")
+
+    assert stale.exists() is stays
+
+
 def test_writers_of_one_target_do_not_see_one_another(tmp_path):
     """Each has a folder of its own; the last one to finish wins, and nothing is left."""
     path = tmp_path / "file.txt"
@@ -130,14 +164,3 @@ def test_an_open_pipe_is_written_to(tmp_path):
 
     with os.fdopen(source) as stream:
         assert stream.read() == "whole"
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="needs posix_fallocate")
-def test_room_that_is_not_there_cannot_be_reserved(tmp_path):
-    """The error names the target, before anything is written."""
-    path = tmp_path / "file.txt"
-
-    with pytest.raises(OSError, match=r"file\.txt") as raised, atomic_write(path) as unfinished:
-        reserve(unfinished, 1 << 60)
-    assert raised.value.errno in {errno.EFBIG, errno.ENOSPC}
-    assert list(tmp_path.iterdir()) == []
