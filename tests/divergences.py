@@ -129,6 +129,13 @@ ROWS: Final = (
         "tests/parity/module/test_classes.py::test_abcmeta_as_the_metaclass",
     ),
     _row(
+        "torch",
+        "`pickle` and `copy.deepcopy` refuse modules such as `torch.nn` | `modkit.nn` and "
+        "`modkit.jit` are pickled by their name, which picklers by value such as cloudpickle need",
+        NO_ISSUE,
+        "tests/parity/test_namespace.py::test_a_namespace_is_pickled_by_reference",
+    ),
+    _row(
         "modkit",
         "`super(nn.Module, self)` finds the methods of `object` | It finds those of "
         "`torch.nn.Module`. To set an attribute without registering it, call `object.__setattr__`",

@@ -8,7 +8,7 @@ torch, fx, dynamo, TorchScript, FSDP2 or accelerate compare or patch the functio
 
 import sys
 from abc import ABCMeta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from typing_extensions import Protocol
@@ -25,10 +25,19 @@ from modkit.nn import (
 from modkit.nn._overrides import TorchModule
 
 
+_ClassT = TypeVar("_ClassT")
+
 if TYPE_CHECKING:
     _ProtocolType = ABCMeta
 else:
     _ProtocolType = type(Protocol)
+
+
+class _NewRegistry:
+    """Reads as a new, empty registry of an abstract class, so no two classes share one."""
+
+    def __get__(self, cls: type | None, metaclass: type) -> Any:
+        return cast("Any", ABCMeta("_Abstract", (), {}))._abc_impl
 
 
 class ModuleType(_ProtocolType):
@@ -36,7 +45,15 @@ class ModuleType(_ProtocolType):
 
     It derives from the metaclass of protocols and thereby of abstract classes, so that both mix with
     modules. A user's metaclass derives from ``type(modkit.nn.Module)``.
+
+    A class without an abstract base is made by ``type.__new__``, as fast as torch's and with the same
+    ``isinstance``. It becomes an abstract class by the first call of ``register()``.
     """
+
+    # The functions of ``abc`` read this attribute of every class whose metaclass derives from ABCMeta.
+    # Picklers call them: without it, cloudpickle and dill could not pickle a class by value. What a
+    # metaclass has is found after the attributes of the class and its bases.
+    _abc_impl = _NewRegistry()
 
     if not TYPE_CHECKING:
         # Compared by identity, at C speed: dynamo looks for classes with ``==``, protocols define it.
@@ -78,6 +95,31 @@ class ModuleType(_ProtocolType):
         order.insert(order.index(TorchModule), Module)
         return order
 
+    def register(cls, subclass: type[_ClassT]) -> type[_ClassT]:
+        """Register a virtual subclass, as ``abc.ABCMeta.register`` does.
+
+        A class without an abstract base becomes one, with its bases up to ``Module``. Abstract methods
+        of classes that exist are not enforced.
+
+        Args:
+            subclass: The class that ``issubclass`` and ``isinstance`` then accept.
+
+        Returns:
+            ``subclass``, so that this can decorate a class.
+
+        Raises:
+            AttributeError: This is ``Module``, which in torch is not an abstract class.
+            TypeError: ``subclass`` is not a class.
+            RuntimeError: This class derives from ``subclass``.
+        """
+        if cls is Module:
+            raise AttributeError("type object 'Module' has no attribute 'register'")
+        if "_abc_impl" not in cls.__dict__:
+            for base in cls.__mro__:
+                if isinstance(base, ModuleType) and base is not Module:
+                    _make_abstract(base)
+        return super().register(subclass)
+
     def __instancecheck__(cls, instance: object) -> bool:
         if cls is Module:
             return isinstance(instance, TorchModule)
@@ -91,6 +133,16 @@ class ModuleType(_ProtocolType):
         if "_abc_impl" in cls.__dict__:
             return super().__subclasscheck__(subclass)
         return type.__subclasscheck__(cls, subclass)
+
+
+def _make_abstract(cls: type) -> None:
+    """Give a class that exists a registry of its own, and each class below it, too."""
+    if "_abc_impl" not in cls.__dict__:
+        cast("Any", cls)._abc_impl = ModuleType._abc_impl
+    derived: type
+    for derived in cls.__subclasses__():
+        # The registry of a base would otherwise be read as that of the derived class.
+        _make_abstract(derived)
 
 
 class Module(torch.nn.Module, metaclass=ModuleType):
