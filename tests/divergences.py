@@ -556,13 +556,6 @@ ROWS: Final = (
         torch=">=2.14",
     ),
     _row(
-        "modkit",
-        "`modules()`, `parameters()` and `train()` are traced | The graph breaks there",
-        NO_ISSUE,
-        "tests/integration/torch_compile/test_compile.py::test_modules_are_walked_in_a_graph",
-        torch="<2.9",
-    ),
-    _row(
         "torch",
         "`modules()` has no `remove_duplicate` | It has it, as in newer torch",
         NO_ISSUE,

@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from typing_extensions import Protocol
 
+from modkit._upstream import skip_frames
 from modkit.nn import (
     _attributes,
+    _backward_hooks,
     _call,
     _conversion,
     _hooks,
     _load_state_dict,
+    _load_tensor,
+    _overrides,
     _state_dict,
     _traversal,
 )
@@ -209,3 +213,10 @@ class Module(torch.nn.Module, metaclass=ModuleType):
         load_state_dict = _load_state_dict.method
         _save_to_state_dict = _state_dict._save_to_state_dict
         _load_from_state_dict = _load_state_dict._load_from_state_dict
+
+
+for _file in (
+    *(_attributes, _backward_hooks, _call, _conversion, _hooks, _load_state_dict, _load_tensor),
+    *(_overrides, _state_dict, _traversal),
+):
+    skip_frames(_file)
