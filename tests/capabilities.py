@@ -1,6 +1,5 @@
 """Features that depend on the release of torch: tests that need one are skipped without it."""
 
-import functools
 import inspect
 from typing import Final
 
@@ -53,20 +52,3 @@ def _averages_mixed_dtypes() -> bool:
 
 # Since torch 2.10: an average may have another dtype than the model.
 MIXED_DTYPES: Final = _averages_mixed_dtypes()
-
-
-_FUNCTIONS: Final = {_accepts_tensor_likes, _averages_mixed_dtypes}
-
-
-@functools.cache
-def graphs_read_sets() -> bool:
-    """Return True if dynamo knows which functions are in a set, as it does since torch 2.9."""
-
-    def found(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor + 1 if _accepts_tensor_likes in _FUNCTIONS else tensor
-
-    try:
-        torch.compile(found, backend="eager", fullgraph=True)(torch.ones(1))
-    except torch._dynamo.exc.Unsupported:
-        return False
-    return True

@@ -129,6 +129,13 @@ ROWS: Final = (
         "tests/parity/module/test_classes.py::test_abcmeta_as_the_metaclass",
     ),
     _row(
+        "torch",
+        "`pickle` and `copy.deepcopy` refuse modules such as `torch.nn` | `modkit.nn` and "
+        "`modkit.jit` are pickled by their name, which picklers by value such as cloudpickle need",
+        NO_ISSUE,
+        "tests/parity/test_namespace.py::test_a_namespace_is_pickled_by_reference",
+    ),
+    _row(
         "modkit",
         "`super(nn.Module, self)` finds the methods of `object` | It finds those of "
         "`torch.nn.Module`. To set an attribute without registering it, call `object.__setattr__`",
@@ -479,6 +486,13 @@ ROWS: Final = (
         "tests/parity/averaging/test_averaging_functions.py::test_exponential_functions_show_their_decay",
     ),
     _row(
+        "modkit",
+        "`inspect.isfunction` is True for an averaging function | It is False: to be pickled it is "
+        "an object, with the name and the signature of torch's function",
+        NO_ISSUE,
+        "tests/parity/averaging/test_averaging_functions.py::test_functions_are_functions",
+    ),
+    _row(
         "torch",
         "An averaged model with one of torch's averaging functions cannot be pickled | It can be "
         "pickled",
@@ -554,13 +568,6 @@ ROWS: Final = (
         NO_ISSUE,
         "tests/integration/torch_compile/test_changes.py::test_a_later_hook_of_a_submodule_is_missed",
         torch=">=2.14",
-    ),
-    _row(
-        "modkit",
-        "`modules()`, `parameters()` and `train()` are traced | The graph breaks there",
-        NO_ISSUE,
-        "tests/integration/torch_compile/test_compile.py::test_modules_are_walked_in_a_graph",
-        torch="<2.9",
     ),
     _row(
         "torch",

@@ -419,6 +419,15 @@ def layout(network: torch.nn.Module) -> str:
     return "\n".join(f"{key} {tuple(tensor.shape)} {tensor.dtype}" for key, tensor in entries)
 
 
+def mean_of_dynamics(network: Any) -> float:
+    """Return LightZero's mean of the absolute weights, by its formula."""
+    weights = network.conv.weight.detach().abs().flatten().tolist()
+    for block in network.resblocks:
+        for _, parameter in block.named_parameters():
+            weights += parameter.detach().abs().flatten().tolist()
+    return float(sum(weights) / len(weights))
+
+
 def versions(network: torch.nn.Module) -> str:
     """Return a line for each module in the metadata of the state dict: name and version."""
     metadata: dict[str, dict[str, Any]] = network.state_dict()._metadata  # type: ignore[attr-defined]
@@ -428,7 +437,10 @@ def versions(network: torch.nn.Module) -> str:
 def record_of(case: Case, networks: Any) -> dict[str, Any]:
     """Return the record of a case."""
     network = case.build(networks)
+    # LightZero's ``get_reward_mean`` raises AttributeError.
+    means = {"mean": network.get_dynamic_mean()} if case.kind == "DynamicsNetwork" else {}
     return {
+        **means,
         "layout": layout(network),
         "parameters": "\n".join(name for name, _ in network.named_parameters()),
         "count": sum(parameter.numel() for parameter in network.parameters()),

@@ -76,6 +76,11 @@ class _View(types.ModuleType):
         else:
             delattr(sys.modules[_torch_name(self.__name__)], name)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # By reference: functions and classes that a pickler writes by value read the name ``nn``. It
+        # knows modules of exactly one type, and cannot write one of another.
+        return importlib.import_module, (self.__name__,)
+
     def __dir__(self) -> list[str]:
         return sorted({*dir(sys.modules[_torch_name(self.__name__)]), *self.__own__})
 

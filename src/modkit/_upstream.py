@@ -33,10 +33,11 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Final, TypeVar, cast
 
 import torch
@@ -129,10 +130,38 @@ def skip_frame(function: FunctionT) -> FunctionT:
     Dynamo skips the file of torch's own call path, so a graph begins at ``forward``, and hooks around
     it run outside. A tag on the code object does the same for ours.
     """
-    frames = cast("Any", torch._C)._dynamo.eval_frame
-    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(function.__code__, strategy)
+    _skip(function.__code__)
     return function
+
+
+def _skip(code: CodeType, calls: str = "DEFAULT") -> None:
+    """Tag a code object, so that dynamo runs it in eager mode; ``calls`` is for what it calls."""
+    frames = cast("Any", torch._C)._dynamo.eval_frame
+    actions = frames._FrameAction
+    frames.set_code_exec_strategy(
+        code, frames._FrameExecStrategy(actions.SKIP, getattr(actions, calls))
+    )
+
+
+def skip_frames(file: ModuleType) -> None:
+    """Let dynamo treat the functions of a file as those of ``torch/nn/modules/module.py``.
+
+    Dynamo traces them where compiled code calls them. Called after a graph break, they run as they are:
+    a frame of its own would be one more graph, and tables of hooks in it would become copies.
+    """
+    members = [*vars(file).values()]
+    for cls in [member for member in members if isinstance(member, type)]:
+        members += vars(cls).values()
+    functions = [member for member in members if isinstance(member, FunctionType)]
+    # A decorator puts a function of its own file in front of the one that it decorates.
+    codes = [inspect.unwrap(function).__code__ for function in functions]
+    codes += [function.__code__ for function in functions]
+
+    while codes:
+        code = codes.pop()
+        if code.co_filename == file.__file__:
+            _skip(code)
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
 def never_compiled(function: FunctionT) -> FunctionT:
@@ -140,9 +169,7 @@ def never_compiled(function: FunctionT) -> FunctionT:
 
     Unlike ``torch.compiler.disable``, it neither imports dynamo nor adds a frame to eager calls.
     """
-    frames = cast("Any", torch._C)._dynamo.eval_frame
-    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    frames.set_code_exec_strategy(function.__code__, strategy)
+    _skip(function.__code__, calls="SKIP")
     cast("Any", function)._torchdynamo_disable = True
     return function
 

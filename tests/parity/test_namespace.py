@@ -1,5 +1,7 @@
+import copy
 import importlib
 import inspect
+import pickle
 import pkgutil
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from torch import nn
 
 import modkit.nn
 from tests.cases import for_each
+from tests.helpers import Implementation
 
 
 VIEWS = ("nn", "nn.modules", "nn.modules.module")
@@ -41,6 +44,15 @@ def test_every_name_is_torchs_own_object() -> None:
 
     assert differing == ["Module", "modules"]
     assert len(names) > 150
+
+
+@pytest.mark.parametrize("view", [*VIEWS, "jit"])
+def test_a_namespace_is_pickled_by_reference(impl: Implementation, view: str) -> None:
+    """A namespace is pickled by its name, and is its own copy."""
+    namespace = impl.submodule(view)
+
+    assert pickle.loads(pickle.dumps(namespace)) is namespace
+    assert copy.deepcopy(namespace) is namespace
 
 
 @pytest.mark.parametrize("view", ["nn.modules", "nn.modules.module"])

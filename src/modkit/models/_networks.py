@@ -442,8 +442,12 @@ class DynamicsNetwork(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def get_dynamic_mean(self) -> float:
-        """Return the mean absolute weight of the first convolution and the residual blocks."""
-        tensors = [self.conv.weight, *self.resblocks.parameters()]
+        """Return the mean absolute weight of the first convolution and the residual blocks.
+
+        A parameter of the activation counts in each block, as in LightZero: the blocks share it.
+        """
+        in_blocks = [tensor for block in self.resblocks for tensor in block.parameters()]
+        tensors = [self.conv.weight, *in_blocks]
         total = sum(tensor.detach().abs().sum(dtype=torch.float64).item() for tensor in tensors)
         return float(total) / sum(tensor.numel() for tensor in tensors)
 

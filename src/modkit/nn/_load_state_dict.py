@@ -32,7 +32,6 @@ from modkit.nn._overrides import (
     methods,
     patchable,
     refuse_cycle,
-    standard,
 )
 
 
@@ -166,7 +165,7 @@ def load_state_dict(
     return load(model, state_dict, strict=strict, assign=assign)
 
 
-@standard
+@patchable
 def _load_from_state_dict(
     self: torch.nn.Module,
     state_dict: dict[str, Any],
@@ -181,13 +180,6 @@ def _load_from_state_dict(
 
     Classes override this to migrate checkpoints of an older version, which ``local_metadata`` holds.
     """
-    if TorchModule._load_from_state_dict is not _TORCH_LOAD:
-        TorchModule._load_from_state_dict(
-            self,
-            *(state_dict, prefix, local_metadata, strict),
-            *(missing_keys, unexpected_keys, error_msgs),
-        )
-        return
     for hook in tuple(self._load_state_dict_pre_hooks.values()):
         hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
     assign = local_metadata.get("assign_to_params_buffers", False)

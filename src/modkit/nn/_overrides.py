@@ -17,6 +17,7 @@ from modkit._upstream import FunctionT, original_methods
 
 
 TorchModule: Final = torch.nn.Module
+is_dynamo_compiling: Final = torch.compiler.is_dynamo_compiling
 
 # The methods whose behaviour the mechanisms know: torch's functions as torch wrote them, and ours.
 STANDARD: Final[set[object]] = {
@@ -35,14 +36,18 @@ def standard(function: FunctionT) -> FunctionT:
 
 
 def patchable(function: FunctionT) -> FunctionT:
-    """Declare a method of ours that calls torch's method of the same name while that is patched."""
+    """Declare a method of ours that leaves to torch's of that name where it is patched or compiled.
+
+    Compiled code has the graphs that it has with torch: dynamo traces torch's method. What it cannot
+    trace it calls, and that is ours.
+    """
     name = function.__name__
     original = original_methods[name]
 
     @functools.wraps(function)
     def method(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         current = getattr(TorchModule, name)
-        if current is not original:
+        if current is not original or is_dynamo_compiling():
             return current(self, *args, **kwargs)
         # A plain call takes half the time of one that unpacks, and most have no arguments.
         return function(self, *args, **kwargs) if args or kwargs else function(self)

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from modkit._messages import text_of
-from modkit._upstream import EXTRA_STATE_KEY, original_methods
+from modkit._upstream import EXTRA_STATE_KEY
 from modkit.nn._hooks import is_public
 from modkit.nn._overrides import (
     StandardClasses,
@@ -16,21 +16,14 @@ from modkit.nn._overrides import (
     methods,
     patchable,
     refuse_cycle,
-    standard,
 )
 
 
-_TORCH_SAVE_TO_STATE_DICT: Final = original_methods["_save_to_state_dict"]
-
-
-@standard
+@patchable
 def _save_to_state_dict(
     self: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool
 ) -> None:
     """Write the parameters, persistent buffers and extra state of one module, not below it."""
-    if TorchModule._save_to_state_dict is not _TORCH_SAVE_TO_STATE_DICT:
-        TorchModule._save_to_state_dict(self, destination, prefix, keep_vars)
-        return
     _save_tensors(self, destination, prefix, keep_vars)
     if type(self).get_extra_state is not TorchModule.get_extra_state:
         destination[prefix + EXTRA_STATE_KEY] = self.get_extra_state()

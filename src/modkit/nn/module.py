@@ -8,22 +8,28 @@ torch, fx, dynamo, TorchScript, FSDP2 or accelerate compare or patch the functio
 
 import sys
 from abc import ABCMeta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from typing_extensions import Protocol
 
+from modkit._upstream import skip_frames
 from modkit.nn import (
     _attributes,
+    _backward_hooks,
     _call,
     _conversion,
     _hooks,
     _load_state_dict,
+    _load_tensor,
+    _overrides,
     _state_dict,
     _traversal,
 )
 from modkit.nn._overrides import TorchModule
 
+
+_ClassT = TypeVar("_ClassT")
 
 if TYPE_CHECKING:
     _ProtocolType = ABCMeta
@@ -31,12 +37,27 @@ else:
     _ProtocolType = type(Protocol)
 
 
+class _NewRegistry:
+    """Reads as a new, empty registry of an abstract class, so no two classes share one."""
+
+    def __get__(self, cls: type | None, metaclass: type) -> Any:
+        return cast("Any", ABCMeta("_Abstract", (), {}))._abc_impl
+
+
 class ModuleType(_ProtocolType):
     """The metaclass of ``Module``: torch's modules count as instances of ``Module``.
 
     It derives from the metaclass of protocols and thereby of abstract classes, so that both mix with
     modules. A user's metaclass derives from ``type(modkit.nn.Module)``.
+
+    A class without an abstract base is made by ``type.__new__``, as fast as torch's and with the same
+    ``isinstance``. It becomes an abstract class by the first call of ``register()``.
     """
+
+    # The functions of ``abc`` read this attribute of every class whose metaclass derives from ABCMeta.
+    # Picklers call them: without it, cloudpickle and dill could not pickle a class by value. What a
+    # metaclass has is found after the attributes of the class and its bases.
+    _abc_impl = _NewRegistry()
 
     if not TYPE_CHECKING:
         # Compared by identity, at C speed: dynamo looks for classes with ``==``, protocols define it.
@@ -78,6 +99,31 @@ class ModuleType(_ProtocolType):
         order.insert(order.index(TorchModule), Module)
         return order
 
+    def register(cls, subclass: type[_ClassT]) -> type[_ClassT]:
+        """Register a virtual subclass, as ``abc.ABCMeta.register`` does.
+
+        A class without an abstract base becomes one, with its bases up to ``Module``. Abstract methods
+        of classes that exist are not enforced.
+
+        Args:
+            subclass: The class that ``issubclass`` and ``isinstance`` then accept.
+
+        Returns:
+            ``subclass``, so that this can decorate a class.
+
+        Raises:
+            AttributeError: This is ``Module``, which in torch is not an abstract class.
+            TypeError: ``subclass`` is not a class.
+            RuntimeError: This class derives from ``subclass``.
+        """
+        if cls is Module:
+            raise AttributeError("type object 'Module' has no attribute 'register'")
+        if "_abc_impl" not in cls.__dict__:
+            for base in cls.__mro__:
+                if isinstance(base, ModuleType) and base is not Module:
+                    _make_abstract(base)
+        return super().register(subclass)
+
     def __instancecheck__(cls, instance: object) -> bool:
         if cls is Module:
             return isinstance(instance, TorchModule)
@@ -91,6 +137,16 @@ class ModuleType(_ProtocolType):
         if "_abc_impl" in cls.__dict__:
             return super().__subclasscheck__(subclass)
         return type.__subclasscheck__(cls, subclass)
+
+
+def _make_abstract(cls: type) -> None:
+    """Give a class that exists a registry of its own, and each class below it, too."""
+    if "_abc_impl" not in cls.__dict__:
+        cast("Any", cls)._abc_impl = ModuleType._abc_impl
+    derived: type
+    for derived in cls.__subclasses__():
+        # The registry of a base would otherwise be read as that of the derived class.
+        _make_abstract(derived)
 
 
 class Module(torch.nn.Module, metaclass=ModuleType):
@@ -157,3 +213,10 @@ class Module(torch.nn.Module, metaclass=ModuleType):
         load_state_dict = _load_state_dict.method
         _save_to_state_dict = _state_dict._save_to_state_dict
         _load_from_state_dict = _load_state_dict._load_from_state_dict
+
+
+for _file in (
+    *(_attributes, _backward_hooks, _call, _conversion, _hooks, _load_state_dict, _load_tensor),
+    *(_overrides, _state_dict, _traversal),
+):
+    skip_frames(_file)

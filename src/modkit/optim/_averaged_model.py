@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import update_wrapper
 from typing import Any, Generic, TypeAlias, TypeGuard, cast
 
 import torch
@@ -58,6 +59,8 @@ class AveragingFunction:
         self.name, self.decay = name, decay
         self._arguments = () if "swa" in name else (decay,)
         self._function = getattr(torch.optim.swa_utils, name)(*self._arguments)
+        # The name and the signature of torch's, which loggers and configuration tools show.
+        update_wrapper(self, self._function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)

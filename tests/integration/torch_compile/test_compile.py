@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
-from tests.capabilities import graphs_read_sets
 from tests.helpers import Implementation, freeze
 from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net
 from tests.integration.torch_compile.dynamo import Recorder, compiled_tests
@@ -216,8 +215,6 @@ def creators(nn: ModuleType) -> dict[str, Callable[[Tensor], Tensor]]:
 @pytest.mark.parametrize("creator", creators(torch.nn))
 def test_module_is_created_inside(creator: str) -> None:
     """A module that is built, changed and called inside the compiled function works."""
-    if creator == "mode" and not graphs_read_sets():
-        pytest.skip("test_modules_are_walked_in_a_graph shows the difference")
 
     def scenario(impl: Implementation) -> tuple[Tensor, int, int]:
         function, batch = creators(impl.nn)[creator], make_batch("free")
@@ -253,13 +250,6 @@ WALKS: Final[dict[str, Callable[[torch.nn.Module], Tensor]]] = {
 }
 
 
-# Those that visit modules below the children.
-WALKS_OF_ALL = (
-    *("parameters", "named_parameters", "buffers", "named_buffers"),
-    *("modules", "named_modules", "requires_grad"),
-)
-
-
 def test_modules_are_walked_in_a_graph(impl: Implementation) -> None:
     """A compiled function can list the modules of a network without breaking the graph."""
     net, walk = make_net(impl.nn, "free"), WALKS["modules"]
@@ -271,8 +261,6 @@ def test_modules_are_walked_in_a_graph(impl: Implementation) -> None:
 @pytest.mark.parametrize("walk", WALKS)
 def test_traversal_inside(walk: str) -> None:
     """A compiled function that walks over the module's members sees what an eager one sees."""
-    if walk in WALKS_OF_ALL and not graphs_read_sets():
-        pytest.skip("test_modules_are_walked_in_a_graph shows the difference")
 
     def scenario(impl: Implementation) -> tuple[Tensor, int, int]:
         net = make_net(impl.nn, "free")

@@ -9,7 +9,6 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 
-from tests.capabilities import graphs_read_sets
 from tests.helpers import Implementation, freeze, seed_everything
 from tests.integration.networks import agree, make_batch, make_net
 from tests.integration.torch_compile.dynamo import compiled_tests
@@ -290,8 +289,6 @@ SCENARIOS: Final = (
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_scenario(scenario: Callable[[ModuleType, Watch], None]) -> None:
     """Values, graphs, graph breaks, frames and recompilations are those of torch."""
-    if scenario in (iteration, functional_call) and not graphs_read_sets():
-        pytest.skip("test_modules_are_walked_in_a_graph shows the difference")
 
     def watched(impl: Implementation) -> dict[str, Any]:
         watch = Watch()

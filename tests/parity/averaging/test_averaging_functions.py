@@ -1,10 +1,12 @@
+import copy
+import inspect
 import pickle
 
 import pytest
 import torch
 
 from tests.cases import for_each
-from tests.helpers import TORCH, Implementation, same
+from tests.helpers import MODKIT, TORCH, Implementation, same
 from tests.parity.averaging.networks import one_weight
 
 
@@ -41,6 +43,37 @@ def called(impl: Implementation, name: str, averaged, current, count):
     tensors = [averaged, averaged.clone()]
     result = made(impl, name)(tensors, [current, current * 2], count)
     return result, tensors
+
+
+@for_each("name", FUNCTIONS)
+def test_functions_have_the_names_of_torch(name: str) -> None:
+    """Name, qualified name, module, docstring and signature equal torch's."""
+
+    def scenario(impl: Implementation):
+        function = made(impl, name)
+        names = (function.__name__, function.__qualname__, function.__module__, function.__doc__)
+        return names, str(inspect.signature(function)), inspect.unwrap(function).__code__.co_name
+
+    assert same(scenario)[0] == "returned"
+
+
+@for_each("way", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+@for_each("name", FUNCTIONS)
+def test_copies_have_the_names_too(name: str, way) -> None:
+    """A copy equals its original, and has its name and signature."""
+    function = made(MODKIT, name)
+    copied = way(function)
+
+    assert copied == function
+    assert hash(copied) == hash(function)
+    assert copied.__qualname__ == function.__qualname__
+    assert inspect.signature(copied) == inspect.signature(function)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_functions(impl: Implementation, name: str) -> None:
+    """``inspect`` takes an averaging function for a function."""
+    assert inspect.isfunction(made(impl, name))
 
 
 @for_each("count", [0, 1, 7, torch.tensor(0), torch.tensor(7)])

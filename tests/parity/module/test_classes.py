@@ -374,6 +374,113 @@ def test_abcmeta_as_the_metaclass(impl: Implementation) -> None:
     assert issubclass(Base, impl.Module)
 
 
+def test_register_with_abcmeta_as_the_metaclass(impl: Implementation) -> None:
+    """``register`` makes a class count as a virtual subclass, and its subclasses and instances too."""
+
+    class Base(impl.Module, metaclass=abc.ABCMeta):
+        pass
+
+    class Middle(Base):
+        pass
+
+    class Sibling(Base):
+        pass
+
+    class Derived(Middle):
+        pass
+
+    @Middle.register
+    class Virtual:
+        pass
+
+    class BelowVirtual(Virtual):
+        pass
+
+    Derived.register(torch.nn.Linear)
+    layer, net = torch.nn.Linear(1, 1), Derived()
+
+    assert Virtual.__name__ == "Virtual"
+    for cls in (Virtual, BelowVirtual):
+        assert [issubclass(cls, each) for each in (Base, Middle)] == [True, True]
+        assert [isinstance(cls(), each) for each in (Base, Middle)] == [True, True]
+        assert [issubclass(cls, each) for each in (Sibling, Derived)] == [False, False]
+        assert not issubclass(cls, impl.Module)
+    assert [isinstance(layer, each) for each in (Base, Middle, Derived)] == [True, True, True]
+    assert not isinstance(layer, Sibling)
+    assert [isinstance(net, each) for each in (Base, Middle, Derived)] == [True, True, True]
+    assert not isinstance(net, Sibling)
+
+
+def test_a_registration_changes_later_checks(impl: Implementation) -> None:
+    """A class that was refused before is accepted, by abstract classes that remember it too."""
+
+    class Base(impl.Module, abc.ABC):
+        pass
+
+    class Derived(Base, metaclass=abc.ABCMeta):
+        pass
+
+    class Other(impl.Module, metaclass=abc.ABCMeta):
+        pass
+
+    class Virtual:
+        pass
+
+    classes = (Base, Derived, Other)
+    before = [isinstance(Virtual(), each) for each in classes]
+    Derived.register(Virtual)
+    between = [isinstance(Virtual(), each) for each in classes]
+    Other.register(Virtual)
+
+    assert before == [False, False, False]
+    assert between == [True, True, False]
+    assert [isinstance(Virtual(), each) for each in classes] == [True, True, True]
+
+
+def test_a_registration_holds_for_one_class(impl: Implementation) -> None:
+    """Classes without a common base of their own do not share a registry, made before or after."""
+
+    class Registering(impl.Module, metaclass=abc.ABCMeta):
+        pass
+
+    class Before(impl.Module, metaclass=abc.ABCMeta):
+        pass
+
+    class BelowBefore(Registering):
+        pass
+
+    Registering.register(int)
+
+    class After(impl.Module, metaclass=abc.ABCMeta):
+        pass
+
+    class BelowAfter(Registering):
+        pass
+
+    assert issubclass(int, Registering)
+    for cls in (Before, BelowBefore, After, BelowAfter):
+        assert not issubclass(int, cls)
+        assert [*abc._get_dump(cls)[0]] == []
+
+
+@for_each("refused", ["not a class", "a class above it", "by Module"])
+def test_registrations_that_are_refused(refused):
+    """``register`` takes classes that it does not derive from, and Module has no such method."""
+
+    def scenario(impl):
+        class Base(impl.Module, metaclass=abc.ABCMeta):
+            pass
+
+        class Derived(Base):
+            pass
+
+        if refused == "by Module":
+            return impl.Module.register(int)
+        return Derived.register(3 if refused == "not a class" else Base)
+
+    assert same(scenario)[0] == "raised"
+
+
 def test_super_of_module_sets_plain_attributes(impl: Implementation) -> None:
     """``super(nn.Module, self).__setattr__`` keeps a module out of the children."""
 

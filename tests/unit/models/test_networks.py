@@ -6,7 +6,8 @@ import torch
 
 import modkit
 from modkit import models, nn
-from tests.efficientzero import CASES, scramble, small, tensors_in
+from tests.cases import for_each
+from tests.efficientzero import CASES, mean_of_dynamics, scramble, small, tensors_in
 from tests.integration.torchscript import scripted_tests
 
 
@@ -111,19 +112,16 @@ def test_given_activation_is_used_as_it_is():
 # --- weights --------------------------------------------------------------------------------------
 
 
-def test_mean_of_the_dynamics(network):
-    """It is that of the first convolution and all parameters of the blocks."""
-    tensors = [network.conv.weight, *network.resblocks.parameters()]
-    expected = torch.cat([tensor.detach().abs().flatten() for tensor in tensors]).double().mean()
+@for_each("activation", [nn.ReLU(), nn.PReLU(), nn.PReLU(11), nn.Softplus()])
+@for_each("num_res_blocks", [0, 1, 2, 3])
+@for_each("norm_type", ["BN", "LN"])
+def test_mean_of_the_dynamics(activation, num_res_blocks, norm_type):
+    """It goes block by block, so a parameter of the activation that they share counts in each."""
+    options = {"activation": activation, "num_res_blocks": num_res_blocks, "norm_type": norm_type}
+    net = small(**options).build(models)
+    scramble(net)
 
-    assert network.get_dynamic_mean() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_mean_of_the_dynamics_without_blocks():
-    """Without blocks it is that of the first convolution."""
-    net = small(num_res_blocks=0).build(models)
-
-    assert net.get_dynamic_mean() == pytest.approx(net.conv.weight.abs().mean().item(), rel=1e-6)
+    assert net.get_dynamic_mean() == pytest.approx(mean_of_dynamics(net), rel=1e-12)
 
 
 def test_first_value_prefix_is_zero():

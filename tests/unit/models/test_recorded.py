@@ -6,7 +6,15 @@ import torch
 
 from modkit import models
 from tests.cases import for_each
-from tests.efficientzero import CASES, kernels, layout, runs, summary, versions
+from tests.efficientzero import (
+    CASES,
+    kernels,
+    layout,
+    mean_of_dynamics,
+    runs,
+    summary,
+    versions,
+)
 
 
 RECORD = Path(__file__).resolve().parents[2] / "data" / "efficientzero.pt"
@@ -73,6 +81,26 @@ def test_numbers(name, record):
     assert actual.keys() == expected.keys()
     for run, results in actual.items():
         assert_as_recorded(results, expected[run], exact=record["same_kernels"])
+
+
+@for_each("name", [name for name, case in CASES.items() if case.kind == "DynamicsNetwork"])
+def test_mean_of_the_dynamics(name, record):
+    """The mean of the absolute weights is LightZero's."""
+    network = CASES[name].build(models)
+
+    expected = record["cases"][name]["mean"]
+    assert network.get_dynamic_mean() == pytest.approx(expected, rel=1e-6)
+    assert mean_of_dynamics(network) == pytest.approx(expected, rel=1e-6)
+
+
+def test_every_public_method_is_compared():
+    """Each method of a network is recorded; LightZero's method for the reward head raises."""
+    classes = [value for value in vars(models).values() if isinstance(value, type)]
+    public = {name for cls in classes for name in vars(cls) if not name.startswith("_")}
+    methods = {name for cls in classes for name in public if callable(getattr(cls, name, None))}
+    called = {method for case in CASES.values() for method in case.methods} - {"__call__"}
+
+    assert methods == {"forward", "get_dynamic_mean", "get_reward_mean", *called}
 
 
 def test_checkpoint(record):

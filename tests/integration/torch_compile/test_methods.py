@@ -1,0 +1,190 @@
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+import modkit.nn
+from tests.cases import for_each
+from tests.helpers import Implementation
+from tests.integration.networks import agree
+from tests.integration.torch_compile.dynamo import compiled_tests
+
+
+pytestmark = [
+    *compiled_tests,
+    pytest.mark.filterwarnings("ignore:Using a non-full backward hook when"),
+]
+
+Net = Any
+Call = Callable[[ModuleType, Net], Any]
+
+
+def hook(*args: Any) -> None:
+    """Do nothing, as a hook of any kind."""
+
+
+def swap_parameter(nn: ModuleType, net: Net) -> None:
+    """Delete a parameter, and assign another one."""
+    del net.inner.w
+    net.inner.w = nn.Parameter(torch.zeros(2))
+
+
+# Calls in compiled code, by the method that they are about.
+CALLS: Final[dict[str, tuple[Call, ...]]] = {
+    "__init__": (lambda nn, net: nn.Module().training,),
+    "__call__": (lambda nn, net: net.inner(torch.ones(2)),),
+    "__setattr__": (
+        lambda nn, net: setattr(net, "flag", 1),
+        lambda nn, net: setattr(net, "child", nn.ReLU()),
+        lambda nn, net: setattr(net.inner, "b", torch.zeros(2)),
+    ),
+    "__delattr__": (swap_parameter,),
+    "__setstate__": (lambda nn, net: net.__setstate__({}),),
+    "register_parameter": (
+        lambda nn, net: net.register_parameter("p", None),
+        lambda nn, net: net.register_parameter("p", nn.Parameter(torch.ones(2))),
+    ),
+    "register_buffer": (lambda nn, net: net.register_buffer("q", torch.ones(2)),),
+    "add_module": (lambda nn, net: net.add_module("m", nn.ReLU()),),
+    "set_submodule": (lambda nn, net: net.set_submodule("layer", nn.Linear(2, 2)),),
+    "named_modules": (
+        lambda nn, net: [name for name, _ in net.named_modules()],
+        lambda nn, net: [name for name, _ in net.named_modules(remove_duplicate=False)],
+    ),
+    "modules": (lambda nn, net: [module.training for module in net.modules()],),
+    "named_children": (lambda nn, net: [name for name, _ in net.named_children()],),
+    "named_parameters": (
+        lambda nn, net: [name for name, _ in net.named_parameters()],
+        lambda nn, net: [name for name, _ in net.named_parameters("x", recurse=False)],
+    ),
+    "parameters": (lambda nn, net: [parameter * 2 for parameter in net.parameters()],),
+    "named_buffers": (lambda nn, net: [(name, b * 2) for name, b in net.named_buffers()],),
+    "apply": (lambda nn, net: net.apply(hook) is net,),
+    "train": (lambda nn, net: net.train(mode=False) is net, lambda nn, net: net.eval() is net),
+    "_apply": (lambda nn, net: net._apply(lambda tensor: tensor * 1) is net,),
+    "to": (
+        lambda nn, net: net.to(torch.float64) is net,
+        lambda nn, net: net.to("cpu") is net,
+        lambda nn, net: net.to_empty(device="cpu") is net,
+        lambda nn, net: net.type(torch.float64) is net,
+        lambda nn, net: net.cpu() is net,
+        lambda nn, net: net.share_memory() is net,
+        lambda nn, net: net.requires_grad_(requires_grad=False) is net,
+        lambda nn, net: net.zero_grad(),
+    ),
+    "float": (lambda nn, net: net.float() is net,),
+    "double": (lambda nn, net: net.double() is net,),
+    "half": (lambda nn, net: net.half() is net,),
+    "bfloat16": (lambda nn, net: net.bfloat16() is net,),
+    "state_dict": (lambda nn, net: {k: v * 1 for k, v in net.state_dict().items()},),
+    "_save_to_state_dict": (lambda nn, net: net._save_to_state_dict({}, "", keep_vars=False),),
+    "load_state_dict": (
+        lambda nn, net: str(net.load_state_dict(net.state_dict())),
+        lambda nn, net: str(net.load_state_dict({}, strict=False)),
+        lambda nn, net: str(net.load_state_dict(net.state_dict(), assign=True)),
+    ),
+    "_load_from_state_dict": (
+        lambda nn, net: net.inner._load_from_state_dict(
+            net.inner.state_dict(),
+            "",
+            {},
+            strict=True,
+            missing_keys=[],
+            unexpected_keys=[],
+            error_msgs=[],
+        ),
+    ),
+}
+HOOKS: Final = (
+    *("register_forward_hook", "register_forward_pre_hook"),
+    *("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"),
+    *("register_state_dict_pre_hook", "register_state_dict_post_hook", "_register_state_dict_hook"),
+    *("register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"),
+)
+
+
+def make_network(nn: ModuleType) -> Net:
+    """Return a network with a layer, and a module of the user's with a buffer."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2))
+            self.register_buffer("b", torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.w + self.b
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(self.layer(x))
+
+    return Net()
+
+
+def compile_and_describe(
+    impl: Implementation, body: Callable[[Net, Tensor], Any]
+) -> tuple[Any, ...]:
+    """Return the result, the number of graphs and their operations, and the network's members."""
+    torch._dynamo.reset()
+    net, counter = make_network(impl.nn), CompileCounter()
+    result = torch.compile(body, backend=counter)(net, torch.ones(2))
+    members = [
+        (name, tuple(value.shape), str(value.dtype)) for name, value in net.state_dict().items()
+    ]
+    hooks = {name: len(table) for name, table in vars(net).items() if "hooks" in name and table}
+    return result, counter.frame_count, counter.op_count, members, net.training, hooks
+
+
+def test_every_override_is_called_in_compiled_code() -> None:
+    """Each method that ``modkit.nn.Module`` has in place of torch's has a test below."""
+    mine, theirs = vars(modkit.nn.Module), vars(torch.nn.Module)
+    overridden = {name for name in mine if isinstance(theirs.get(name), FunctionType)}
+
+    assert overridden - set(HOOKS) == set(CALLS)
+
+
+@for_each("method, number", [(name, i) for name, calls in CALLS.items() for i in range(len(calls))])
+def test_methods_in_compiled_code(method: str, number: int) -> None:
+    """A method in compiled code returns what torch's does, with the graphs of torch's."""
+    call = CALLS[method][number]
+
+    def scenario(impl: Implementation) -> tuple[Any, ...]:
+        def body(net: Net, x: Tensor) -> Any:
+            x = x + 1
+            result = call(impl.nn, net)
+            return x * 2, result
+
+        return compile_and_describe(impl, body)
+
+    agree(scenario)
+
+
+@for_each("existing", [True, False])
+@for_each("method", HOOKS)
+def test_hooks_are_registered_in_compiled_code(method: str, existing: bool) -> None:
+    """A hook is registered on a module from outside, or on one that compiled code makes."""
+
+    def scenario(impl: Implementation) -> tuple[Any, ...]:
+        def body(net: Net, x: Tensor) -> Any:
+            module = net if existing else impl.Module()
+            handle = getattr(module, method)(lambda *_: None)
+            result = net(x + 1)
+            handle.remove()
+            getattr(net, method)(lambda *_: None)
+            return result * 2
+
+        return compile_and_describe(impl, body)
+
+    *_, hooks = agree(scenario)
+
+    assert sum(hooks.values()) == 1
