@@ -1,6 +1,9 @@
 import re
 from pathlib import Path
 
+import modkit
+from modkit._messages import install_extra
+
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,10 +26,25 @@ def test_hooks_mirror_the_lint_session():
 
 
 def test_one_version_everywhere():
-    """The version is equal in pyproject.toml and CITATION.cff, with its date in CHANGELOG.md."""
-    version = re.search(r'^version = "(.*)"', read("pyproject.toml"), re.MULTILINE)[1]
+    """The version of the code is that of CITATION.cff, with its date in CHANGELOG.md."""
     cited = re.search(r"^version: (.*)", read("CITATION.cff"), re.MULTILINE)[1]
     date = re.search(r"^date-released: (.*)", read("CITATION.cff"), re.MULTILINE)[1]
 
-    assert version == cited
-    assert f"\n## {version} ({date})\n" in read("CHANGELOG.md")
+    assert modkit.__version__ == cited
+    assert f"\n## {cited} ({date})\n" in read("CHANGELOG.md")
+
+
+def test_hints_name_extras_that_exist():
+    """Every extra that an error names is one of pyproject.toml, and is installed from a checkout."""
+    extras = re.search(
+        r"\[project.optional-dependencies\]\n(.*?)\n\n", read("pyproject.toml"), re.DOTALL
+    )
+    named = [
+        extra
+        for file in (ROOT / "src").rglob("*.py")
+        for extra in re.findall(r"install_extra\(['\"](\w+)", file.read_text(encoding="utf-8"))
+    ]
+
+    assert {"cli", "plot", "lightning", "transformers"} <= set(named)
+    assert set(named) <= set(re.findall(r"^(\w+) = ", extras[1], re.MULTILINE))
+    assert 'python -m pip install ".[cli]"' in install_extra("cli")
