@@ -1,16 +1,34 @@
 import re
+import subprocess
 from pathlib import Path
+
+import pytest
 
 import modkit
 from modkit._messages import install_extra
 
 
 ROOT = Path(__file__).resolve().parents[2]
+# Each would lead to an account, site or package of that name, and none of them is this project's.
+STRANGERS = re.compile(
+    r"github\.com/modkit|readthedocs|https?://[^\s)]*modkit|pip install\b.*\bmodkit|modkit\[(?![-\d])"
+)
+# The documentation of mutmut.
+NO_STRANGERS = ("https://mutmut.readthedocs.io/",)
 
 
 def read(name):
     """Return the text of a file in the root."""
     return (ROOT / name).read_text(encoding="utf-8")
+
+
+def tracked_files():
+    """Return the names of the files in the repository; skip in an unpacked sdist."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout")
+    command = ["git", "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
+    return listed.stdout.split("\0")[:-1]
 
 
 def test_hooks_mirror_the_lint_session():
@@ -32,6 +50,20 @@ def test_one_version_everywhere():
 
     assert modkit.__version__ == cited
     assert f"\n## {cited} ({date})\n" in read("CHANGELOG.md")
+
+
+def test_nothing_leads_to_strangers():
+    """No file has an address or an install command of a project that is not this one."""
+    found = []
+    for name in tracked_files():
+        # Bytes that are not text, as in a checkpoint, stay as they are.
+        text = (ROOT / name).read_text(encoding="utf-8", errors="surrogateescape")
+        for known in NO_STRANGERS:
+            text = text.replace(known, "")
+        if name != Path(__file__).relative_to(ROOT).as_posix():
+            found += [f"{name}: {one}" for one in STRANGERS.findall(text)]
+
+    assert found == []
 
 
 def test_hints_name_extras_that_exist():
