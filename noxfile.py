@@ -331,14 +331,14 @@ def build(session: nox.Session) -> None:
 @nox.session(default=False, venv_backend="uv|virtualenv", reuse_venv=False)
 def wheel(session: nox.Session) -> None:
     """Install the wheel of `nox -s build` into a new environment, and run each command."""
-    file = next((ROOT / "dist").glob("modkit-*.whl"), None)
+    file = next((ROOT / "dist").glob("torch_modkit-*.whl"), None)
     if file is None:
         session.error("dist/ has no wheel: run `nox -s build` first")
     pins = ("--constraint", f"{CONSTRAINTS}")
     session.chdir(session.create_tmp())
     session.install(*pins, f"{file}")
     refused = session.run("modkit", "--version", silent=True, success_codes=[1])
-    if "modkit[cli]" not in str(refused):
+    if "[cli]" not in str(refused):
         session.error(f"the missing extra is not named: {refused}")
     session.install(*pins, f"{file}[cli]")
     session.run("python", "-c", WRITE_CHECKPOINTS)

@@ -35,6 +35,23 @@ def name_pages_of_torch(*arguments: Any) -> None:
     lines[:] = [re.sub(r":ref:`([\w-]+)-doc`", r"torch's page ``\1``", line) for line in lines]
 
 
+def link_to_pages(app: Any, path: Any, page: str, content: list[str]) -> None:
+    """Turn links of an included page, which are right in a checkout, into links between pages.
+
+    The README is included as ``index``, and ``CHANGELOG.md`` as ``changelog``.
+    """
+    pages = {f"{name}.md" for name in app.env.found_docs}
+
+    def link(match: re.Match[str]) -> str:
+        target = match[1].removeprefix("docs/")
+        name = target.partition("#")[0]
+        page = next((one for one in (name, name.lower()) if one in pages), f"../{name}")
+        return f"]({page}{target.removeprefix(name)})"
+
+    content[0] = re.sub(r"\]\((?!https?:|#)([^)]+)\)", link, content[0])
+
+
 def setup(app: Any) -> None:
-    """Enter the function above in Sphinx."""
+    """Enter the functions above in Sphinx."""
     app.connect("autodoc-process-docstring", name_pages_of_torch)
+    app.connect("include-read", link_to_pages)

@@ -1,6 +1,6 @@
 """The table of losses in docs/averaging.md, from docs/curves.json; docs/figures.py draws the curves.
 
-python docs/render_curves.py --measure   # train first: some minutes; needs modkit[demo], transformers
+python docs/render_curves.py --measure   # train first: some minutes; needs the extra demo, and transformers
 """
 
 import importlib

@@ -8,7 +8,6 @@ from render_peers import features
 from render_suites import totals
 
 
-SITE = "https://modkit.readthedocs.io/en/latest/"
 LIBRARIES = ["modkit", "torch", "timm", "diffusers", "ema-pytorch", "Lightning"]
 FEATURES = [
     "updates match parameters by name",
@@ -22,16 +21,16 @@ FEATURES = [
 ]
 REASONS = """\
 **Nothing breaks.** `modkit.nn.Linear is torch.nn.Linear`, and so is every other name except `nn.Module`. The test suites
-of {suites} third-party libraries run on both: [{tests:,} tests, {differ} differ]({site}compatibility.html), each with a
-known cause. {cases} behaviors are compared bitwise; deliberate differences are [listed]({site}parity.html).
+of {suites} third-party libraries run on both: [{tests:,} tests, {differ} differ](docs/compatibility.md), each with a
+known cause. {cases} behaviors are compared bitwise; deliberate differences are [listed](docs/parity.md).
 
 **Weight averaging that is hard to get wrong**, in your loop, in Lightning and transformers, under DDP and FSDP2. Each
-cell is the [result of a test]({site}comparison.html):
+cell is the [result of a test](docs/comparison.md):
 
 **Less overhead.** Loading is O(n), not O(n²): 3,000 sibling layers load in {siblings} instead of {siblings_torch}.
 `load_checkpoint()` verifies checksums and reads 5,460 tensors in {checkpoint:.0%} of the time of `torch.load()`.
 `fast_inference` runs an MLP in {mlp:.0%} and an RL actor-critic in {critic:.0%} of torch's time, bitwise identical. [All
-figures]({site}benchmarks.html), the slowest first."""
+figures](docs/benchmarks.md), the slowest first."""
 
 
 def milliseconds(seconds: float) -> str:
@@ -48,7 +47,6 @@ def blocks() -> dict[str, str]:
     wide = rows["load_state_dict(), 3,000 siblings"]
     table = re.sub("^", "   ", features(LIBRARIES, FEATURES), flags=re.MULTILINE)
     figures = {
-        "site": SITE,
         "suites": len(found),
         "tests": tests,
         "differ": differ,

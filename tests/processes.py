@@ -1,11 +1,13 @@
 """Processes forked from one that has imported torch, since the import takes longer than most tests."""
 
+import ctypes
+import gc
 import io
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
+import types
 from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,9 @@ def python(
     timeout: float = 120.0,
 ) -> "subprocess.CompletedProcess[str]":
     """Run code, or a script, as the main module of another process, and return what it printed.
+
+    Code that runs to its end is followed by the exit of an interpreter: modules are cleared, and what
+    fails then is printed.
 
     Args:
         code: The code, or the path of a script.
@@ -75,7 +80,17 @@ def _main(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    if isinstance(code, Path):
-        runpy.run_path(str(code), run_name="__main__")
-    else:
-        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    # Collecting the modules that are preloaded would take most of the time of the exit.
+    gc.freeze()
+    source = code.read_text(encoding="utf-8") if isinstance(code, Path) else code
+    _run_as_main(source, line[0])
+    # Processes of multiprocessing end without clearing their modules.
+    ctypes.pythonapi.Py_Exit(0)
+
+
+def _run_as_main(source: str, file: str) -> None:
+    """Run code in a new main module, which nothing else holds afterwards."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if file != "-c":
+        main.__file__ = file
+    exec(compile(source, file, "exec"), vars(main))

@@ -9,6 +9,8 @@ from modkit.fast_inference import fast_inference as fast_inference
 from modkit.nn._load_state_dict import load_state_dict as load_state_dict
 
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from modkit import (
         distributed as distributed,

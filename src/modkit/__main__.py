@@ -3,12 +3,15 @@
 import importlib.util
 import sys
 
+from modkit._messages import install_extra
+
 
 def main() -> None:
     """Run the command line, or exit with an error if the extra ``cli`` is not installed."""
     missing = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
     if missing:
-        sys.exit(f"Error: the command line needs {' and '.join(missing)}: pip install modkit[cli]")
+        names = " and ".join(missing)
+        sys.exit(f"Error: the command line needs {names}. {install_extra('cli')}")
     from modkit.cli._commands import commands
 
     commands(prog_name="python -m modkit" if sys.argv[0].endswith("__main__.py") else "modkit")

@@ -28,6 +28,18 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
 
 
+def install_extra(extra: str) -> str:
+    """Return how to install one of modkit's extras.
+
+    Never by a name: on the package index, the name modkit belongs to another project, whose files
+    would replace ours.
+    """
+    return (
+        f'In a checkout of modkit, run `python -m pip install ".[{extra}]"`; with a wheel of it, '
+        f'`python -m pip install "PATH_OF_THE_WHEEL[{extra}]"`.'
+    )
+
+
 MSG_CYCLE: Final = "maximum recursion depth exceeded: the module {name} contains itself"
 
 MSG_REBIND: Final = "If the model has changed on purpose, call EMA.rebind() and go on."

@@ -1,7 +1,10 @@
 import importlib
+import importlib.util
 import sys
 
 import pytest
+
+from modkit._messages import install_extra
 
 
 @pytest.mark.parametrize("package", ["accelerate", "transformers"])
@@ -11,8 +14,23 @@ def test_transformers_is_missing(monkeypatch: pytest.MonkeyPatch, package: str) 
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "modkit.integrations.transformers", raising=False)
 
-    with pytest.raises(
-        ModuleNotFoundError, match=r"pip install 'modkit\[transformers\]'"
-    ) as caught:
+    with pytest.raises(ModuleNotFoundError) as caught:
         importlib.import_module("modkit.integrations.transformers")
+    assert caught.value.msg == (
+        "modkit.integrations.transformers needs transformers 5 or later and accelerate. "
+        + install_extra("transformers")
+    )
     assert caught.value.name in {"accelerate", "transformers"}
+
+
+def test_lightning_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Lightning, the error says how to install it."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.delitem(sys.modules, "modkit.integrations.lightning", raising=False)
+
+    with pytest.raises(ModuleNotFoundError) as caught:
+        importlib.import_module("modkit.integrations.lightning")
+    assert caught.value.msg == (
+        f"modkit.integrations.lightning needs Lightning 2.6 or later. {install_extra('lightning')}"
+    )
+    assert caught.value.name == "lightning"

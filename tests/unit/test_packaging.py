@@ -1,13 +1,34 @@
 import re
+import subprocess
 from pathlib import Path
+
+import pytest
+
+import modkit
+from modkit._messages import install_extra
 
 
 ROOT = Path(__file__).resolve().parents[2]
+# Each would lead to an account, site or package of that name, and none of them is this project's.
+STRANGERS = re.compile(
+    r"github\.com/modkit|readthedocs|https?://[^\s)]*modkit|pip install\b.*\bmodkit|modkit\[(?![-\d])"
+)
+# The documentation of mutmut.
+NO_STRANGERS = ("https://mutmut.readthedocs.io/",)
 
 
 def read(name):
     """Return the text of a file in the root."""
     return (ROOT / name).read_text(encoding="utf-8")
+
+
+def tracked_files():
+    """Return the names of the files in the repository; skip in an unpacked sdist."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout")
+    command = ["git", "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
+    return listed.stdout.split("\0")[:-1]
 
 
 def test_hooks_mirror_the_lint_session():
@@ -23,10 +44,39 @@ def test_hooks_mirror_the_lint_session():
 
 
 def test_one_version_everywhere():
-    """The version is equal in pyproject.toml and CITATION.cff, with its date in CHANGELOG.md."""
-    version = re.search(r'^version = "(.*)"', read("pyproject.toml"), re.MULTILINE)[1]
+    """The version of the code is that of CITATION.cff, with its date in CHANGELOG.md."""
     cited = re.search(r"^version: (.*)", read("CITATION.cff"), re.MULTILINE)[1]
     date = re.search(r"^date-released: (.*)", read("CITATION.cff"), re.MULTILINE)[1]
 
-    assert version == cited
-    assert f"\n## {version} ({date})\n" in read("CHANGELOG.md")
+    assert modkit.__version__ == cited
+    assert f"\n## {cited} ({date})\n" in read("CHANGELOG.md")
+
+
+def test_nothing_leads_to_strangers():
+    """No file has an address or an install command of a project that is not this one."""
+    found = []
+    for name in tracked_files():
+        # Bytes that are not text, as in a checkpoint, stay as they are.
+        text = (ROOT / name).read_text(encoding="utf-8", errors="surrogateescape")
+        for known in NO_STRANGERS:
+            text = text.replace(known, "")
+        if name != Path(__file__).relative_to(ROOT).as_posix():
+            found += [f"{name}: {one}" for one in STRANGERS.findall(text)]
+
+    assert found == []
+
+
+def test_hints_name_extras_that_exist():
+    """Every extra that an error names is one of pyproject.toml, and is installed from a checkout."""
+    extras = re.search(
+        r"\[project.optional-dependencies\]\n(.*?)\n\n", read("pyproject.toml"), re.DOTALL
+    )
+    named = [
+        extra
+        for file in (ROOT / "src").rglob("*.py")
+        for extra in re.findall(r"install_extra\(['\"](\w+)", file.read_text(encoding="utf-8"))
+    ]
+
+    assert {"cli", "plot", "lightning", "transformers"} <= set(named)
+    assert set(named) <= set(re.findall(r"^(\w+) = ", extras[1], re.MULTILINE))
+    assert 'python -m pip install ".[cli]"' in install_extra("cli")

@@ -9,6 +9,7 @@ import pytest
 
 import modkit
 from tests.cases import for_each
+from tests.processes import python
 
 
 # The names of each public namespace; the two that show torch's names have some of their own.
@@ -95,3 +96,27 @@ def test_old_paths_load() -> None:
     old = b"cmodkit.averaging.ema\nEMA\n."
 
     assert pickle.loads(old) is modkit.EMA
+
+
+def test_importing_modkit_does_not_modify_torch() -> None:
+    """The names in torch's modules and in ``Module`` stay; modkit adds modules and a finder of its own."""
+    code = """
+import sys
+import torch
+
+def torchs():
+    found = {n: dict(vars(m)) for n, m in list(sys.modules.items()) if n.split(".")[0] == "torch"}
+    return {**found, "class Module": dict(vars(torch.nn.Module))}
+
+known, before, finders = set(sys.modules), torchs(), len(sys.meta_path)
+import modkit
+after = torchs()
+print({
+    f"{module}.{name}" for module, names in before.items() for name in {*names, *after[module]}
+    if after[module].get(name) is not names.get(name)
+    and f"{module}.{name}" not in sys.modules  # a part of torch that was not loaded before
+})
+print({name.split(".")[0] for name in set(sys.modules) - known} - {"torch"}, len(sys.meta_path) - finders)
+"""
+
+    assert python(code).stdout.splitlines() == ["set()", "{'modkit'} 1"]

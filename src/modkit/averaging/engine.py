@@ -264,9 +264,10 @@ class Cache:
 
 
 def _clear(cache: weakref.ref[Cache], _: object) -> None:
+    # No global name: as the interpreter exits, those of this module may be None before the model dies.
     found = cache()
     if found is not None:
-        vars(found).update(vars(Cache()))
+        found._value = found._key = found._model = None
 
 
 class Engine:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from typing_extensions import override
 
+from modkit._messages import install_extra
 from modkit._namespace import publish
 
 
@@ -357,7 +358,7 @@ def plot(
     *,
     axes: "Axes | None" = None,
 ) -> "Figure":
-    """Plot the :func:`profile` of schedules, relative to the equal average (extra ``modkit[plot]``).
+    """Plot the :func:`profile` of schedules, relative to the equal average (extra ``plot``).
 
     Long runs are drawn in about a thousand points. A dict of schedules gives the labels.
     """
@@ -370,7 +371,7 @@ def plot(
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ImportError("plot: matplotlib is needed: pip install modkit[plot]") from error
+            raise ImportError(f"plot: matplotlib is needed. {install_extra('plot')}") from error
         axes = Figure(layout="constrained").subplots()
     for label, schedule in schedules.items():
         weights = profile(schedule, n, update_every)

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from modkit import __version__
 from modkit.cli._tables import EPILOG
 from modkit.cli.average import average
 from modkit.cli.compat import compat
@@ -30,7 +31,7 @@ class _Commands(click.Group):
             raise click.ClickException(text) from error
 
 
-@click.version_option(package_name="modkit")
+@click.version_option(__version__)
 @click.group(
     cls=_Commands,
     commands=[average, compat, inspect],

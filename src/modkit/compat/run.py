@@ -5,11 +5,11 @@ import importlib
 import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import distributions
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from modkit import __version__
 from modkit.compat.outcomes import Library, Outcome, difference, freeze, outcome
 
 
@@ -126,8 +126,8 @@ class Report:
 
     def versions(self) -> dict[str, str]:
         """Return the versions of modkit, torch and Python."""
-        modkit = next((each.version for each in distributions(name="modkit")), "from source")
-        return {"modkit": modkit, "torch": torch.__version__, "Python": platform.python_version()}
+        python = platform.python_version()
+        return {"modkit": __version__, "torch": torch.__version__, "Python": python}
 
     def as_json(self) -> dict[str, Any]:
         """Return all results as plain data."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
+from modkit._messages import install_extra
 from modkit._namespace import publish_all
 from modkit._upstream import RemovableHandle
 from modkit.averaging.callback import (
@@ -37,8 +38,7 @@ def _package() -> Any:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             return importlib.import_module(name)
     raise ModuleNotFoundError(
-        "modkit.integrations.lightning needs Lightning 2.6 or later: "
-        "pip install 'modkit[lightning]'",
+        f"modkit.integrations.lightning needs Lightning 2.6 or later. {install_extra('lightning')}",
         name="lightning",
     )
 

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 import torch
 from typing_extensions import Self, Unpack
 
+from modkit._messages import install_extra
 from modkit._namespace import publish_all
 from modkit.averaging.callback import (
     NO_AVERAGES,
@@ -50,8 +51,8 @@ def _package() -> Any:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "modkit.integrations.transformers needs transformers 5 or later and accelerate: "
-            "pip install 'modkit[transformers]'",
+            "modkit.integrations.transformers needs transformers 5 or later and accelerate. "
+            + install_extra("transformers"),
             name=error.name,
         ) from error
 

@@ -3,6 +3,7 @@ import importlib
 import math
 import pickle
 import random
+import re
 import sys
 from fractions import Fraction
 
@@ -11,6 +12,7 @@ import pytest
 
 import modkit
 from modkit import schedules
+from modkit._messages import install_extra
 from modkit.schedules import (
     Constant,
     CountWarmup,
@@ -526,5 +528,5 @@ def test_plot_refuses_bad_numbers(monkeypatch):
     with pytest.raises(ValueError, match="must be 1 or more, got 1 and 0"):
         schedules.plot(0.9, 1, 0)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"modkit\[plot\]"):
+    with pytest.raises(ImportError, match=re.escape(install_extra("plot"))):
         schedules.plot(0.9, 1)

@@ -1,7 +1,6 @@
 """The properties that all commands share."""
 
 import errno
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -14,7 +13,9 @@ import click.testing
 import pytest
 import torch
 
+import modkit
 from modkit import __main__ as entry
+from modkit._messages import install_extra
 from modkit.cli import average, compat, inspect
 from modkit.cli._commands import commands
 from tests.cases import for_each
@@ -57,11 +58,19 @@ def test_the_help_of_a_command(name: str) -> None:
 
 
 def test_the_version() -> None:
-    """``--version`` names the installed version."""
+    """``--version`` names the version of the code that runs."""
     line = [sys.executable, "-m", "modkit", "--version"]
     done = subprocess.run(line, capture_output=True, encoding="utf-8", check=True)
 
-    assert done.stdout == f"python -m modkit, version {importlib.metadata.version('modkit')}\n"
+    assert done.stdout == f"python -m modkit, version {modkit.__version__}\n"
+
+
+def test_the_version_in_a_checkout_that_is_not_installed() -> None:
+    """The version is that of the code, whatever packages are installed under the name modkit."""
+    code = "import importlib.metadata as m; m.distribution = m.distributions = m.version = None;"
+    found = python(f"{code} import sys; sys.argv[:] = ['modkit', '--version']; {MAIN}")
+
+    assert (found.stdout, found.stderr) == (f"modkit, version {modkit.__version__}\n", "")
 
 
 @for_each(
@@ -88,7 +97,7 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
     with pytest.raises(SystemExit) as ended:
         entry.main()
 
-    assert ended.value.code == "Error: the command line needs click: pip install modkit[cli]"
+    assert ended.value.code == f"Error: the command line needs click. {install_extra('cli')}"
 
 
 @for_each("line", ["average {0} -o {0}.out", "average {0} --dry-run", "inspect {0}"])

@@ -29,12 +29,35 @@ def test_readme_is_short():
     assert [table for table in tables if table.count("\n") > 12] == []
 
 
-def test_links_of_the_readme_are_absolute():
-    """Every link works on PyPI as well."""
+def prose(page):
+    """Return a page without its code."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"^ *```.*?^ *```$|`[^`\n]+`", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page):
+    """Return the anchors of a page's headings, as GitHub and Sphinx make them."""
+    titles = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles]
+
+
+def test_links_of_the_readme_are_relative():
+    """Every link works in a checkout: the project has no site and no repository of its own yet."""
     links = re.findall(r"\]\(([^)]*)\)", README)
 
     assert links
-    assert [link for link in links if not link.startswith("https://")] == []
+    assert [link for link in links if ":" in link] == []
+
+
+@for_each("page", [*sorted(ROOT.glob("*.md")), *PAGES], ids=lambda page: page.name)
+def test_links_have_targets(page):
+    """The file of each relative link exists, and so does its anchor."""
+    links = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    links = [link.partition("#") for link in links if not link.startswith("http")]
+    targets = [(page.parent / file if file else page, anchor) for file, _, anchor in links]
+
+    assert [file for file, _ in targets if not file.exists()] == []
+    assert [anchor for file, anchor in targets if anchor and anchor not in anchors(file)] == []
 
 
 @for_each("page", PAGES, ids=lambda page: page.stem)
