@@ -140,13 +140,13 @@ def _grouped(owners: list[Average], currents: Tensors, *, flat: bool) -> list[Gr
 def _flat_groups(owners: list[Average], currents: Tensors) -> list[tuple[list[str], Group]]:
     found: list[tuple[list[str], Group]] = []
     for index, flat in enumerate(owners[0].flats):
-        names = list(flat.tensors)
+        names = flat.names
         sources = [currents[name] for name in names if name in currents]
         alike = all(map(can_share, sources)) and len({source.dtype for source in sources}) == 1
         if len(sources) < len(names) or not alike:
             continue
         pairs = [(one.flats[index], one.tensors) for one in owners if index < len(one.flats)]
-        usable = all(list(flat.tensors) == names and flat.holds(own) for flat, own in pairs)
+        usable = all(flat.names == names and flat.holds(own) for flat, own in pairs)
         if usable and len(pairs) == len(owners):
             gather = _Gather(sources)
             memory = [[flat.data] for flat, _ in pairs]
@@ -184,7 +184,7 @@ class Plan:
         self._flats = [flat_ for one in averages for flat_ in one.flats if flat_.holds(one.tensors)]
         names = set(currents)
         self._buffers = [m for one in models for m in one.buffers.values() if m.name in names]
-        flat_ones = {id(one) for each in self._flats for one in each.tensors.values()}
+        flat_ones = {id(one) for each in self._flats for one in each.tensors}
         watched = [one for one in more if id(one) not in flat_ones]
         self._watch = Watch(models, [*currents.values(), *watched], buffers=buffers)
         self._frozen = [tensor for tensor in frozen if not tensor.requires_grad]
@@ -202,7 +202,7 @@ class Plan:
     def mark_written(self) -> None:
         """Count a write to the tensors in flat buffers, which autograd and guards compare."""
         for flat in self._flats:
-            increment_version(flat.tensors.values())
+            increment_version(flat.tensors)
 
     def step(self, take: Callable[[Group, Tensor | None], None], on_nonfinite: OnNonfinite) -> None:
         """Take one step of all groups: ``take`` gets a group, and a flag that masks it if given."""

@@ -215,7 +215,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             with torch.no_grad():
                 for flat in self._runtime.average.flats:
                     flat.fill(plain)
-                    copies.update({id(plain[name]): one for name, one in flat.tensors.items()})
+                    ids = [id(plain[name]) for name in flat.names]
+                    copies.update(zip(ids, flat.tensors, strict=True))
         copy = copy_of(model, copies)
         if self._device is not None:
             try:
