@@ -187,8 +187,11 @@ class EMA(Generic[ModelT]):
                 plan = self._engine.bind(source)
                 if start is not None:
                     weights = [1.0 - one.over(step - start, every) for one in self.schedules]
-                    self._engine.step(plan, weights)
-                    self.n_averaged += 1
+                    if self._engine.step(plan, weights):
+                        self.n_averaged += 1
+                    else:
+                        # Schedules count from here, so that a skipped step has no part in any of them.
+                        self._start = start + every
                 elif self._engine.begin(plan):
                     self._start = step
                     self.n_averaged += 1

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -78,15 +79,18 @@ class Group:
             if name in owner.errors:
                 errors.append(local_shard(owner.errors[name]))
 
-    def step(self, weights: Sequence[Weight], finite: Tensor | None) -> None:
+    def step(
+        self, weights: Sequence[Weight], taken: Tensor | None, first: Tensor | None = None
+    ) -> None:
         """Move each average by its weight towards the current values; a weight of 1 copies.
 
-        ``finite`` is a flag on accelerators; where it is False, nothing changes.
+        Flags in the memory of an accelerator decide there what is done: where ``first`` is True, the
+        values are copied, and else, where ``taken`` is False, nothing changes.
         """
-        if finite is None:
+        if taken is None:
             self._step(weights)
             return
-        flag = finite.to(self.averages[0][0].device)
+        undone = ~taken.to(self.averages[0][0].device)
         for part in precision.parts(
             *self.averages, *(one for one in self.errors if one), self.currents
         ):
@@ -96,8 +100,12 @@ class Group:
             count = len(self.owners)
             errors = list(part[count:-1]) or [[] for _ in self.owners]
             Group(self.owners, list(part[:count]), errors, part[-1])._step(weights)
-            for tensor, old in zip(kept, before, strict=True):
-                tensor.copy_(torch.where(flag, tensor, old))
+            precision.where_(undone, kept, before)
+            if first is not None:
+                for averages in part[:count]:
+                    precision.where_(first, averages, part[-1])
+                for error in chain.from_iterable(errors):
+                    error.masked_fill_(first, 0)
 
     def _step(self, weights: Sequence[Weight]) -> None:
         lerped: list[tuple[list[Tensor], Weight]] = []
@@ -204,8 +212,14 @@ class Plan:
         for flat in self._flats:
             increment_version(flat.tensors)
 
-    def step(self, take: Callable[[Group, Tensor | None], None], on_nonfinite: OnNonfinite) -> None:
-        """Take one step of all groups: ``take`` gets a group, and a flag that masks it if given."""
+    def step(
+        self, take: Callable[[Group, Tensor | None], None], on_nonfinite: OnNonfinite
+    ) -> bool | Tensor:
+        """Take one step of all groups: ``take`` gets a group, and a flag that masks it if given.
+
+        Returns:
+            Whether the step was taken: a flag in device memory where reading it is a host sync.
+        """
         for group in self.groups:
             if group.gather is not None:
                 group.gather()
@@ -217,10 +231,11 @@ class Plan:
             finite = true_everywhere(flag, self._meshes)
             if precision.reads_are_free(finite.device):
                 if not finite:
-                    return
+                    return False
                 finite = None
         for group in self.groups:
             take(group, finite)
+        return True if finite is None else finite
 
 
 class _Pairing:
@@ -330,11 +345,16 @@ class Engine:
         plan.copies.run()
         return True
 
-    def step(self, plan: Plan, weights: Sequence[float]) -> None:
-        """Move each average by its weight towards the present values."""
+    def step(self, plan: Plan, weights: Sequence[float]) -> bool:
+        """Move each average by its weight towards the present values.
+
+        Returns:
+            False if the step is known to be skipped; an accelerator keeps that to itself.
+        """
         policy = self.options.on_nonfinite
-        plan.step(lambda group, finite: group.step(weights, finite), policy)
+        taken = plan.step(lambda group, finite: group.step(weights, finite), policy)
         plan.copies.run()
+        return taken is not False
 
     def named(self, index: int) -> dict[str, Tensor]:
         """Return an average and the copies by name; nothing before the first step."""
