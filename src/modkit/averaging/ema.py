@@ -74,12 +74,14 @@ class EMA(Generic[ModelT]):
         exclude: Globs of names, or a predicate: parameters not to average.
         trainable_only: Average only parameters that require gradients at the first update.
         on_nonfinite: ``"ignore"`` averages infinite and NaN parameters, ``"skip"`` skips the step,
-            ``"raise"`` raises.
+            ``"raise"`` raises. On CPU a skipped step has no part in ``n_averaged`` and in the
+            schedule; on accelerators it counts there, because reading the flag is a host sync.
         seed: Seed for stochastic rounding.
 
     Attributes:
         step: Number of updates that were requested.
-        n_averaged: Number of models averaged so far, including the initial copy.
+        n_averaged: Number of models averaged so far, including the initial copy; on accelerators,
+            including steps that ``on_nonfinite="skip"`` has skipped.
 
     Example:
         >>> from modkit import EMA, nn

@@ -106,7 +106,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             at the end of training. Integer and boolean buffers are always copied.
         precision: See ``modkit.EMA``. The averaged model computes in the dtype of the average;
             ``"compensated"`` keeps the error terms in the child module ``compensation``.
-        on_nonfinite: See ``modkit.EMA``.
+        on_nonfinite: See ``modkit.EMA``. A skipped step counts only if ``n_averaged`` is in host
+            memory and the model on an accelerator.
         buffers: Policy of ``EMA``, instead of ``use_buffers``.
         include: Globs of names, or a predicate: parameters to average. The others are copied.
         exclude: Globs of names, or a predicate: parameters to copy.
@@ -115,7 +116,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
 
     Attributes:
         module: The averaged copy, typed by the class of ``model``.
-        n_averaged: Buffer, a 0-dimensional ``int64`` tensor: number of updates.
+        n_averaged: Buffer, a 0-dimensional ``int64`` tensor: number of models averaged so far. An
+            update copies the model at 0, averages above, and only counts below.
 
     Example:
         >>> from modkit import nn
