@@ -1,6 +1,7 @@
 """Storage of an average: its tensors, flat buffers of the small ones, and error terms."""
 
 import ctypes
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
@@ -58,24 +59,28 @@ class FlatBuffer:
         memory = (ctypes.c_char * self.data.nbytes).from_address(self.data.data_ptr())
         # Each tensor keeps the ctypes object alive, and that keeps the memory.
         memory.flat_buffer = self.data  # type: ignore[attr-defined]
-        self.tensors: dict[str, Tensor] = {}
+        # Lists of one order, that of the memory; a tensor that is no longer averaged has the name "".
+        self.names: list[str] = list(likes)
+        self.tensors: list[Tensor] = []
         self.exposed = False
         offset = 0
         for name, shape, size in zip(likes, shapes, sizes, strict=True):
             tensor = torch.frombuffer(memory, dtype=dtype, count=size, offset=offset)
-            self.tensors[name] = wrap(name, tensor.view(shape))
+            self.tensors.append(wrap(name, tensor.view(shape)))
             offset += size * dtype.itemsize
-        self._listed = list(self.tensors.values())
-        self._pointers = list(map(Tensor.data_ptr, self._listed))
-        self._matrices = [tensor for tensor in self._listed if tensor.dim() > 1]
+        self._pointers = list(map(Tensor.data_ptr, self.tensors))
+        self._matrices = [tensor for tensor in self.tensors if tensor.dim() > 1]
 
     def rename(self, names: Mapping[int, str]) -> None:
-        """Give the tensors other names, by the ``id`` of the tensor."""
-        self.tensors = {names.get(id(tensor), key): tensor for key, tensor in self.tensors.items()}
+        """Give the tensors the names that they have now, by the ``id`` of the tensor.
+
+        The old name of a tensor that was removed may by now be that of another one.
+        """
+        self.names = [names.get(id(tensor), "") for tensor in self.tensors]
 
     def fill(self, sources: Tensors) -> None:
         """Copy the values of other tensors, by name."""
-        foreach_copy_(self._listed, [sources[name] for name in self.tensors])
+        foreach_copy_(self.tensors, [sources[name] for name in self.names])
 
     def intact(self) -> bool:
         """Return True if all tensors are still where they were made, in the same order of elements."""
@@ -83,11 +88,11 @@ class FlatBuffer:
             return True
         # ``tensor.data = tensor.data.t()`` keeps the pointer.
         contiguous = all(map(Tensor.is_contiguous, self._matrices))
-        return contiguous and list(map(Tensor.data_ptr, self._listed)) == self._pointers
+        return contiguous and list(map(Tensor.data_ptr, self.tensors)) == self._pointers
 
     def holds(self, tensors: Tensors) -> bool:
         """Return True if the named tensors are those of this buffer."""
-        return self.intact() and all(tensors.get(name) is t for name, t in self.tensors.items())
+        return self.intact() and all(map(operator.is_, map(tensors.get, self.names), self.tensors))
 
 
 def flat_buffers(
@@ -136,7 +141,9 @@ class Average:
         is_flat = self.options.precision not in {"compensated", "stochastic"}
         if is_flat and (device is None or device.type == "cpu"):
             self.flats = flat_buffers(members, self.options)
-        shared = {name: tensor for flat in self.flats for name, tensor in flat.tensors.items()}
+        shared = {
+            n: t for flat in self.flats for n, t in zip(flat.names, flat.tensors, strict=True)
+        }
         for name, member in members.items():
             dtype = self.options.kept_dtype(member.dtype)
             if name not in shared:

@@ -107,7 +107,8 @@ class EMA(Generic[ModelT]):
         exclude: Globs of names, or a predicate: parameters not to average.
         trainable_only: Average only parameters that require gradients at the first update.
         on_nonfinite: ``"ignore"`` averages infinite and NaN parameters, ``"skip"`` skips the step,
-            ``"raise"`` raises.
+            ``"raise"`` raises. On CPU a skipped step has no part in ``n_averaged`` and in the
+            schedule; on accelerators it counts there, because reading the flag is a host sync.
         seed: Seed for stochastic rounding.
 
     Raises:
@@ -118,7 +119,8 @@ class EMA(Generic[ModelT]):
 
     Attributes:
         step: Number of updates that were requested.
-        n_averaged: Number of models averaged so far, including the initial copy.
+        n_averaged: Number of models averaged so far, including the initial copy; on accelerators,
+            including steps that ``on_nonfinite="skip"`` has skipped.
 
     Example:
         >>> from modkit import EMA, nn
@@ -261,8 +263,11 @@ class EMA(Generic[ModelT]):
             plan = self._engine.bind(source)
             if start is not None:
                 weights = [1.0 - one.over(step - start, every) for one in self.schedules]
-                self._engine.step(plan, weights)
-                self.n_averaged += 1
+                if self._engine.step(plan, weights):
+                    self.n_averaged += 1
+                else:
+                    # Schedules count from here, so that a skipped step has no part in any of them.
+                    self._start = start + every
             elif self._engine.begin(plan):
                 self._start = step
                 self.n_averaged += 1

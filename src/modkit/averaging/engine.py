@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, SupportsIndex, cast
 
 import torch
@@ -77,15 +78,18 @@ class Group:
             if name in owner.errors:
                 errors.append(local_shard(owner.errors[name]))
 
-    def step(self, weights: Sequence[Weight], finite: Tensor | None) -> None:
+    def step(
+        self, weights: Sequence[Weight], taken: Tensor | None, first: Tensor | None = None
+    ) -> None:
         """Move each average by its weight towards the current values; a weight of 1 copies.
 
-        ``finite`` is a flag on accelerators; where it is False, nothing changes.
+        Flags in the memory of an accelerator decide there what is done: where ``first`` is True, the
+        values are copied, and else, where ``taken`` is False, nothing changes.
         """
-        if finite is None:
+        if taken is None:
             self._step(weights)
             return
-        flag = finite.to(self.averages[0][0].device)
+        undone = ~taken.to(self.averages[0][0].device)
         for part in precision.parts(
             *self.averages, *(one for one in self.errors if one), self.currents
         ):
@@ -95,8 +99,12 @@ class Group:
             count = len(self.owners)
             errors = list(part[count:-1]) or [[] for _ in self.owners]
             Group(self.owners, list(part[:count]), errors, part[-1])._step(weights)
-            for tensor, old in zip(kept, before, strict=True):
-                tensor.copy_(torch.where(flag, tensor, old))
+            precision.where_(undone, kept, before)
+            if first is not None:
+                for averages in part[:count]:
+                    precision.where_(first, averages, part[-1])
+                for error in chain.from_iterable(errors):
+                    error.masked_fill_(first, 0)
 
     def _step(self, weights: Sequence[Weight]) -> None:
         lerped: list[tuple[list[Tensor], Weight]] = []
@@ -139,13 +147,13 @@ def _grouped(owners: list[Average], currents: Tensors, *, flat: bool) -> list[Gr
 def _flat_groups(owners: list[Average], currents: Tensors) -> list[tuple[list[str], Group]]:
     found: list[tuple[list[str], Group]] = []
     for index, flat in enumerate(owners[0].flats):
-        names = list(flat.tensors)
+        names = flat.names
         sources = [currents[name] for name in names if name in currents]
         alike = all(map(can_share, sources)) and len({source.dtype for source in sources}) == 1
         if len(sources) < len(names) or not alike:
             continue
         pairs = [(one.flats[index], one.tensors) for one in owners if index < len(one.flats)]
-        usable = all(list(flat.tensors) == names and flat.holds(own) for flat, own in pairs)
+        usable = all(flat.names == names and flat.holds(own) for flat, own in pairs)
         if usable and len(pairs) == len(owners):
             gather = _Gather(sources)
             memory = [[flat.data] for flat, _ in pairs]
@@ -183,7 +191,7 @@ class Plan:
         self._flats = [flat_ for one in averages for flat_ in one.flats if flat_.holds(one.tensors)]
         names = set(currents)
         self._buffers = [m for one in models for m in one.buffers.values() if m.name in names]
-        flat_ones = {id(one) for each in self._flats for one in each.tensors.values()}
+        flat_ones = {id(one) for each in self._flats for one in each.tensors}
         watched = [one for one in more if id(one) not in flat_ones]
         self._watch = Watch(models, [*currents.values(), *watched], buffers=buffers)
         self._frozen = [tensor for tensor in frozen if not tensor.requires_grad]
@@ -201,10 +209,16 @@ class Plan:
     def mark_written(self) -> None:
         """Count a write to the tensors in flat buffers, which autograd and guards compare."""
         for flat in self._flats:
-            increment_version(flat.tensors.values())
+            increment_version(flat.tensors)
 
-    def step(self, take: Callable[[Group, Tensor | None], None], on_nonfinite: OnNonfinite) -> None:
-        """Take one step of all groups: ``take`` gets a group, and a flag that masks it if given."""
+    def step(
+        self, take: Callable[[Group, Tensor | None], None], on_nonfinite: OnNonfinite
+    ) -> bool | Tensor:
+        """Take one step of all groups: ``take`` gets a group, and a flag that masks it if given.
+
+        Returns:
+            Whether the step was taken: a flag in device memory where reading it is a host sync.
+        """
         for group in self.groups:
             if group.gather is not None:
                 group.gather()
@@ -216,10 +230,11 @@ class Plan:
             finite = true_everywhere(flag, self._meshes)
             if precision.reads_are_free(finite.device):
                 if not finite:
-                    return
+                    return False
                 finite = None
         for group in self.groups:
             take(group, finite)
+        return True if finite is None else finite
 
 
 class Pairing:
@@ -332,11 +347,16 @@ class Engine:
         plan.copies.run()
         return True
 
-    def step(self, plan: Plan, weights: Sequence[float]) -> None:
-        """Move each average by its weight towards the present values."""
+    def step(self, plan: Plan, weights: Sequence[float]) -> bool:
+        """Move each average by its weight towards the present values.
+
+        Returns:
+            False if the step is known to be skipped; an accelerator keeps that to itself.
+        """
         policy = self.options.on_nonfinite
-        plan.step(lambda group, finite: group.step(weights, finite), policy)
+        taken = plan.step(lambda group, finite: group.step(weights, finite), policy)
         plan.copies.run()
+        return taken is not False
 
     def check_index(self, index: int) -> None:
         """Raise IndexError unless there is an average of this index, and TypeError unless it is an int."""

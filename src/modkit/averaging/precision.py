@@ -9,7 +9,7 @@ computes in torch's form: ``a + (b - a) / n``, ``lerp`` and ``w * a + (1 - w) * 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, Literal, TypeAlias, cast, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -64,13 +64,38 @@ def lerp_(
         # Nothing is created here, and autograd takes a tenth of the time of small tensors.
         with torch.inference_mode():
             for average, weight in zip(averages, weights, strict=True):
-                foreach_lerp_(average, currents, cast("float", weight))
+                _lerp_all(average, currents, weight)
     else:
         scratch = torch.empty(CHUNK, dtype=like.dtype, device=like.device)
         for part in parts(*averages, currents):
             moved = _moved(part[-1], scratch)
             for average, weight in zip(part[:-1], weights, strict=True):
-                foreach_lerp_(average, moved, cast("float", weight))
+                _lerp_all(average, moved, weight)
+
+
+def _lerp_all(averages: list[Tensor], currents: list[Tensor], weight: Weight) -> None:
+    if not isinstance(weight, Tensor):
+        foreach_lerp_(averages, currents, weight)
+        return
+    for average, current in zip(averages, currents, strict=True):
+        lerp_one_(average, current, weight)
+
+
+def lerp_one_(average: Tensor, current: Tensor, weight: Weight) -> None:
+    """Move one average, in place; a weight in device memory is not read on the host."""
+    current = current.to(average.device, average.dtype)
+    if not isinstance(weight, Tensor):
+        average.lerp_(current, weight)
+        return
+    # Kernels that take the weight as a number compute 16-bit tensors in float32: so do these bits.
+    wide = torch.promote_types(average.dtype, torch.float32)
+    average.copy_(torch.lerp(average.to(wide), current.to(wide), weight.to(wide)))
+
+
+def where_(flag: Tensor, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Give tensors other values if a flag in device memory, which is not read on the host, is True."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(torch.where(flag, value.to(tensor.device, tensor.dtype), tensor))
 
 
 def _moved(tensors: list[Tensor], scratch: Tensor) -> list[Tensor]:
@@ -114,7 +139,7 @@ def stochastic_(
     for targets, sources in parts(averages, currents):
         for average, current in zip(targets, sources, strict=True):
             wide = average.float()
-            wide.lerp_(current.to(average.device, torch.float32), cast("float", weight))
+            lerp_one_(wide, current, weight)
             cut = _ROUNDED[average.dtype]
             noise = torch.randint(
                 1 << cut, wide.shape, dtype=torch.int32, device=wide.device, generator=generator
@@ -132,17 +157,16 @@ def compensated_(
     averages: list[Tensor], errors: list[Tensor], currents: list[Tensor], weight: Weight
 ) -> None:
     """Move an average with error terms by Kahan's summation, https://doi.org/10.1145/363707.363723."""
-    fraction = cast("float", weight)
     for rows in parts(averages, errors, currents):
         for average, error, source in zip(*rows, strict=True):
             current = source.to(average.device)
             if average.dtype in _ROUNDED:
                 wide = average.float().add_(error)
-                wide.lerp_(current.float(), fraction)
+                lerp_one_(wide, current, weight)
                 average.copy_(wide)
                 error.copy_(wide.sub_(average))
                 continue
-            step = (current.to(average.dtype) - average).sub_(error).mul_(fraction).add_(error)
+            step = (current.to(average.dtype) - average).sub_(error).mul_(weight).add_(error)
             total = average + step
             error.copy_(step.sub_(total - average))
             average.copy_(total)

@@ -8,7 +8,6 @@ from typing import Any, Generic, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import (
     AveragedModel as _TorchAveragedModel,
     get_swa_avg_fn,
@@ -20,6 +19,7 @@ from modkit._messages import add_note
 from modkit._upstream import foreach_devices, make_parameter
 from modkit.averaging.averages import Average, flat_buffers
 from modkit.averaging.engine import Cache, Group, Plan
+from modkit.averaging.interrupts import uninterrupted
 from modkit.averaging.named_tensors import (
     Buffers,
     Copies,
@@ -38,7 +38,9 @@ from modkit.averaging.precision import (
     Weight,
     check_finite,
     first_nonfinite,
+    lerp_one_,
     reads_are_free,
+    where_,
 )
 from modkit.averaging.swap import copy_of
 from modkit.nn.module import Module
@@ -109,7 +111,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         precision: See ``modkit.EMA``. The averaged model computes in the dtype of the average, and an
             update after it was cast to fewer bits than ``"fp32"`` or ``"fp64"`` promise is refused;
             ``"compensated"`` keeps the error terms in the child module ``compensation``.
-        on_nonfinite: See ``modkit.EMA``.
+        on_nonfinite: See ``modkit.EMA``. A skipped step counts only if ``n_averaged`` is in host
+            memory and the model on an accelerator.
         buffers: Policy of ``EMA``, instead of ``use_buffers``.
         include: Globs of names, or a predicate: parameters to average. The others are copied.
         exclude: Globs of names, or a predicate: parameters to copy.
@@ -123,7 +126,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
 
     Attributes:
         module: The averaged copy, typed by the class of ``model``.
-        n_averaged: Buffer, a 0-dimensional ``int64`` tensor: number of updates.
+        n_averaged: Buffer, a 0-dimensional ``int64`` tensor: number of models averaged so far. An
+            update copies the model at 0, averages above, and only counts below.
 
     Example:
         >>> from modkit import nn
@@ -225,7 +229,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             with torch.no_grad():
                 for flat in self._runtime.average.flats:
                     flat.fill(plain)
-                    copies.update({id(plain[name]): one for name, one in flat.tensors.items()})
+                    ids = [id(plain[name]) for name in flat.names]
+                    copies.update(zip(ids, flat.tensors, strict=True))
         copy = copy_of(model, copies)
         if self._device is not None:
             try:
@@ -257,13 +262,12 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         if torch.compiler.is_compiling():
             self._update_traced(model)
             return
-        runtime = self._runtime
-        count = runtime.counter.read(self.n_averaged)
-        lazy = count == 0 and any(is_lazy(tensor) for tensor in self.module.parameters())
-        if lazy and not any(is_lazy(tensor) for tensor in model.parameters()):
-            # The copy was made before the model had got its shapes.
-            runtime.options.check_globs(model)
-            self.module = self._copy_of(cast("ModelT", model))
+        runtime, counter = self._runtime, self.n_averaged
+        # Writes through ``.data``, by collectives and other processes leave no trace, so no number on the
+        # host can stand for the buffer. Where reading it is a host sync, the device decides.
+        on_device = not (reads_are_free(counter.device) or counter.is_meta)
+        count: Any = counter.detach() if on_device else counter.item()
+        first_on_host = not on_device and count == 0
         # Functions of the user get the tensors one by one, or as lists.
         flat = not self._has_own_function()
         key = id(self.module), self.use_buffers, flat
@@ -272,46 +276,64 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         policy = options.on_nonfinite
         if policy == "raise":
             check_finite("AveragedModel", plan.currents)
-        elif policy == "skip" and count == 0 and first_nonfinite(plan.currents) is not None:
+        elif policy == "skip" and first_on_host and first_nonfinite(plan.currents) is not None:
             # The first update of an average is the only one that reads a flag on the host.
             return
         if options.precision == "stochastic":
             # A seed for each step is all the state that there is.
-            runtime.average.seed(options.seed + count)
-        plan.step(lambda group, finite: self._step(group, count, finite), policy)
-        plan.mark_written()
-        with torch.no_grad():
-            plan.copies.run()
-        runtime.counter.advance(self.n_averaged)
+            runtime.average.seed(options.seed + runtime.counter.read(counter))
 
-    def _step(self, group: Group, count: int, finite: Tensor | None) -> None:
+        taken: bool | Tensor = True
+        with uninterrupted():
+            # As in torch, an update copies at zero, averages above, and only counts below.
+            if on_device or count >= 0:
+                taken = plan.step(lambda group, finite: self._step(group, count, finite), policy)
+                plan.mark_written()
+            with torch.no_grad():
+                plan.copies.run()
+            # A count on the host does not wait for a flag on the device.
+            runtime.counter.advance(counter, taken if on_device else taken is not False)
+
+    def _step(self, group: Group, count: float | Tensor, finite: Tensor | None) -> None:
+        """Take one step of a group; a count or a flag in device memory is not read on the host."""
         averages, currents = group.averages[0], group.currents
-        weight = 1.0 if count == 0 else self._weight(count, averages[0])
+        device = averages[0].device
+        first, taken = None, finite
+        weight: Weight | None = 1.0
+        number = self.n_averaged
+        if isinstance(count, Tensor):
+            first, taken = _flags(count, finite, device)
+            # Other counts are masked: what is computed for them is not used.
+            number = count = count.clamp(min=1).to(device)
+        if first is not None or count > 0:
+            weight = self._weight(count, averages[0])
+
         if weight is not None:
             with torch.no_grad():
-                group.step([weight], finite)
+                group.step([weight], taken, first)
             return
-        before = [] if finite is None else [one.detach().clone() for one in averages]
+
+        before = [] if taken is None else [one.detach().clone() for one in averages]
         targets = [one.detach() for one in averages]
         sources = [
             one.detach().to(target.device) for one, target in zip(currents, targets, strict=True)
         ]
         if self.multi_avg_fn is not None:
-            count_ = self.n_averaged.to(targets[0].device, copy=True)
-            self.multi_avg_fn(targets, sources, count_)
+            self.multi_avg_fn(targets, sources, number.to(device, copy=True))
         elif self.avg_fn is not None:
             for target, source in zip(targets, sources, strict=True):
-                count_ = self.n_averaged.to(target.device, copy=True)
-                target.copy_(self.avg_fn(target, source, count_))
-        elif has_foreach_kernels(averages[0].device):
-            _swa_(averages, currents, self.n_averaged)
+                target.copy_(self.avg_fn(target, source, number.to(device, copy=True)))
+        elif has_foreach_kernels(device):
+            _swa_(averages, currents, number)
         else:
             _swa_step(averages, currents, count)
-        for target, old in zip(averages, before, strict=False):
-            flag = cast("Tensor", finite).to(target.device)
-            target.detach().copy_(torch.where(flag, target.detach(), old))
 
-    def _weight(self, count: Tensor | int, average: Tensor) -> Weight | None:
+        if taken is not None:
+            where_(~taken.to(device), targets, before)
+        if first is not None:
+            where_(first, targets, sources)
+
+    def _weight(self, count: Tensor | float, average: Tensor) -> Weight | None:
         """Return how far a step moves; None for other functions and torch's rule on CPU."""
         rule = self.multi_avg_fn
         if not is_averaged(average) or self._has_own_function():
@@ -326,24 +348,30 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         """Take a first or a later step in operations that can be compiled: nothing reads the count."""
         averages, currents, copies, _ = self._paired(model)
         counter = self.n_averaged
-        first = counter == 0
         for name, found in currents.items():
             target = averages[name].detach()
             source = found.detach().to(target.device)
-            count = counter.to(target.device, copy=True)
-            weight = self._weight(counter, target)
+            first, later = _flags(counter, None, target.device)
+            # Other counts are masked: what is computed for them is not used.
+            count = counter.clamp(min=1).to(target.device)
+            weight = self._weight(count, target)
+            before, value = target.clone(), target
             if weight is not None:
-                value = torch.lerp(target, source.to(target.dtype), cast("float", weight))
+                lerp_one_(target, source, weight)
             elif self.multi_avg_fn is not None:
                 self.multi_avg_fn([target], [source], count)
-                value = target
             else:
                 value = (self.avg_fn or _swa_of)(target, source, count)
-            target.copy_(torch.where(first.to(target.device), source.to(value.dtype), value))
+            value = torch.where(later, value, before)
+            target.copy_(torch.where(first, source.to(value.dtype), value))
         copies.run_traced()
         counter.add_(1)
 
     def _plan(self, model: torch.nn.Module, *, flat: bool) -> Plan:
+        if NamedTensors(self.module).has_lazy() and not NamedTensors(model, self).has_lazy():
+            # The copy was made before the model had got its shapes.
+            self._runtime.options.check_globs(model)
+            self.module = self._copy_of(cast("ModelT", model))
         averages, currents, copies, models = self._paired(model)
         average = self._runtime.average
         average.tensors = averages
@@ -406,22 +434,6 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                 terms[name] = term
         return terms
 
-    def sync_n_averaged(self) -> None:
-        """Read ``n_averaged`` from the device in the next update.
-
-        On accelerators an update reads it, a host sync, only if an operation on the buffer has
-        written to it. Call this after a write through ``.data``, a collective or a CUDA graph.
-        """
-        self._runtime.counter.forget()
-
-    @override
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        # The caller may write to the count in the state.
-        self.sync_n_averaged()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
     def export_state_dict(self) -> dict[str, Tensor]:
         """Return the averaged weights and buffers under the names of the model without wrappers."""
         state: dict[str, Tensor] = self.module.state_dict()
@@ -469,7 +481,10 @@ def _check_pairs(kept: NamedTensors, found: NamedTensors) -> None:
 
 
 class _Counter:
-    """The number of updates on the host, read again where that is free or the buffer has changed."""
+    """The number of updates on the host, read again where that is free or the buffer has changed.
+
+    Writes to the buffer of an accelerator can be missed, so it only seeds random numbers.
+    """
 
     def __init__(self) -> None:
         self._value = 0
@@ -481,22 +496,27 @@ class _Counter:
             self._value = int(buffer)
         return self._value
 
-    def advance(self, buffer: Tensor) -> None:
-        """Count one update, here and in ``buffer``."""
-        buffer.add_(1)
+    def advance(self, buffer: Tensor, taken: bool | Tensor) -> None:
+        """Count one update in ``buffer`` if it was taken, and here."""
+        buffer.add_(taken.to(buffer.device) if isinstance(taken, Tensor) else taken)
         self._value += 1
         self._facts = () if buffer.is_inference() else _facts(buffer)
 
-    def forget(self) -> None:
-        """Read the buffer next time."""
-        self._facts = ()
+
+def _flags(count: Tensor, finite: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return whether an update is the first one, and whether it is a later one, on a device."""
+    first, later = count == 0, count > 0
+    if finite is not None:
+        finite = finite.to(count.device)
+        first, later = first & finite, later & finite
+    return first.to(device), later.to(device)
 
 
 def _facts(buffer: Tensor) -> tuple[Any, ...]:
     return id(buffer), buffer.data_ptr(), buffer._version
 
 
-def _swa_weight(count: Tensor | int) -> Weight:
+def _swa_weight(count: Tensor | float) -> Weight:
     """Return ``1 / (count + 1)``, rounded as torch rounds it: to the default dtype."""
     if isinstance(count, Tensor):
         return 1 / (count + 1)
@@ -506,7 +526,7 @@ def _swa_weight(count: Tensor | int) -> Weight:
     return (1 / torch.tensor(count + 1, device="cpu")).item()
 
 
-def _swa_step(averages: list[Tensor], currents: list[Tensor], count: int) -> None:
+def _swa_step(averages: list[Tensor], currents: list[Tensor], count: float | Tensor) -> None:
     """Take one step of the equal average in the form that torch uses on CPU."""
     plain = averages[0].dtype == currents[0].dtype and averages[0].device == currents[0].device
     with torch.no_grad():

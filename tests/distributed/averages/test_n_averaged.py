@@ -8,6 +8,7 @@ import torch.distributed as dist
 from tests.distributed.launcher import run
 from tests.helpers import MODKIT, TORCH, Implementation
 from tests.parity.averaging.networks import RULES, one_weight, set_weight
+from tests.unit.averaging.recipes import as_accelerator
 
 
 IMPLEMENTATIONS = {impl.name: impl for impl in (TORCH, MODKIT)}
@@ -25,6 +26,12 @@ def broadcast_members(averaged: Any) -> None:
         dist.broadcast(tensor.data, 0)
 
 
+def broadcast_buffers(averaged: Any) -> None:
+    """Broadcast only the buffers, the count among them, not through ``.data``."""
+    for buffer in averaged.buffers():
+        dist.broadcast(buffer, 0)
+
+
 def sum_counts(averaged: Any) -> None:
     """Sum the counts of all ranks; rank 1 has counted nothing."""
     if dist.get_rank() == 1:
@@ -36,12 +43,22 @@ def sum_counts(averaged: Any) -> None:
 EXCHANGES = {
     "state": broadcast_state,
     "members": broadcast_members,
+    "buffers": broadcast_buffers,
     "sum": sum_counts,
 }
 
 
-def update_after_an_exchange(name: str, exchange: str, rule: str) -> list[float]:
-    """Average the weights 1 and 2 around a collective; rank 0 alone has loaded a count of 99."""
+def update_after_an_exchange(
+    name: str, exchange: str, rule: str, on_device: bool = False
+) -> list[float]:
+    """Average the weights 1 and 2 around a collective; rank 0 alone has loaded a count of 99.
+
+    With ``on_device``, modkit treats the CPU as an accelerator, where reading the count is a host sync.
+    """
+    if on_device:
+        with pytest.MonkeyPatch.context() as patch:
+            as_accelerator(patch)
+            return update_after_an_exchange(name, exchange, rule)
     impl: Implementation = IMPLEMENTATIONS[name]
     model = one_weight(impl, 1.0)
     averaged = impl.AveragedModel(model, **RULES[rule](impl))
@@ -62,6 +79,21 @@ def test_ranks_agree_after_a_collective(
     """A count that came from another rank weighs the next updates alike on both ranks."""
     found = run(2, update_after_an_exchange, impl.name, exchange, "default", folder=tmp_path)
 
+    check_agreement(found)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_ranks_agree_where_the_count_is_not_read(exchange: str, tmp_path: Path) -> None:
+    """On accelerators a collective leaves no trace on the host, and the device sees what it wrote."""
+    arguments = "modkit", exchange, "default", True
+    found = run(2, update_after_an_exchange, *arguments, folder=tmp_path)
+
+    check_agreement(found)
+
+
+def check_agreement(found: list[list[float]]) -> None:
+    """Assert that both ranks have averaged with the count of rank 0."""
     assert found[0] == found[1]
     first, second, count = found[0]
     assert first == pytest.approx(1.01)

@@ -109,7 +109,9 @@ def test_both_faces(
             assert step == 0
             assert average.n_averaged == 0
             continue
-        assert ema.n_averaged == average.n_averaged
+        # The count of an EMA is on the host, which does not see what an accelerator skips.
+        most = int(accelerator and policy == "skip" and step >= 5)
+        assert 0 <= ema.n_averaged - int(average.n_averaged) <= most
         found, expected = (
             torch.cat([each[name].flatten() for name in mine]) for each in (theirs, mine)
         )

@@ -1,0 +1,272 @@
+"""Models and averages that are changed between updates, with and without flat buffers."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.cases import for_each
+from tests.helpers import Implementation, same
+from tests.parity.averaging.networks import RULES, training_states
+
+
+# Four tensors of one shape share a flat buffer, so the small network has none.
+SIZES = {"small": 3, "flat": 13}
+Change = Callable[[Implementation, Any, Any], None]
+
+
+def layers(impl: Implementation, count: int) -> torch.nn.Module:
+    """Build linear layers of one shape, and a normalization with buffers."""
+    torch.manual_seed(count)
+    nn = impl.nn
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count - 1)), nn.BatchNorm1d(2))
+
+
+def linear(impl: Implementation, seed: int = 0, **options: Any) -> torch.nn.Module:
+    """Build one more layer, the same each time."""
+    torch.manual_seed(seed)
+    return impl.nn.Linear(2, 2, **options)
+
+
+# --- changes of the model and its copy --------------------------------------------------------------
+
+
+def both(change: Callable[[Implementation, Any], None]) -> Change:
+    """Make the same change in the model and in the averaged copy."""
+
+    def change_both(impl: Implementation, model: Any, averaged: Any) -> None:
+        change(impl, model)
+        change(impl, averaged.module)
+
+    return change_both
+
+
+def reinsert(net: Any) -> None:
+    """Move a layer to another place."""
+    layer = net.pop(1)
+    net.insert(0, layer)
+
+
+def exchange(net: Any) -> None:
+    """Exchange two layers."""
+    net[0], net[1] = net[1], net[0]
+
+
+def rename(net: Any) -> None:
+    """Give a layer another name, at the end."""
+    net.add_module("renamed", net.pop(0))
+
+
+def tie(net: Any) -> None:
+    """Let two layers share their weight."""
+    net[1].weight = net[0].weight
+
+
+def untie(net: Any) -> None:
+    """Tie two layers, and give one of them a weight of its own again."""
+    tie(net)
+    net[1].weight = torch.nn.Parameter(net[0].weight.detach().clone())
+
+
+def drop_many(net: Any) -> None:
+    """Drop every second of the linear layers."""
+    for place in reversed(range(0, len(net) - 1, 2)):
+        net.pop(place)
+
+
+def grow_and_shrink(impl: Implementation, net: Any) -> None:
+    """Insert a layer, drop another one, and append a third."""
+    net.insert(1, linear(impl, 1))
+    net.pop(0)
+    net.append(linear(impl, 2))
+
+
+BOTH: dict[str, Callable[[Implementation, Any], None]] = {
+    "nothing": lambda impl, net: None,
+    "pop the first": lambda impl, net: net.pop(0),
+    "pop the second": lambda impl, net: net.pop(1),
+    "pop the last": lambda impl, net: net.pop(len(net) - 1),
+    "drop many": lambda impl, net: drop_many(net),
+    "insert": lambda impl, net: net.insert(1, linear(impl)),
+    "append": lambda impl, net: net.append(linear(impl)),
+    "move": lambda impl, net: reinsert(net),
+    "exchange": lambda impl, net: exchange(net),
+    "rename": lambda impl, net: rename(net),
+    "grow and shrink": grow_and_shrink,
+    "replace a layer": lambda impl, net: net.__setitem__(1, linear(impl)),
+    "replace by a smaller one": lambda impl, net: net.__setitem__(1, linear(impl, bias=False)),
+    "replace by one of another size": lambda impl, net: net.__setitem__(1, impl.nn.Linear(2, 3)),
+    "wrap a layer": lambda impl, net: net.__setitem__(1, impl.nn.Sequential(net[1])),
+    "remove a bias": lambda impl, net: net[1].register_parameter("bias", None),
+    "remove a weight": lambda impl, net: net[1].register_parameter("weight", None),
+    "add a parameter": lambda impl, net: net[0].register_parameter(
+        "more", impl.nn.Parameter(torch.ones(2))
+    ),
+    "tie": lambda impl, net: tie(net),
+    "untie": lambda impl, net: untie(net),
+    "freeze": lambda impl, net: net[0].requires_grad_(False),
+    "cast": lambda impl, net: net.double(),
+    "cast a layer": lambda impl, net: net[1].double(),
+    "share_memory": lambda impl, net: net.share_memory(),
+    "clone": lambda impl, net: net._apply(lambda tensor: tensor.clone()),
+    "add a buffer": lambda impl, net: net[0].register_buffer("mean", torch.ones(2)),
+    "remove a buffer": lambda impl, net: net[-1].register_buffer("running_mean", None),
+    "replace a buffer": lambda impl, net: net[-1].__setattr__("running_mean", torch.ones(2)),
+}
+
+
+# --- changes of one of the two ------------------------------------------------------------------------
+
+
+def assign(net: Any) -> None:
+    """Replace all parameters by those of a state."""
+    state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    net.load_state_dict(state, assign=True, strict=False)
+
+
+def load(net: Any) -> None:
+    """Load a state into the tensors."""
+    state = {name: tensor * 2 for name, tensor in net.state_dict().items()}
+    net.load_state_dict(state, strict=False)
+
+
+def assign_data(net: Any) -> None:
+    """Give one weight other memory."""
+    net[1].weight.data = net[1].weight.data * 3
+
+
+def transpose(net: Any) -> None:
+    """Let a weight see its memory in another order."""
+    net[1].weight.data = net[1].weight.data.t()
+
+
+def exchange_data(net: Any) -> None:
+    """Let two weights exchange their memory."""
+    net[0].weight.data, net[1].weight.data = net[1].weight.data, net[0].weight.data
+
+
+def share_data(net: Any) -> None:
+    """Let two weights share their memory as two tensors."""
+    net[1].weight.data = net[0].weight.data
+
+
+def swap_tensors(net: Any) -> None:
+    """Exchange the tensors behind two weights."""
+    torch.utils.swap_tensors(net[0].weight, net[1].weight)
+
+
+def replace_parameter(net: Any) -> None:
+    """Register another parameter under the name of a weight."""
+    net[1].weight = torch.nn.Parameter(torch.full((2, 2), 3.0))
+
+
+def set_gradients(net: Any) -> None:
+    """Give all parameters gradients."""
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def cast_and_return(net: Any) -> None:
+    """Cast to float64 and back."""
+    net.double().float()
+
+
+ONE: dict[str, Callable[[Any], object]] = {
+    "assign": assign,
+    "load": load,
+    "assign data": assign_data,
+    "transpose": transpose,
+    "exchange data": exchange_data,
+    "share data": share_data,
+    "swap tensors": swap_tensors,
+    "replace a parameter": replace_parameter,
+    "set gradients": set_gradients,
+    "cast and return": cast_and_return,
+    "freeze": lambda net: net.requires_grad_(False),
+    "eval": lambda net: net.eval(),
+    "share_memory": lambda net: net.share_memory(),
+    "clone": lambda net: net._apply(lambda tensor: tensor.clone()),
+    "write in inference mode": torch.inference_mode()(lambda net: net[0].weight.fill_(2.0)),
+}
+
+
+def through_file(averaged: Any) -> Any:
+    """Return what comes back from a file that holds the whole object."""
+    file = io.BytesIO()
+    torch.save(averaged, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda one: pickle.loads(pickle.dumps(one)),
+    "torch.save": through_file,
+}
+
+
+CHANGES: dict[str, Change] = {
+    **{f"both: {name}": both(change) for name, change in BOTH.items()},
+    **{
+        f"model: {name}": lambda impl, model, averaged, change=change: change(model)
+        for name, change in ONE.items()
+    },
+    **{
+        f"copy: {name}": lambda impl, model, averaged, change=change: change(averaged.module)
+        for name, change in ONE.items()
+    },
+}
+
+
+def run(
+    impl: Implementation, size: str, rule: str, use_buffers: bool, change: Change
+) -> list[dict[str, torch.Tensor]]:
+    """Update, change, update, and make a second change; return the states."""
+    model = layers(impl, SIZES[size])
+    averaged = impl.AveragedModel(model, **RULES[rule](impl), use_buffers=use_buffers)
+    if use_buffers:
+        # Torch averages integers too, or fails to.
+        for net in model, averaged.module:
+            net[-1].num_batches_tracked = None
+    states = []
+    for step in training_states(model, 5):
+        if step in {2, 4}:
+            change(impl, model, averaged)
+        averaged.update_parameters(model)
+        states.append({name: one.clone() for name, one in averaged.state_dict().items()})
+    return states
+
+
+@for_each("size", SIZES)
+@for_each(("rule", "use_buffers"), [("default", False), ("multi_avg_fn ema", True)])
+@for_each("change", CHANGES)
+def test_updates_after_a_change_are_those_of_torch(
+    size: str, rule: str, use_buffers: bool, change: str
+) -> None:
+    """Whatever changes in both models or in one, all later updates give the bits of torch."""
+    found = same(lambda impl: run(impl, size, rule, use_buffers, CHANGES[change]))
+
+    assert found[0] == "returned"
+
+
+@for_each("rule", ["default", "multi_avg_fn own"])
+@for_each("way", COPIES)
+def test_a_copy_after_a_change_is_that_of_torch(rule: str, way: str) -> None:
+    """Copies of an average from which layers were dropped go on like the original."""
+
+    def scenario(impl: Implementation):
+        model = layers(impl, SIZES["flat"])
+        averaged = impl.AveragedModel(model, **RULES[rule](impl))
+        for step in training_states(model, 5):
+            if step == 2:
+                drop_many(model)
+                drop_many(averaged.module)
+            if step == 3:
+                averaged = COPIES[way](averaged)
+            averaged.update_parameters(model)
+        return averaged.state_dict()
+
+    assert same(scenario)[0] == "returned"

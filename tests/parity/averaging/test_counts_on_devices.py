@@ -1,0 +1,178 @@
+"""The count in the memory of an accelerator, where the host does not read it; on the CPU as one."""
+
+import copy
+
+import pytest
+import torch
+
+from modkit.optim import swa_utils
+from tests.cases import for_each
+from tests.helpers import MODKIT, Implementation, same
+from tests.parity.averaging.networks import (
+    RULES,
+    normed_net,
+    one_weight,
+    set_weight,
+    training_states,
+)
+from tests.parity.averaging.test_n_averaged import WRITES, average_of_two, values
+from tests.unit.averaging.recipes import CountCalls, as_accelerator
+
+
+@pytest.fixture(autouse=True)
+def on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let modkit treat the CPU as a device on which reads are host syncs."""
+    as_accelerator(monkeypatch)
+
+
+STORAGE_WRITES = {
+    "storage": lambda averaged, count: averaged.n_averaged.untyped_storage().copy_(
+        torch.tensor(count).untyped_storage()
+    ),
+    "data.zero_": lambda averaged, count: averaged.n_averaged.data.zero_().add_(count),
+    "out=": lambda averaged, count: torch.add(torch.tensor(count), 0, out=averaged.n_averaged.data),
+}
+ALL_WRITES = {**WRITES, **STORAGE_WRITES}
+
+
+@for_each("rule", RULES)
+@for_each("write", ALL_WRITES)
+@for_each("copied", [False, True])
+def test_every_write_is_seen(rule: str, write: str, copied: bool) -> None:
+    """No way to write the count is missed: copying, averaging and waiting give the bits of torch."""
+
+    def scenario(impl: Implementation):
+        model, averaged = average_of_two(impl, rule)
+        found = []
+        for count in 5, 0, -1:
+            ALL_WRITES[write](averaged, count)
+            if copied:
+                averaged = copy.deepcopy(averaged)
+            for value in 0.3, float("inf"), 0.7:
+                averaged.update_parameters(set_weight(model, value))
+                found.append(values(averaged))
+            set_weight(averaged.module, 1.0)
+        return repr(found)
+
+    assert same(scenario)[0] == "returned"
+
+
+@for_each("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+@for_each("use_buffers", [False, True])
+@for_each("rule", RULES)
+def test_updates_give_the_bits_of_torch(rule: str, use_buffers: bool, dtype: torch.dtype) -> None:
+    """Six updates of a network are bitwise identical in every parameter and buffer."""
+
+    def scenario(impl: Implementation):
+        if dtype.is_complex:
+            model = impl.nn.ParameterList(
+                [torch.zeros(19, dtype=dtype), torch.zeros((), dtype=dtype)]
+            )
+        else:
+            model = normed_net(impl).to(dtype)
+            if use_buffers:
+                # Torch averages integers too, or fails to.
+                del model[1].num_batches_tracked
+        averaged = impl.AveragedModel(model, **RULES[rule](impl), use_buffers=use_buffers)
+        history = []
+        for _ in training_states(model, 6):
+            averaged.update_parameters(model)
+            history.append({k: v.clone() for k, v in averaged.state_dict().items()})
+        return history
+
+    assert same(scenario)[0] == "returned"
+
+
+def in_place(averages, currents, count) -> None:
+    """Average by a rule whose weight is computed on the device."""
+    for average, current in zip(averages, currents, strict=True):
+        average.lerp_(current, 1 / (count + 1))
+
+
+FUNCTIONS = {
+    "avg_fn": {"avg_fn": lambda average, current, count: average + (current - average) / count},
+    "multi_avg_fn": {"multi_avg_fn": in_place},
+}
+
+
+@for_each("kind", FUNCTIONS)
+def test_functions_of_the_user_cause_no_host_sync(kind: str) -> None:
+    """They get the count as a tensor, at least one, and the first update reads nothing either."""
+    model = one_weight(MODKIT)
+    averaged = swa_utils.AveragedModel(model, **FUNCTIONS[kind])
+    with CountCalls("_local_scalar_dense") as reads:
+        for value in 4.0, 8.0, 6.0:
+            averaged.update_parameters(set_weight(model, value))
+
+    assert reads.calls == []
+    assert averaged.n_averaged == 3
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_functions_are_called_from_the_second_update_on(
+    impl: Implementation, compiled: bool
+) -> None:
+    """A function is not called in an update that copies."""
+    torch._dynamo.reset()
+    calls = []
+
+    def keep(average, current, count):
+        calls.append(None)
+        return average
+
+    model = one_weight(impl)
+    averaged = impl.AveragedModel(model, avg_fn=keep)
+    update = averaged.update_parameters
+    if compiled:
+        update = torch.compile(update, backend="eager")
+    update(model)
+    update(model)
+    torch._dynamo.reset()
+
+    assert len(calls) == 1
+
+
+def test_functions_get_a_count_of_at_least_one() -> None:
+    """In the first update and below zero a function is called too, and its result is not used."""
+    counts = []
+    model = one_weight(MODKIT, 1.0)
+    averaged = swa_utils.AveragedModel(
+        model, avg_fn=lambda average, current, count: counts.append(int(count)) or average * 0
+    )
+    averaged.n_averaged.fill_(-1)
+    found = []
+    for value in 2.0, 3.0, 4.0, 5.0:
+        averaged.update_parameters(set_weight(model, value))
+        found.append(averaged.module.weight.item())
+
+    assert found == [1.0, 3.0, 0.0, 0.0]
+    assert counts == [1, 1, 1, 2]
+
+
+@for_each("precision", ["same", "fp32", "fp64", "compensated"])
+def test_an_average_starts_anew_in_every_precision(precision) -> None:
+    """A count of zero copies exactly what the model holds, whatever the average and its error held."""
+    model = one_weight(MODKIT, 1.0).bfloat16()
+    averaged = swa_utils.AveragedModel(
+        model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.999), precision=precision
+    )
+    for value in 1.0, 1.5, float("inf"), float("nan"):
+        averaged.update_parameters(set_weight(model, value))
+    averaged.n_averaged.data.zero_()
+    averaged.update_parameters(set_weight(model, 7.0))
+    averaged.update_parameters(model)
+
+    assert averaged.module.weight.item() == 7.0
+    assert averaged.export_state_dict()["weight"].item() == 7.0
+
+
+def test_a_skipped_step_does_not_count_on_the_device() -> None:
+    """The device knows the flag, so the equal average is the mean of the finite models."""
+    model = one_weight(MODKIT)
+    averaged = swa_utils.AveragedModel(model, on_nonfinite="skip")
+    with CountCalls("_local_scalar_dense") as reads:
+        for value in float("nan"), 1.0, float("nan"), 3.0:
+            averaged.update_parameters(set_weight(model, value))
+
+    assert reads.calls == []
+    assert values(averaged) == (2.0, 2)
