@@ -1,8 +1,11 @@
 """Configuration of the documentation site: Sphinx, MyST Markdown, Furo."""
 
 import re
+from pathlib import Path
 from typing import Any
 
+
+ROOT = Path(__file__).resolve().parents[1]
 
 project = "modkit"
 copyright = "the modkit authors"  # noqa: A001 - the name that Sphinx reads
@@ -38,13 +41,15 @@ def name_pages_of_torch(*arguments: Any) -> None:
 def link_to_pages(app: Any, path: Any, page: str, content: list[str]) -> None:
     """Turn links of an included page, which are right in a checkout, into links between pages.
 
-    The README is included as ``index``, and ``CHANGELOG.md`` as ``changelog``.
+    The README is included in ``index``, and ``CHANGELOG.md`` in ``changelog``.
     """
     pages = {f"{name}.md" for name in app.env.found_docs}
 
     def link(match: re.Match[str]) -> str:
         target = match[1].removeprefix("docs/")
         name = target.partition("#")[0]
+        if not (ROOT / match[1].partition("#")[0]).is_file():
+            return match[0]
         page = next((one for one in (name, name.lower()) if one in pages), f"../{name}")
         return f"]({page}{target.removeprefix(name)})"
 
