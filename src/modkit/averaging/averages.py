@@ -162,16 +162,22 @@ class Average:
                 if name in kept and kept[name].device != device:
                     kept[name] = kept[name].to(device)
 
-    def resized(self, members: Tensors, options: Options) -> "Average":
-        """Return the average of other members: known values are kept, new ones start as a copy."""
+    def resized(
+        self, members: Tensors, options: Options, former_names: Mapping[str, str]
+    ) -> "Average":
+        """Return the average of other members: known values are kept, new ones start as a copy.
+
+        ``former_names`` has the names here of those that are known.
+        """
         new = Average(options)
         new.start(members)
         for name, tensor in new.tensors.items():
-            kept = self.tensors.get(name)
+            former = former_names.get(name, "")
+            kept = self.tensors.get(former)
             if kept is None or kept.shape != tensor.shape:
                 new._take_over(name, members[name], None)
             else:
-                new._take_over(name, kept, self.errors.get(name))
+                new._take_over(name, kept, self.errors.get(former))
         new.generators = self.generators
         return new
 

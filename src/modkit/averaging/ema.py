@@ -275,7 +275,17 @@ class EMA(Generic[ModelT]):
             self.step = step
 
     def rebind(self) -> None:
-        """Adapt the averages to the model's present parameters: copy new ones, drop missing ones."""
+        """Adapt the averages to the model's present parameters: copy new ones, drop missing ones.
+
+        A parameter that has another name now, because an adapter or a parametrization wraps its layer,
+        keeps its average, if it is the same object with the same memory. If only the name is the same,
+        it keeps its average too, unless the shape is another one.
+
+        Raises:
+            RuntimeError: If the average is swapped in, or a parameter has no values yet; also if a new
+                one is not finite, unless ``on_nonfinite`` is ``"ignore"``.
+            ValueError: If no parameter is selected any more.
+        """
         self._check_restored("rebind", self.model)
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             self._engine.rebind()

@@ -295,6 +295,8 @@ class Engine:
         self.averages: list[Average] = [Average(options) for _ in range(count)]
         self._copies: dict[str, Any] = {}
         self._plans, self._swaps = Cache(), Cache()
+        # The model's tensors when they were last seen under these names, each with its address.
+        self._seen: dict[str, tuple[Tensor, int]] = {}
 
     def bind(self, model: torch.nn.Module) -> Plan:
         """Return the plan for a model's tensors, which must be those that are averaged."""
@@ -318,6 +320,7 @@ class Engine:
             if not known:
                 average.start(averaged)
             average.place(averaged)
+        self._see(averaged)
         # Buffers may come and go.
         names = {member.name for member in copied}
         for name in self._copies.keys() - names:
@@ -399,6 +402,7 @@ class Engine:
         """Load a state; it is checked before anything is changed."""
         bound, wanted, found = ema_state.matched(loaded, named, self.options)
         averages = [Average(self.options) for _ in self.averages]
+        self._see({} if named.has_lazy() else bound)
         for average, state, tensors in zip(averages, loaded.averages, found, strict=True):
             average.start(bound)
             average.load_state_dict({**state, "tensors": tensors})
@@ -409,7 +413,7 @@ class Engine:
 
     def reset(self) -> None:
         """Drop all values, so that the next step is the first one."""
-        self._plans, self._copies, self.begun = Cache(), {}, False
+        self._plans, self._copies, self._seen, self.begun = Cache(), {}, {}, False
         for average in self.averages:
             average.reset()
 
@@ -420,16 +424,48 @@ class Engine:
         if not self.begun:
             self.reset()
             return
-        known = shapes_of(self.averages[0].tensors)
-        averaged, _ = self.options.split(named, known)
+        former = self._former_names(named)
+        averaged, _ = self.options.split(named, former)
         _check_any(averaged)
         if self.options.on_nonfinite != "ignore":
-            new = {n: one for n, one in averaged.items() if known.get(n) != one.shape}
+            known = shapes_of(self.averages[0].tensors)
+            new = {
+                n: one for n, one in averaged.items() if known.get(former.get(n, "")) != one.shape
+            }
             precision.check_finite("EMA", new)
         self._plans = Cache()
-        self.averages = [one.resized(averaged, self.options) for one in self.averages]
+        self.averages = [one.resized(averaged, self.options, former) for one in self.averages]
+        self._see(averaged)
         names = named.names()
         self._copies = {name: copy for name, copy in self._copies.items() if name in names}
+
+    def _see(self, averaged: Tensors) -> None:
+        """Remember which tensors are averaged under these names."""
+        self._seen = {name: (tensor, _address(tensor)) for name, tensor in averaged.items()}
+
+    def _former_names(self, named: NamedTensors) -> dict[str, str]:
+        """Map names of the model to those that their averages have.
+
+        The same tensor may have another name now: adapters and parametrizations wrap its layer, and
+        removing a layer of a list renumbers the others. If it also has other memory, it may hold
+        something else (the original of a parametrization is what ``right_inverse`` returns), so only
+        an equal name counts. A name whose tensor is elsewhere in the model now is a new one.
+        """
+        former_of = {id(tensor): name for name, (tensor, _) in self._seen.items()}
+        members = named.all()
+        present = {id(member.tensor) for member in members.values()}
+        found: dict[str, str] = {}
+        for name, member in members.items():
+            former = former_of.get(id(member.tensor))
+            if former is None:
+                seen = self._seen.get(name)
+                if name in self.averages[0].tensors and (
+                    seen is None or id(seen[0]) not in present
+                ):
+                    found[name] = name
+            elif former == name or self._seen[former][1] == _address(member.tensor):
+                found[name] = former
+        return found
 
     def to(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
         """Move and cast the averages, and keep later ones there."""
@@ -439,11 +475,20 @@ class Engine:
         if known := self.averages[0].tensors:
             averaged, _ = options.split(NamedTensors(self.model), known)
             self._check_known(averaged)
-        self.averages = [one.resized(averaged, options) for one in self.averages]
+        names = {name: name for name in averaged}
+        self.averages = [one.resized(averaged, options, names) for one in self.averages]
         self.options = options
         self._plans = Cache()
         if device is not None:
             self._copies = {name: copy.to(device) for name, copy in self._copied().items()}
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where the elements of a tensor are, or 0 if it has no memory of its own."""
+    try:
+        return local_shard(tensor).data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _check_any(averaged: Tensors) -> None:

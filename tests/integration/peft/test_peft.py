@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+import modkit
 from tests.helpers import Implementation
 from tests.integration.image_networks import image_net, images, scaled_net
 from tests.integration.networks import agree
@@ -51,3 +52,25 @@ def test_modules_to_save() -> None:
 
     assert any(name.endswith("body.modules_to_save.default.scale") for name in trained)
     assert any(name.endswith("body.shift") for name in state)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_averages_follow_the_layers_that_are_wrapped() -> None:
+    """A running average goes on under the names of peft, and those of the adapter begin as copies."""
+    peft = pytest.importorskip("peft", reason=REASON)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    ema = modkit.EMA(net, 0.9)
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(1)
+        ema.update()
+    before = {name: value.clone() for name, value in ema.named_averages()}
+    peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0"]))
+    ema.rebind()
+    found = dict(ema.named_averages())
+
+    for name in ("weight", "bias"):
+        assert torch.equal(found[f"0.base_layer.{name}"], before[f"0.{name}"])
+        assert torch.equal(found[f"2.{name}"], before[f"2.{name}"])
+    assert torch.equal(found["0.lora_A.default.weight"], net[0].lora_A.default.weight)

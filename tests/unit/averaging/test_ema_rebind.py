@@ -1,6 +1,9 @@
 """``EMA.rebind()`` adapts averages to a model that has changed, and errors before it say so."""
 
+import copy
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -221,3 +224,212 @@ def test_the_copy_of_a_buffer_that_was_tied_stays_until_the_next_update() -> Non
     ema.rebind()
 
     assert sorted(ema.state_dict()["buffers"]) == ["first", "second"]
+
+
+# --- parameters that have other names ------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A layer beside which a small one is trained, as peft wraps it."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.adapter = nn.Linear(3, 3).to(base_layer.weight.dtype)
+
+
+class Symmetric(nn.Module):
+    """A parametrization that leaves the parameter as it is."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return a symmetric matrix."""
+        return weight.triu() + weight.triu(1).t()
+
+
+class Logarithm(nn.Module):
+    """A parametrization whose parameter holds something else than the weight."""
+
+    def forward(self, original: Tensor) -> Tensor:
+        """Return the weight."""
+        return original.exp()
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Return what is trained."""
+        return weight.abs().log()
+
+
+def adapt(model: nn.Sequential) -> dict[str, str]:
+    """Wrap a layer; return new names with those of the same parameters before."""
+    model[1] = Adapted(model[1])
+    return {"1.base_layer.weight": "1.weight", "1.base_layer.bias": "1.bias"}
+
+
+def parametrize(model: nn.Sequential) -> dict[str, str]:
+    """Let a layer compute its weight."""
+    nn.utils.parametrize.register_parametrization(model[1], "weight", Symmetric())
+    return {"1.parametrizations.weight.original": "1.weight"}
+
+
+def prune(model: nn.Sequential) -> dict[str, str]:
+    """Mask a weight."""
+    nn.utils.prune.l1_unstructured(model[1], "weight", 3)
+    return {"1.weight_orig": "1.weight"}
+
+
+def remove_in_the_middle(model: nn.Sequential) -> dict[str, str]:
+    """Renumber the layers behind the one that is removed."""
+    del model[1]
+    return {f"{i}.{name}": f"{i + 1}.{name}" for i in (1, 2, 3) for name in ("weight", "bias")}
+
+
+def insert(model: nn.Sequential) -> dict[str, str]:
+    """Renumber all layers."""
+    model.insert(0, nn.Linear(3, 3).to(model[0].weight.dtype))
+    return {f"{i + 1}.{name}": f"{i}.{name}" for i in range(5) for name in ("weight", "bias")}
+
+
+def exchange(model: nn.Sequential) -> dict[str, str]:
+    """Exchange two layers."""
+    model[0], model[1] = model[1], model[0]
+    return {f"{1 - i}.{name}": f"{i}.{name}" for i in (0, 1) for name in ("weight", "bias")}
+
+
+RENAMES = [adapt, parametrize, prune, remove_in_the_middle, insert, exchange]
+BEGINNINGS = ["updates", "loaded", "moved", "copied"]
+
+
+def begun(beginning: str, dtype: torch.dtype, **options: Any) -> "modkit.EMA[nn.Sequential]":
+    """Return an EMA that lies between two states of its model."""
+    ema = modkit.EMA(layers(dtype), [0.9, 0.99], seed=3, **options)
+    for value in (1.0, 2.003, 3.001):
+        set_to(ema.model, value)
+        ema.update()
+    # Each parameter has another value, and another average.
+    with torch.no_grad():
+        for index, parameter in enumerate(ema.model.parameters()):
+            parameter.add_(index)
+    ema.update()
+    if beginning == "loaded":
+        resumed = modkit.EMA(ema.model, [0.9, 0.99], seed=3, **options)
+        resumed.load_state_dict(ema.state_dict())
+        return resumed
+    if beginning == "moved":
+        ema.to("cpu")
+    if beginning == "copied":
+        ema = copy.deepcopy(ema)
+        ema.update()
+    return ema
+
+
+@for_each("change", RENAMES)
+@for_each("beginning", BEGINNINGS)
+@for_each("precision", PRECISIONS)
+@for_each("dtype", DTYPES)
+def test_averages_follow_parameters_to_other_names(
+    change: Callable[[nn.Sequential], dict[str, str]],
+    beginning: str,
+    precision: Any,
+    dtype: torch.dtype,
+) -> None:
+    """A parameter keeps its average and its error term; what is new starts as a copy."""
+    ema = begun(beginning, dtype, precision=precision)
+    states = copy.deepcopy(ema.state_dict()["averages"])
+    known = {id(one) for one in ema.model.parameters()}
+    renamed = change(ema.model)
+    ema.rebind()
+
+    now = dict(ema.model.named_parameters())
+    for before, after in zip(states, ema.state_dict()["averages"], strict=True):
+        assert after["tensors"].keys() == now.keys()
+        for name, parameter in now.items():
+            former = renamed.get(name, name)
+            if id(parameter) in known:
+                for part in ("tensors", "rests"):
+                    assert (name in after[part]) == (former in before[part])
+                    if name in after[part]:
+                        assert torch.equal(after[part][name], before[part][former])
+            else:
+                assert torch.equal(after["tensors"][name].to(dtype), parameter)
+    first = ema.state_dict()["averages"][0]["tensors"]
+    kept = [name for name, parameter in now.items() if id(parameter) in known]
+    # A copy of the parameter would be something else.
+    assert not any(torch.equal(first[name].to(dtype), now[name]) for name in kept)
+    ema.update()
+    assert ema.n_averaged == (6 if beginning == "copied" else 5)
+
+
+def test_what_a_parametrization_has_rewritten_starts_again() -> None:
+    """The original of a parametrization with an inverse is not the weight that was averaged."""
+    ema = begun("updates", torch.float32)
+    nn.utils.parametrize.register_parametrization(ema.model[1], "weight", Logarithm())
+    ema.rebind()
+    name = "1.parametrizations.weight.original"
+
+    assert torch.equal(values(ema)[name], ema.model[1].parametrizations["weight"].original)
+    nn.utils.parametrize.remove_parametrizations(ema.model[1], "weight")
+    ema.rebind()
+    assert torch.equal(values(ema)["1.weight"], ema.model[1].weight)
+
+
+def test_parameters_that_were_renumbered_and_moved_start_again() -> None:
+    """Without a sign that it is the same tensor, a parameter does not get the average of another."""
+    ema = begun("updates", torch.float32)
+    before = values(ema)
+    del ema.model[1]
+    for parameter in ema.model.parameters():
+        parameter.data = parameter.data.clone()
+    ema.rebind()
+    found = values(ema)
+
+    assert torch.equal(found["0.weight"], before["0.weight"])
+    for index in (1, 2, 3):
+        assert torch.equal(found[f"{index}.weight"], ema.model[index].weight)
+
+
+def test_frozen_parameters_of_an_adapter_stay_averaged() -> None:
+    """With `trainable_only`, a parameter that is averaged stays so when it is frozen and renamed."""
+    ema = begun("updates", torch.float32, trainable_only=True)
+    before = values(ema)
+    ema.model.requires_grad_(False)
+    adapt(ema.model)
+    ema.rebind()
+    found = values(ema)
+
+    assert torch.equal(found["1.base_layer.weight"], before["1.weight"])
+    assert torch.equal(found["1.adapter.weight"], ema.model[1].adapter.weight)
+
+
+def test_a_renamed_parameter_need_not_be_finite() -> None:
+    """Only a parameter that would be copied is checked."""
+    ema = begun("updates", torch.float32, on_nonfinite="raise")
+    adapt(ema.model)
+    with torch.no_grad():
+        ema.model[1].base_layer.weight.fill_(torch.nan)
+    ema.rebind()
+    assert values(ema)["1.base_layer.weight"].isfinite().all()
+    add(ema.model)
+    with torch.no_grad():
+        ema.model[5].bias.fill_(torch.inf)
+    with pytest.raises(RuntimeError, match=r"5\.bias is not finite"):
+        ema.rebind()
+
+
+def test_replaced_parameters_keep_their_names() -> None:
+    """Another object under the same name, as `load_state_dict(assign=True)` makes it, is the same one."""
+    ema = begun("updates", torch.float32)
+    before = values(ema)
+    ema.model.load_state_dict(copy.deepcopy(ema.model.state_dict()), assign=True)
+    ema.rebind()
+
+    assert all(torch.equal(value, before[name]) for name, value in values(ema).items())
+
+
+def test_rebind_lets_go_of_what_the_model_has_lost() -> None:
+    """Removed parameters are not kept alive once the averages are adapted."""
+    ema = begun("updates", torch.float32)
+    lost = weakref.ref(ema.model[4].weight)
+    del ema.model[4]
+    ema.rebind()
+    ema.update()
+    gc.collect()
+    assert lost() is None
