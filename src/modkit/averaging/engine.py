@@ -327,25 +327,36 @@ class Engine:
             return False
         self.begun = True
         plan.step(lambda group, _: group.step([1.0] * len(self.averages), None), "ignore")
-        plan.copies.run()
+        self._copy_rest(plan)
         return True
 
     def step(self, plan: Plan, weights: Sequence[float]) -> None:
         """Move each average by its weight towards the present values."""
         policy = self.options.on_nonfinite
         plan.step(lambda group, finite: group.step(weights, finite), policy)
+        self._copy_rest(plan)
+
+    def _copy_rest(self, plan: Plan) -> None:
         plan.copies.run()
+        for average in self.averages:
+            average.statistics = {}
 
     def named(self, index: int) -> dict[str, Tensor]:
-        """Return an average and the copies by name; nothing before the first step."""
-        return {**self.averages[index].values(), **self._copied()} if self.begun else {}
+        """Return an average, the copies and its statistics by name; nothing before the first step."""
+        average = self.averages[index]
+        return {**average.values(), **self._copied(), **average.statistics} if self.begun else {}
 
     def _copied(self) -> dict[str, Tensor]:
         return {name: copy for name, copy in self._copies.items() if copy is not None}
 
     def tensors(self, index: int) -> dict[str, Tensor]:
-        """Return the tensors that hold an average and the copies, without those of ``named``'s sums."""
-        return {**self.averages[index].tensors, **self._copied()} if self.begun else {}
+        """Return the tensors that hold what ``named`` returns, without their error terms."""
+        average = self.averages[index]
+        return {**average.tensors, **self._copied(), **average.statistics} if self.begun else {}
+
+    def names(self) -> dict[str, None]:
+        """Return the names of what any average replaces in the model."""
+        return {name: None for index in range(len(self.averages)) for name in self.tensors(index)}
 
     def pairs(self, model: torch.nn.Module, index: int) -> Pairs:
         """Pair an average with the tensors of a model."""
@@ -367,6 +378,8 @@ class Engine:
         for average, state, tensors in zip(averages, loaded.averages, found, strict=True):
             average.start(bound)
             average.load_state_dict({**state, "tensors": tensors})
+            statistics = state.get("statistics", {}).items()
+            average.set_statistics({n: one.clone() for n, one in statistics if n in named.buffers})
         buffers = {name: value for name, value in loaded.buffers.items() if name in wanted}
         device = self.options.device
         self._copies = {name: one.to(device, copy=True) for name, one in buffers.items()}
@@ -395,6 +408,8 @@ class Engine:
         self.averages = [one.resized(averaged, self.options) for one in self.averages]
         names = named.names()
         self._copies = {name: copy for name, copy in self._copies.items() if name in names}
+        for average in self.averages:
+            average.statistics = {}
 
     def to(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
         """Move and cast the averages, and keep later ones there."""
