@@ -253,6 +253,27 @@ _AVERAGING: Final = [
         _EMA + "/test_devices.py",
     ),
     Bug(
+        "EMA.module: a reference keeps the memory of former averages",
+        "averaging/averaged_copy.py",
+        "            if is_average and (value.dtype, value.device) == place:",
+        "            if is_average and not self._shared and (value.dtype, value.device) == place:",
+        _EMA + "/test_ema_module.py",
+    ),
+    Bug(
+        "update_bn: the layer keeps its momentum",
+        "averaging/batch_norm.py",
+        "                layer.momentum = None",
+        "                layer.momentum = layer.momentum or None",
+        _EMA + "/test_ema_update_bn.py",
+    ),
+    Bug(
+        "attach: a step that raised is taken for one in progress",
+        "averaging/optimizer_steps.py",
+        "        return [indices[table] for table in tables if table in indices] or [index]",
+        "        return [index] * calls",
+        _EMA + "/test_attached_steps.py",
+    ),
+    Bug(
         "callback: modes of single modules after an evaluation",
         "averaging/callback.py",
         "            for module, training in modes:\n                module.training = training",

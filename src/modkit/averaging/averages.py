@@ -126,6 +126,8 @@ class Average:
         self.errors: dict[str, Tensor] = {}
         self.flats: list[FlatBuffer] = []
         self.generators: dict[torch.device, torch.Generator] = {}
+        # Batch normalization statistics for this average, until the next step.
+        self.statistics: dict[str, Tensor] = {}
 
     def expose(self) -> None:
         """Note that users hold the tensors, so that they may give them other memory."""
@@ -179,7 +181,13 @@ class Average:
             else:
                 new._take_over(name, kept, self.errors.get(former))
         new.generators = self.generators
+        new.set_statistics(self.statistics)
         return new
+
+    def set_statistics(self, statistics: Tensors) -> None:
+        """Keep statistics on the device of the average."""
+        device = self.options.device
+        self.statistics = {name: one.to(device or one.device) for name, one in statistics.items()}
 
     def _take_over(self, name: str, value: Tensor, error: Tensor | None) -> None:
         """Copy another average and its error term, which may be of other dtypes."""
@@ -224,7 +232,8 @@ class Average:
         """Return what the next step depends on; tensors are not copied."""
         self.expose()
         states = {str(device): one.get_state() for device, one in self.generators.items()}
-        return {"tensors": dict(self.tensors), "rests": dict(self.errors), "generators": states}
+        own = {"tensors": dict(self.tensors), "rests": dict(self.errors), "generators": states}
+        return {**own, "statistics": dict(self.statistics)} if self.statistics else own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load averages whose names and shapes have been checked."""

@@ -1,6 +1,6 @@
 """``EMACallback``: an ``EMA`` behind the hooks that training loops call."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final, Generic
 
@@ -8,7 +8,7 @@ import torch
 from typing_extensions import TypeVar, Unpack
 
 from modkit._namespace import publish
-from modkit.averaging.ema import EMA, Decays, EMAOptions
+from modkit.averaging.ema import EMA, Decays, Device, EMAOptions
 from modkit.averaging.named_tensors import NamedTensors, Options
 from modkit.averaging.swap import exchanged, pairs_for
 
@@ -168,6 +168,13 @@ class EMACallback(Generic[ModelT]):
         finally:
             for module, training in modes:
                 module.training = training
+
+    def update_bn(self, loader: Iterable[Any], device: Device = None) -> None:
+        """Compute the batch normalization statistics of the average. See ``EMA.update_bn``.
+
+        Call it before :meth:`evaluating`, not inside.
+        """
+        self.ema.update_bn(loader, device, index=self.index)
 
     def on_validation_start(self, *args: object, **kwargs: object) -> None:
         """Swap the average in until :meth:`on_validation_end`; a second call has no effect."""

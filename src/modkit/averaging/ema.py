@@ -1,7 +1,7 @@
 """``EMA``: averages of a model's parameters, stored by name, without a second model."""
 
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Generic, TypeAlias, TypedDict, cast
 
@@ -13,6 +13,11 @@ from modkit._namespace import publish
 from modkit._upstream import never_compiled
 from modkit.averaging import state as ema_state
 from modkit.averaging.averaged_copy import AveragedCopy
+from modkit.averaging.batch_norm import (
+    batch_norm_layers,
+    recompute_statistics,
+    statistics_of,
+)
 from modkit.averaging.engine import Engine
 from modkit.averaging.interrupts import uninterrupted
 from modkit.averaging.named_tensors import Buffers, NamedTensors, Names, Options
@@ -431,7 +436,7 @@ class EMA(Generic[ModelT]):
         self._check_restored("store", self.model)
         with uninterrupted(), torch.no_grad():
             named = NamedTensors(self.model)
-            names = self._engine.named(0) or dict.fromkeys(named.all())
+            names = self._engine.names() or dict.fromkeys(named.all())
             self._stored = {name: named.tensor(name).detach().clone() for name in names}
 
     def restore(self) -> None:
@@ -457,6 +462,49 @@ class EMA(Generic[ModelT]):
                 "the average, call copy_to() without store() and restore().",
                 stacklevel=2,
             )
+
+    def update_bn(self, loader: Iterable[Any], device: Device = None, *, index: int = 0) -> None:
+        """Compute the batch normalization statistics of an average in one pass over the data.
+
+        They belong to this average: :meth:`applied`, :attr:`module`, :meth:`averaged_model`,
+        :meth:`copy_to` and :meth:`state_dict` contain them, whatever ``buffers`` is. The next update
+        that averages drops them, and the statistics are again those that ``buffers`` selects, so call
+        it before each evaluation. The model in training does not change; the pass runs on a copy. A
+        model without batch normalization is left alone.
+
+        Args:
+            loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
+            device: Device that inputs are moved to.
+            index: Index of the average.
+
+        Raises:
+            IndexError: If there is no average ``index``.
+            RuntimeError: If the model holds an average, or before the first update.
+            ValueError: If the loader is empty. Nothing has been changed.
+
+        Example:
+            >>> import torch
+            >>> from modkit import EMA, nn
+            >>> ema = EMA(nn.BatchNorm1d(1))
+            >>> ema.update()
+            >>> ema.update_bn([torch.tensor([[2.0], [4.0]])])
+            >>> ema.module.running_mean
+            tensor([3.])
+        """
+        self._check_restored("update_bn", self.model)
+        if not self._engine.begun:
+            raise RuntimeError(
+                "EMA.update_bn(): there is no average before the first update. Call update() first."
+            )
+        if not batch_norm_layers(self.model):
+            return
+        # Tensors that are made in inference mode could not be averaged outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            model = self.averaged_model(index)
+            recompute_statistics(loader, model, device)
+            with uninterrupted():
+                self._engine.averages[index].set_statistics(statistics_of(model))
+                self._follow()
 
     def averaged_model(self, index: int = 0) -> ModelT:
         """Return a copy of the model with averaged weights, in eval mode, without gradients.

@@ -347,7 +347,7 @@ class Engine:
             return False
         self.begun = True
         plan.step(lambda group, _: group.step([1.0] * len(self.averages), None), "ignore")
-        plan.copies.run()
+        self._copy_rest(plan)
         return True
 
     def step(self, plan: Plan, weights: Sequence[float]) -> bool:
@@ -358,8 +358,13 @@ class Engine:
         """
         policy = self.options.on_nonfinite
         taken = plan.step(lambda group, finite: group.step(weights, finite), policy)
-        plan.copies.run()
+        self._copy_rest(plan)
         return taken is not False
+
+    def _copy_rest(self, plan: Plan) -> None:
+        plan.copies.run()
+        for average in self.averages:
+            average.statistics = {}
 
     def check_index(self, index: int) -> None:
         """Raise IndexError unless there is an average of this index, and TypeError unless it is an int."""
@@ -372,16 +377,22 @@ class Engine:
             )
 
     def named(self, index: int) -> dict[str, Tensor]:
-        """Return an average and the copies by name; nothing before the first step."""
+        """Return an average, the copies and its statistics by name; nothing before the first step."""
         self.check_index(index)
-        return {**self.averages[index].values(), **self._copied()} if self.begun else {}
+        average = self.averages[index]
+        return {**average.values(), **self._copied(), **average.statistics} if self.begun else {}
 
     def _copied(self) -> dict[str, Tensor]:
         return {name: copy for name, copy in self._copies.items() if copy is not None}
 
     def tensors(self, index: int) -> dict[str, Tensor]:
-        """Return the tensors that hold an average and the copies, without those of ``named``'s sums."""
-        return {**self.averages[index].tensors, **self._copied()} if self.begun else {}
+        """Return the tensors that hold what ``named`` returns, without their error terms."""
+        average = self.averages[index]
+        return {**average.tensors, **self._copied(), **average.statistics} if self.begun else {}
+
+    def names(self) -> dict[str, None]:
+        """Return the names of what any average replaces in the model."""
+        return {name: None for index in range(len(self.averages)) for name in self.tensors(index)}
 
     def pairing(self, model: torch.nn.Module, index: int) -> Pairing:
         """Pair an average with the tensors of a model."""
@@ -406,6 +417,8 @@ class Engine:
         for average, state, tensors in zip(averages, loaded.averages, found, strict=True):
             average.start(bound)
             average.load_state_dict({**state, "tensors": tensors})
+            statistics = state.get("statistics", {}).items()
+            average.set_statistics({n: one.clone() for n, one in statistics if n in named.buffers})
         buffers = {name: value for name, value in loaded.buffers.items() if name in wanted}
         device = self.options.device
         self._copies = {name: one.to(device, copy=True) for name, one in buffers.items()}
@@ -438,6 +451,8 @@ class Engine:
         self._see(averaged)
         names = named.names()
         self._copies = {name: copy for name, copy in self._copies.items() if name in names}
+        for average in self.averages:
+            average.statistics = {}
 
     def _see(self, averaged: Tensors) -> None:
         """Remember which tensors are averaged under these names."""

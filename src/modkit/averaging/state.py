@@ -270,7 +270,13 @@ def _average(part: _Part) -> dict[str, Any]:
         if value.shape != tensors[key].shape:
             rests.refuse(key, f"of shape {tuple(tensors[key].shape)}, that of the average")
     generators = _generators(part.inside("generators"))
-    return {"tensors": tensors, "rests": dict(rests.values), "generators": generators}
+    statistics = part.inside("statistics").tensors() if "statistics" in part.values else {}
+    return {
+        "tensors": tensors,
+        "rests": dict(rests.values),
+        "generators": generators,
+        "statistics": statistics,
+    }
 
 
 def _generators(part: _Part) -> dict[str, Tensor]:
@@ -346,7 +352,17 @@ def matched(
             if not is_averaged(one) or one.is_complex() != tensor.is_complex():
                 what = f"the average of {name} must be of a dtype like {tensor.dtype}"
                 raise _error(f"the state does not fit the model: {what}, got {_shown(one)}")
+    if not members.has_lazy():
+        for average in loaded.averages:
+            _check_statistics(average.get("statistics", {}), members)
     return averaged, copied, found
+
+
+def _check_statistics(statistics: Mapping[str, Tensor], members: NamedTensors) -> None:
+    """Raise NameMismatchError unless batch normalization statistics have the shapes of the model's."""
+    known = {name: one for name, one in statistics.items() if name in members.buffers}
+    expected = {name: members.buffers[name].tensor.shape for name in known}
+    check_match("EMA: the state does not fit the model", expected, shapes_of(known))
 
 
 def _check_finite(averages: list[Mapping[str, Any]], on_nonfinite: str) -> None:

@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from modkit.averaging.callback import (
     swap_at_end,
     training_weights,
 )
-from modkit.averaging.ema import EMA, CheckedCount, Decays, checked_count
+from modkit.averaging.ema import EMA, CheckedCount, Decays, Device, checked_count
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.optimizer_steps import check_optimizer
 from modkit.averaging.sharding import has_shards, split_up, whole
@@ -226,6 +226,15 @@ class EMACallback(Callback):
     # An error may have left an evaluation before its end.
     on_train_batch_start = on_validation_end
     on_exception = on_validation_end
+
+    def update_bn(self, loader: Iterable[Any], device: Device = None) -> None:
+        """Compute the batch normalization statistics of the average. See ``EMA.update_bn``.
+
+        Call it when no evaluation is running, for instance in ``on_train_epoch_end``.
+        """
+        if self.ema is None:
+            raise RuntimeError("EMACallback.update_bn(): there are no averages. Call fit() first.")
+        self.ema.update_bn(loader, device, index=self.index)
 
     def state_dict(self) -> dict[str, Any]:
         """Update for the latest step; :meth:`on_save_checkpoint` adds the state of the averages."""

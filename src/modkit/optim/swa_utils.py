@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
-from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import SWALR
 
 from modkit._namespace import publish_all
-from modkit._upstream import BatchNormBase
+from modkit.averaging.batch_norm import batch_norm_layers, recompute_statistics
 from modkit.averaging.precision import TensorList
+from modkit.averaging.swap import any_swapped
 from modkit.optim._averaged_model import AveragedModel, AveragingFunction, AvgFn, MultiAvgFn
 
 
@@ -69,12 +69,16 @@ def update_bn(
     """Compute the batch normalization statistics of a model afresh, in one pass over the data.
 
     Call it on an ``AveragedModel`` before evaluation: no training step has seen the activations of
-    averaged weights. An empty loader raises ValueError.
+    averaged weights. For an ``EMA`` call ``ema.update_bn(loader)``.
 
     Args:
         loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
         model: Model whose statistics are replaced.
         device: Device that inputs are moved to.
+
+    Raises:
+        ValueError: If the loader is empty.
+        RuntimeError: If an average is swapped into the model, as inside ``EMA.applied()``.
 
     Example:
         >>> import torch
@@ -86,43 +90,14 @@ def update_bn(
     Differs from torch: only batch normalization runs in training mode, each module gets its own
     mode back, and if anything raises, the model is as before.
     """
-    layers: list[Any] = [one for one in model.modules() if isinstance(one, BatchNormBase)]
-    if not layers:
+    if not batch_norm_layers(model):
         return
-    modes = [(module, module.training) for module in model.modules()]
-    momenta = [(layer, layer.momentum) for layer in layers]
-    names = "running_mean", "running_var", "num_batches_tracked"
-    found = (getattr(layer, name) for layer in layers for name in names)
-    saved = [(one, one.clone()) for one in found if one is not None and not is_lazy(one)]
-    with torch.no_grad():
-        try:
-            for layer in layers:
-                layer.reset_running_stats()
-                # Without a momentum, the layer keeps the mean over all batches.
-                layer.momentum = None
-            # By attribute: ``train()`` may be overridden to freeze layers.
-            for module, _ in modes:
-                module.training = isinstance(module, BatchNormBase)
-            _run(loader, model, device)
-        except BaseException:
-            for tensor, value in saved:
-                tensor.copy_(value)
-            raise
-        finally:
-            for module, training in modes:
-                module.training = training
-            for layer, momentum in momenta:
-                layer.momentum = momentum
-
-
-def _run(loader: Iterable[Any], model: torch.nn.Module, device: int | torch.device | None) -> None:
-    empty = True
-    for batch in loader:
-        inputs: Any = batch[0] if isinstance(batch, (list, tuple)) else batch
-        model(inputs if device is None else inputs.to(device))
-        empty = False
-    if empty:
-        raise ValueError("update_bn: the loader is empty, so there are no statistics to compute")
+    if any_swapped(model):
+        raise RuntimeError(
+            "update_bn() was called inside applied() or evaluating(): it would overwrite the statistics "
+            "of the average. Call ema.update_bn(loader) outside of the block. Nothing has been changed."
+        )
+    recompute_statistics(loader, model, device)
 
 
 publish_all(globals())

@@ -1,0 +1,348 @@
+"""Batch normalization statistics of averages, and of models that hold one."""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+import modkit
+from modkit.distributed import export_average, load_averages
+from modkit.optim.swa_utils import update_bn
+from tests.cases import for_each
+from tests.helpers import freeze
+from tests.unit.averaging.recipes import network, train
+
+
+POLICIES: list[Any] = ["copy", "average", "ignore", {"*.running_mean": "average", "*": "ignore"}]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of the model."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def batches() -> list[Tensor]:
+    """Return three batches, of two sizes."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(size, 4, generator=generator) * 3 + 1 for size in (8, 8, 4)]
+
+
+def trained(face: str = "EMA", **options: Any) -> Any:
+    """Return two averages of a network that was trained."""
+    model = network()
+    if face == "EMA":
+        ema = modkit.EMA(model, [0.5, 0.9], **options)
+    else:
+        ema = modkit.EMACallback(model, decay=[0.5, 0.9], index=1, **options)
+    for step in range(4):
+        train(model, sgd(model), step, step + 1)
+        (ema if face == "EMA" else ema.ema).update()
+    return ema
+
+
+def by_torch(ema: Any, index: int) -> nn.Module:
+    """Return an averaged model whose statistics torch has computed."""
+    model = ema.averaged_model(index)
+    torch.optim.swa_utils.update_bn(batches(), model)
+    return model.eval()
+
+
+def held(model: nn.Module) -> Any:
+    """Return all values and modes of a model."""
+    return freeze(dict(model.state_dict())), [one.training for one in model.modules()]
+
+
+@for_each("buffers", POLICIES, ids=str)
+@for_each("face", ["EMA", "EMACallback"])
+def test_the_statistics_are_those_of_the_averaged_weights(buffers: Any, face: str) -> None:
+    """Every way to read the average has torch's statistics, and the model in training has its own."""
+    callback = trained(face, buffers=buffers)
+    ema, index = (callback, 0) if face == "EMA" else (callback.ema, 1)
+    expected, other = by_torch(ema, index), ema.averaged_model(1 - index)
+    before = held(ema.model)
+    callback.update_bn(batches())
+    target = copy.deepcopy(ema.model)
+    ema.copy_to(target, index=index)
+    seen = []
+    with ema.applied(index=index):
+        seen.append(freeze(dict(ema.model.state_dict())))
+    seen.append(freeze(dict(ema.averaged_model(index).state_dict())))
+    seen.append(freeze(dict(target.state_dict())))
+    if index == 0:
+        seen.append(freeze(dict(ema.module.state_dict())))
+        assert ema(batches()[0]).equal(expected(batches()[0]))
+
+    assert seen == [freeze(dict(expected.state_dict()))] * len(seen)
+    assert held(ema.model) == before
+    assert freeze(ema.averaged_model(1 - index).state_dict()) == freeze(other.state_dict())
+
+
+@for_each("buffers", POLICIES, ids=str)
+def test_the_next_update_drops_them(buffers: Any) -> None:
+    """The run goes on bitwise identically to one without the call."""
+    ends = []
+    for computes in (False, True):
+        ema = trained(buffers=buffers)
+        _ = ema.module
+        if computes:
+            ema.update_bn(batches(), index=0)
+            ema.update_bn(batches(), index=1)
+        train(ema.model, sgd(ema.model), 4, 5)
+        ema.update()
+        ends.append([freeze(ema.state_dict()), freeze(ema.module.state_dict()), held(ema.model)])
+
+    assert ends[0] == ends[1]
+
+
+def test_an_update_that_is_not_due_keeps_them() -> None:
+    """The averaged weights are the same, so their statistics are too."""
+    ema = trained(update_every=3)
+    ema.update_bn(batches())
+    before = freeze(dict(ema.averaged_model().state_dict()))
+    ema.update()
+    ema.update()
+    kept = freeze(dict(ema.averaged_model().state_dict()))
+    ema.update()
+
+    assert kept == before
+    assert freeze(dict(ema.averaged_model().state_dict())) != before
+
+
+def by_load(ema: Any, folder: Path) -> Any:
+    """Return an EMA that has loaded the state."""
+    other = modkit.EMA(network(), [0.5, 0.9], buffers=ema._engine.options.buffers)
+    other.load_state_dict(copy.deepcopy(ema.state_dict()))
+    return other
+
+
+def by_file(ema: Any, folder: Path) -> Any:
+    """Return an EMA that has loaded the state from a file."""
+    modkit.save_checkpoint(ema.state_dict(), folder / "ema.pt")
+    other = modkit.EMA(network(), [0.5, 0.9], buffers=ema._engine.options.buffers)
+    other.load_state_dict(modkit.load_checkpoint(folder / "ema.pt"))
+    return other
+
+
+def by_dcp(ema: Any, folder: Path) -> Any:
+    """Return an EMA that has loaded the state from a distributed checkpoint."""
+    dcp.save({"ema": ema}, checkpoint_id=folder)
+    other = modkit.EMA(network(), [0.5, 0.9], buffers=ema._engine.options.buffers)
+    load_averages(other, folder)
+    return other
+
+
+def by_copy(ema: Any, folder: Path) -> Any:
+    """Return a copy."""
+    return copy.deepcopy(ema)
+
+
+def by_pickle(ema: Any, folder: Path) -> Any:
+    """Return a pickled copy."""
+    return pickle.loads(pickle.dumps(ema))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@for_each("carry", [by_load, by_file, by_dcp, by_copy, by_pickle])
+@for_each("buffers", ["copy", "ignore"])
+def test_they_are_saved(carry: Callable[[Any, Path], Any], buffers: Any, tmp_path: Path) -> None:
+    """A loaded or copied average has them, and gives the same outputs."""
+    ema = trained(buffers=buffers)
+    ema.update_bn(batches())
+    other = carry(ema, tmp_path)
+    other.model.load_state_dict(ema.model.state_dict())
+    batch = batches()[0]
+
+    assert freeze(other.state_dict()) == freeze(ema.state_dict())
+    assert [other.averaged_model(index)(batch).tolist() for index in (0, 1)] == [
+        ema.averaged_model(index)(batch).tolist() for index in (0, 1)
+    ]
+
+
+def test_they_are_exported(tmp_path: Path) -> None:
+    """A file of the average holds them."""
+    ema = trained()
+    ema.update_bn(batches())
+    export_average(ema, tmp_path / "average.pt")
+    found = modkit.load_checkpoint(tmp_path / "average.pt")
+
+    assert freeze(dict(found)) == freeze(dict(by_torch(ema, 0).state_dict()))
+
+
+@for_each("buffers", POLICIES, ids=str)
+@for_each("index", [0, 1])
+def test_restore_undoes_copy_to(buffers: Any, index: int) -> None:
+    """The model's own statistics return."""
+    ema = trained(buffers=buffers)
+    ema.update_bn(batches(), index=index)
+    before = held(ema.model)
+    ema.store()
+    ema.copy_to(index=index)
+    during = held(ema.model)
+    ema.restore()
+
+    assert during != before
+    assert held(ema.model) == before
+
+
+def test_moving_keeps_them_and_rebinding_drops_them() -> None:
+    """After a change of the model they may not fit."""
+    ema = trained(buffers="ignore")
+    ema.update_bn(batches())
+    expected = ema.averaged_model().state_dict()["1.running_mean"]
+    moved = ema.to(device="cpu", dtype=torch.float64).averaged_model().state_dict()
+    ema.model[1] = nn.Identity()
+    ema.rebind()
+
+    assert moved["1.running_mean"].equal(expected)
+    assert sorted(dict(ema.averaged_model().named_buffers())) == []
+
+
+def test_a_kept_module_follows() -> None:
+    """A reference has the statistics, and those of the model again after the next update."""
+    ema = trained()
+    reference = ema.module
+    ema.update_bn(batches())
+    computed = freeze(reference.state_dict())
+    expected = freeze(by_torch(ema, 0).state_dict())
+    ema.update()
+
+    assert computed == expected
+    assert reference[1].running_mean.equal(ema.model[1].running_mean)
+
+
+def test_inference_mode() -> None:
+    """It may be called there, and training goes on."""
+    ema = trained()
+    with torch.inference_mode():
+        ema.update_bn(batches())
+    expected = freeze(by_torch(ema, 0).state_dict())
+    found = freeze(ema.averaged_model().state_dict())
+    train(ema.model, sgd(ema.model), 4, 5)
+    ema.update()
+
+    assert found == expected
+
+
+def test_batches_may_be_tuples_and_are_moved() -> None:
+    """The model gets the first entry, on the device."""
+    ema = trained()
+    seen = []
+    ema.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].device.type))
+    ema.update_bn(([batch, "label"] for batch in batches()), "cpu")
+
+    assert seen == ["cpu"] * 3
+    assert freeze(ema.averaged_model().state_dict()) == freeze(by_torch(ema, 0).state_dict())
+
+
+def test_a_model_without_batch_normalization_is_left_alone() -> None:
+    """As torch's function does, it reads no data."""
+    model = nn.Linear(2, 2)
+    ema = modkit.EMA(model)
+    ema.update()
+    before = freeze(ema.state_dict())
+    loader = iter([torch.ones(1, 2)])
+    ema.update_bn(loader)
+
+    assert len(list(loader)) == 1
+    assert freeze(ema.state_dict()) == before
+
+
+# --- refused ---------------------------------------------------------------------------------------
+
+
+def fails() -> Iterator[Tensor]:
+    """Yield a batch, and raise."""
+    yield batches()[0]
+    raise KeyError("data")
+
+
+@for_each(
+    ("loader", "error"),
+    [(list, ValueError), (fails, KeyError), (lambda: [torch.ones(2, 3)], RuntimeError)],
+)
+def test_after_an_error_nothing_has_changed(loader: Any, error: type[Exception]) -> None:
+    """Neither the averages nor the model."""
+    ema = trained()
+    before = freeze(ema.state_dict()), held(ema.model)
+    with pytest.raises(error):
+        ema.update_bn(loader())
+
+    assert (freeze(ema.state_dict()), held(ema.model)) == before
+
+
+def test_it_is_refused_where_it_cannot_be_right() -> None:
+    """Before the first update there is no average, and inside the block it would come too late."""
+    ema = modkit.EMA(network())
+    with pytest.raises(RuntimeError, match=r"EMA\.update_bn\(\).*before the first update"):
+        ema.update_bn(batches())
+    ema.update()
+    before = freeze(ema.state_dict()), held(ema.model)
+    with ema.applied(), pytest.raises(RuntimeError, match=r"EMA\.update_bn\(\).*applied"):
+        ema.update_bn(batches())
+
+    assert (freeze(ema.state_dict()), held(ema.model)) == before
+
+
+BLOCKS: dict[str, Callable[[Any], Any]] = {
+    "applied": lambda callback: callback.ema.applied(),
+    "evaluating": lambda callback: callback.evaluating(),
+    "other average": lambda callback: callback.ema.applied(index=0),
+}
+
+
+@for_each("block", BLOCKS)
+@for_each("buffers", POLICIES, ids=str)
+@for_each("part", [lambda model: model, lambda model: model[:2], nn.DataParallel])
+def test_a_model_that_holds_an_average_is_refused(block: str, buffers: Any, part: Any) -> None:
+    """`update_bn(loader, model)` would overwrite the average's statistics, or the model's."""
+    callback = trained("EMACallback", buffers=buffers)
+    model = callback.model
+    before = freeze(callback.state_dict()), held(model)
+    with (
+        BLOCKS[block](callback),
+        pytest.raises(RuntimeError, match=r"update_bn\(\).*ema\.update_bn\(loader\) outside"),
+    ):
+        update_bn(batches(), part(model))
+
+    assert (freeze(callback.state_dict()), held(model)) == before
+
+
+def test_other_models_are_not_refused() -> None:
+    """An averaged model, and a model in which nothing is swapped, get their statistics."""
+    callback = trained("EMACallback")
+    averaged = callback.ema.averaged_model()
+    with callback.evaluating():
+        update_bn(batches(), averaged)
+    update_bn(batches(), callback.model)
+
+    assert freeze(averaged.state_dict()) == freeze(by_torch(callback.ema, 0).state_dict())
+
+
+@for_each(
+    ("value", "text"),
+    [
+        ([], "statistics'] must be a mapping"),
+        ({"1.running_mean": 1.0}, "must be a tensor"),
+        ({1: torch.ones(6)}, "must be a tensor under a name of type str"),
+        ({"1.running_mean": torch.ones(5)}, "1.running_mean"),
+        ({"1.running_mean": torch.ones(6, device="meta")}, "dense tensor with data"),
+    ],
+    ids=str,
+)
+def test_broken_states_are_refused(value: Any, text: str) -> None:
+    """It is an error that names the entry, and nothing changes."""
+    ema = trained()
+    before = freeze(ema.state_dict())
+    state = copy.deepcopy(ema.state_dict())
+    state["averages"][1]["statistics"] = value
+    with pytest.raises(ValueError, match=r"EMA: .*Nothing has been changed") as caught:
+        ema.load_state_dict(state)
+
+    assert text in str(caught.value)
+    assert freeze(ema.state_dict()) == before
