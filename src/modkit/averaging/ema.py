@@ -177,7 +177,8 @@ class EMA(Generic[ModelT]):
     def update(self, model: torch.nn.Module | None = None) -> None:
         """Update the averages with the present parameters; call it after ``optimizer.step()``.
 
-        ``model`` is another model of the same names and shapes to take the parameters from.
+        ``model`` is another model of the same names and shapes to take the parameters from; all of
+        its names may have one more prefix, as in a wrapper of the tracked model, or one fewer.
         """
         source = self.model if model is None else model
         self._check_restored("update", source)

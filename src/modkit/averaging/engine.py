@@ -241,8 +241,7 @@ class Plan:
 class _Pairing:
     """The pairs of an average with the tensors of a model, valid while neither changes."""
 
-    def __init__(self, model: torch.nn.Module, values: Tensors) -> None:
-        named = NamedTensors(model)
+    def __init__(self, named: NamedTensors, model: torch.nn.Module, values: Tensors) -> None:
         self.pairs = pairs_for(named, values)
         self._model = weakref.ref(model)
         tensors = [tensor for _, tensor, _ in self.pairs]
@@ -303,8 +302,13 @@ class Engine:
             precision.check_finite("EMA", plan.currents)
         return plan
 
+    def _named(self, model: torch.nn.Module) -> NamedTensors:
+        """Return the tensors of a model under the names of those that are averaged."""
+        like = None if model is self.model else NamedTensors(self.model)
+        return NamedTensors(model, like=like)
+
     def _plan(self, model: torch.nn.Module) -> Plan:
-        named = NamedTensors(model)
+        named = self._named(model)
         _check_materialized(named)
         known = self.averages[0].tensors
         averaged, copied = self.options.split(named, known)
@@ -368,7 +372,9 @@ class Engine:
         # Only then can it be seen whether the tensors are others.
         reshard(model.modules())
         values = self.named(index)
-        pairing: _Pairing = self._swaps.get(model, values, lambda: _Pairing(model, values))
+        pairing: _Pairing = self._swaps.get(
+            model, values, lambda: _Pairing(self._named(model), model, values)
+        )
         return pairing.pairs
 
     def state_dict(self) -> dict[str, Any]:
