@@ -296,12 +296,20 @@ ROWS: Final = (
         "torch",
         "`AveragedModel` pairs tensors by position, truncates the longer list and broadcasts "
         "shapes: wrong tensors are averaged, or an error comes after half of the update | Tensors"
-        " are paired by name, and a mismatch is an error before anything is written",
+        " are paired by name, and a mismatch is an error before anything is written. One prefix "
+        "that all names of a wrapper have is ignored",
         NO_ISSUE,
         "tests/parity/fixes/test_swa_averaged_model.py::test_parameters_are_paired_by_name",
         "tests/parity/fixes/test_swa_averaged_model.py::test_a_model_that_does_not_fit_is_refused",
         "tests/parity/fixes/test_swa_averaged_model.py::test_a_buffer_that_came_later_is_refused_before_anything_is_written",
         "tests/parity/fixes/test_swa_averaged_model.py::test_tying_after_the_copy_shifts_nothing",
+    ),
+    _row(
+        "modkit",
+        "A model whose parameters have other names, in the order of the average, can be given to "
+        "`AveragedModel.update_parameters` | It is refused, since only names show that the order fits",
+        NO_ISSUE,
+        "tests/parity/fixes/test_swa_averaged_model.py::test_a_model_of_other_names_in_the_same_order",
     ),
     _row(
         "torch",

@@ -252,7 +252,8 @@ class EMA(Generic[ModelT]):
         averages for this step, it warns once.
 
         Args:
-            model: Another model of the same names and shapes to take the parameters from.
+            model: Another model of the same names and shapes to take the parameters from; all of its
+                names may have one more prefix, as in a wrapper of the tracked model, or one fewer.
         """
         source = self.model if model is None else model
         self._check_restored("update", source)

@@ -240,8 +240,7 @@ class Plan:
 class Pairing:
     """The pairs of an average with the tensors of a model, valid while neither changes."""
 
-    def __init__(self, model: torch.nn.Module, values: Tensors) -> None:
-        named = NamedTensors(model)
+    def __init__(self, named: NamedTensors, model: torch.nn.Module, values: Tensors) -> None:
         self.pairs = pairs_for(named, values)
         self.registered = Registered(named)
         self._model = weakref.ref(model)
@@ -305,8 +304,13 @@ class Engine:
             precision.check_finite("EMA", plan.currents)
         return plan
 
+    def _named(self, model: torch.nn.Module) -> NamedTensors:
+        """Return the tensors of a model under the names of those that are averaged."""
+        like = None if model is self.model else NamedTensors(self.model)
+        return NamedTensors(model, like=like)
+
     def _plan(self, model: torch.nn.Module) -> Plan:
-        named = NamedTensors(model)
+        named = self._named(model)
         _check_materialized(named)
         known = self.averages[0].tensors
         averaged, copied = self.options.split(named, known)
@@ -401,7 +405,9 @@ class Engine:
         values = self.named(index)
         # The pairing keeps the tensors alive, so no other tensor can get the id of one.
         key = (*values, *map(id, values.values()))
-        pairing: Pairing = self._swaps.get(model, key, lambda: Pairing(model, values))
+        pairing: Pairing = self._swaps.get(
+            model, key, lambda: Pairing(self._named(model), model, values)
+        )
         return pairing
 
     def state_dict(self) -> dict[str, Any]:

@@ -43,6 +43,24 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
     return found if len(set(found.values())) == len(found) else {name: name for name in found}
 
 
+def _prefix_between(longer: set[str], shorter: set[str]) -> str:
+    """Return the one prefix, such as ``"net."``, that turns the shorter names into the longer; or ""."""
+    if not longer or not shorter:
+        return ""
+    # A common prefix leaves the alphabetical order as it is, so the first names are a pair.
+    prefix = min(longer).removesuffix(min(shorter))
+    fits = prefix.endswith(".") and longer == {prefix + name for name in shorter}
+    return prefix if fits else ""
+
+
+def _names_like(mine: set[str], names: dict[str, str], theirs: set[str]) -> dict[str, str]:
+    """Return the names of a model without, or with, the prefix by which its parameters differ."""
+    surplus, lacking = _prefix_between(mine, theirs), _prefix_between(theirs, mine)
+    renamed = {key: lacking + name.removeprefix(surplus) for key, name in names.items()}
+    # They collide where a wrapper has a buffer of the name of one of its network.
+    return renamed if len(set(renamed.values())) == len(names) else names
+
+
 def check_match(
     what: str,
     expected: Mapping[str, torch.Size | None],
@@ -86,10 +104,17 @@ class NamedTensors:
     """All parameters and buffers of a model by canonical name, at one moment.
 
     Tied tensors are listed once, under their first name; ``aliases`` maps further names to it.
-    ``empty`` holds buffers that are None. The child ``leave_out`` is skipped.
+    ``empty`` holds buffers that are None. The child ``leave_out`` is skipped. If all parameters of the
+    model differ by one prefix from those of ``like``, since one of the two wraps the other, the names
+    are those of ``like``.
     """
 
-    def __init__(self, model: torch.nn.Module, leave_out: torch.nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        leave_out: torch.nn.Module | None = None,
+        like: "NamedTensors | None" = None,
+    ) -> None:
         places = list(_walk(model, "", leave_out))
         self.modules: list[torch.nn.Module] = [module for _, module in places]
         reshard(self.modules)
@@ -102,6 +127,10 @@ class NamedTensors:
         self.scripted: bool = False
         slots = [slot for prefix, module in places for slot in self._slots_of(prefix, module)]
         names = canonical_names(slot[0] for slot in slots)
+        parameters = [slot[0] for slot in slots if slot[4] and slot[3] is not None]
+        if like is not None:
+            names = _names_like({names[name] for name in parameters}, names, like.parameter_names)
+        self.parameter_names: set[str] = {names[name] for name in parameters}
         first: dict[int, str] = {}
         for name, registry, key, tensor, is_parameter, persistent in slots:
             member = Member(names[name], tensor, registry, key, is_parameter, persistent)

@@ -252,7 +252,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         """Update the average with the present weights of a model, on any device.
 
         Call it after ``optimizer.step()`` (EMA) or at the end of an epoch (SWA). Names are compared
-        without the parts that ``torch.compile``, data-parallel and checkpoint wrappers add.
+        without the parts that ``torch.compile``, data-parallel and checkpoint wrappers add, and
+        without one prefix that all names have because the model, or the average, is in a wrapper.
 
         Differs from torch, which pairs tensors by position and broadcasts their shapes: tensors that
         are missing, unexpected, or of another shape raise ``NameMismatchError``.
@@ -390,7 +391,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         self, model: torch.nn.Module
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Copies, tuple[NamedTensors, NamedTensors]]:
         """Pair the copy with a model: averages, and current values, by name; copies; both models."""
-        kept, found = NamedTensors(self.module), NamedTensors(model, leave_out=self)
+        kept = NamedTensors(self.module)
+        found = NamedTensors(model, leave_out=self, like=kept)
         _check_pairs(kept, found)
         options = self._runtime.options
         if self.use_buffers:

@@ -10,6 +10,7 @@ from tests.parity.averaging.networks import (
     one_weight,
     set_weight,
     state_after_updates,
+    training_states,
 )
 
 
@@ -160,6 +161,55 @@ def test_wrapped_models_are_paired_with_what_they_wrap(impl: Implementation) -> 
 
     assert averaged.module.weight.item() == 3.0
     assert wrapped(torch.ones(1, 1)).item() == 4.0
+
+
+def wrapped(impl: Implementation, net: torch.nn.Module) -> torch.nn.Module:
+    """Build a module that holds a network under a name of its own, as trainers and losses do."""
+    return impl.nn.ModuleDict({"net": net})
+
+
+@every_rule
+@for_each("count", [1, 6])
+@for_each("use_buffers", [False, True])
+@for_each("averaged_one", ["net", "wrapper", "wrapper of the wrapper"])
+@for_each("given", ["net", "wrapper", "wrapper of the wrapper"])
+def test_a_wrapper_and_its_network_are_paired(
+    rule: str, count: int, use_buffers: bool, averaged_one: str, given: str
+) -> None:
+    """One common prefix does not matter: average and model may be the network or what wraps it."""
+
+    def scenario(impl: Implementation):
+        layers = (impl.nn.Linear(2, 2) for _ in range(count))
+        net = impl.nn.Sequential(*layers, impl.nn.BatchNorm1d(2))
+        if use_buffers:
+            # Torch averages integers too, or fails to.
+            del net[-1].num_batches_tracked
+        models = {"net": net, "wrapper": wrapped(impl, net)}
+        models["wrapper of the wrapper"] = wrapped(impl, models["wrapper"])
+        averaged = impl.AveragedModel(
+            models[averaged_one], **RULES[rule](impl), use_buffers=use_buffers
+        )
+        states = []
+        for _ in training_states(net, 4):
+            averaged.update_parameters(models[given])
+            states.append({name: one.clone() for name, one in averaged.state_dict().items()})
+        return states
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_a_compiled_update_pairs_a_wrapper(impl: Implementation) -> None:
+    """Compiled updates pair by the same rule."""
+    torch._dynamo.reset()
+    model = one_weight(impl)
+    averaged = impl.AveragedModel(model)
+    update = torch.compile(averaged.update_parameters, backend="eager")
+    for value in 2.0, 4.0:
+        set_weight(model, value)
+        update(wrapped(impl, model))
+    torch._dynamo.reset()
+
+    assert averaged.module.weight.item() == 3.0
 
 
 def test_parametrized_models_average_the_original_weights(impl: Implementation) -> None:

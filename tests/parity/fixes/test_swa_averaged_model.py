@@ -74,6 +74,14 @@ def check_subclass(impl: Implementation, size: int, **arguments) -> None:
     assert averaged.module.b.tolist() == [1.0] * 3
 
 
+def test_a_model_of_other_names_in_the_same_order(impl: Implementation) -> None:
+    """Two classes that register the same shapes under other names can be averaged by position."""
+    averaged = impl.AveragedModel(holder(impl, a=torch.ones(1), b=torch.ones(1)))
+    averaged.update_parameters(holder(impl, c=torch.ones(1) * 5, d=torch.ones(1) * 10))
+
+    assert (averaged.module.a.item(), averaged.module.b.item()) == (5.0, 10.0)
+
+
 @every_rule
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_subclass_may_have_parameters_of_its_own(

@@ -178,6 +178,55 @@ def test_wrappers_do_not_change_names() -> None:
             assert torch.equal(value, average)
 
 
+@for_each("outer", ["ema", "model"])
+@for_each("include", [None, "*weight"])
+@for_each("count", [1, 6])
+def test_one_common_prefix_does_not_change_names(outer: str, include, count: int) -> None:
+    """A wrapper that holds the network under a name of its own can take its place, in every method."""
+    net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)), nn.BatchNorm1d(2))
+    wrapper = nn.ModuleDict({"net": net})
+    tracked, other = (wrapper, net) if outer == "ema" else (net, wrapper)
+    ema, plain = (modkit.EMA(tracked, 0.5, include=include) for _ in range(2))
+    for value in 1.0, 3.0:
+        set_to(net, value)
+        ema.update(other)
+        plain.update()
+    with ema.applied(other):
+        inside = net[0].weight.clone()
+    before = net[0].weight.clone()
+    ema.copy_to(other)
+
+    averages = dict(plain.named_averages())
+    assert all(one.equal(averages[name]) for name, one in ema.named_averages())
+    assert inside.eq(2.0).all()
+    assert before.eq(3.0).all()
+    assert net[0].weight.eq(2.0).all()
+
+
+@for_each("extra", ["parameter", "buffer", "shape"])
+def test_a_prefix_is_no_excuse(extra: str) -> None:
+    """A wrapper that has more than the network, or other shapes, is refused, and nothing is written."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    wrapper = nn.ModuleDict({"net": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))})
+    if extra == "parameter":
+        wrapper.scale = nn.Parameter(torch.ones(1))
+    elif extra == "buffer":
+        wrapper.register_buffer("mean", torch.ones(1))
+    else:
+        wrapper["net"][0] = nn.Linear(3, 2)
+    ema = modkit.EMA(net, 0.5, buffers="average")
+    average = modkit.optim.swa_utils.AveragedModel(net, use_buffers=True)
+    ema.update()
+    average.update_parameters(net)
+    before = [one.clone() for one in (*average.parameters(), *dict(ema.named_averages()).values())]
+    for update in (ema.update, average.update_parameters):
+        with pytest.raises(NameMismatchError):
+            update(wrapper)
+
+    now = (*average.parameters(), *dict(ema.named_averages()).values())
+    assert all(one.equal(old) for one, old in zip(now, before, strict=True))
+
+
 def test_a_child_called_module_is_no_wrapper() -> None:
     """A user's model may have a child of that name and other parameters."""
     model = nn.Module()
