@@ -412,6 +412,11 @@ class Engine:
         names = named.names()
         self._copies = {name: copy for name, copy in self._copies.items() if name in names}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # The tensors of a copy have addresses of their own.
+        self._see({name: tensor for name, (tensor, _) in self._seen.items()})
+
     def _see(self, averaged: Tensors) -> None:
         """Remember which tensors are averaged under these names."""
         self._seen = {name: (tensor, _address(tensor)) for name, tensor in averaged.items()}
