@@ -460,6 +460,11 @@ class Engine:
         for average in self.averages:
             average.statistics = {}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # The tensors of a copy have addresses of their own.
+        self._see({name: tensor for name, (tensor, _) in self._seen.items()})
+
     def _see(self, averaged: Tensors) -> None:
         """Remember which tensors are averaged under these names."""
         self._seen = {name: (tensor, _address(tensor)) for name, tensor in averaged.items()}
