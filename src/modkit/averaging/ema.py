@@ -305,8 +305,10 @@ class EMA(Generic[ModelT]):
 
     def averaged_model(self, index: int = 0) -> ModelT:
         """Return a copy of the model with averaged weights, in eval mode, without gradients."""
-        model = copy_of(self.model)
-        self.copy_to(model, index=index)
+        # Tensors that are made in inference mode could not be trained outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            model = copy_of(self.model)
+            self.copy_to(model, index=index)
         return model.requires_grad_(False).eval()
 
     @property
