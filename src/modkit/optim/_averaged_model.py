@@ -205,7 +205,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         options = self._runtime.options
         precision = options.precision
         copies: dict[int, Tensor] = {}
-        is_flat = precision not in {"compensated", "stochastic"}
+        is_flat = precision not in {"compensated", "stochastic"} and not self._has_own_function()
         if is_flat and str(self._device) in {"None", "cpu"} and hasattr(model, "parameters"):
             plain = {
                 str(number): parameter

@@ -91,7 +91,7 @@ class Parts:
 
 
 def test_an_object_that_is_not_a_module_can_update_an_average(impl: Implementation) -> None:
-    """What has parameters() and buffers() is enough for pairing by position."""
+    """An object with parameters() and buffers() is enough for pairing by position."""
     averaged = impl.AveragedModel(holder(impl, a=torch.ones(1)))
     averaged.update_parameters(Parts(holder(impl, a=torch.ones(1) * 5)))
 
