@@ -87,6 +87,13 @@ ROWS: Final = (
         "loading: assign=True and the argument",
         "tests/parity/fixes/test_load.py::test_assign_leaves_nothing_behind_in_the_state_dict",
     ),
+    _row(
+        "torch",
+        "A parameter whose name holds a dot, which only `_parameters` accepts, is loaded and then "
+        "reported as unexpected | It is loaded",
+        NO_ISSUE,
+        "tests/parity/fixes/test_load.py::test_a_name_with_a_dot_is_not_unexpected",
+    ),
     _shown(
         "loading: keys below a child that is None",
         "tests/parity/fixes/test_load.py::test_keys_below_a_child_that_is_none_are_unexpected",
@@ -310,6 +317,30 @@ ROWS: Final = (
         "`AveragedModel.update_parameters` | It is refused, since only names show that the order fits",
         NO_ISSUE,
         "tests/parity/fixes/test_swa_averaged_model.py::test_a_model_of_other_names_in_the_same_order",
+    ),
+    _row(
+        "modkit",
+        "Any object with `parameters()` and `buffers()` can be given to "
+        "`AveragedModel.update_parameters` | Only modules give their tensors names; other objects "
+        "raise TypeError",
+        NO_ISSUE,
+        "tests/parity/fixes/test_swa_averaged_model.py::test_an_object_that_is_not_a_module_can_update_an_average",
+    ),
+    _row(
+        "torch",
+        "A parameter that is also registered as a buffer is overwritten with the model's value | "
+        "It is averaged",
+        NO_ISSUE,
+        "tests/parity/fixes/test_swa_averaged_model.py::test_a_parameter_that_is_a_buffer_too_is_averaged",
+    ),
+    _row(
+        "modkit",
+        "The storage of an averaged parameter can be resized, or freed and allocated again | On CPU, "
+        "four or more alike of at most 1,024 elements share memory, so that one kernel averages them,"
+        " and their storages cannot be resized. `p.data = p.data.clone()` ends the sharing; averages "
+        "of `avg_fn=` and of other functions, and copies of an average, never share",
+        NO_ISSUE,
+        "tests/parity/averaging/test_resized_averages.py::test_the_storage_of_an_average_can_be_resized",
     ),
     _row(
         "torch",

@@ -42,7 +42,10 @@ class FlatBuffer:
     """Small tensors in one piece of host memory, so that one kernel takes all of them.
 
     Each tensor has a storage of its own over its part of ``data``, so it is saved, shared and
-    pickled like any other. Moving one elsewhere (``tensor.data = ...``, ``share_memory()``) ends the
+    pickled like any other, but cannot be resized: torch makes a storage over memory that it does not
+    own (``frombuffer``, a slice of a storage, DLPack, a pointer) without an allocator. Tensors with
+    ordinary storages would have to be scattered after each step, which takes as long as stepping
+    them one by one. Moving one elsewhere (``tensor.data = ...``, ``share_memory()``) ends the
     sharing, which :meth:`intact` detects once ``exposed``: code outside the engine has the tensors.
     ``likes`` are runs of the same trailing shape; ``wrap`` is applied to each tensor that is made.
     """

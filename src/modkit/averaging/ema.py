@@ -513,8 +513,10 @@ class EMA(Generic[ModelT]):
         Raises:
             IndexError: If there is no average ``index``.
         """
-        model = copy_of(self.model)
-        self.copy_to(model, index=index)
+        # Tensors that are made in inference mode could not be trained outside of it.
+        with uninterrupted(), torch.inference_mode(False), torch.no_grad():
+            model = copy_of(self.model)
+            self.copy_to(model, index=index)
         return model.requires_grad_(False).eval()
 
     @property

@@ -216,7 +216,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         options = self._runtime.options
         precision = options.precision
         copies: dict[int, Tensor] = {}
-        is_flat = precision not in {"compensated", "stochastic"}
+        is_flat = precision not in {"compensated", "stochastic"} and not self._has_own_function()
         if is_flat and str(self._device) in {"None", "cpu"} and hasattr(model, "parameters"):
             plain = {
                 str(number): parameter
@@ -257,6 +257,14 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
 
         Differs from torch, which pairs tensors by position and broadcasts their shapes: tensors that
         are missing, unexpected, or of another shape raise ``NameMismatchError``.
+
+        Args:
+            model: The model in training, or a wrapper of it.
+
+        Raises:
+            NameMismatchError: If names or shapes are not those of the average.
+            RuntimeError: If a value is not finite, with ``on_nonfinite="raise"``.
+            TypeError: If ``model`` has parameters, but is not a module.
         """
         # Whatever has no parameters is refused in torch's words.
         model.parameters  # noqa: B018
@@ -391,6 +399,11 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         self, model: torch.nn.Module
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Copies, tuple[NamedTensors, NamedTensors]]:
         """Pair the copy with a model: averages, and current values, by name; copies; both models."""
+        if not hasattr(model, "_modules"):
+            raise TypeError(
+                "AveragedModel.update_parameters(): model must be a torch.nn.Module, got "
+                f"{type(model).__name__}. Tensors are paired by the names that modules give them."
+            )
         kept = NamedTensors(self.module)
         found = NamedTensors(model, leave_out=self, like=kept)
         _check_pairs(kept, found)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import Implementation, freeze
+from tests.helpers import MODKIT, Implementation, freeze
 from tests.unit.averaging.recipes import as_accelerator
 
 
@@ -80,6 +80,46 @@ def test_a_model_of_other_names_in_the_same_order(impl: Implementation) -> None:
     averaged.update_parameters(holder(impl, c=torch.ones(1) * 5, d=torch.ones(1) * 10))
 
     assert (averaged.module.a.item(), averaged.module.b.item()) == (5.0, 10.0)
+
+
+class Parts:
+    """An object that has tensors without being a module."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.parameters = module.parameters
+        self.buffers = module.buffers
+
+
+def test_an_object_that_is_not_a_module_can_update_an_average(impl: Implementation) -> None:
+    """An object with parameters() and buffers() is enough for pairing by position."""
+    averaged = impl.AveragedModel(holder(impl, a=torch.ones(1)))
+    averaged.update_parameters(Parts(holder(impl, a=torch.ones(1) * 5)))
+
+    assert averaged.module.a.item() == 5.0
+
+
+def test_the_error_for_an_object_that_is_not_a_module_names_it() -> None:
+    """The error says what is needed, and what was given, before anything is written."""
+    averaged = MODKIT.AveragedModel(holder(MODKIT, a=torch.ones(1)))
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got Parts"):
+        averaged.update_parameters(Parts(holder(MODKIT, a=torch.ones(1) * 5)))
+
+    assert averaged.module.a.item() == 1.0
+    assert averaged.n_averaged == 0
+
+
+@every_rule
+def test_a_parameter_that_is_a_buffer_too_is_averaged(impl: Implementation, rule: str) -> None:
+    """One tensor under two names is averaged once, and not overwritten by the copy of a buffer."""
+    model = holder(impl, weight=torch.ones(1))
+    model._buffers["same"] = model.weight
+    averaged = impl.AveragedModel(model, **RULES[rule](impl))
+    for value in 1.0, 3.0:
+        with torch.no_grad():
+            model.weight.fill_(value)
+        averaged.update_parameters(model)
+
+    assert averaged.module.weight.item() == 2.0
 
 
 @every_rule

@@ -184,6 +184,28 @@ def test_module_is_first_read_in_inference_mode(precision: Any) -> None:
     check(ema)
 
 
+@for_each("precision", PRECISIONS)
+@for_each("made", ["before", "inside"])
+@for_each("updates", [0, 2])
+def test_an_averaged_model_from_inference_mode_can_be_trained(
+    precision: Any, made: str, updates: int
+) -> None:
+    """`averaged_model()` returns ordinary tensors, also of a model that was built in inference mode."""
+    with torch.inference_mode(made == "inside"):
+        ema = modkit.EMA(network(), 0.5, precision=precision)
+        for _ in range(updates):
+            ema.update()
+    with torch.inference_mode():
+        averaged = ema.averaged_model()
+    averaged.requires_grad_(True).train()
+    before = averaged[0].weight.detach().clone()
+    train(averaged, sgd(averaged), 0, 1)
+
+    assert not any(one.is_inference() for one in (*averaged.parameters(), *averaged.buffers()))
+    assert all(parameter.grad is not None for parameter in averaged.parameters())
+    assert averaged[0].weight.ne(before).any()
+
+
 # --- references ------------------------------------------------------------------------------------
 
 
