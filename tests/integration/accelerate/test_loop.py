@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 
+import modkit
 from tests.helpers import freeze
 
 
@@ -67,3 +68,24 @@ def test_a_state_inside_a_block(train: Any, tmp_path: Path) -> None:
 
     assert freeze(dict(model.state_dict())) == raw
     assert freeze(ema.state_dict()) == state
+
+
+def test_the_wrapper_of_prepare_is_refused() -> None:
+    """The error says to attach the optimizer inside, which counts the steps that are taken."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ema = modkit.EMA(model)
+    with pytest.raises(TypeError, match=r"AcceleratedOptimizer.*attach\(optimizer\.optimizer\)"):
+        ema.attach(optimizer)
+    ema.attach(optimizer.optimizer)
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert ema.n_averaged == 3

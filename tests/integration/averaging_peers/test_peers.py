@@ -114,6 +114,24 @@ def test_ema_pytorch():
     assert average.get_current_decay() == pytest.approx(1 - (1 + epoch) ** (-2 / 3), abs=1e-6)
 
 
+def test_a_reference_to_the_average_follows_as_in_ema_pytorch():
+    """`ema.module`, kept from before the first update, holds what `ema_model` does."""
+    ema_pytorch = pytest.importorskip("ema_pytorch")
+    model, step = network()
+    theirs = ema_pytorch.EMA(model, beta=0.9, min_value=0.9, update_after_step=0, update_every=1)
+    ours = modkit.EMA(model, 0.9, buffers="average")
+    references = theirs.ema_model, ours.module
+    for _ in range(5):
+        step()
+        theirs.update()
+        ours.update()
+        expected, found = (one.state_dict() for one in references)
+
+        # It leaves integers alone.
+        floating = {name: one for name, one in expected.items() if one.is_floating_point()}
+        torch.testing.assert_close({name: found[name] for name in floating}, floating)
+
+
 EMA_PYTORCH_OPTIONS = [
     {},
     {"beta": 0.99, "power": 0.75, "inv_gamma": 2.0},
