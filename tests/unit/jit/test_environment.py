@@ -201,7 +201,7 @@ for call in (
     try:
         print(call())
     except Exception as error:
-        print(type(error).__name__, str(error).split("<")[0])
+        print(type(error).__name__, error if "graph" in str(error) else "")
 """
 
 
