@@ -17,6 +17,7 @@ from modkit.files.zip_archive import Archive, read_some
 TORCH_SAVE: Final = "torch.save file"
 LEGACY: Final = f"{TORCH_SAVE} (before torch 1.6)"
 TORCHSCRIPT: Final = "TorchScript archive"
+FLATBUFFER: Final = "TorchScript flatbuffer"
 EXPORT: Final = "torch.export archive"
 SAFETENSORS: Final = "safetensors file"
 SHARDED: Final = "sharded checkpoint"
@@ -31,6 +32,7 @@ ADVICE: Final = {
     TORCH_SAVE: "read it with modkit.load_checkpoint",
     LEGACY: "it has no checksums; read it with torch.load(..., weights_only=True) and save it again",
     TORCHSCRIPT: "read it with modkit.jit.load",
+    FLATBUFFER: "read it with modkit.jit.load",
     EXPORT: "read it with torch.export.load",
     SAFETENSORS: "read it with safetensors.torch.load_file",
     PICKLE: "torch.load(..., weights_only=True) may read it; pickle would execute code that it names. "
@@ -54,6 +56,9 @@ def kind_of(source: int | bytes) -> str:
             return kind_of_members(Archive(source, "").members)
         except FileError as error:
             return error.kind
+    # The identifier of a flatbuffer comes after an offset of four bytes.
+    if head[4:8] == b"PTMF":
+        return FLATBUFFER
     # A JSON header after its length, which safetensors limits too.
     if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 100_000_000:
         return SAFETENSORS

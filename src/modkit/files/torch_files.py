@@ -421,10 +421,13 @@ _READER: Final = re.compile("PytorchStreamReader|inline_container")
 
 
 class VerifiedArchive(NamedTuple):
-    """The path or bytes for torch's reader, and name and size in bytes of each extra file."""
+    """The path or bytes for torch's reader, and name and size in bytes of each extra file.
+
+    A flatbuffer does not list its extra files: None.
+    """
 
     source: str | bytes
-    extra_files: dict[str, int]
+    extra_files: dict[str, int] | None
 
 
 @contextmanager
@@ -451,6 +454,13 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
             if not isinstance(content, bytes):
                 raise TypeError("the file is open as text; open it in the mode 'rb'")
         kinds.check_digest(content, what, sha256)
+        if kinds.kind_of(content) == kinds.FLATBUFFER:
+            # It has no checksums. From a path, torch maps it into memory and may read it later, when a
+            # traced module runs, at addresses that are not mapped any more.
+            if isinstance(source, str):
+                source = Path(source).read_bytes()
+            yield VerifiedArchive(source, None)
+            return
         archive = _archive_of(content, what, kinds.TORCHSCRIPT)
         known = {*archive.members, "version" if ".data/version" in archive.members else ""}
         if absent := [name for name in (*_PICKLES, "version") if name not in known]:

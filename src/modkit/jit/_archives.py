@@ -24,7 +24,7 @@ def with_record(module: Any, given: ExtraFiles | None) -> dict[str, str | bytes]
     """Return the given extra files, and that of modkit if the module needs it."""
     files = dict(given or {})
     for name, content in files.items():
-        if not isinstance(cast("object", content), (str, bytes)):
+        if not isinstance(cast("object", content), (str, bytes, bytearray)):
             kind = type(content).__name__
             raise TypeError(f"the extra file {name!r} must be str or bytes, not {kind}")
     # It may be among files that were read from another archive.
@@ -77,9 +77,13 @@ def read(
 def finish(module: Any, note: bytes | str) -> Any:
     """Make Parameters of loaded tensors, and mark the buffers that ``modkit.json`` lists."""
     make_parameters(module)
-    transient = json.loads(note).get("non_persistent_buffers", {}) if note else {}
-    for path, names in transient.items():
-        with contextlib.suppress(AttributeError):
+    try:
+        transient = json.loads(note)["non_persistent_buffers"].items()
+    except (ValueError, TypeError, LookupError, AttributeError):
+        # The archive has none, or a file of that name that modkit did not write.
+        transient = ()
+    for path, names in transient:
+        with contextlib.suppress(AttributeError, TypeError):
             part = module.get_submodule(path)
             part._non_persistent_buffers_set.update(n for n in names if n in part._buffers)
     return module

@@ -1,7 +1,7 @@
 """``save`` and ``load``: archives that torch, C++ and modkit read."""
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from typing import Any, cast
 
 import torch
@@ -55,7 +55,8 @@ def load(
 ) -> ScriptModule:
     """Read an archive that modkit, torch or C++ has written, and verify its checksums.
 
-    Loading runs code from the archive, so load only files that you trust.
+    Loading runs code from the archive, so load only files that you trust. Flatbuffers, which
+    ``save_jit_module_to_flatbuffer`` writes, have no checksums: a corrupt one may end the process.
 
     Args:
         f: A path, or a file that is open for reading.
@@ -70,6 +71,7 @@ def load(
         KeyError: An extra file is missing and ``strict_extra_files`` is True.
         FileError: The file is corrupt or not a TorchScript archive. The text names its format.
         RuntimeError: The device is not available, or torch cannot load the archive.
+        TypeError: ``_extra_files`` is not a dict.
 
     Example:
         >>> import io, torch
@@ -84,13 +86,26 @@ def load(
     """
     give_notice()
     device = validate_map_location(map_location)
+    if _extra_files is not None and not isinstance(cast("object", _extra_files), MutableMapping):
+        kind = type(_extra_files).__name__
+        raise TypeError(f"jit.load(): _extra_files must be a dict of names, got {kind}")
     wanted = tuple(_extra_files or ())
+
     with verified_archive(f, sha256) as archive:
-        missing = ", ".join(repr(name) for name in wanted if name not in archive.extra_files)
-        if missing and strict_extra_files:
-            names = ", ".join(map(repr, archive.extra_files)) or "none"
-            raise KeyError(f"the archive has no extra file {missing}; it has {names}")
+        if archive.extra_files is not None:
+            _check_extra_files(wanted, archive.extra_files, strict=strict_extra_files)
         cpp, files = _archives.read(archive.source, device, wanted, _restore_shapes)
+    if archive.extra_files is None:
+        present = [name for name in wanted if files[name]]
+        _check_extra_files(wanted, present, strict=strict_extra_files)
+
     if _extra_files is not None:
         _extra_files.update((name, files[name]) for name in wanted)
     return cast("ScriptModule", _archives.finish(wrap_cpp(cpp), files[_archives.RECORD]))
+
+
+def _check_extra_files(wanted: Iterable[str], present: Collection[str], *, strict: bool) -> None:
+    missing = ", ".join(repr(name) for name in wanted if name not in present)
+    if missing and strict:
+        names = ", ".join(map(repr, present)) or "none"
+        raise KeyError(f"the archive has no extra file {missing}; it has {names}")

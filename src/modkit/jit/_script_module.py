@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from typing_extensions import Self
 
+from modkit._messages import add_note
 from modkit._upstream import FunctionT
 from modkit.jit import _archives, _copies
 from modkit.jit._attributes import BOOKKEEPING, DEFINED, assign, bind, find, item, kind
@@ -217,6 +218,18 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
         files = _archives.with_record(self, _extra_files)
         return cast("bytes", self._c.save_to_buffer(_extra_files=files))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if "_c" in self.__dict__:
+            try:
+                # The error that pickling the C++ module would raise.
+                self._c.__getstate__()
+            except RuntimeError as error:
+                add_note(
+                    error, "Save a ScriptModule with modkit.jit.save() instead of pickling it."
+                )
+                raise
+        return super().__reduce_ex__(protocol)
+
     def __copy__(self) -> Self:
         return cast("Self", _copies.shallow(self))
 
@@ -244,6 +257,14 @@ class RecursiveScriptModule(ScriptModule, TorchRecursiveScriptModule):  # type: 
         if not self._c._has_method(name):
             raise NotImplementedError
         return self._c._get_method(name)(*args)
+
+    def __dir__(self) -> list[str]:
+        names: list[str] = [*cast("Any", super()).__dir__()]
+        if container := kind(self):
+            # Torch lists those of the container that was compiled.
+            cls = torch.nn.ModuleDict if container == "mapping" else torch.nn.Sequential
+            names += [name for name in dir(cls) if name.startswith("__")]
+        return sorted({*names})
 
     def __len__(self) -> int:
         return len(self._modules) if kind(self) else self._special("__len__")

@@ -1,15 +1,29 @@
 import copy
 import io
+import pickle
+import re
+import sys
 
 import pytest
 import torch
 
+import modkit
+from modkit.errors import FileError
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, same
 from tests.parity.jit.networks import build, inputs
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit"),
+    # Batch normalization looks at sizes.
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+]
+
+
+def one_more(x):
+    """Return a tensor plus one."""
+    return x + 1
 
 
 def archive():
@@ -150,3 +164,133 @@ def test_gradients_of_a_loaded_module_stay():
 
     assert all(torch.equal(p.grad, gradients[name]) for name, p in module.named_parameters())
     assert len(gradients) > 2
+
+
+# Torch ends the process when a traced module runs that it loaded from a path.
+@for_each("name, opened", [("scripted", False), ("scripted", True), ("traced", True)])
+def test_flatbuffers_are_loaded(name, opened, tmp_path):
+    """``load`` reads what ``save_jit_module_to_flatbuffer`` writes: members, results, extra files."""
+
+    def scenario(impl):
+        module, path = build(impl, name).eval(), tmp_path / f"{impl}.ff"
+        impl.jit.save_jit_module_to_flatbuffer(module, str(path), _extra_files={"a": "text"})
+        files = {"a": "", "missing": ""}
+        source = io.BytesIO(path.read_bytes()) if opened else str(path)
+        loaded = impl.jit.load(source, _extra_files=files)
+        assert isinstance(loaded, impl.jit.ScriptModule)
+        state = {name: value.tolist() for name, value in loaded.state_dict().items()}
+        return loaded(inputs()), state, files
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_a_traced_module_of_a_flatbuffer_runs(tmp_path):
+    """A traced module that was loaded from a path runs, after the file is gone too."""
+    path = tmp_path / "net.ff"
+    module = build(MODKIT, "traced").eval()
+    MODKIT.jit.save_jit_module_to_flatbuffer(module, str(path))
+    loaded = MODKIT.jit.load(path)
+    path.unlink()
+
+    assert torch.equal(loaded(inputs()), module(inputs()))
+
+
+def test_a_missing_extra_file_of_a_flatbuffer(tmp_path):
+    """With ``strict_extra_files`` it is a KeyError; a file that is there is read."""
+    path = str(tmp_path / "net.ff")
+    module = build(MODKIT, "scripted").eval()
+    MODKIT.jit.save_jit_module_to_flatbuffer(module, path, _extra_files={"a": "text"})
+    files = {"a": ""}
+    MODKIT.jit.load(path, _extra_files=files, strict_extra_files=True)
+
+    assert files == {"a": b"text"}
+    with pytest.raises(KeyError, match="no extra file 'missing'"):
+        MODKIT.jit.load(path, _extra_files={"missing": ""}, strict_extra_files=True)
+
+
+@for_each("length", [8, 100, 1000])
+def test_a_flatbuffer_that_was_cut_off_is_refused(length, tmp_path):
+    """Torch's reader refuses it."""
+    path = tmp_path / "net.ff"
+    MODKIT.jit.save_jit_module_to_flatbuffer(build(MODKIT, "scripted"), str(path))
+    path.write_bytes(path.read_bytes()[:length])
+
+    with pytest.raises(RuntimeError):
+        MODKIT.jit.load(path)
+
+
+def test_other_readers_name_a_flatbuffer(tmp_path):
+    """The error of ``load_checkpoint`` says what reads the file."""
+    path = tmp_path / "net.ff"
+    MODKIT.jit.save_jit_module_to_flatbuffer(build(MODKIT, "scripted"), str(path))
+
+    with pytest.raises(
+        FileError, match=r"a TorchScript flatbuffer, .* read it with modkit.jit.load"
+    ):
+        modkit.load_checkpoint(path)
+
+
+@for_each(
+    "files",
+    [{"a": "text"}, {"a": b"\xff"}, {"a": bytearray(b"x")}, {"a/b": ""}, {"ü": "ü"}, {}, None],
+)
+@for_each("kind", ["scripted", "function"])
+def test_extra_files_are_those_of_torch(files, kind):
+    """Text, bytes and bytearrays of any name are written and read."""
+
+    def scenario(impl):
+        saved = build(impl, kind) if kind == "scripted" else impl.jit.script(one_more)
+        buffer, found = io.BytesIO(), dict.fromkeys([*(files or ()), "missing"], "default")
+        impl.jit.save(saved, buffer, _extra_files=files)
+        buffer.seek(0)
+        impl.jit.load(buffer, _extra_files=found)
+        return found
+
+    assert same(scenario)[0] == "returned"
+
+
+@for_each("files", [[], ["a"], (), "a", 3, {3: ""}], ids=repr)
+def test_extra_files_to_read_are_a_dict(files):
+    """Anything but a dict of names raises torch's type of error."""
+    errors = []
+    for impl in (TORCH, MODKIT):
+        with pytest.raises((TypeError, RuntimeError)) as caught:
+            impl.jit.load(archive(), _extra_files=files)
+        errors.append(type(caught.value))
+
+    assert errors[0] is errors[1]
+
+
+@for_each("record", ["no JSON", "[]", "3", '{"non_persistent_buffers": {"": 3}}'])
+def test_a_foreign_file_named_as_modkits_record(record):
+    """An archive of torch's may have a file of that name; it loads, and the file is read."""
+    buffer, files = io.BytesIO(), {"modkit.json": ""}
+    TORCH.jit.save(TORCH.jit.script(one_more), buffer, _extra_files={"modkit.json": record})
+    buffer.seek(0)
+    loaded = MODKIT.jit.load(buffer, _extra_files=files)
+
+    assert loaded(torch.ones(1)).item() == 2
+    assert files == {"modkit.json": record.encode()}
+
+
+PICKLERS = {
+    "pickle": pickle.dumps,
+    "torch.save": lambda module: torch.save(module, io.BytesIO()),
+    "in a list": lambda module: pickle.dumps([module]),
+    "in a module": lambda module: pickle.dumps(torch.nn.Sequential(module)),
+}
+
+
+@for_each("way", PICKLERS)
+@for_each("name", ["scripted", "traced", "loaded", "frozen"])
+def test_pickling_is_refused_as_in_torch(way, name):
+    """Pickling raises torch's error; a note names what saves the module."""
+    errors = []
+    for impl in (TORCH, MODKIT):
+        with pytest.raises(RuntimeError) as caught:
+            PICKLERS[way](build(impl, name))
+        errors.append(re.sub("__torch__[^ ]*", "NAME", str(caught.value)))
+
+    assert errors[0] == errors[1]
+    if sys.version_info >= (3, 11):
+        assert any("modkit.jit.save()" in note for note in caught.value.__notes__)

@@ -286,3 +286,22 @@ def test_a_copy_has_hook_tables_of_its_own():
     copied(torch.ones(1, 2))
 
     assert calls == ["copy"]
+
+
+@for_each("name", ["Sequential", "ModuleList", "ModuleDict", "module"])
+def test_special_methods_are_listed(name):
+    """``dir()`` lists the special methods that torch lists, those of containers among them."""
+
+    def listed(impl):
+        nn = impl.nn
+        module = {
+            "Sequential": lambda: nn.Sequential(nn.ReLU()),
+            "ModuleList": lambda: nn.ModuleList([nn.ReLU()]),
+            "ModuleDict": lambda: nn.ModuleDict({"a": nn.ReLU()}),
+            "module": lambda: make_net(impl),
+        }[name]()
+        names = dir(impl.jit.script(module))
+        return {each for each in names if each.startswith("__")}
+
+    # The note of a decorator on a method is no method.
+    assert listed(TORCH) - listed(MODKIT) - {"__overloads__"} == set()

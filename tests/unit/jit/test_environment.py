@@ -181,6 +181,17 @@ traced = jit.script_if_tracing(double)
 print(traced(torch.ones(1)).item(), sorted(vars(traced)), traced.__name__)
 for call in (
     lambda: scale.code,
+    lambda: jit.script(double).graph,
+    lambda: jit.script(double).code,
+    lambda: jit.script(linear).graph,
+    lambda: jit.trace(double, x).graph,
+    lambda: jit.script({{"a": 1}}),
+    lambda: jit.script(None),
+    lambda: jit.interface(type("Named", (nn.Module,), {{}})),
+    lambda: jit.optimize_for_inference(scale),
+    lambda: scale.define("def one(self): return 1"),
+    lambda: sorted(name for name in dir(scale) if name[0] != "_"),
+    lambda: sorted(vars(scale)),
     lambda: jit.save(scale, io.BytesIO()),
     lambda: jit.save(scale, "net.pt"),
     lambda: jit.freeze(linear),
@@ -190,7 +201,7 @@ for call in (
     try:
         print(call())
     except Exception as error:
-        print(type(error).__name__)
+        print(type(error).__name__, error if "graph" in str(error) else "")
 """
 
 
