@@ -620,7 +620,7 @@ class EMA(Generic[ModelT]):
         warning. A state from inside :meth:`applied` also loads its training weights into the model.
 
         timm and plain weights have no counter of updates. Without ``step`` they continue as after
-        the first update, with a warning if the schedule is not constant.
+        the first update, with a warning unless the schedule is constant and ``update_after_step`` 0.
 
         Args:
             state_dict: The state; it is validated completely before anything changes.

@@ -422,16 +422,14 @@ def _started(
 def _warn_of_no_counter(source: str, loaded: LoadedState) -> None:
     """Warn if the number of updates so far matters, and the state does not hold it."""
     after = loaded.update_after_step
-    changing = [str(one) for one in loaded.schedules if not decays.is_constant(one)]
-    if after:
-        changing.append(f"update_after_step={after}")
-    if not changing:
+    if not after and all(map(decays.is_constant, loaded.schedules)):
         return
     what = "plain weights hold" if source == "weights" else f"the state of {source} holds"
+    schedules = ", ".join(map(str, loaded.schedules))
     warnings.warn(
-        f"EMA: {what} no counter, so averaging continues as after its first update, which changes the "
-        f"effect of {', '.join(changing)}. Pass the number of calls of update() so far, as in "
-        f"load_state_dict(state, step=1000); step={after + 1} is the first update.",
+        f"EMA: {what} no counter, so it is taken for that of the first update (step={after + 1}), from "
+        f"which {schedules} continues. After more updates pass the number of calls of update(), as in "
+        "load_state_dict(state, step=1000).",
         stacklevel=4,
     )
 
@@ -474,16 +472,16 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
     match source:
         case "diffusers":
             names = ["decay", "min_decay", "inv_gamma", "power"]
-            counters = {
-                "step": part.integer("optimization_step"),
-                "update_after_step": part.integer("update_after_step"),
-            }
+            step = part.integer("optimization_step")
+            after = part.integer("update_after_step")
             part.require(("use_ema_warmup", *names))
             warmup = part.get("use_ema_warmup", "True or False")
             kind = decays.InverseGamma if warmup else decays.CountWarmup
             schedule = _decay(part, kind, names if warmup else names[:2])
             averages = _named_in_order(part, model)
-            return Converted(source, averages, schedule=schedule, **counters)
+            return Converted(
+                source, averages, step=step, schedule=schedule, update_after_step=after
+            )
         case "torch_ema":
             # It copies when it is created, which is one call of ``EMA.update()`` more.
             counts = state["num_updates"] is not None

@@ -138,7 +138,7 @@ READS = [
     lambda ema, index: ema.copy_to(index=index),
     lambda ema, index: ema.averaged_model(index),
     lambda ema, index: ema.named_averages(index),
-    lambda ema, index: export_average(ema, "never-written.pt", index=index),
+    lambda ema, index: export_average(ema, "no-folder/never-written.pt", index=index),
     lambda ema, index: modkit.EMACallback(ema.model, decay=[0.5, 0.9], index=index),
     lambda ema, index: check_options([0.5, 0.9], index, {}),
 ]
