@@ -95,7 +95,7 @@ def lerp_one_(average: Tensor, current: Tensor, weight: Weight) -> None:
 def where_(flag: Tensor, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Give tensors other values if a flag in device memory, which is not read on the host, is True."""
     for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(torch.where(flag, value.to(tensor.device, tensor.dtype), tensor))
+        torch.where(flag, value.to(tensor.device, tensor.dtype), tensor, out=tensor)
 
 
 def _moved(tensors: list[Tensor], scratch: Tensor) -> list[Tensor]:

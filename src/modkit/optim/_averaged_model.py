@@ -303,7 +303,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             # A count on the host does not wait for a flag on the device.
             runtime.counter.advance(counter, taken if on_device else taken is not False)
 
-    def _step(self, group: Group, count: float | Tensor, finite: Tensor | None) -> None:
+    def _step(self, group: Group, count: int | Tensor, finite: Tensor | None) -> None:
         """Take one step of a group; a count or a flag in device memory is not read on the host."""
         averages, currents = group.averages[0], group.currents
         device = averages[0].device
@@ -342,7 +342,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         if first is not None:
             where_(first, targets, sources)
 
-    def _weight(self, count: Tensor | float, average: Tensor) -> Weight | None:
+    def _weight(self, count: Tensor | int, average: Tensor) -> Weight | None:
         """Return how far a step moves; None for other functions and torch's rule on CPU."""
         rule = self.multi_avg_fn
         if not is_averaged(average) or self._has_own_function():
@@ -531,7 +531,7 @@ def _facts(buffer: Tensor) -> tuple[Any, ...]:
     return id(buffer), buffer.data_ptr(), buffer._version
 
 
-def _swa_weight(count: Tensor | float) -> Weight:
+def _swa_weight(count: Tensor | int) -> Weight:
     """Return ``1 / (count + 1)``, rounded as torch rounds it: to the default dtype."""
     if isinstance(count, Tensor):
         return 1 / (count + 1)
@@ -541,7 +541,7 @@ def _swa_weight(count: Tensor | float) -> Weight:
     return (1 / torch.tensor(count + 1, device="cpu")).item()
 
 
-def _swa_step(averages: list[Tensor], currents: list[Tensor], count: float | Tensor) -> None:
+def _swa_step(averages: list[Tensor], currents: list[Tensor], count: int | Tensor) -> None:
     """Take one step of the equal average in the form that torch uses on CPU."""
     plain = averages[0].dtype == currents[0].dtype and averages[0].device == currents[0].device
     with torch.no_grad():
