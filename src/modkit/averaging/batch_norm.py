@@ -14,14 +14,14 @@ from modkit.averaging.named_tensors import NamedTensors
 _STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def batch_norm_layers(model: torch.nn.Module) -> list[Any]:
+def layers_of(model: torch.nn.Module) -> list[Any]:
     """Return the batch normalization layers of a model."""
     return [one for one in model.modules() if isinstance(one, BatchNormBase)]
 
 
 def statistics_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the statistics of all batch normalization layers by canonical name."""
-    tables = {id(layer._buffers) for layer in batch_norm_layers(model)}
+    tables = {id(layer._buffers) for layer in layers_of(model)}
     return {
         name: member.current()
         for name, member in NamedTensors(model).buffers.items()
@@ -29,14 +29,14 @@ def statistics_of(model: torch.nn.Module) -> dict[str, Tensor]:
     }
 
 
-def recompute_statistics(
+def recompute(
     loader: Iterable[Any], model: torch.nn.Module, device: int | str | torch.device | None = None
 ) -> None:
     """Replace the statistics of a model by those of the data; if anything raises, it is as before.
 
     Only batch normalization runs in training mode, and each module gets its own mode back.
     """
-    layers = batch_norm_layers(model)
+    layers = layers_of(model)
     modes = [(module, module.training) for module in model.modules()]
     momenta = [(layer, layer.momentum) for layer in layers]
     found = (getattr(layer, name) for layer in layers for name in _STATISTICS)

@@ -11,13 +11,8 @@ from typing_extensions import Self, TypeVar
 
 from modkit._namespace import publish
 from modkit._upstream import never_compiled
-from modkit.averaging import state as ema_state
+from modkit.averaging import batch_norm, state as ema_state
 from modkit.averaging.averaged_copy import AveragedCopy
-from modkit.averaging.batch_norm import (
-    batch_norm_layers,
-    recompute_statistics,
-    statistics_of,
-)
 from modkit.averaging.engine import Engine
 from modkit.averaging.interrupts import uninterrupted
 from modkit.averaging.named_tensors import Buffers, NamedTensors, Names, Options
@@ -338,9 +333,7 @@ class EMA(Generic[ModelT]):
         return self
 
     @never_compiled
-    def _before_step(
-        self, index: int, optimizer: torch.optim.Optimizer, _: object, options: dict[str, Any]
-    ) -> None:
+    def _before_step(self, index: int, *call: Any) -> None:
         if any_swapped(self.model):
             text = "EMA: optimizer.step() was called inside applied()"
             raise RuntimeError(
@@ -351,14 +344,12 @@ class EMA(Generic[ModelT]):
                 "EMA: optimizer.step() was called between copy_to() and restore(): the model holds "
                 "the averaged weights. Call restore() first; to train the average, call detach()."
             )
-        if self._steps.begin(index, optimizer, options):
+        if self._steps.begin(index, *call):
             self.update()
 
     @never_compiled
-    def _after_step(
-        self, index: int, optimizer: torch.optim.Optimizer, _: object, options: dict[str, Any]
-    ) -> None:
-        if self._steps.end(index, optimizer, options):
+    def _after_step(self, index: int, *call: Any) -> None:
+        if self._steps.end(index, *call):
             self.update()
             self._steps.note_update()
 
@@ -497,14 +488,14 @@ class EMA(Generic[ModelT]):
             raise RuntimeError(
                 "EMA.update_bn(): there is no average before the first update. Call update() first."
             )
-        if not batch_norm_layers(self.model):
+        if not batch_norm.layers_of(self.model):
             return
         # Tensors that are made in inference mode could not be averaged outside of it.
         with torch.inference_mode(False), torch.no_grad():
             model = self.averaged_model(index)
-            recompute_statistics(loader, model, device)
+            batch_norm.recompute(loader, model, device)
             with uninterrupted():
-                self._engine.averages[index].set_statistics(statistics_of(model))
+                self._engine.averages[index].set_statistics(batch_norm.statistics_of(model))
                 self._follow()
 
     def averaged_model(self, index: int = 0) -> ModelT:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from modkit._upstream import (
@@ -20,17 +21,17 @@ from modkit.averaging.precision import reads_are_free
 from modkit.averaging.sharding import local_shard
 
 
-def check_optimizer(owner: str, optimizer: Any) -> torch.optim.Optimizer:
+def check_optimizer(owner: str, optimizer: Any) -> Optimizer:
     """Return the optimizer; raise TypeError if its steps run no hooks."""
     what = f"{owner}: {type(optimizer).__name__}"
     inner = getattr(optimizer, "optimizer", None)
     remedy = "Call update() after each step instead."
-    if isinstance(inner, torch.optim.Optimizer):
+    if isinstance(inner, Optimizer):
         remedy = (
             "It wraps the optimizer that takes the steps: attach that one, before accelerate's "
             "prepare() or as attach(optimizer.optimizer)."
         )
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"{what} is not a torch.optim.Optimizer, so its steps cannot be tracked. {remedy}"
         )
@@ -44,13 +45,13 @@ def check_optimizer(owner: str, optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _is_taken(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> bool:
+def _is_taken(optimizer: Optimizer, keywords: Mapping[str, Any]) -> bool:
     """Return True unless a step, with these keywords, is skipped or serves another purpose."""
     # A GradScaler sets the flag of a fused optimizer, whose kernel then does nothing.
     flag = getattr(optimizer, "found_inf", None)
     if isinstance(flag, torch.Tensor) and reads_are_free(flag.device) and bool(flag.any()):
         return False
-    is_without_closure = "closure" in options and options["closure"] is None
+    is_without_closure = "closure" in keywords and keywords["closure"] is None
     return not (is_without_closure and is_allocating_state())
 
 
@@ -71,7 +72,7 @@ class OptimizerSteps:
     """
 
     def __init__(self, stepped: Iterable[int] = ()) -> None:
-        self.optimizers: list[torch.optim.Optimizer] = []
+        self.optimizers: list[Optimizer] = []
         self.stepped: set[int] = set(stepped)
         self._handles: list[RemovableHandle] = []
         self._versions: list[int] | None = None
@@ -87,7 +88,7 @@ class OptimizerSteps:
 
     def attach(
         self,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[Optimizer],
         before: Callable[..., None],
         after: Callable[..., None],
     ) -> None:
@@ -130,13 +131,13 @@ class OptimizerSteps:
         return self.stepped.issuperset(range(len(self.optimizers)))
 
     def begin(
-        self, index: int, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
+        self, index: int, optimizer: Optimizer, arguments: object, keywords: Mapping[str, Any]
     ) -> bool:
         """Return True if a training step is over because this optimizer steps again."""
         self._versions = None
         stepping = self._in_progress(index, self._calls.count + 1)
         self._calls.count = len(stepping)
-        if len(stepping) > 1 or index not in self.stepped or not _is_taken(optimizer, options):
+        if len(stepping) > 1 or index not in self.stepped or not _is_taken(optimizer, keywords):
             return False
         with self._lock:
             # A loaded state may be of a run with more optimizers.
@@ -144,11 +145,13 @@ class OptimizerSteps:
             self.stepped.clear()
         return is_unfinished
 
-    def end(self, index: int, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> bool:
+    def end(
+        self, index: int, optimizer: Optimizer, arguments: object, keywords: Mapping[str, Any]
+    ) -> bool:
         """Record the step; return True if the training step is over."""
         outer = self._in_progress(index, self._calls.count)[1:]
         self._calls.count = len(outer)
-        if index in outer or not _is_taken(optimizer, options):
+        if index in outer or not _is_taken(optimizer, keywords):
             return False
         with self._lock:
             self.stepped.add(index)
@@ -167,12 +170,11 @@ class OptimizerSteps:
         if self._has_warned or self._versions is None or self._versions != self._versions_now():
             return
         self._has_warned = True
-        warnings.warn(
-            "EMA.update() was called, but an attached optimizer has already updated the averages "
-            "for this step, so the step counts twice. Call either attach() or update(). detach() "
-            "ends the updates by optimizers.",
-            stacklevel=3,
+        text = (
+            "EMA.update() was called for a step by which an attached optimizer has already updated"
         )
+        advice = "Call either attach() or update(); detach() ends the updates by optimizers."
+        warnings.warn(f"{text} the averages, so the step counts twice. {advice}", stacklevel=3)
 
     def _versions_now(self) -> list[int]:
         # Any optimizer that steps writes to the first parameters, also one that is not attached.

@@ -270,13 +270,10 @@ def _average(part: _Part) -> dict[str, Any]:
         if value.shape != tensors[key].shape:
             rests.refuse(key, f"of shape {tuple(tensors[key].shape)}, that of the average")
     generators = _generators(part.inside("generators"))
-    statistics = part.inside("statistics").tensors() if "statistics" in part.values else {}
-    return {
-        "tensors": tensors,
-        "rests": dict(rests.values),
-        "generators": generators,
-        "statistics": statistics,
-    }
+    found = {"tensors": tensors, "rests": dict(rests.values), "generators": generators}
+    if "statistics" in part.values:
+        found["statistics"] = part.inside("statistics").tensors()
+    return found
 
 
 def _generators(part: _Part) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch.optim.swa_utils import SWALR
 
 from modkit._namespace import publish_all
-from modkit.averaging.batch_norm import batch_norm_layers, recompute_statistics
+from modkit.averaging import batch_norm
 from modkit.averaging.precision import TensorList
 from modkit.averaging.swap import any_swapped
 from modkit.optim._averaged_model import AveragedModel, AveragingFunction, AvgFn, MultiAvgFn
@@ -90,14 +90,14 @@ def update_bn(
     Differs from torch: only batch normalization runs in training mode, each module gets its own
     mode back, and if anything raises, the model is as before.
     """
-    if not batch_norm_layers(model):
+    if not batch_norm.layers_of(model):
         return
     if any_swapped(model):
         raise RuntimeError(
             "update_bn() was called inside applied() or evaluating(): it would overwrite the statistics "
             "of the average. Call ema.update_bn(loader) outside of the block. Nothing has been changed."
         )
-    recompute_statistics(loader, model, device)
+    batch_norm.recompute(loader, model, device)
 
 
 publish_all(globals())

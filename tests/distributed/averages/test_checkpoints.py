@@ -8,7 +8,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+)
 
 import modkit
 from modkit import schedules
@@ -21,6 +25,7 @@ from tests.distributed.averages.networks import (
     sgd,
     split,
     state_of,
+    take_step,
     train,
     trained,
 )
@@ -251,3 +256,22 @@ def test_one_process_without_a_group_loads_it(tmp_path: Path) -> None:
     assert caught == []
     assert differing(averages_of(ema), saved["saved"]) == []
     assert (ema.step, ema.n_averaged) == (3, 3)
+
+
+def step_and_read() -> tuple[int, list[str]]:
+    """Read the states of a sharded model and its optimizer, which has none, between steps."""
+    net = split(network())
+    optimizer = sgd(net)
+    ema: modkit.EMA[Any] = modkit.EMA(net, decay=0.9).attach(optimizer)
+    by_hand: modkit.EMA[Any] = modkit.EMA(net, decay=0.9)
+    for number in range(3):
+        take_step(net, optimizer, number)
+        by_hand.update()
+        optimizer.zero_grad()
+        get_state_dict(net, optimizer)
+    return ema.n_averaged, differing(whole(ema.state_dict()), whole(by_hand.state_dict()))
+
+
+def test_reading_the_state_of_an_optimizer_is_not_an_update(tmp_path: Path) -> None:
+    """On each rank, the step that allocates a state does not count."""
+    assert run(2, step_and_read, folder=tmp_path) == [(3, []), (3, [])]

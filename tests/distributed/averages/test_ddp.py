@@ -52,6 +52,7 @@ def average() -> dict[str, Any]:
         expected = plain(batch).detach()
     fresh: modkit.EMA[Any] = modkit.EMA(net, decay=[0.5, 0.9])
     fresh.load_state_dict(outer.state_dict())
+    outer.detach()
     return {
         "outer": differing(outer.state_dict(), reference.state_dict()),
         "inner": differing(inner.state_dict(), reference.state_dict()),
