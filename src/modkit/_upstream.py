@@ -29,16 +29,19 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
 - ``modes_are_active``, ``tensors_are_fake``: torch has no public function for active modes.
 - ``recurrent_kernels``, ``has_torch_function``, ``cudnn_is_enabled``: what ``torch.nn.functional`` and
   recurrent layers call; ``fast_inference`` calls them itself.
+- ``_weights_only_unpickler``, ``_load``: the list of names that torch reads belongs to the process, so
+  one file cannot have more of them without a copy of the function that reads the list.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 import inspect
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any, Final, TypeVar, cast
+from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
+from typing import IO, Any, Final, TypeVar, cast
 
 import torch
 import torch.nn.modules.module as module_globals
@@ -230,6 +233,40 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
         *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     )
     return cast("Callable[[], bool]", partial(made.check, *tensors))
+
+
+def readable_globals() -> dict[str, Any]:
+    """Return the classes and functions that ``torch.load(weights_only=True)`` reads now, by name."""
+    theirs = cast("Any", torch)._weights_only_unpickler
+    return {**theirs._get_allowed_globals(), **allowed_by_user()}
+
+
+def allowed_by_user() -> dict[str, Any]:
+    """Return what ``torch.serialization.safe_globals`` and ``add_safe_globals`` allow now, by name."""
+    found: dict[str, Any] = cast("Any", torch)._weights_only_unpickler._get_user_allowed_globals()
+    return found
+
+
+def load_with_names(
+    file: IO[bytes], map_location: Any, names: Mapping[str, Any], mapped: str | None
+) -> Any:
+    """Load as ``torch.load(weights_only=True)`` does, with further names, from a path if mapped.
+
+    It changes nothing that other threads see.
+    """
+    theirs: Any = cast("Any", torch)._weights_only_unpickler
+    load = theirs.Unpickler.load
+    scope = {**vars(theirs), "_get_user_allowed_globals": lambda: {**allowed_by_user(), **names}}
+    own = {"load": FunctionType(load.__code__, scope, load.__name__, load.__defaults__)}
+    module = SimpleNamespace(Unpickler=type("Unpickler", (theirs.Unpickler,), own))
+
+    whole = None
+    if mapped is not None:
+        size = os.fstat(file.fileno()).st_size
+        whole = torch.UntypedStorage.from_file(mapped, shared=False, nbytes=size)
+    private: Any = torch.serialization
+    with private._open_zipfile_reader(file) as reader:
+        return private._load(reader, map_location, module, overall_storage=whole, encoding="utf-8")
 
 
 def modes_are_active() -> bool:

@@ -51,8 +51,9 @@ def export_average(
 
     Raises:
         IndexError: There is no such average.
+        TypeError: An entry is not plain data, which ``load_checkpoint`` reads.
+        ValueError: A safetensors file does not support an entry of the state dict.
         RuntimeError: There has been no update, so there is no average to write.
-        ValueError: The format does not support an entry of the state dict.
         OSError: On rank 0, the file cannot be written.
         RuntimeError: On the other ranks, rank 0 could not write the file.
 
@@ -75,8 +76,7 @@ def export_average(
     if not is_distributed or torch.distributed.get_rank(process_group) == 0:
         try:
             contents.write(file, gathered)
-        except (OSError, RuntimeError, MemoryError) as raised:
-            # It is raised below, when all ranks know of it.
+        except Exception as raised:  # noqa: BLE001 - raised below, when all ranks know of it
             error = raised
     # Gathering is a collective: after an error on rank 0, the other ranks wait for it.
     for _ in gathered:

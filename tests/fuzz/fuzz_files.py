@@ -35,6 +35,7 @@ import torch
 
 from modkit import jit
 from modkit.errors import FileError
+from modkit.files.checkpoint_values import extra_names
 from tests.fuzz.mutations import Case, case, seeds
 from tests.unit.files.hostile import average, load, load_mapped
 from tests.unit.files.raw_zip import replaced
@@ -69,21 +70,29 @@ def script_parts(module: Any) -> Any:
     return dict(module.state_dict())
 
 
+# Modkit reads these in any file, with arguments that it has checked.
+ALLOWED = [
+    argparse.Namespace,
+    bytes,
+    *((value, name) for name, value in extra_names(b"cnumpy").items()),
+]
+
+
 def torch_load(path: Path) -> Any:
     """Read a checkpoint with torch."""
-    with torch.serialization.safe_globals([argparse.Namespace]):
+    with torch.serialization.safe_globals(ALLOWED):
         return torch.load(path, weights_only=True)
 
 
 def torch_load_mapped(path: Path) -> Any:
     """Read a checkpoint with torch; empty storages that share a key differ from reading without mmap."""
-    with torch.serialization.safe_globals([argparse.Namespace]):
+    with torch.serialization.safe_globals(ALLOWED):
         return torch.load(path, weights_only=True, mmap=True)
 
 
 def torch_average(path: Path) -> Any:
     """Return the tensors in a checkpoint, as in the average of one file."""
-    with torch.serialization.safe_globals([argparse.Namespace]):
+    with torch.serialization.safe_globals(ALLOWED):
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return {name: torch.Tensor.detach(value) for name, value in dict.items(found)}
 

@@ -431,6 +431,13 @@ _IN_FILES: Final = [
         _FILES + "/test_verify.py",
     ),
     Bug(
+        "saving: objects that are written as a name",
+        "files/checkpoint_values.py",
+        "        if self.by_name[kind]:\n            self._check(obj, self._reduced(obj))\n",
+        "",
+        _FILES + "/test_checkpoint_values.py",
+    ),
+    Bug(
         "limits: a storage that is smaller than stated",
         "files/pickle_limits.py",
         "member is not None and size != member.size",

@@ -8,7 +8,7 @@ import gc
 import pickletools
 import re
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Container, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from modkit.files.zip_archive import Member
 DEEPEST: Final = 1000
 _DTYPES: Final = {"byte": "uint8", "char": "int8", "untyped": "uint8"}
 _FILLS: Final = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"}
+_BYTES: Final = ("__builtin__.bytes", "builtins.bytes")
 _HASHING: Final = (".OrderedDict", ".Counter", ".set", ".dict", ".frozenset")
 # The instructions of torch's readers.
 _KNOWN: Final = {
@@ -50,14 +51,27 @@ def storage_dtype(kind: str) -> torch.dtype | None:
 
 
 def pickle_problem(
-    data: bytes, members: Mapping[str, Member], folder: str = "data/", *, script: bool = False
+    data: bytes,
+    members: Mapping[str, Member],
+    folder: str = "data/",
+    *,
+    script: bool = False,
+    trusted: Container[str] = (),
 ) -> str:
-    """Return why torch must not read a pickle, or "". ``script`` is for its reader in C++."""
+    """Return why torch must not read a pickle, or "".
+
+    Args:
+        data: The pickle.
+        members: The members of the archive.
+        folder: The folder of the storages.
+        script: Whether torch's reader in C++ reads it.
+        trusted: Names of NumPy that the user has allowed with any argument.
+    """
     try:
         with warnings.catch_warnings(), collector_paused():
             # pickletools warns of invalid escapes in instructions that torch does not have.
             warnings.simplefilter("ignore")
-            _Follower(len(data), members, folder, script=script).follow(data)
+            _Follower(len(data), members, folder, script=script, trusted=trusted).follow(data)
     except (IndexError, KeyError, TypeError, AttributeError):
         return "its instructions do not fit together"
     except ValueError as error:
@@ -65,12 +79,22 @@ def pickle_problem(
     return ""
 
 
+# Contents of objects that are not constants.
+_OPAQUE: Final = object()
+_DTYPE: Final = object()
+_ARRAY: Final = object()
+_CONSTANTS: Final[dict[str, object]] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+# The dtypes of numbers. Other dtypes have flags, and fields, that are addresses of objects.
+_CODE: Final = re.compile("b1|[iu][1248]|f[248]|c8|c16")
+_DTYPE_STATES: Final = [[3, order, None, None, None, -1, -1, 0] for order in "<>|="]
+
+
 class _Object:
     """An object: its content and depth, how many objects its hash visits, if another one holds it."""
 
     __slots__ = ("content", "depth", "held", "weight")
 
-    def __init__(self, content: Any = None) -> None:
+    def __init__(self, content: Any = _OPAQUE) -> None:
         self.content, self.depth, self.weight, self.held = content, 0, 1, False
 
     def hold(self, items: "list[_Object]", *, strict: bool) -> None:
@@ -89,9 +113,16 @@ class _Follower:
     """Follows the instructions of one pickle, and raises ValueError where they exceed a limit."""
 
     def __init__(
-        self, size: int, members: Mapping[str, Member], folder: str, *, script: bool
+        self,
+        size: int,
+        members: Mapping[str, Member],
+        folder: str,
+        *,
+        script: bool,
+        trusted: Container[str],
     ) -> None:
         self._size, self._members, self._folder, self._script = size, members, folder, script
+        self._trusted = trusted
         self._stack: list[_Object] = []
         self._memo: dict[int, _Object] = {}
         self._marks: list[int] = []
@@ -121,7 +152,8 @@ class _Follower:
             elif instruction.stack_before:
                 self._take(name, instruction.stack_before)
             elif instruction.stack_after:
-                self._stack.append(_Object([] if name.startswith("EMPTY_") else argument))
+                content = [] if name.startswith("EMPTY_") else _CONSTANTS.get(name, argument)
+                self._stack.append(_Object(content))
 
     def _take(self, name: str, takes: list[Any]) -> None:
         marked = pickletools.markobject in takes
@@ -138,6 +170,8 @@ class _Follower:
             self._stack[-1].hold(taken, strict=self._script)
         elif name in _FILLS:
             target, *items = taken
+            if name == "BUILD":
+                _check_state_of_numpy(target, items[0])
             for key in items[::2] if name.startswith("SETITEM") else ():
                 self._hash(key)
             if isinstance(target.content, list):
@@ -168,6 +202,10 @@ class _Follower:
         elif name == "_codecs.encode" and [each.content for each in given[1:]] != ["latin1"]:
             # Some encodings take quadratic time; pickle uses only this one.
             raise ValueError("it encodes a string in another way than pickle does")
+        elif name in _BYTES and given and name not in self._trusted:
+            raise ValueError("it makes bytes in another way than pickle does")
+        elif name.startswith("numpy") and name not in self._trusted:
+            self._stack[-1].content = _made_by_numpy(name, given)
 
     def _storage(self, taken: _Object) -> None:
         """Compare the size of a storage with that of its member."""
@@ -181,7 +219,7 @@ class _Follower:
             raise ValueError("it names a storage by something else than a string")
         member = self._members.get(f"{self._folder}{key}")
         dtype = storage_dtype(str(kind).rpartition(" ")[2])
-        if not isinstance(numel, int) or dtype is None or "\0" in str(key):
+        if type(numel) is not int or dtype is None or "\0" in str(key):
             raise ValueError(f"it names the storage {key!r} in another way than torch does")
         size = numel * dtype.itemsize
         # torch.load makes a storage once, whatever the pickle states about it later.
@@ -190,3 +228,32 @@ class _Follower:
         self._storages.add(str(key))
         if member is not None and size != member.size:
             raise ValueError(f"{member.name!r} has {member.size} bytes, not {size}")
+
+
+def _contents(held: Any) -> list[Any]:
+    return [each.content for each in held] if isinstance(held, list) else []
+
+
+def _made_by_numpy(name: str, given: list[_Object]) -> object:
+    """Return what a call of NumPy makes; raise ValueError for arguments that are not those of numbers."""
+    contents = _contents(given)
+    if name == "numpy.dtype":
+        # The copy matters: the state of the original is that of the whole process.
+        is_number = contents[1:] == [False, True] and isinstance(contents[0], str)
+        if is_number and _CODE.fullmatch(contents[0]):
+            return _DTYPE
+    elif name.endswith(".multiarray._reconstruct"):
+        if contents[0] == "numpy ndarray" and _contents(contents[1]) == [0]:
+            return _ARRAY
+    elif name.endswith(".multiarray.scalar") and contents[0] is _DTYPE:
+        return _OPAQUE
+    raise ValueError("it has objects of NumPy that are neither numbers nor arrays of numbers")
+
+
+def _check_state_of_numpy(target: _Object, state: _Object) -> None:
+    """Raise ValueError if the state of a dtype or an array is not that of numbers."""
+    contents = _contents(state.content)
+    if target.content is _DTYPE and contents not in _DTYPE_STATES:
+        raise ValueError("it has a dtype of NumPy that is not one of numbers")
+    if target.content is _ARRAY and (len(contents) != 5 or contents[2] is not _DTYPE):
+        raise ValueError("it has an array of NumPy that is not one of numbers")

@@ -4,7 +4,6 @@ A fast path reads plain state dicts, with an allow-list of names, and verifies m
 files are verified, then read by ``torch.load(weights_only=True)``. Neither executes code from the file.
 """
 
-import argparse
 import ctypes
 import io
 import mmap as memory_map
@@ -16,7 +15,7 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -25,10 +24,16 @@ import torch
 from torch import Tensor
 
 from modkit._namespace import publish
-from modkit._upstream import modes_are_active, tensors_are_fake
+from modkit._upstream import (
+    allowed_by_user,
+    load_with_names,
+    modes_are_active,
+    tensors_are_fake,
+)
 from modkit.errors import FileError
 from modkit.files import kinds
 from modkit.files.atomic_write import atomic_write
+from modkit.files.checkpoint_values import checked_pickle, extra_names
 from modkit.files.pickle_limits import collector_paused, pickle_problem, storage_dtype
 from modkit.files.zip_archive import Archive, open_regular, path_of, read_some
 
@@ -50,8 +55,15 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str])
     An OSError has ``errno`` and the path.
 
     Args:
-        checkpoint: State dicts, numbers and strings by name.
+        checkpoint: Dicts, lists, tuples and sets of tensors, numbers, strings and bytes, with numbers and
+            small arrays of NumPy, random states and ``argparse.Namespace``.
         path: The file; its folder must exist. A symbolic link is followed.
+
+    Raises:
+        TypeError: ``load_checkpoint`` would refuse an entry, for instance a path or a module. The text
+            says where it is, and what to save instead. Nothing is written.
+        ValueError: The checkpoint has more than 128 MB without its tensors.
+        OSError: The file cannot be written.
 
     Example:
         >>> from modkit import load_checkpoint, nn, save_checkpoint
@@ -60,8 +72,15 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str])
         >>> load_checkpoint(path)["epoch"]
         3
     """
+    write_checkpoint(checkpoint, path, checked_pickle(checkpoint))
+
+
+def write_checkpoint(
+    content: object, path: str | os.PathLike[str], pickle_module: Any = pickle
+) -> None:
+    """Write any object as ``torch.save`` does, but atomically and always with checksums."""
     with atomic_write(path) as unfinished, checksums_on():
-        torch.save(checkpoint, unfinished)
+        torch.save(content, unfinished, pickle_module=pickle_module)
 
 
 @contextmanager
@@ -181,25 +200,29 @@ def verify_checksums(path: str | os.PathLike[str]) -> None:
 def _left_to_torch(archive: Archive, descriptor: int, map_location: Any, *, mmap: bool) -> Any:
     """Load with torch, from the file that has been verified even if another one has replaced it."""
     what = f"{archive.what} cannot be read as a checkpoint"
-    if problem := pickle_problem(archive.read("data.pkl"), archive.members):
+    content = archive.read("data.pkl")
+    if problem := pickle_problem(content, archive.members, trusted=allowed_by_user()):
         raise FileError(f"{what}: data.pkl: {problem}")
     order = archive.read("byteorder") if "byteorder" in archive.members else b""
     on_meta = isinstance(map_location, (str, torch.device)) and str(map_location)[:4] == "meta"
     if order not in {b"", sys.byteorder.encode()} and (on_meta or tensors_are_fake()):
         raise FileError(f"{what}: torch cannot swap the bytes of tensors without memory")
-    # timm and others keep their options in this class. Leaving the block would disallow it to the user.
-    known = argparse.Namespace in torch.serialization.get_safe_globals()
-    allowed = nullcontext() if known else torch.serialization.safe_globals([argparse.Namespace])
+    names = extra_names(content)
+    mapped = path_of(descriptor, archive.what) if mmap else None
     try:
-        with allowed, os.fdopen(os.dup(descriptor), "rb") as file:
+        with os.fdopen(os.dup(descriptor), "rb") as file:
             file.seek(0)
-            source = path_of(descriptor, archive.what) if mmap else file
-            return torch.load(source, map_location, weights_only=True, mmap=mmap)
+            if names:
+                return load_with_names(file, map_location, names, mapped)
+            return torch.load(mapped or file, map_location, weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         unsafe = re.findall(r"GLOBAL ([\w.]{1,200}) was not an allowed global", str(error))
         reason = "its pickle is invalid, or of a kind that weights_only=True does not read"
         if unsafe:
-            reason = f"it needs {unsafe[0]}, and loading that would execute code; none was executed"
+            reason = (
+                f"it needs {unsafe[0]}, and loading that would execute code; none was executed. If you "
+                f"trust the file, load it inside torch.serialization.safe_globals([{unsafe[0]}])"
+            )
         raise UnsafeFileError(f"{what}: {reason}") from error
     except Exception as error:
         # Some messages of torch have a hundred lines.

@@ -27,7 +27,7 @@ from modkit.averaging.ema import EMA, CheckedCount, Decays, Device, checked_coun
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.optimizer_steps import check_optimizer
 from modkit.averaging.sharding import has_shards, split_up, whole
-from modkit.files.torch_files import save_checkpoint, verify_checksums
+from modkit.files.torch_files import verify_checksums, write_checkpoint
 
 
 __all__ = ["EMACallback"]
@@ -331,7 +331,7 @@ class _CheckpointIO(CheckpointIO):
         # Torch's plugin copies the file from a folder for temporary files, which is not atomic.
         if is_local and type(self.inner) is _pl.plugins.TorchCheckpointIO:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            save_checkpoint(checkpoint, path)
+            write_checkpoint(checkpoint, path)
         else:
             self.inner.save_checkpoint(checkpoint, path, storage_options)
 

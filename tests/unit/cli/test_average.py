@@ -360,7 +360,7 @@ def test_an_error_while_writing_leaves_no_file(
     if existing:
         out.write_bytes(b"old")
 
-    def half(_: object, path: Path) -> None:
+    def half(_: object, path: Path, **options: object) -> None:
         path.write_bytes(b"half")
         raise error
 
@@ -386,7 +386,7 @@ def test_a_process_that_is_killed_while_writing_leaves_no_output(tmp_path: Path)
     out.write_bytes(b"old")
     code = """
 import os, signal, torch
-def save(_, path):
+def save(_, path, **options):
     path.write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
 torch.save = save
