@@ -303,5 +303,5 @@ def test_special_methods_are_listed(name):
         names = dir(impl.jit.script(module))
         return {each for each in names if each.startswith("__")}
 
-    # The note of a decorator on a method is no method.
+    # The note of a decorator on a method is not a method.
     assert listed(TORCH) - listed(MODKIT) - {"__overloads__"} == set()

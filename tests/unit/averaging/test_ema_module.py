@@ -297,7 +297,7 @@ def test_a_reference_to_forgotten_averages_has_memory_of_its_own() -> None:
 
 
 def test_a_reference_is_cast_with_the_model() -> None:
-    """The same module has the model's dtype at the next access."""
+    """One module has the model's dtype at the next access."""
     model = network()
     ema = modkit.EMA(model, 0.5)
     ema.update()
