@@ -45,16 +45,6 @@ def check_optimizer(owner: str, optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def _is_taken(optimizer: Optimizer, keywords: Mapping[str, Any]) -> bool:
-    """Return True unless a step, with these keywords, is skipped or serves another purpose."""
-    # A GradScaler sets the flag of a fused optimizer, whose kernel then does nothing.
-    flag = getattr(optimizer, "found_inf", None)
-    if isinstance(flag, torch.Tensor) and reads_are_free(flag.device) and bool(flag.any()):
-        return False
-    is_without_closure = "closure" in keywords and keywords["closure"] is None
-    return not (is_without_closure and is_allocating_state())
-
-
 class _Calls(threading.local):
     count = 0
 
@@ -130,6 +120,18 @@ class OptimizerSteps:
     def _is_complete(self) -> bool:
         return self.stepped.issuperset(range(len(self.optimizers)))
 
+    def _counts(self, index: int, optimizer: Optimizer, keywords: Mapping[str, Any]) -> bool:
+        """Return True unless a step is skipped or serves another purpose than to train."""
+        if index >= len(self.optimizers):
+            # A copied optimizer may have copied the hooks, and with them these averages.
+            return False
+        # A GradScaler sets the flag of a fused optimizer, whose kernel then does nothing.
+        flag = getattr(optimizer, "found_inf", None)
+        if isinstance(flag, torch.Tensor) and reads_are_free(flag.device) and bool(flag.any()):
+            return False
+        is_without_closure = "closure" in keywords and keywords["closure"] is None
+        return not (is_without_closure and is_allocating_state())
+
     def begin(
         self, index: int, optimizer: Optimizer, arguments: object, keywords: Mapping[str, Any]
     ) -> bool:
@@ -137,7 +139,11 @@ class OptimizerSteps:
         self._versions = None
         stepping = self._in_progress(index, self._calls.count + 1)
         self._calls.count = len(stepping)
-        if len(stepping) > 1 or index not in self.stepped or not _is_taken(optimizer, keywords):
+        if (
+            len(stepping) > 1
+            or index not in self.stepped
+            or not self._counts(index, optimizer, keywords)
+        ):
             return False
         with self._lock:
             # A loaded state may be of a run with more optimizers.
@@ -151,7 +157,7 @@ class OptimizerSteps:
         """Record the step; return True if the training step is over."""
         outer = self._in_progress(index, self._calls.count)[1:]
         self._calls.count = len(outer)
-        if index in outer or not _is_taken(optimizer, keywords):
+        if index in outer or not self._counts(index, optimizer, keywords):
             return False
         with self._lock:
             self.stepped.add(index)

@@ -282,6 +282,26 @@ def test_a_copy_of_an_optimizer_updates_nothing(copied: Callable[[Any], Any]) ->
     assert ema.step == 2
 
 
+def test_a_copy_with_hooks_updates_nothing() -> None:
+    """Where an optimizer copies its hooks, and the averages with them, those stay as they are."""
+
+    class CopiesHooks(torch.optim.SGD):
+        def __getstate__(self) -> Any:
+            return vars(self)
+
+    net = network()
+    optimizer = CopiesHooks(net.parameters(), lr=0.1)
+    ema = modkit.EMA(net).attach(optimizer)
+    gradients(net)
+    optimizer.step()
+    other, other_ema = copy.deepcopy((optimizer, ema))
+    other.step()
+    other.step()
+    optimizer.step()
+
+    assert (ema.step, other_ema.step) == (2, 1)
+
+
 def test_the_callback_counts_the_outermost_step() -> None:
     """`EMACallback(model, optimizer)` counts as `attach` does."""
     net = network()

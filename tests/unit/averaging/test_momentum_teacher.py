@@ -42,7 +42,7 @@ def by_hand(student: nn.Module, teacher: nn.Module) -> Callable[[], None]:
 
 def by_recipe(student: nn.Module, teacher: nn.Module) -> Callable[[], None]:
     """Return the update of the recipe."""
-    ema = modkit.EMA(student, MOMENTUM, buffers="ignore")
+    ema = modkit.EMA(student, MOMENTUM, buffers={"*": "ignore"})
     ema.update()
 
     def update() -> None:
