@@ -129,11 +129,26 @@ ROWS: Final = (
     ),
     _row(
         "modkit",
-        "A class can have any metaclass | A metaclass must derive from `type(nn.Module)`, which "
-        "makes `isinstance` accept torch's modules. Derive from `abc.ABC` for an abstract class",
+        "A class can have any metaclass | One that does not derive from `type(nn.Module)`, which makes "
+        "`isinstance` accept torch's modules, is a metaclass conflict. "
+        "[Metaclasses](module.md#metaclasses) has the recipe for pyro's `PyroModule`",
         NO_ISSUE,
         "tests/parity/module/test_classes.py::test_a_module_with_a_metaclass",
+    ),
+    _row(
+        "modkit",
+        "With `metaclass=ABCMeta`, a class with abstract methods cannot be instantiated | It can: only "
+        "with `abc.ABC` among the bases are abstract methods enforced. `register` works for both",
+        NO_ISSUE,
         "tests/parity/module/test_classes.py::test_abcmeta_as_the_metaclass",
+    ),
+    _row(
+        "modkit",
+        "`type(Net) is type` | `type(Net)` is `type(nn.Module)`, which has the attributes of "
+        "`ABCMeta`, such as `register`. `isinstance(Net, type)` is True for both",
+        NO_ISSUE,
+        "tests/parity/module/test_classes.py::test_the_metaclass_is_type",
+        "tests/parity/module/test_classes.py::test_a_plain_class_cannot_register",
     ),
     _row(
         "torch",
@@ -141,6 +156,13 @@ ROWS: Final = (
         "`modkit.jit` are pickled by their name, which picklers by value such as cloudpickle need",
         NO_ISSUE,
         "tests/parity/test_namespace.py::test_a_namespace_is_pickled_by_reference",
+    ),
+    _row(
+        "modkit",
+        "`torch.package` leaves torch outside of a package by itself | Say so for modkit: "
+        '`exporter.extern("modkit.**")`. Without it, `PackagingError` names the modules',
+        NO_ISSUE,
+        "tests/integration/torch_core/test_package.py::test_a_package_needs_no_pattern_for_the_library",
     ),
     _row(
         "modkit",

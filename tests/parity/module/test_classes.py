@@ -362,6 +362,25 @@ def test_a_metaclass_derived_from_that_of_module(impl: Implementation) -> None:
     assert Net().finished is True
 
 
+def test_the_metaclass_is_type(impl: Implementation) -> None:
+    """Libraries ask for the exact metaclass to tell a class from an instance."""
+
+    class Net(impl.Module):
+        pass
+
+    assert isinstance(Net, type)
+    assert type(Net) is type
+
+
+def test_a_plain_class_cannot_register(impl: Implementation) -> None:
+    """A class that is not abstract has no ``register``."""
+
+    class Net(impl.Module):
+        pass
+
+    assert not hasattr(Net, "register")
+
+
 def test_abcmeta_as_the_metaclass(impl: Implementation) -> None:
     """A class whose metaclass is ABCMeta is abstract while a method is missing."""
 
