@@ -177,8 +177,14 @@ class EMA(Generic[ModelT]):
     def update(self, model: torch.nn.Module | None = None) -> None:
         """Update the averages with the present parameters; call it after ``optimizer.step()``.
 
-        ``model`` is another model of the same names and shapes to take the parameters from; all of
-        its names may have one more prefix, as in a wrapper of the tracked model, or one fewer.
+        Args:
+            model: Another model of the same names and shapes to take the parameters from. All of its
+                names may have one more prefix, as in a wrapper of the tracked model, or one fewer.
+
+        Raises:
+            NameMismatchError: If names or shapes are not those of the averages.
+            RuntimeError: Inside :meth:`applied`, if a parameter has no values yet, or, with
+                ``on_nonfinite="raise"``, is not finite.
         """
         source = self.model if model is None else model
         self._check_restored("update", source)
