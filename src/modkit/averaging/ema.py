@@ -247,8 +247,13 @@ class EMA(Generic[ModelT]):
         averages for this step, it warns once.
 
         Args:
-            model: Another model of the same names and shapes to take the parameters from; all of its
+            model: Another model of the same names and shapes to take the parameters from. All of its
                 names may have one more prefix, as in a wrapper of the tracked model, or one fewer.
+
+        Raises:
+            NameMismatchError: If names or shapes are not those of the averages.
+            RuntimeError: If the model holds an average, if a parameter has no values yet, or, with
+                ``on_nonfinite="raise"``, is not finite.
         """
         source = self.model if model is None else model
         self._check_restored("update", source)

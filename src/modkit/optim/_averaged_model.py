@@ -498,7 +498,9 @@ def _check_pairs(kept: NamedTensors, found: NamedTensors) -> None:
 class _Counter:
     """The number of updates on the host, read again where that is free or the buffer has changed.
 
-    Writes to the buffer of an accelerator can be missed, so it only seeds random numbers.
+    Writes to the buffer of an accelerator can be missed, so it only seeds random numbers. It counts a
+    step that the accelerator skips, and the buffer does not: a run that is resumed after one draws
+    other numbers.
     """
 
     def __init__(self) -> None:
