@@ -71,7 +71,7 @@ def script_parts(module: Any) -> Any:
 
 
 # Modkit reads these in any file, with arguments that it has checked.
-ALLOWED = [
+ALLOWED: list[Any] = [
     argparse.Namespace,
     bytes,
     *((value, name) for name, value in extra_names(b"cnumpy").items()),
