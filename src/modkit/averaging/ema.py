@@ -375,8 +375,9 @@ class EMA(Generic[ModelT]):
         """Swap an average into the model for the length of a ``with`` block; blocks may be nested.
 
         The swap exchanges storage: nothing is copied unless dtype or device differ, and parameters
-        stay the same objects. Before the first update the block sees the training weights. If the
-        block writes to the parameters, and so to the average, it ends with a RuntimeError.
+        stay the same objects. Before the first update the block sees the training weights. The
+        training weights are restored whatever ends the block, Ctrl-C included. If the block writes to
+        the parameters, and so to the average, or replaces them, it ends with a RuntimeError.
 
         Args:
             model: Another model to swap into, such as the wrapped one in distributed training.
@@ -385,7 +386,8 @@ class EMA(Generic[ModelT]):
         Raises:
             IndexError: If there is no such average.
             NameMismatchError: If the model is not the one that is averaged.
-            RuntimeError: At the end, if the block has written to the parameters.
+            RuntimeError: At the end, if the block has written to swapped tensors, or has replaced
+                parameters or their modules, which are put back. A block that raised gets a note instead.
         """
         target = self.model if model is None else model
         pairing = self._engine.pairing(target, index)
