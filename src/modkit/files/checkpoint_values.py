@@ -120,14 +120,24 @@ class _Pickler(pickle.Pickler):
         if f"{module}.{name}" not in self.names:
             raise self._refused(obj)
 
-    def _refused(self, obj: object) -> TypeError:
+    def _refused(self, obj: Any) -> TypeError:
         """Return the error for an object, or for the entry that needs a class or a function."""
         latest = self._latest
-        tests: list[Callable[[object], bool]] = [lambda found: found is obj]
+
+        def is_it(found: object) -> bool:
+            return found is obj
+
+        def is_of_class(found: object) -> bool:
+            return type(found) is obj
+
+        def needs_it(found: object) -> bool:
+            return found is latest
+
+        tests: list[Callable[[object], bool]] = [is_it]
         if isinstance(obj, _NAMED):
-            tests += [lambda found: type(found) is obj, lambda found: found is latest]
-        if type(latest) is obj:
-            tests.insert(0, tests.pop())
+            # The class of an object is written right after it, unless it is known already.
+            others = [is_it, is_of_class]
+            tests = [needs_it, *others] if type(latest) is obj else [*others, needs_it]
         places = (_find(self.checkpoint, test) for test in tests)
         path, entry = next((place for place in places if place is not None), (None, obj))
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 
+from modkit.errors import shown
 from modkit.files.torch_files import verified_archive
 from modkit.jit import _archives
 from modkit.jit._from_torch import wrap_cpp
@@ -89,7 +90,7 @@ def load(
         missing = ", ".join(repr(name) for name in wanted if name not in archive.extra_files)
         if missing and strict_extra_files:
             names = ", ".join(map(repr, archive.extra_files)) or "none"
-            raise KeyError(f"the archive has no extra file {missing}; it has {names}")
+            raise KeyError(shown(f"the archive has no extra file {missing}; it has {names}"))
         cpp, files = _archives.read(archive.source, device, wanted, _restore_shapes)
     if _extra_files is not None:
         _extra_files.update((name, files[name]) for name in wanted)
