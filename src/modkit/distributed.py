@@ -16,6 +16,7 @@ from modkit.averaging.named_tensors import NamedTensors, canonical_name, canonic
 from modkit.averaging.precision import compact
 from modkit.averaging.sharding import is_sharded, whole_tensor
 from modkit.averaging.state import with_empty_parts
+from modkit.errors import shown
 from modkit.files.atomic_write import atomic_write
 from modkit.files.checkpoint_files import Described, in_file_order, write_safetensors
 from modkit.files.torch_files import save_checkpoint
@@ -188,7 +189,7 @@ def load_averages(
     paths = {name: path for name, path in saved.items() if tuple(path[: len(prefix)]) == prefix}
     if not paths:
         found = sorted({str(path[0]) for path in saved.values()})
-        raise ValueError(f"load_averages: nothing was saved as {key!r}, but {found}")
+        raise ValueError(shown(f"load_averages: nothing was saved as {key!r}, but {found}"))
     with torch.no_grad():
         room = _room_for(ema, {name: metadata.state_dict_metadata[name] for name in paths}, paths)
         with warnings.catch_warnings():

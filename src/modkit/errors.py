@@ -1,7 +1,12 @@
 """The exception classes of modkit."""
 
+from typing import Final
+
 from modkit._namespace import publish_all
 
+
+# A file may have names of any length.
+_LONGEST: Final = 2000
 
 __all__ = ["FileError", "NameMismatchError"]
 
@@ -10,11 +15,11 @@ class FileError(ValueError, RuntimeError):
     """A file is corrupt, unsafe to read, or of another kind than expected; nothing was loaded.
 
     It is also a ``RuntimeError``, as ``torch.load`` raises for corrupt files. Control characters in the
-    message are escaped. ``kind`` is that of :class:`modkit.files.FileInfo`, or ``""`` if unknown.
+    message are escaped, and it is shortened to 2,000 characters. ``kind`` is that of :class:`modkit.files.FileInfo`, or ``""`` if unknown.
     """
 
     def __init__(self, message: str, kind: str = "") -> None:
-        super().__init__(printable(message))
+        super().__init__(shown(message))
         self.kind = kind
 
 
@@ -39,7 +44,15 @@ class NameMismatchError(ValueError):
             for kind, names in kinds.items()
             if names
         ]
-        super().__init__(f"{what}: {'; '.join(parts)}. Nothing has been changed.")
+        super().__init__(shown(f"{what}: {'; '.join(parts)}. Nothing has been changed."))
+
+
+def shown(text: str) -> str:
+    """Return the text of an exception that quotes a file: printable, and at most 2,000 characters long."""
+    text = printable(text)
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST // 2]} ... ({len(text):,} characters) ... {text[-_LONGEST // 3 :]}"
 
 
 def printable(text: str) -> str:

@@ -454,7 +454,7 @@ _IN_FILES: Final = [
     Bug(
         "saving: objects that are written as a name",
         "files/checkpoint_values.py",
-        "        if self.by_name[kind]:\n            self._check(obj, self._reduced(obj))\n",
+        "        if self.by_name[kind]:\n            self._check(obj, obj.__reduce_ex__(2))\n",
         "",
         _FILES + "/test_checkpoint_values.py",
     ),

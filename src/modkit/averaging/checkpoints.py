@@ -13,6 +13,7 @@ from torch import Tensor
 from modkit._namespace import publish
 from modkit.averaging.named_tensors import check_match, is_averaged
 from modkit.averaging.precision import kept_dtype
+from modkit.errors import shown
 from modkit.files.checkpoint_files import Checkpoint
 
 
@@ -118,7 +119,8 @@ def _fitting(
     floats = ("float", "bfloat", "complex")
     for name, own in dtypes.items():
         if own.startswith(floats) != (other := found.dtypes[name]).startswith(floats):
-            raise ValueError(f"{path}: {name} is torch.{other}, and torch.{own} in the first file")
+            text = f"{path}: {name} is torch.{other}, and torch.{own} in the first file"
+            raise ValueError(shown(text))
     return found
 
 
@@ -141,7 +143,8 @@ def _finished(name: str, average: Tensor, first: str, dtype: torch.dtype | None)
     if torch.finfo(dtype).max < torch.finfo(average.dtype).max:
         lost = average.isfinite() & ~found.to(average.dtype).isfinite()
         if lost.any():
-            raise ValueError(f"{name} has the value {average[lost][0]}, too large for {dtype}")
+            text = f"{name} has the value {average[lost][0]}, too large for {dtype}"
+            raise ValueError(shown(text))
     return found
 
 

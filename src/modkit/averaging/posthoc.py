@@ -19,7 +19,7 @@ from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors, check_match, is_averaged, shapes_of
 from modkit.averaging.precision import compact
 from modkit.averaging.schedules import Power, gamma_of
-from modkit.errors import FileError
+from modkit.errors import FileError, shown
 from modkit.files.checkpoint_files import state_dict_at
 from modkit.files.torch_files import read_mapped, save_checkpoint
 
@@ -230,9 +230,10 @@ def _add(result: Reconstruction, path: Path, coefficient: float) -> None:
         elif name in sums and sums[name].shape == wide.shape:
             sums[name].add_(wide, alpha=coefficient)
         else:
-            raise ValueError(f"{path} has another tensor {name!r} than the snapshots before it")
+            text = f"{path} has another tensor {name!r} than the snapshots before it"
+            raise ValueError(shown(text))
     if missing := sums.keys() - seen:
-        raise ValueError(f"{path} has no tensor {min(missing)!r}")
+        raise ValueError(shown(f"{path} has no tensor {min(missing)!r}"))
 
 
 def _persistent(model: torch.nn.Module) -> dict[str, Tensor]:

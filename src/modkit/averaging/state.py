@@ -24,6 +24,7 @@ from modkit.averaging.named_tensors import (
 )
 from modkit.averaging.precision import first_nonfinite
 from modkit.averaging.schedules import Schedule
+from modkit.errors import shown
 
 
 __all__ = ["Converted", "convert", "recognise"]
@@ -74,7 +75,7 @@ class Converted:
 
 
 def _error(text: str) -> ValueError:
-    return ValueError(f"EMA: {text}. Nothing has been changed.")
+    return ValueError(shown(f"EMA: {text}. Nothing has been changed."))
 
 
 def _shown(value: object) -> str:

@@ -10,7 +10,7 @@ from modkit.cli._tables import EPILOG
 from modkit.cli.average import average
 from modkit.cli.compat import compat
 from modkit.cli.inspect import inspect
-from modkit.errors import printable
+from modkit.errors import shown
 
 
 class _Commands(click.Group):
@@ -27,7 +27,7 @@ class _Commands(click.Group):
         except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
             # Some libraries raise indented paragraphs.
             text = re.sub(r"\s*\n\s+", " ", str(error).strip())
-            text = printable(text) or type(error).__name__
+            text = shown(text) or type(error).__name__
             raise click.ClickException(text) from error
 
 

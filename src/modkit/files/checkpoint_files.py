@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from modkit.errors import FileError
+from modkit.errors import FileError, shown
 from modkit.files.atomic_write import atomic_write
 from modkit.files.kinds import SAFETENSORS, SHARDED
 from modkit.files.torch_files import read_mapped
@@ -43,7 +43,8 @@ class Checkpoint:
         self.versions: Mapping[str, Any] = {}
         for shard, names in shards.items():
             if names and not shard.exists():
-                raise FileNotFoundError(f"{shard} is missing; {file} lists {names[0]} in it")
+                text = f"{shard} is missing; {file} lists {names[0]} in it"
+                raise FileNotFoundError(shown(text))
             safetensors = shard.suffix == ".safetensors"
             opened = SafetensorsFile(shard) if safetensors else _TorchFile(shard, key)
             if absent := [name for name in names or () if name not in opened.shapes]:
@@ -213,7 +214,7 @@ def in_file_order(described: Mapping[str, Described]) -> dict[str, Described]:
     """Sort tensors by the width of their dtypes, so that each is aligned; raise for unknown dtypes."""
     for name, one in described.items():
         if one.dtype not in _NAMES:
-            raise ValueError(f"{name} is {one.dtype}, which safetensors does not support")
+            raise ValueError(shown(f"{name} is {one.dtype}, which safetensors does not support"))
     return dict(sorted(described.items(), key=lambda item: -item[1].dtype.itemsize))
 
 

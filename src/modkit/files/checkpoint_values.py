@@ -7,9 +7,10 @@ their options, and numbers and small arrays of NumPy, its random states among th
 import argparse
 import copyreg
 import enum
+import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, Final, cast
 
@@ -28,6 +29,7 @@ _NUMBERS: Final = (
 )
 # Each tensor has an OrderedDict of hooks.
 _FREQUENT: Final = {torch.Tensor, torch.nn.Parameter, OrderedDict}
+_REFUSALS: Final = (pickle.PicklingError, TypeError, AttributeError)
 _NAMED: Final = (type, FunctionType, BuiltinFunctionType)
 
 
@@ -64,17 +66,16 @@ def _names_of_numpy() -> dict[str, Any]:
     return {**names, **{f"\n{code}": type(np.dtype(code)) for code in _NUMBERS}}
 
 
-def checked_pickle(checkpoint: object) -> Any:
+def checked_pickle() -> Any:
     """Return a ``pickle_module`` for ``torch.save`` that refuses what ``load_checkpoint`` cannot read."""
     names = {"argparse.Namespace", "builtins.bytes", *readable_globals(), *_names_of_numpy()}
-    members = {"checkpoint": checkpoint, "names": names, "by_name": {}}
+    members = {"names": names, "by_name": {}}
     return SimpleNamespace(__name__=__name__, Pickler=type("Pickler", (_Pickler,), members))
 
 
 class _Pickler(pickle.Pickler):
     """The standard pickler, with a look at each class and function before it is written."""
 
-    checkpoint: object
     names: set[str]
     # For each class of objects: whether they are written as a name, as functions are.
     by_name: dict[type, bool]
@@ -82,10 +83,13 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: Any, **options: Any) -> None:
         super().__init__(file, **options)
         self._file = file
-        self._latest: object = None
 
     def dump(self, obj: Any, /) -> None:
-        super().dump(obj)
+        try:
+            super().dump(obj)
+        except _REFUSALS as error:
+            path, entry = self._first_refused(obj)
+            raise TypeError(f"save_checkpoint: checkpoint{path} is {_refusal(entry)}") from error
         size = self._file.tell()
         if size > MOST_TEXT:
             text = f"without its tensors it has {size:,} bytes, and load_checkpoint reads {MOST_TEXT:,}"
@@ -98,46 +102,50 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, _NAMED):
             self._check(obj, obj.__qualname__)
             return NotImplemented
-        self._latest = obj
         if kind.__module__.partition(".")[0] == "numpy" and not _is_readable_number(obj):
-            raise self._refused(obj)
+            raise pickle.PicklingError(kind.__qualname__)
         if kind not in self.by_name:
-            self.by_name[kind] = isinstance(self._reduced(obj), str)
+            is_registered = kind in copyreg.dispatch_table
+            self.by_name[kind] = not is_registered and isinstance(obj.__reduce_ex__(2), str)
         if self.by_name[kind]:
-            self._check(obj, self._reduced(obj))
+            self._check(obj, obj.__reduce_ex__(2))
         return NotImplemented
-
-    def _reduced(self, obj: Any) -> Any:
-        if type(obj) in copyreg.dispatch_table:
-            return ()
-        try:
-            return obj.__reduce_ex__(2)
-        except Exception as error:
-            raise self._refused(obj) from error
 
     def _check(self, obj: Any, name: str) -> None:
         module = getattr(obj, "__module__", None) or cast("Any", pickle).whichmodule(obj, name)
         if f"{module}.{name}" not in self.names:
-            raise self._refused(obj)
+            raise pickle.PicklingError(name)
 
-    def _refused(self, obj: object) -> TypeError:
-        """Return the error for an object, or for the entry that needs a class or a function."""
-        latest = self._latest
-        tests: list[Callable[[object], bool]] = [lambda found: found is obj]
-        if isinstance(obj, _NAMED):
-            tests += [lambda found: type(found) is obj, lambda found: found is latest]
-        if type(latest) is obj:
-            tests.insert(0, tests.pop())
-        places = (_find(self.checkpoint, test) for test in tests)
-        path, entry = next((place for place in places if place is not None), (None, obj))
+    def _first_refused(
+        self, found: object, above: frozenset[int] = frozenset()
+    ) -> tuple[str, object]:
+        """Return the innermost object that cannot be written, after the keys to it, as code."""
+        # A list may contain itself.
+        above |= {id(found)}
+        for key, value in _entries(found):
+            if id(value) not in above and self._refuses(value):
+                path, entry = self._first_refused(value, above)
+                return f"{key}{path}", entry
+        return "", found
 
-        where = "an object in the checkpoint" if path is None else f"checkpoint{path}"
-        kind: Any = entry if isinstance(entry, _NAMED) else type(entry)
-        what = "" if kind is entry else "of type "
-        name = f"{what}{kind.__module__}.{kind.__qualname__}"
-        return TypeError(
-            f"save_checkpoint: {where} is {name}, which load_checkpoint does not read; {_advice(entry)}"
-        )
+    def _refuses(self, value: object) -> bool:
+        try:
+            pickle.Pickler.dump(type(self)(io.BytesIO(), protocol=2), value)
+        except _REFUSALS:
+            return True
+        return False
+
+
+def _entries(found: object) -> Iterator[tuple[str, object]]:
+    if isinstance(found, Mapping):
+        yield from ((".keys()", key) for key in found)
+        yield from ((f"[{str(key)[:100]!r}]", value) for key, value in found.items())
+    elif isinstance(found, (set, frozenset)):
+        yield from (("", value) for value in found)
+    elif isinstance(found, (list, tuple)):
+        yield from ((f"[{index}]", value) for index, value in enumerate(found))
+    elif isinstance(found, argparse.Namespace):
+        yield from ((f".{name}", value) for name, value in vars(found).items())
 
 
 def _is_readable_number(obj: Any) -> bool:
@@ -159,46 +167,19 @@ _ADVICE: Final = {
 }
 
 
-def _advice(entry: Any) -> str:
-    """Return what to save instead of an object."""
-    if isinstance(entry, enum.Enum):
-        return "save its value"
-    if not isinstance(entry, _NAMED):
-        if getattr(getattr(entry, "dtype", None), "str", " ")[1:] in _NUMBERS:
-            return "save torch.from_numpy(array)"
-        for attribute, advice in _ADVICE.items():
-            if hasattr(entry, attribute):
-                return advice
-    return (
+def _refusal(entry: Any) -> str:
+    """Return the type of an object, and what to save instead."""
+    is_named = isinstance(entry, _NAMED)
+    kind: Any = entry if is_named else type(entry)
+    name = f"{'' if is_named else 'of type '}{kind.__module__}.{kind.__qualname__}"
+    advice = (
         "save dicts, lists, tuples, sets, strings, bytes, numbers and tensors, or allow it with "
         "torch.serialization.add_safe_globals() where you save and load"
     )
-
-
-def _find(
-    found: object, test: Callable[[object], bool], seen: "set[int] | None" = None
-) -> tuple[str, object] | None:
-    """Return the first object in nested containers that passes a test, after the keys to it, as code."""
-    seen = set() if seen is None else seen
-    if test(found):
-        return "", found
-    if id(found) in seen:
-        return None
-    seen.add(id(found))
-    for key, value in _entries(found):
-        if (place := _find(value, test, seen)) is not None:
-            return f"{key}{place[0]}", place[1]
-    return None
-
-
-def _entries(found: object) -> Iterator[tuple[str, object]]:
-    if isinstance(found, Mapping):
-        yield from ((f"[{str(key)[:100]!r}]", value) for key, value in found.items())
-    elif isinstance(found, (list, tuple)):
-        yield from ((f"[{index}]", value) for index, value in enumerate(found))
-    elif isinstance(found, (set, frozenset)):
-        yield from (("", value) for value in found)
-    attributes: dict[str, object] = (
-        {} if isinstance(found, _NAMED) else getattr(found, "__dict__", {})
-    )
-    yield from ((f".{name}", value) for name, value in attributes.items())
+    if isinstance(entry, enum.Enum):
+        advice = "save its value"
+    elif getattr(getattr(entry, "dtype", None), "str", " ")[1:] in _NUMBERS:
+        advice = "save torch.from_numpy(array)"
+    elif not is_named:
+        advice = next((text for name, text in _ADVICE.items() if hasattr(entry, name)), advice)
+    return f"{name}, which load_checkpoint does not read; {advice}"

@@ -72,7 +72,7 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str])
         >>> load_checkpoint(path)["epoch"]
         3
     """
-    write_checkpoint(checkpoint, path, checked_pickle(checkpoint))
+    write_checkpoint(checkpoint, path, checked_pickle())
 
 
 def write_checkpoint(

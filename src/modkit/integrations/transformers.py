@@ -25,6 +25,7 @@ from modkit.averaging.ema import EMA, Decays
 from modkit.averaging.named_tensors import NamedTensors, check_choice
 from modkit.averaging.optimizer_steps import check_optimizer
 from modkit.averaging.swap import any_swapped, pairs_for, write
+from modkit.errors import shown
 from modkit.files.atomic_write import remove_stale
 from modkit.files.torch_files import load_checkpoint, save_checkpoint
 
@@ -297,15 +298,17 @@ def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
         content: dict[str, Any] = load_checkpoint(path, map_location="cpu")
         version, found = content["version"], content["global_step"]
     except Exception as error:
-        raise ValueError(
+        text = (
             f"EMACallback: {path} cannot be read ({error}). The averages of this checkpoint are lost, "
             "and the training weights too if its model is the average. Resume from another checkpoint."
-        ) from error
+        )
+        raise ValueError(shown(text)) from error
     if version > VERSION:
-        raise ValueError(f"EMACallback: {path} has version {version}, newer than {VERSION}")
+        text = f"EMACallback: {path} has version {version}, newer than {VERSION}"
+        raise ValueError(shown(text))
     if step not in (None, found):
         text = f"{path} is of step {found}, and the checkpoint of step {step}"
-        raise ValueError(f"EMACallback: {text}")
+        raise ValueError(shown(f"EMACallback: {text}"))
     return content
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
+from modkit.errors import shown
 from modkit.files.atomic_write import atomic_write
 from modkit.jit._from_torch import make_parameters
 from modkit.jit._upstream import CompilationUnit, import_module, import_module_from_buffer
@@ -70,7 +71,7 @@ def read(
     except UnicodeDecodeError as error:
         # The message of C++ contains bytes of the file.
         text = bytes(error.object).decode("utf-8", "replace")
-        raise RuntimeError(f"torch cannot load the archive: {text}") from error
+        raise RuntimeError(shown(f"torch cannot load the archive: {text}")) from error
     return cpp, found
 
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 
+from modkit.errors import shown
 from modkit.files.torch_files import verified_archive
 from modkit.jit import _archives
 from modkit.jit._from_torch import wrap_cpp
@@ -108,4 +109,4 @@ def _check_extra_files(wanted: Iterable[str], present: Collection[str], *, stric
     missing = ", ".join(repr(name) for name in wanted if name not in present)
     if missing and strict:
         names = ", ".join(map(repr, present)) or "none"
-        raise KeyError(f"the archive has no extra file {missing}; it has {names}")
+        raise KeyError(shown(f"the archive has no extra file {missing}; it has {names}"))

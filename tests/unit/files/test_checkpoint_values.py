@@ -136,6 +136,34 @@ def test_what_cannot_be_read_is_not_saved(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        ({"run": {Path("a"): 1}}, "checkpoint['run'].keys() is of type pathlib."),
+        ({"run": {1, Path("a")}}, "checkpoint['run'] is of type pathlib."),
+        ({"args": argparse.Namespace(out=Path("a"))}, "checkpoint['args'].out is of type pathlib."),
+        ([Path("a")], "checkpoint[0] is of type pathlib."),
+        (Path("a"), "checkpoint is of type pathlib."),
+    ],
+    ids=["key", "set", "namespace", "list", "whole"],
+)
+def test_the_place_of_what_cannot_be_read(content: Any, place: str, tmp_path: Path) -> None:
+    """The error leads to the innermost object."""
+    with pytest.raises(TypeError) as caught:
+        modkit.save_checkpoint(content, tmp_path / "last.pt")
+
+    assert place in str(caught.value)
+
+
+def test_the_place_in_a_list_that_contains_itself(tmp_path: Path) -> None:
+    """The search ends."""
+    content: list[Any] = []
+    content += [content, Path("a")]
+
+    with pytest.raises(TypeError, match=r"checkpoint\[1\] is of type pathlib"):
+        modkit.save_checkpoint(content, tmp_path / "last.pt")
+
+
 def test_what_the_user_allows_is_saved_and_read(tmp_path: Path) -> None:
     """The error of loading names the function that allows a class, where the user trusts the file."""
     path = tmp_path / "last.pt"
@@ -157,7 +185,7 @@ def test_a_checkpoint_that_is_too_large_without_its_tensors(monkeypatch) -> None
     with pytest.raises(
         ValueError, match=r"without its tensors it has .* save long lists as tensors"
     ):
-        torch.save(content, io.BytesIO(), pickle_module=checked_pickle(content))
+        torch.save(content, io.BytesIO(), pickle_module=checked_pickle())
 
 
 def dtype_of(code: str, state: bytes = b"", copy: bytes = b"\x88") -> bytes:
@@ -269,7 +297,7 @@ def test_the_check_changes_no_byte() -> None:
     """Pickling through the check writes the same bytes as without it."""
     content = {"weight": torch.ones(3), "epoch": 1}
     checked, unchecked = io.BytesIO(), io.BytesIO()
-    torch.save(content, checked, pickle_module=checked_pickle(content))
+    torch.save(content, checked, pickle_module=checked_pickle())
     torch.save(content, unchecked, pickle_module=pickle)
 
     assert checked.getvalue() == unchecked.getvalue()
