@@ -224,8 +224,8 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "A shared module is compiled into several modules that share parameters | It stays one "
-        "module, also after loading",
+        "`script` compiles a shared module into several modules that share parameters | It stays one "
+        "module, also after loading. In a traced module it is several, as in torch",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_a_child_in_several_places_is_one",
     ),
@@ -280,7 +280,8 @@ ROWS: Final = (
     _row(
         "torch",
         "For most files that are not archives, the error says that a part of a zip file is "
-        "missing | The error, of the same type, names the kind of the file and what reads it",
+        "missing | The error, of the same type, names the kind of the file, and what reads it if that "
+        "is known",
         ISSUES + "31620",
         "tests/parity/jit/test_archive_defects.py::test_the_error_names_what_a_file_is",
     ),
@@ -316,7 +317,7 @@ ROWS: Final = (
     _row(
         "modkit",
         "`torch.compile` refuses a ScriptModule | It runs the code of TorchScript, because dynamo"
-        " compares the exact class; with `fullgraph=True` the error names the compiled method",
+        " compares the exact class; with `fullgraph=True` the error names `ScriptMethod`",
         NO_ISSUE,
         "tests/parity/jit/test_refused_members.py::test_torch_compile_refuses_a_compiled_module",
         "tests/parity/jit/test_refused_members.py::test_dynamo_names_torchscript",
@@ -392,6 +393,7 @@ ROWS: Final = (
         "averages: integer buffers",
         "tests/parity/fixes/test_swa_averaged_model.py::test_buffers_without_fractions_are_copied",
         "tests/parity/fixes/test_swa_averaged_model.py::test_the_count_of_batches_is_that_of_the_model",
+        "tests/parity/fixes/test_swa_averaged_model.py::test_quantized_buffers_are_copied",
     ),
     _row(
         "torch",
@@ -733,14 +735,14 @@ ROWS: Final = (
     _row(
         "torch",
         "Deleting an attribute before `Module.__init__()` raises an error about the missing "
-        "registry | The error names the missing attribute",
+        "registry | The error names the attribute, and says that `Module.__init__()` has not run",
         NO_ISSUE,
         "tests/parity/fixes/test_members.py::test_deleting_before_init_is_refused_by_that_reason",
     ),
     _row(
         "torch",
         "A hook is registered before its flags: a call in another thread can omit its keyword "
-        "arguments | Hook and flags are registered together",
+        "arguments | Its flags are registered first, so a hook never runs without them",
         NO_ISSUE,
         "tests/parity/fixes/test_hook_threads.py::test_a_call_during_a_registration_sees_a_hook_with_its_flag",
         "tests/parity/fixes/test_hook_threads.py::test_a_removal_during_a_call_leaves_no_hook_without_its_flag",

@@ -107,7 +107,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             of models averaged so far. Default: the equal average.
         multi_avg_fn: Averages lists of tensors of one device and dtype in place, instead of ``avg_fn``.
         use_buffers: Whether buffers are averaged. If False they are copied: call ``update_bn``
-            at the end of training. Integer and boolean buffers are always copied.
+            at the end of training. Integer, boolean and quantized buffers are always copied.
         precision: See ``modkit.EMA``. The averaged model computes in the dtype of the average, and an
             update after it was cast to fewer bits than ``"fp32"`` or ``"fp64"`` promise is refused;
             ``"compensated"`` keeps the error terms in the child module ``compensation``.

@@ -150,7 +150,7 @@ def test_every_override_is_called_in_compiled_code() -> None:
     mine, theirs = vars(modkit.nn.Module), vars(torch.nn.Module)
     overridden = {name for name in mine if isinstance(theirs.get(name), FunctionType)}
 
-    assert overridden - set(HOOKS) == set(CALLS)
+    assert overridden - set(HOOKS) - set(CALLS) == set()
 
 
 @for_each("method, number", [(name, i) for name, calls in CALLS.items() for i in range(len(calls))])

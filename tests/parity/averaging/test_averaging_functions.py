@@ -267,4 +267,4 @@ def test_functions_can_be_pickled(impl: Implementation, name: str) -> None:
 @pytest.mark.parametrize("name", EMA)
 def test_exponential_functions_show_their_decay(impl: Implementation, name: str) -> None:
     """The decay can be read in the representation of the function."""
-    assert "decay=0.9" in repr(made(impl, name))
+    assert repr(made(impl, name)) == f"{name}(decay=0.9)"

@@ -228,6 +228,19 @@ def test_buffers_without_fractions_are_copied(impl: Implementation, rule: str, d
 
 
 @every_rule
+def test_quantized_buffers_are_copied(impl: Implementation, rule: str) -> None:
+    """With use_buffers, a quantized buffer is that of the last model."""
+    model = with_buffer(impl, torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+    averaged = impl.AveragedModel(model, **RULES[rule](impl), use_buffers=True)
+    averaged.update_parameters(model)
+    model.buffer = torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8)
+    averaged.update_parameters(model)
+
+    assert averaged.module.buffer.is_quantized
+    assert averaged.module.buffer.dequantize().tolist() == [0.0, 0.0, 0.0]
+
+
+@every_rule
 def test_the_count_of_batches_is_that_of_the_model(impl: Implementation, rule: str) -> None:
     """An averaged batch normalization has seen as many batches as the model's."""
     model = impl.own.BatchNorm1d(2)

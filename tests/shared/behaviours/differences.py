@@ -224,7 +224,7 @@ DIFFERENCES: Final = {
         modkit=None,
     ),
     "averages: integer buffers": Difference(
-        "With `use_buffers=True`, integer and boolean buffers are averaged: truncated, wrapped "
+        "With `use_buffers=True`, integer, boolean and quantized buffers are averaged: truncated, wrapped "
         "around, or an error | They are copied. Integer parameters are averaged as in torch",
         lambda lib: averaged(lib, use_buffers=True).module.norm.num_batches_tracked.item(),
         torch=4,

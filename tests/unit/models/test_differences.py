@@ -85,7 +85,7 @@ def test_planes_of_another_size(networks):
     network = small().build(networks).eval()
     hidden = torch.zeros(1, 12, 12), torch.zeros(1, 12, 12)
 
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="but flatten_output_size_for_reward_head=72"):
         network(torch.randn(3, 11, 12, 12), hidden)
 
 
