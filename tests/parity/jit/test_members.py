@@ -326,5 +326,5 @@ def test_special_methods_are_listed(name):
         names = dir(impl.jit.script(module))
         return {each for each in names if each.startswith("__")}
 
-    # The note of a decorator on a method is no method.
+    # A decorator leaves this note on a class; it is not a method.
     assert listed(TORCH) - listed(MODKIT) - {"__overloads__"} == set()
