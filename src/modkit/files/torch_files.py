@@ -478,8 +478,8 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
                 raise TypeError("the file is open as text; open it in the mode 'rb'")
         kinds.check_digest(content, what, sha256)
         if kinds.kind_of(content) == kinds.FLATBUFFER:
-            # It has no checksums. From a path, torch maps it into memory and may read it later, when a
-            # traced module runs, at addresses that are not mapped any more.
+            # It has no checksums. From a path, torch maps it into memory that is read-only: writing to
+            # a weight, or to the statistics of a batch normalization, ends the process.
             if isinstance(source, str):
                 source = Path(source).read_bytes()
             yield VerifiedArchive(source, None)

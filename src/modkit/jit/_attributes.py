@@ -80,6 +80,9 @@ BOOKKEEPING: Final = frozenset(vars(torch.nn.Module())) - {"training"}
 # compiler makes fields of all entries except those that begin with two underscores.
 DEFINED: Final = "__defined"
 
+# The entry for the kind of container that a module was compiled from, if that is known.
+CONTAINER: Final = "__container"
+
 
 def bind(module: Any, cpp: Any, children: dict[str, Any], concrete_type: Any = None) -> None:
     """Make ``module``, which has the state of a new module, the wrapper of ``cpp``."""
@@ -136,6 +139,8 @@ def assign(module: Any, name: str, value: Any) -> None:
 
 def kind(module: Any) -> str | None:
     """Return "sequence", "mapping" or None for the container that the module was compiled from."""
+    if CONTAINER in module.__dict__:
+        return cast("str", module.__dict__[CONTAINER])
     # Its class is not in an archive; the compiler gives containers only __len__ and __contains__.
     cpp = module.__dict__.get("_c")
     if (

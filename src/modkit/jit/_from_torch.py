@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 from torch.nn import Parameter
 
-from modkit.jit._attributes import BOOKKEEPING, bind
+from modkit.jit._attributes import BOOKKEEPING, CONTAINER, bind
 from modkit.jit._upstream import (
     ModuleDict,
     ScriptMethod,
@@ -82,6 +82,10 @@ def wrap_torch(script: Any, source: Any = None, memo: dict[Any, Any] | None = No
     if inner is not script:
         module.__dict__["_name"] = script._name
     attach_compiled_hooks(module)
+    if isinstance(source, (torch.nn.Sequential, torch.nn.ModuleList)):
+        module.__dict__[CONTAINER] = "sequence"
+    elif isinstance(source, torch.nn.ModuleDict):
+        module.__dict__[CONTAINER] = "mapping"
     transient = getattr(source, "_non_persistent_buffers_set", ())
     module._non_persistent_buffers_set.update(name for name in transient if name in module._buffers)
     return module

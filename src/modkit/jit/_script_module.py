@@ -267,7 +267,7 @@ class RecursiveScriptModule(ScriptModule, TorchRecursiveScriptModule):  # type: 
         return sorted({*names})
 
     def __len__(self) -> int:
-        return len(self._modules) if kind(self) else self._special("__len__")
+        return cast("int", self._special("__len__"))
 
     def __iter__(self) -> Iterator[Any]:
         if not (container := kind(self)):
@@ -282,6 +282,8 @@ class RecursiveScriptModule(ScriptModule, TorchRecursiveScriptModule):  # type: 
             return bool(self._special("__contains__", key))
         if container == "mapping":
             return key in self._modules
+        if self._c._has_method("__contains__"):
+            return bool(self._special("__contains__", key))
         return any(key is child for child in self._modules.values())
 
     def __bool__(self) -> bool:

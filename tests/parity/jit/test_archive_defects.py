@@ -88,3 +88,27 @@ def test_a_full_disk_is_an_error(impl, kind, tmp_path):
     assert done.stdout == f"{OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))}\n"
     assert path.read_bytes() == b"previous"
     assert list(tmp_path.iterdir()) == [path]
+
+
+FLATBUFFER = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from {library} import jit
+
+module = jit.script(torch.nn.Linear(2, 1, bias=False))
+jit.save_jit_module_to_flatbuffer(module, sys.argv[1])
+loaded = jit.load(sys.argv[1])
+with torch.no_grad():
+    next(loaded.parameters()).fill_(3.0)
+print(loaded(torch.ones(1, 2)).item())
+"""
+
+
+def test_weights_of_a_flatbuffer_can_be_written(impl, tmp_path):
+    """A module that was loaded from the path of a flatbuffer can be trained."""
+    script = tmp_path / "script.py"
+    script.write_text(FLATBUFFER.format(library=impl.name))
+    result = python(script, tmp_path / "net.ff")
+
+    assert (result.returncode, result.stdout) == (0, "6.0\n")

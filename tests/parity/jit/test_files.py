@@ -166,7 +166,7 @@ def test_gradients_of_a_loaded_module_stay():
     assert len(gradients) > 2
 
 
-# Torch ends the process when a traced module runs that it loaded from a path.
+# Torch ends the process when a module that it loaded from a path writes to a buffer.
 @for_each("name, opened", [("scripted", False), ("scripted", True), ("traced", True)])
 def test_flatbuffers_are_loaded(name, opened, tmp_path):
     """``load`` reads what ``save_jit_module_to_flatbuffer`` writes: members, results, extra files."""

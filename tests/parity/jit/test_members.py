@@ -288,6 +288,29 @@ def test_a_copy_has_hook_tables_of_its_own():
     assert calls == ["copy"]
 
 
+@for_each("base", ["Sequential", "ModuleList", "ModuleDict"])
+def test_containers_with_special_methods_of_their_own(base):
+    """A class derived from a container may export a special method; the others stay torch's."""
+
+    def described(impl):
+        class Sized(getattr(impl.nn, base)):
+            @impl.jit.export
+            def __len__(self) -> int:
+                return 7
+
+            def forward(self, x):
+                return x
+
+        children = {"a": impl.nn.ReLU()} if base == "ModuleDict" else [impl.nn.ReLU()]
+        container = Sized(*children) if base == "Sequential" else Sized(children)
+        module = impl.jit.script(container)
+        first = next(iter(module))
+        child = module[first] if base == "ModuleDict" else first
+        return len(module), bool(module), len(list(module)), child(torch.tensor(-1.0)).item()
+
+    assert described(MODKIT) == described(TORCH) == (7, True, 1, 0.0)
+
+
 @for_each("name", ["Sequential", "ModuleList", "ModuleDict", "module"])
 def test_special_methods_are_listed(name):
     """``dir()`` lists the special methods that torch lists, those of containers among them."""
@@ -303,5 +326,5 @@ def test_special_methods_are_listed(name):
         names = dir(impl.jit.script(module))
         return {each for each in names if each.startswith("__")}
 
-    # The note of a decorator on a method is not a method.
+    # A decorator leaves this note on a class; it is not a method.
     assert listed(TORCH) - listed(MODKIT) - {"__overloads__"} == set()
