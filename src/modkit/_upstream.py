@@ -257,7 +257,8 @@ def load_with_names(
     theirs: Any = cast("Any", torch)._weights_only_unpickler
     load = theirs.Unpickler.load
     scope = {**vars(theirs), "_get_user_allowed_globals": lambda: {**allowed_by_user(), **names}}
-    own = {"load": FunctionType(load.__code__, scope, load.__name__, load.__defaults__)}
+    rest = load.__name__, load.__defaults__, load.__closure__
+    own = {"load": FunctionType(load.__code__, scope, *rest)}
     module = SimpleNamespace(Unpickler=type("Unpickler", (theirs.Unpickler,), own))
 
     whole = None
