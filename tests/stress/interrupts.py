@@ -91,17 +91,31 @@ class Run:
         return found
 
 
-def interrupt(work, delay):
-    """Call a function and interrupt it after a delay; return True if it was interrupted."""
-    try:
+class User:
+    """Presses Ctrl-C once, after a delay. A signal that comes too late is ignored."""
+
+    waits = False
+
+    @classmethod
+    def press(cls, number, frame):
+        """Handle the signal of the timer as that of Ctrl-C is handled."""
+        if cls.waits:
+            signal.default_int_handler(number, frame)
+
+    @classmethod
+    def interrupt(cls, work, delay):
+        """Call a function and interrupt it after a delay; return True if it was interrupted."""
+        cls.waits, interrupted = True, False
         try:
-            signal.setitimer(signal.ITIMER_REAL, delay)
-            work()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    except KeyboardInterrupt:
-        return True
-    return False
+            try:
+                signal.setitimer(signal.ITIMER_REAL, delay)
+                work()
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            interrupted = True
+        cls.waits = False
+        return interrupted
 
 
 def bombard(operation, signals, layers, rng):
@@ -117,7 +131,7 @@ def bombard(operation, signals, layers, rng):
     run.load()
     outcomes = run.outcomes()
     while signals:
-        if not interrupt(work, rng.uniform(1e-6, 1.3 * duration)):
+        if not User.interrupt(work, rng.uniform(1e-6, 1.3 * duration)):
             run.load()
             continue
         signals -= 1
@@ -132,13 +146,14 @@ def bombard(operation, signals, layers, rng):
 
 def main(signals, layers, seed):
     """Interrupt each operation, and print the number of signals and of faults as JSON."""
-    # A timer stands for the user: its handler is that of Ctrl-C.
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    press = User.press
+    signal.signal(signal.SIGALRM, press)
     rng = random.Random(seed)
     faults = Counter()
     for operation in OPERATIONS:
         faults.update(bombard(operation, signals // len(OPERATIONS), layers, rng))
-    if signal.getsignal(signal.SIGALRM) is not signal.default_int_handler:
+    handlers = [signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGINT)]
+    if handlers != [press, signal.default_int_handler]:
         faults["handlers left"] += 1
     sys.stdout.write(json.dumps({"signals": signals, "faults": faults}))
 

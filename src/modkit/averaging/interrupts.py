@@ -39,30 +39,41 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
 
     def __enter__(self) -> Self:
         self._handlers: dict[int, Any] = {}
+        self._replaced: list[int] = []
         self._waiting: list[tuple[int, FrameType | None]] = []
-        self._active = False
         if threading.get_ident() == threading.main_thread().ident:
-            for number in _DEFERRED:
-                handler = _signals.getsignal(number)
-                if callable(handler):
-                    self._handlers[number] = handler
-                    _signals.signal(number, self._wait)
-        self._active = True
+            try:
+                self._replace()
+            except BaseException:
+                # A signal arrived before its own handler was replaced, and after that of another one.
+                self.__exit__()
+                raise
         return self
 
+    def _replace(self) -> None:
+        for number in _DEFERRED:
+            handler = _signals.getsignal(number)
+            if callable(handler):
+                self._handlers[number] = handler
+                # In this order: restoring a handler that was not replaced has no effect.
+                self._replaced.append(number)
+                _signals.signal(number, self._wait)
+
+    def _restore(self) -> None:
+        while self._replaced:
+            number = self._replaced[-1]
+            _signals.signal(number, self._handlers[number])
+            self._replaced.pop()
+
     def _wait(self, number: int, frame: FrameType | None) -> None:
-        if self._active:
-            self._waiting.append((number, frame))
-        else:
-            # A signal arrived while this block was entered or left, between two other handlers.
-            self._handlers[number](number, frame)
+        self._waiting.append((number, frame))
 
     def __exit__(self, *_: object) -> None:
         try:
-            for number, handler in self._handlers.items():
-                _signals.signal(number, handler)
+            self._restore()
         finally:
-            self._active = False
+            # A signal that has its handler back may raise before the next one has.
+            self._restore()
         for number, frame in self._waiting:
             self._handlers[number](number, frame)
 

@@ -167,5 +167,5 @@ def test_cpp_does_not_notice_what_loading_refuses(program, tmp_path):
     lines, _ = run(program, path)
 
     assert numbers(lines) != module(INPUTS).flatten().tolist()
-    with pytest.raises(RuntimeError, match=r"'there/data/\d+' does not match its checksum"):
+    with pytest.raises(RuntimeError, match=r"'archive/data/\d+' does not match its checksum"):
         jit.load(path)

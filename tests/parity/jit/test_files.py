@@ -3,6 +3,7 @@ import io
 import pickle
 import re
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -55,6 +56,15 @@ def test_a_path_that_is_no_file_is_refused_as_in_torch(where, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
 
     assert same(lambda impl: impl.jit.load(where))[0] == "raised"
+
+
+def test_the_folder_in_an_archive_has_the_name_of_the_file(impl, tmp_path):
+    """All members of an archive are in one folder."""
+    impl.jit.save(impl.jit.script(torch.nn.Linear(2, 2)), tmp_path / "net.pt")
+    with zipfile.ZipFile(tmp_path / "net.pt") as archive:
+        folders = {name.partition("/")[0] for name in archive.namelist()}
+
+    assert folders == {"net"}
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):

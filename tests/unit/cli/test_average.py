@@ -119,7 +119,9 @@ def test_tied_weights_are_written_to_safetensors(tmp_path: Path) -> None:
     net[1].weight = net[0].weight
     torch.save(net.state_dict(), tmp_path / "tied.pt")
     found = run(tmp_path / "tied.pt", "-o", tmp_path / "tied.safetensors")
-    export_average(modkit.EMA(net), tmp_path / "exported.safetensors")
+    ema = modkit.EMA(net)
+    ema.update()
+    export_average(ema, tmp_path / "exported.safetensors")
 
     assert (found.exit_code, found.stderr) == (0, "")
     assert (tmp_path / "tied.safetensors").read_bytes() == (

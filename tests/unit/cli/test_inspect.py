@@ -180,9 +180,10 @@ def test_check_passes_for_intact_files(
 
     found = run("--check", path)
     assert found.exit_code == 0
-    assert expected in found.output
+    # A long path makes the column so narrow that the text is wrapped.
+    assert expected in " ".join(found.output.split())
     assert json.loads(run("--check", "--json", path).output)["check"] == expected
-    assert expected not in run(path).output
+    assert expected not in " ".join(run(path).output.split())
 
 
 def test_check_finds_corrupt_weights(tmp_path: Path) -> None:
