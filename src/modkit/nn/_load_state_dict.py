@@ -28,10 +28,12 @@ from modkit.nn._overrides import (
     STANDARD,
     StandardClasses,
     TorchModule,
+    is_dynamo_compiling,
     is_standard,
     methods,
     patchable,
     refuse_cycle,
+    standard,
 )
 
 
@@ -165,7 +167,7 @@ def load_state_dict(
     return load(model, state_dict, strict=strict, assign=assign)
 
 
-@patchable
+@standard
 def _load_from_state_dict(
     self: torch.nn.Module,
     state_dict: dict[str, Any],
@@ -180,6 +182,13 @@ def _load_from_state_dict(
 
     Classes override this to migrate checkpoints of an older version, which ``local_metadata`` holds.
     """
+    # What ``patchable`` does, without its wrapper.
+    current = TorchModule._load_from_state_dict
+    if current is not _TORCH_LOAD or is_dynamo_compiling():
+        problems = missing_keys, unexpected_keys, error_msgs
+        current(self, state_dict, prefix, local_metadata, strict, *problems)
+        return
+
     for hook in tuple(self._load_state_dict_pre_hooks.values()):
         hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
     assign = local_metadata.get("assign_to_params_buffers", False)
