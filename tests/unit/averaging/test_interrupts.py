@@ -91,10 +91,9 @@ class RaiseAtLine:
             sys.settrace(before)
 
 
-@for_each("kind", [KeyboardInterrupt, RuntimeError])
-@for_each("ending", ["normal", "error"])
+@for_each(("kind", "ending"), [(KeyboardInterrupt, "normal"), (RuntimeError, "error")])
 @for_each("make", [plain, cast, with_sparse_buffers])
-def test_every_line_of_a_swap_may_raise(make, ending, kind) -> None:
+def test_every_line_of_a_swap_may_raise(make, kind, ending) -> None:
     """After an exception at any line, the training weights are in the model, and the averages are kept."""
     model = make()
     ema = average_of(model)
