@@ -39,11 +39,9 @@ def python(
     env: dict[str, str] | None = None,
     stdout: str | Path | None = None,
     timeout: float = 120.0,
+    finalize: bool = False,
 ) -> "subprocess.CompletedProcess[str]":
     """Run code, or a script, as the main module of another process, and return what it printed.
-
-    Code that runs to its end is followed by the exit of an interpreter: modules are cleared, and what
-    fails then is printed.
 
     Args:
         code: The code, or the path of a script.
@@ -52,13 +50,17 @@ def python(
         env: Environment variables, in addition to those of this process.
         stdout: A file for its output, which is captured by default.
         timeout: Seconds after which it is killed.
+        finalize: Whether code that runs to its end is followed by the exit of an interpreter, which
+            clears modules and prints what fails then. It takes about half a second.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "0").write_bytes(stdin)
         files = [f"{folder}/0", str(stdout or f"{folder}/1"), f"{folder}/2"]
         line = [str(code) if isinstance(code, Path) else "-c", *map(str, arguments)]
         environment = {**os.environ, **(env or {})}
-        process = context().Process(target=_main, args=(code, line, files, environment, Path.cwd()))
+        process = context().Process(
+            target=_main, args=(code, line, files, environment, Path.cwd(), finalize)
+        )
         process.start()
         process.join(timeout)
         if process.exitcode is None:
@@ -69,7 +71,12 @@ def python(
 
 
 def _main(
-    code: str | Path, line: list[str], files: list[str], environment: dict[str, str], folder: Path
+    code: str | Path,
+    line: list[str],
+    files: list[str],
+    environment: dict[str, str],
+    folder: Path,
+    finalize: bool,
 ) -> None:
     """Run in the other process."""
     for number, file in enumerate(files):
@@ -80,12 +87,14 @@ def _main(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    # Collecting the modules that are preloaded would take most of the time of the exit.
-    gc.freeze()
+    if finalize:
+        # Collecting the modules that are preloaded would take most of the time of the exit.
+        gc.freeze()
     source = code.read_text(encoding="utf-8") if isinstance(code, Path) else code
     _run_as_main(source, line[0])
-    # Processes of multiprocessing end without clearing their modules.
-    ctypes.pythonapi.Py_Exit(0)
+    if finalize:
+        # Processes of multiprocessing end without clearing their modules.
+        ctypes.pythonapi.Py_Exit(0)
 
 
 def _run_as_main(source: str, file: str) -> None:

@@ -29,6 +29,6 @@ sys.kept = [module for name, module in sys.modules.items() if name.startswith("m
 
 def test_objects_that_outlive_the_names_of_modkit_end_in_silence(tmp_path: Path) -> None:
     """As an interpreter ends, models and averages are deleted without an error on stderr."""
-    found = python(PROGRAM, tmp_path)
+    found = python(PROGRAM, tmp_path, finalize=True)
 
     assert (found.returncode, found.stderr) == (0, "")

@@ -58,6 +58,6 @@ def test_a_page_runs_as_a_script(tmp_path, monkeypatch, name, code):
     script = tmp_path / name
     script.write_text(code, encoding="utf-8")
 
-    found = python(script)
+    found = python(script, finalize=True)
 
     assert (found.returncode, found.stderr) == (0, "")
