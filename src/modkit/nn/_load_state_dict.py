@@ -182,7 +182,7 @@ def _load_from_state_dict(
 
     Classes override this to migrate checkpoints of an older version, which ``local_metadata`` holds.
     """
-    # What ``patchable`` does, without its wrapper.
+    # As in ``patchable``, without its wrapper.
     current = TorchModule._load_from_state_dict
     if current is not _TORCH_LOAD or is_dynamo_compiling():
         problems = missing_keys, unexpected_keys, error_msgs

@@ -29,7 +29,7 @@ def _save_to_state_dict(
     self: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool
 ) -> None:
     """Write the parameters, persistent buffers and extra state of one module, not below it."""
-    # What ``patchable`` does, without its wrapper: this runs for each module with a hook or a subclass.
+    # As in ``patchable``, without its wrapper: this runs for each module with a hook or a subclass.
     current = TorchModule._save_to_state_dict
     if current is not _TORCH_SAVE or is_dynamo_compiling():
         current(self, destination, prefix, keep_vars)
