@@ -138,8 +138,8 @@ class EMA(Generic[ModelT]):
     step: int
     n_averaged: int
     schedules: list[Schedule]
-    update_after_step = CheckedCount(0)
-    update_every = CheckedCount(1)
+    update_after_step: CheckedCount = CheckedCount(0)
+    update_every: CheckedCount = CheckedCount(1)
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from modkit.averaging.named_tensors import (
 )
 from modkit.averaging.precision import OnNonfinite, Weight
 from modkit.averaging.sharding import local_shard, meshes_of, reshard, true_everywhere
-from modkit.averaging.swap import Registered, pairs_for
+from modkit.averaging.swap import Pairs, Registered, pairs_for
 from modkit.errors import NameMismatchError
 
 
@@ -241,8 +241,8 @@ class Pairing:
     """The pairs of an average with the tensors of a model, valid while neither changes."""
 
     def __init__(self, named: NamedTensors, model: torch.nn.Module, values: Tensors) -> None:
-        self.pairs = pairs_for(named, values)
-        self.registered = Registered(named)
+        self.pairs: Pairs = pairs_for(named, values)
+        self.registered: Registered = Registered(named)
         self._model = weakref.ref(model)
         tensors = [tensor for _, tensor, _ in self.pairs]
         self._lazy = named.has_lazy()

@@ -76,7 +76,7 @@ class EMACallback(Callback):
         trainer.fit(model, train_loader, val_loader)
     """
 
-    update_every_n_steps = CheckedCount(1)
+    update_every_n_steps: CheckedCount = CheckedCount(1)
 
     def __init__(
         self,
