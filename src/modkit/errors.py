@@ -15,7 +15,8 @@ class FileError(ValueError, RuntimeError):
     """A file is corrupt, unsafe to read, or of another kind than expected; nothing was loaded.
 
     It is also a ``RuntimeError``, as ``torch.load`` raises for corrupt files. Control characters in the
-    message are escaped, and it is shortened to 2,000 characters. ``kind`` is that of :class:`modkit.files.FileInfo`, or ``""`` if unknown.
+    message are escaped, and it is shortened to 2,000 characters. ``kind`` is that of
+    :class:`modkit.files.FileInfo`, or ``""`` if unknown.
     """
 
     def __init__(self, message: str, kind: str = "") -> None:

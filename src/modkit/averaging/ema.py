@@ -198,17 +198,21 @@ class EMA(Generic[ModelT]):
             )
         options.check_globs(self.model)
 
-    def _check_restored(self, method: str, model: torch.nn.Module) -> None:
-        """Raise RuntimeError if the model holds an average in place of its training weights."""
+    def _check_restored(self, call: str, model: torch.nn.Module, remedy: str = "") -> None:
+        """Raise RuntimeError if the model holds an average in place of its training weights.
+
+        ``remedy`` says what to do between copy_to() and restore(); by default, to restore first.
+        """
+        name = call.rpartition(".")[2]
         if any_swapped(model):
             raise RuntimeError(
-                f"EMA.{method}() was called inside applied(): the model holds the averaged "
-                f"weights. Call {method}() outside of the block."
+                f"{call} was called inside applied(): the model holds the averaged weights. Call "
+                f"{name} outside of the block."
             )
         if self._holds_copy(model):
             raise RuntimeError(
-                f"EMA.{method}() was called between copy_to() and restore(): the model holds the "
-                f"averaged weights. Call restore() before {method}()."
+                f"{call} was called between copy_to() and restore(): the model holds the averaged "
+                f"weights. {remedy or f'Call restore() before {name}.'}"
             )
 
     def _holds_copy(self, model: torch.nn.Module) -> bool:
@@ -256,7 +260,7 @@ class EMA(Generic[ModelT]):
                 ``on_nonfinite="raise"``, is not finite.
         """
         source = self.model if model is None else model
-        self._check_restored("update", source)
+        self._check_restored("EMA.update()", source)
         if source is self.model:
             self._steps.warn_if_updated()
         step, start, every = self.step + 1, self._start, self.update_every
@@ -292,7 +296,7 @@ class EMA(Generic[ModelT]):
                 one is not finite, unless ``on_nonfinite`` is ``"ignore"``.
             ValueError: If no parameter is selected any more.
         """
-        self._check_restored("rebind", self.model)
+        self._check_restored("EMA.rebind()", self.model)
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             self._engine.rebind()
             self._follow()
@@ -339,16 +343,8 @@ class EMA(Generic[ModelT]):
 
     @never_compiled
     def _before_step(self, index: int, *call: Any) -> None:
-        if any_swapped(self.model):
-            text = "EMA: optimizer.step() was called inside applied()"
-            raise RuntimeError(
-                f"{text}: the model holds the averaged weights. Call step() outside of the block."
-            )
-        if self._holds_copy(self.model):
-            raise RuntimeError(
-                "EMA: optimizer.step() was called between copy_to() and restore(): the model holds "
-                "the averaged weights. Call restore() first; to train the average, call detach()."
-            )
+        remedy = "Call restore() first; to train the average, call detach()."
+        self._check_restored("EMA: optimizer.step()", self.model, remedy)
         if self._steps.begin(index, *call):
             self.update()
 
@@ -414,10 +410,10 @@ class EMA(Generic[ModelT]):
         with uninterrupted(), torch.no_grad():
             pairs = self._engine.pairing(target, index).pairs
             check_writable(pairs)
-            tensors = {id(one.tensor) for one in NamedTensors(self.model).all().values()}
             for _, tensor, value in pairs:
                 write(tensor, value)
             if self._stored:
+                tensors = {id(one.tensor) for one in NamedTensors(self.model).all().values()}
                 written = [(name, one) for name, one, _ in pairs if id(one) in tensors]
                 versions = versions_of([one for _, one in written])
                 self._overwritten = [
@@ -432,7 +428,7 @@ class EMA(Generic[ModelT]):
             RuntimeError: If the model holds an average, inside :meth:`applied` or after
                 :meth:`copy_to`: that would be stored as the training weights.
         """
-        self._check_restored("store", self.model)
+        self._check_restored("EMA.store()", self.model)
         with uninterrupted(), torch.no_grad():
             named = NamedTensors(self.model)
             names = self._engine.names() or dict.fromkeys(named.all())
@@ -490,7 +486,7 @@ class EMA(Generic[ModelT]):
             >>> ema.module.running_mean
             tensor([3.])
         """
-        self._check_restored("update_bn", self.model)
+        self._check_restored("EMA.update_bn()", self.model)
         if not self._engine.begun:
             raise RuntimeError(
                 "EMA.update_bn(): there is no average before the first update. Call update() first."
@@ -633,7 +629,7 @@ class EMA(Generic[ModelT]):
             NameMismatchError: If the state does not fit the model.
             RuntimeError: If the average is swapped in.
         """
-        self._check_restored("load_state_dict", self.model)
+        self._check_restored("EMA.load_state_dict()", self.model)
         if step is not None:
             checked_count("step", step, 0)
         if isinstance(cast("object", state_dict), Mapping) and not state_dict:

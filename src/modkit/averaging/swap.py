@@ -143,6 +143,7 @@ class Registered:
         reshard(module for module, *_ in self._before)
 
         swapped = set(map(id, tensors))
+        names = {key: name for key, name in self._names.items() if key in swapped}
         first: str | None = None
         # From the leaves up, so that a child that was removed has its own members back.
         for module, kind, parameters, children in reversed(self._before):
@@ -151,7 +152,7 @@ class Registered:
                 for table, before in ((module._parameters, parameters), (module._modules, children))
                 for key, member in before.items()
                 if member is not None and table.get(key) is not member
-                for name in self._names_in(member, swapped)
+                for name in self._names_in(member, names)
             ]
             if lost:
                 first = lost[0]
@@ -168,14 +169,14 @@ class Registered:
                     setattr(kind, name, members[name])
         return first
 
-    def _names_in(self, member: Any, swapped: set[int]) -> list[str]:
+    def _names_in(self, member: Any, names: Mapping[int, str]) -> list[str]:
         """Return the names of swapped parameters: of one, or of all that were below a module."""
         tensors = [member]
         if isinstance(member, torch.nn.Module):
             beneath = set(map(id, member.modules()))
             rows = [row for row in self._before if id(row[0]) in beneath]
             tensors = [one for _, _, parameters, _ in rows for one in parameters.values()]
-        return [self._names[id(one)] for one in tensors if id(one) in swapped & self._names.keys()]
+        return [names[id(one)] for one in tensors if id(one) in names]
 
 
 def _refill(table: Any, members: Mapping[str, Any]) -> None:

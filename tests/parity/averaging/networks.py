@@ -41,6 +41,17 @@ def training_states(model: torch.nn.Module, count: int) -> Iterator[int]:
         yield step
 
 
+def states_after_updates(
+    averaged: Any, model: torch.nn.Module, count: int
+) -> list[dict[str, torch.Tensor]]:
+    """Update an average in each of ``count`` states of a model; return copies of its states."""
+    states = []
+    for _ in training_states(model, count):
+        averaged.update_parameters(model)
+        states.append({name: one.clone() for name, one in averaged.state_dict().items()})
+    return states
+
+
 def decaying(averaged: torch.Tensor, current: torch.Tensor, count: Any) -> torch.Tensor:
     """Average as a user's own function would, with a weight that depends on the count."""
     weight = 1 / (1 + float(count)) ** 0.5

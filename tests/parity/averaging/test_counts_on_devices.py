@@ -13,7 +13,7 @@ from tests.parity.averaging.networks import (
     normed_net,
     one_weight,
     set_weight,
-    training_states,
+    states_after_updates,
 )
 from tests.parity.averaging.test_n_averaged import WRITES, average_of_two, values
 from tests.unit.averaging.recipes import CountCalls, as_accelerator
@@ -74,11 +74,7 @@ def test_updates_give_the_bits_of_torch(rule: str, use_buffers: bool, dtype: tor
                 # Torch averages integers too, or fails to.
                 del model[1].num_batches_tracked
         averaged = impl.AveragedModel(model, **RULES[rule](impl), use_buffers=use_buffers)
-        history = []
-        for _ in training_states(model, 6):
-            averaged.update_parameters(model)
-            history.append({k: v.clone() for k, v in averaged.state_dict().items()})
-        return history
+        return states_after_updates(averaged, model, 6)
 
     assert same(scenario)[0] == "returned"
 

@@ -10,7 +10,7 @@ from tests.parity.averaging.networks import (
     normed_net,
     one_weight,
     set_weight,
-    training_states,
+    states_after_updates,
 )
 from tests.unit.averaging.recipes import as_accelerator
 
@@ -28,11 +28,7 @@ def test_a_negative_count_skips_updates(
         model = normed_net(impl)
         averaged = impl.AveragedModel(model, **RULES[rule](impl))
         averaged.n_averaged.fill_(-2)
-        states = []
-        for _ in training_states(model, 5):
-            averaged.update_parameters(model)
-            states.append({name: one.clone() for name, one in averaged.state_dict().items()})
-        return states
+        return states_after_updates(averaged, model, 5)
 
     assert same(scenario)[0] == "returned"
 
