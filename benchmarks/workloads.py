@@ -158,12 +158,11 @@ def example() -> SimpleNamespace:
 
 
 def dynamics(nn: Any) -> Any:
-    """Make the dynamics of the example, or a copy that torch calls."""
+    """Make the dynamics of the example, which torch calls in either namespace."""
     heads: Any = {"reward_head_channels": 4, "flatten_output_size_for_reward_head": 36}
     sizes: Any = {"num_channels": 17, "lstm_hidden_size": 32, "output_support_size": 3}
     model = DynamicsNetwork((3, 3, 3), 1, **heads, **sizes)
-    made = example().on_torch(model) if nn is torch.nn else model
-    return made, rand((1, 17, 3, 3), [(1, 1, 32)] * 2)
+    return model, rand((1, 17, 3, 3), [(1, 1, 32)] * 2)
 
 
 # The limit: a function that computes with the tensors alone.
@@ -288,7 +287,7 @@ def searching(stack: ExitStack) -> Arms:
     torch.manual_seed(0)
     ours = modkit.models.EfficientZeroModel(**game.GAME, **game.SMALL).eval()
     fast = copy.deepcopy(ours)
-    models = {"torch": game.on_torch(ours).eval(), "fast_inference": fast, "modkit": ours}
+    models = {"torch": copy.deepcopy(ours), "fast_inference": fast, "modkit": ours}
     stack.enter_context(torch.inference_mode())
     stack.enter_context(modkit.fast_inference(fast))
     found = {name: game.visits(game.search(m, [game.Board()], 50)[0]) for name, m in models.items()}

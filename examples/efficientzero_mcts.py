@@ -394,20 +394,6 @@ def strength_table(players: dict[str, Counter[str]]) -> Table:
     return table
 
 
-# --- speed ----------------------------------------------------------------------------------------
-
-
-def on_torch(model: nn.Module) -> torch.nn.Module:
-    """Copy a model so that all of its modules use torch's Module."""
-    twin = copy.deepcopy(model)
-    methods = {name: vars(torch.nn.Module)[name] for name in ("__call__", "__setattr__")}
-    for module in twin.modules():
-        if nn.Module in type(module).__mro__:
-            cls = type(module)
-            module.__class__ = type(cls.__name__, (cls,), methods)
-    return twin
-
-
 def seconds_of(play: Callable[[], object]) -> float:
     """Return the CPU time of a call."""
     start = time.process_time()
@@ -416,12 +402,12 @@ def seconds_of(play: Callable[[], object]) -> float:
 
 
 def speeds(model: nn.Module, simulations: int, rounds: int) -> dict[str, tuple[float, float]]:
-    """Time interleaved searches of one position; return nodes per second, and the ratio to torch's.
+    """Time interleaved searches of one position; return nodes per second, and the ratio to eager calls.
 
     A node is one call of ``recurrent_inference`` at batch 1, with the work of the tree around it.
     """
     fast = copy.deepcopy(model)
-    players = {"torch.nn": on_torch(model), "modkit.nn": model, "modkit.nn, fast_inference": fast}
+    players = {"eager": model, "eager, fast_inference": fast}
     for player in players.values():
         player.eval()
     times: dict[str, list[float]] = {name: [] for name in players}
@@ -430,7 +416,7 @@ def speeds(model: nn.Module, simulations: int, rounds: int) -> dict[str, tuple[f
         for _ in range(1 + rounds):  # the first round is to warm up
             for name, player in players.items():
                 times[name].append(seconds_of(partial(search, player, [Board()], simulations)))
-    base = times["torch.nn"][1:]
+    base = times["eager"][1:]
     return {
         name: (
             simulations / statistics.median(found[1:]),
@@ -443,10 +429,10 @@ def speeds(model: nn.Module, simulations: int, rounds: int) -> dict[str, tuple[f
 def speed_table(found: dict[str, dict[str, tuple[float, float]]]) -> Table:
     """Show nodes a second for each size of the model."""
     table = Table(title="Search, one node at a time", title_justify="left")
-    table.add_column("modules")
+    table.add_column("calls")
     for size in found:
         table.add_column(f"{size}: nodes/s", justify="right")
-        table.add_column("times torch", justify="right")
+        table.add_column("times eager", justify="right")
     for name in next(iter(found.values())):
         cells = [(f"{rows[name][0]:,.0f}", f"{rows[name][1]:.2f}") for rows in found.values()]
         table.add_row(name, *(cell for pair in cells for cell in pair))

@@ -56,32 +56,9 @@ PULLS: Final = "https://github.com/pytorch/pytorch/pull/"
 
 ROWS: Final = (
     _shown(
-        "members: a refused assignment",
-        "tests/parity/module/test_failed_assignment.py::test_a_name_that_parameters_cannot_have_leaves_the_plain_value",
-        "tests/parity/module/test_failed_assignment.py::test_a_parameter_over_a_class_attribute_leaves_the_instance_value",
-        "tests/parity/module/test_failed_assignment.py::test_a_parameter_with_history_leaves_the_old_member",
-        "tests/parity/module/test_failed_assignment.py::test_a_refused_module_leaves_the_old_member",
-        "tests/parity/module/test_failed_assignment.py::test_a_refused_parameter_leaves_the_old_member",
-        "tests/parity/module/test_failed_assignment.py::test_an_override_that_refuses_leaves_the_old_member",
-    ),
-    _shown(
         "state dict: a hook that removes itself",
         "tests/parity/hooks/test_removal_while_running.py::test_registration_hook_may_remove_itself_while_it_runs",
         "tests/parity/hooks/test_removal_while_running.py::test_state_hook_may_remove_itself_while_it_runs",
-    ),
-    _row(
-        "torch",
-        "An `always_call` forward hook that removes itself after an exception replaces the "
-        'exception by "OrderedDict mutated during iteration" | The user\'s exception is raised',
-        NO_ISSUE,
-        "tests/parity/hooks/test_removal_while_running.py::test_always_call_hook_may_remove_itself_after_an_error",
-    ),
-    _row(
-        "torch",
-        "A hook that an earlier hook removed still runs in that call, without its keyword "
-        "arguments | It runs with its keyword arguments",
-        NO_ISSUE,
-        "tests/parity/hooks/test_removal_while_running.py::test_hook_removed_by_an_earlier_one_keeps_its_signature",
     ),
     _shown(
         "loading: assign=True and the argument",
@@ -111,21 +88,6 @@ ROWS: Final = (
         "loading: assign=True and tied parameters",
         "tests/parity/fixes/test_load.py::test_assign_keeps_tied_parameters_tied",
         "tests/parity/fixes/test_load.py::test_assign_keeps_tied_parameters_tied_on_the_meta_device",
-    ),
-    _row(
-        "modkit",
-        "While `torch.jit.trace` records a function, modules are called through `_slow_forward` |"
-        " A module without hooks calls `forward` directly. The graph is equal; only a class that "
-        "overrides `_slow_forward` can notice",
-        NO_ISSUE,
-        "tests/parity/hooks/test_call_path.py::test_call_goes_through_slow_forward_while_a_function_is_traced",
-    ),
-    _row(
-        "modkit",
-        "`fully_shard` bypasses `__setattr__` of torch's modules | It calls `__setattr__`: global"
-        " parameter registration hooks see each exchange of shards",
-        NO_ISSUE,
-        "tests/distributed/modules/test_registration.py::test_hooks_of_registration_do_not_run_when_shards_become_whole",
     ),
     _row(
         "modkit",
@@ -591,13 +553,6 @@ ROWS: Final = (
         NO_ISSUE,
         "tests/parity/averaging/test_update_pairs.py::test_model_without_parameters_is_averaged_in_groups",
     ),
-    _row(
-        "torch",
-        "After an exception, a global `always_call` hook is called without its keyword arguments;"
-        " it fails, and its error becomes a warning | It receives them",
-        f"{NO_ISSUE}; dates from {PULLS}137403",
-        "tests/parity/hooks/test_always_call.py::test_global_always_call_hook_with_kwargs_gets_them_after_an_error",
-    ),
     _shown(
         "backward hooks: the other kind after removal",
         "tests/parity/hooks/test_registration.py::test_removing_the_last_backward_hook_frees_a_module_for_the_other_kind",
@@ -624,19 +579,6 @@ ROWS: Final = (
         "tests/parity/fixes/test_state_dict_hooks.py::test_copies_know_which_bound_methods_are_public",
         "tests/parity/fixes/test_state_dict_hooks.py::test_another_process_knows_which_hooks_are_public",
         "tests/parity/hooks/test_state_dict_hooks.py::test_public_registration_leaves_no_mark_on_the_function",
-    ),
-    _shown(
-        "forward hooks: a pre-hook with kwargs returns two numbers",
-        "tests/parity/fixes/test_forward_pre_hooks.py::test_pre_hook_with_kwargs_that_returns_two_of_something_else_is_an_error",
-        "tests/parity/fixes/test_forward_pre_hooks.py::test_pre_hook_with_kwargs_may_return_a_list_to_a_module_with_backward_hooks",
-    ),
-    _row(
-        "torch",
-        "If no input requires grad, a backward pre-hook alone causes a warning that it fires "
-        "early | No warning: it fires when it should",
-        ISSUES + "189093",
-        "tests/parity/fixes/test_backward_hooks.py::test_pre_hook_alone_does_not_warn_without_input_gradients",
-        torch="<2.14",
     ),
     _row(
         "modkit",
@@ -699,12 +641,6 @@ ROWS: Final = (
         "tests/integration/torch_compile/test_backward.py::test_pre_hook_may_return_a_bare_tensor_when_compiled",
     ),
     _shown(
-        "backward hooks: the output is that of torch.max",
-        "tests/parity/fixes/test_backward_hooks.py::test_output_of_a_tuple_class_is_rebuilt",
-        "tests/parity/fixes/test_backward_hooks.py::test_output_of_torchs_own_tuple_class_is_rebuilt",
-        "tests/parity/hooks/test_wrapping.py::test_other_tuples_are_rebuilt_as_what_they_were",
-    ),
-    _shown(
         "traversal: modules that compare equal",
         "tests/parity/fixes/test_hashing.py::test_modules_that_cannot_be_hashed_are_walked",
         "tests/parity/fixes/test_hashing.py::test_a_root_that_cannot_be_hashed_is_walked",
@@ -738,29 +674,9 @@ ROWS: Final = (
         "tests/parity/fixes/test_members.py::test_a_refused_result_leaves_the_member_that_was_there",
     ),
     _shown(
-        "members: a reserved name",
-        "tests/parity/fixes/test_members.py::test_names_of_the_modules_own_state_are_reserved",
-    ),
-    _shown(
         "members: set_submodule() on None",
         "tests/parity/fixes/test_members.py::test_set_submodule_fills_a_name_that_is_none",
         "tests/parity/fixes/test_members.py::test_a_filled_place_keeps_its_order",
-    ),
-    _row(
-        "torch",
-        "Deleting an attribute before `Module.__init__()` raises an error about the missing "
-        "registry | The error names the attribute, and says that `Module.__init__()` has not run",
-        NO_ISSUE,
-        "tests/parity/fixes/test_members.py::test_deleting_before_init_is_refused_by_that_reason",
-    ),
-    _row(
-        "torch",
-        "A hook is registered before its flags: a call in another thread can omit its keyword "
-        "arguments | Its flags are registered first, so a hook never runs without them",
-        NO_ISSUE,
-        "tests/parity/fixes/test_hook_threads.py::test_a_call_during_a_registration_sees_a_hook_with_its_flag",
-        "tests/parity/fixes/test_hook_threads.py::test_a_removal_during_a_call_leaves_no_hook_without_its_flag",
-        "tests/parity/fixes/test_hook_threads.py::test_a_hook_that_comes_and_goes_during_a_call_has_its_flag",
     ),
     _shown(
         "traversal: a module that contains itself",
@@ -769,10 +685,10 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "A class that forgets `super().__init__()` fails at its first call, with an error about a"
-        " missing attribute | A note on that error names the cause",
+        "A class that forgets `super().__init__()` fails when it is used, with an error about a"
+        " missing attribute | On errors of conversions, modes, saving and loading, a note names the cause",
         NO_ISSUE,
-        "tests/parity/fixes/test_uninitialized.py::test_calling_a_module_without_state_says_what_was_forgotten",
+        "tests/parity/fixes/test_uninitialized.py::test_using_a_module_without_state_says_what_was_forgotten",
     ),
 )
 

@@ -9,12 +9,11 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
 | ``torch.jit._script._magic_methods`` | unless ``PYTORCH_JIT=0`` | empty |
 
 - ``get_tracing_state`` is truthy while ``torch.jit.trace`` runs; no public function says so without
-  importing ``torch.jit``. ``is_tracing`` takes half the time, but dynamo does not know it.
+  importing ``torch.jit``.
 - ``is_scripting`` is what TorchScript reads as a constant; the public name is one of ``torch.jit``.
 - ``jit_trace`` holds the map of modules that is set while a module is traced.
 - ``parse_to`` parses the four forms of ``Module.to``; its errors are documented behaviour.
 - ``IncompatibleKeys`` and ``EXTRA_STATE_KEY``: Lightning and transformers import them by name.
-- ``WrappedHook`` holds its module weakly; spectral_norm and others look for the class.
 - ``foreach_*``: one launch for a list of tensors; bitwise identical to torch, which uses them too.
   ``foreach_devices`` names the devices where they are fused.
 - ``tensor_guard`` checks in C++ whether tensors are as they were, as dynamo does before compiled code.
@@ -23,7 +22,6 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
   ``Optimizer.step``, and of the function of ``torch.distributed.checkpoint`` that calls it for another
   purpose than to train.
 - ``never_compiled`` does what ``torch.compiler.disable`` does, which imports all of dynamo.
-- ``trace_instead`` sets the attribute that tells dynamo which function to trace for another one.
 - ``module_globals`` holds the tables of global hooks, looked up at each use, because torch and its
   tests rebind some of the names.
 - ``modes_are_active``, ``tensors_are_fake``: torch has no public function for active modes.
@@ -53,11 +51,10 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.module import (
     _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_KEY,
     _IncompatibleKeys as IncompatibleKeys,
-    _WrappedHook as WrappedHook,
 )
 from torch.overrides import has_torch_function_variadic as has_torch_function
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as foreach_devices
-from torch.utils.hooks import BackwardHook, RemovableHandle
+from torch.utils.hooks import RemovableHandle
 
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -65,11 +62,9 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 # Imported names that other files import from here; names defined below need no entry.
 __all__ = [
     "EXTRA_STATE_KEY",
-    "BackwardHook",
     "BatchNormBase",
     "IncompatibleKeys",
     "RemovableHandle",
-    "WrappedHook",
     "foreach_devices",
     "has_torch_function",
     "is_scripting",
@@ -81,7 +76,6 @@ __all__ = [
 # The stub of torch does not say that there may be no state.
 cudnn_is_enabled = cast("Callable[[], bool]", cast("Any", torch._C)._get_cudnn_enabled)
 get_tracing_state = cast("Callable[[], object | None]", _get_tracing_state)
-is_tracing = cast("Callable[[], bool]", cast("Any", torch._C)._is_tracing)
 
 recurrent_kernels = cast("Any", torch)._VF
 
@@ -120,21 +114,6 @@ def storage_identity(tensor: torch.Tensor) -> int:
     """Return a number that tensors share if they share memory, meta tensors included."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
-
-
-def trace_instead(function: Callable[..., Any], original: Callable[..., Any]) -> None:
-    """Let dynamo trace ``original`` wherever compiled code calls ``function``."""
-    cast("Any", function)._torchdynamo_inline = original
-
-
-def skip_frame(function: FunctionT) -> FunctionT:
-    """Let dynamo capture what ``function`` calls, but not ``function`` itself.
-
-    Dynamo skips the file of torch's own call path, so a graph begins at ``forward``, and hooks around
-    it run outside. A tag on the code object does the same for ours.
-    """
-    _skip(function.__code__)
-    return function
 
 
 def _skip(code: CodeType, calls: str = "DEFAULT") -> None:

@@ -38,34 +38,11 @@ _NN: Final = [
         _MODULE + "/test_registration.py",
     ),
     Bug(
-        "registration: a refused assignment changes the order of members",
-        "nn/_attributes.py",
-        "            for follower in followers:",
-        "            for follower in followers[1:]:",
-        _MODULE + "/test_failed_assignment.py",
-    ),
-    Bug(
         "pickles: ids of hooks are given again",
         "nn/_hooks.py",
         "following = int(key) + 1",
         "following = int(key)",
         _FIXES + "/test_hook_ids.py",
-    ),
-    Bug(
-        "hooks: prepend has no effect",
-        "nn/_hooks.py",
-        "table.move_to_end(handle.id, last=False)",
-        "table.move_to_end(handle.id, last=True)",
-        _HOOKS + "/test_registration.py",
-    ),
-    Bug(
-        "hooks: a hook enters the table before its flags",
-        "nn/_hooks.py",
-        "    for flag, is_set in flags:\n        if is_set:\n            flag[handle.id] = True\n"
-        "    table[handle.id] = hook\n",
-        "    table[handle.id] = hook\n"
-        "    for flag, is_set in flags:\n        if is_set:\n            flag[handle.id] = True\n",
-        _FIXES + "/test_hook_threads.py",
     ),
     Bug(
         "copies: a public state-dict hook becomes a private one",
@@ -75,36 +52,8 @@ _NN: Final = [
         _FIXES + "/test_state_dict_hooks.py",
     ),
     Bug(
-        "call path: an override of _call_impl on the instance",
-        "nn/_call.py",
-        '        or "_call_impl" in state\n        or TorchModule',
-        "        or TorchModule",
-        _MODULE + "/test_override_contract.py",
-    ),
-    Bug(
-        "global hooks: a backward pre-hook alone is not seen",
-        "nn/_call.py",
-        "            or module_globals._global_backward_pre_hooks\n        )",
-        "        )",
-        _HOOKS + "/test_global_hooks.py",
-    ),
-    Bug(
-        "hooks removed during a call",
-        "nn/_call.py",
-        "    hooks = tuple(table.items())\n",
-        "    hooks: Any = table.items()\n",
-        _HOOKS + "/test_removal_while_running.py",
-    ),
-    Bug(
-        "always_call: a hook that has run is called again",
-        "nn/_call.py",
-        'if one[0] in always_called and one[0] not in call["ran"]',
-        "if one[0] in always_called",
-        _HOOKS + "/test_always_call.py",
-    ),
-    Bug(
         "backward hooks: a pre-hook that returns a tensor",
-        "nn/_backward_hooks.py",
+        "nn/_hooks.py",
         "return (result,) if isinstance(result, torch.Tensor) else result",
         "return result",
         _FIXES + "/test_backward_hooks.py",

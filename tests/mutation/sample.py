@@ -35,16 +35,10 @@ if TYPE_CHECKING:
 _MODULES = {
     "_attributes": "module/test_registration module/test_attributes module/test_failed_assignment "
     "fixes/test_members module/test_copy_pickle hooks/test_registration_hooks module_page/test_members",
-    "_backward_hooks": "hooks/test_backward hooks/test_backward_corners hooks/test_wrapping "
-    "hooks/test_bad_hooks hooks/test_backward_firing fixes/test_backward_hooks",
-    "_call": "hooks/test_call_path hooks/test_always_call hooks/test_forward_hooks "
-    "hooks/test_forward_pre_hooks hooks/test_global_hooks hooks/test_removal_while_running "
-    "fixes/test_forward_pre_hooks fixes/test_hook_threads hooks/test_non_full_backward "
-    "module/test_override_contract fixes/test_uninitialized module/test_bad_calls",
     "_conversion": "module/test_conversion module/test_conversion_flags fixes/test_ties "
     "fixes/test_memory_format module_page/test_conversion module_page/test_modes",
     "_hooks": "hooks/test_registration fixes/test_hook_ids fixes/test_state_dict_hooks "
-    "fixes/test_hook_threads hooks/test_copied_hooks hooks/test_bad_hooks hooks/test_backward",
+    "fixes/test_backward_hooks hooks/test_copied_hooks hooks/test_bad_hooks hooks/test_backward",
     "_load_state_dict": "module/test_load_state_dict fixes/test_load module/test_load_overrides "
     "module/test_bad_load hooks/test_load_state_dict_hooks hooks/test_load_state_dict_results "
     "module/test_mixed_trees ../unit/test_load_state_dict",

@@ -40,34 +40,12 @@ def unhashable(
     return refused and torch_side.run(by_identity) == ours
 
 
-FIRES_AT_OUTPUT: Final = "Full backward hook is firing when gradients are computed with respect to"
-
-
-def pre_hook_alone(
-    operation: Operation, torch_side: Any, modkit_side: Any, theirs: Outcome, ours: Outcome
-) -> bool:
-    """Torch warns of a hook that fires early for modules with pre-hooks alone, too."""
-    warned, rest = (
-        [entry for entry in outcome[1] if not entry[1].startswith(FIRES_AT_OUTPUT)]
-        for outcome in (theirs, ours)
-    )
-    return (
-        theirs[0] == ours[0]
-        and theirs[2] == ours[2]
-        and warned == rest
-        and len(theirs[1]) > len(ours[1])
-    )
-
-
 # By row of the table of differences: whether it explains a pair of outcomes of an operation.
 ROWS: Final[dict[str, Match]] = {
     "tests/parity/fixes/test_cycles.py::test_a_cycle_is_an_error_that_names_the_module": (
         contains_itself
     ),
     "tests/parity/fixes/test_hashing.py::test_modules_that_cannot_be_hashed_are_walked": unhashable,
-    "tests/parity/fixes/test_backward_hooks.py::test_pre_hook_alone_does_not_warn_without_input_gradients": (
-        pre_hook_alone
-    ),
 }
 
 

@@ -98,44 +98,36 @@ class Storm:
         """Call the model and differentiate."""
         self.check(torch.equal(self.gradient, self.differentiate()), "wrong gradient")
 
-    def hooked(self, register: str, count: int, **options: bool) -> None:
-        """Register a hook, call the model, which must call it with its flags, and remove it."""
+    def hooked(self, register: str) -> None:
+        """Register a hook, call the model, which must call it, and remove it."""
         own, calls = threading.get_ident(), []
 
         def hook(*arguments: object) -> None:
-            self.check(len(arguments) == count, "hook without its flag")
             if threading.get_ident() == own:
                 calls.append(arguments)
 
-        handle = getattr(self.model.body, register)(hook, **options)
+        handle = getattr(self.model.body, register)(hook)
         self.call()
         handle.remove()
         self.call()
         self.check(len(calls) == 1, "lost hook" if not calls else "hook called after its removal")
 
     def pre_hook(self) -> None:
-        """Use a pre-hook that takes keywords."""
-        self.hooked("register_forward_pre_hook", 3, with_kwargs=True)
+        """Use a pre-hook."""
+        self.hooked("register_forward_pre_hook")
 
     def hook(self) -> None:
-        """Use a hook that takes keywords."""
-        self.hooked("register_forward_hook", 4, with_kwargs=True, always_call=True)
+        """Use a hook."""
+        self.hooked("register_forward_hook")
 
     def raising_call(self) -> None:
-        """Call with an error: an always-called hook must run, and the error must propagate."""
-        own, calls = threading.get_ident(), []
-
-        def hook(*arguments: object) -> None:
-            self.check(len(arguments) == 4, "hook without its flag")
-            if threading.get_ident() == own:
-                calls.append(arguments)
-
-        flags = {"with_kwargs": True, "always_call": True}
-        with self.model.body.register_forward_hook(hook, **flags):
-            try:
-                self.model.body(torch.ones(1, 3))
-            except LookupError:
-                self.check(len(calls) == 1, "lost hook")
+        """Call with an error, which must propagate past the hooks of other threads."""
+        try:
+            self.model.body(torch.ones(1, 3))
+        except LookupError as error:
+            self.check(str(error) == "four features", "wrong error")
+        else:
+            self.check(False, "lost error")
 
     def backward_hooks(self) -> None:
         """Use a backward hook and a backward pre-hook."""

@@ -1,29 +1,20 @@
-"""The members of a module: its empty state, registration, setting and deleting attributes."""
+"""The members of a module: its empty state, and the methods that register one."""
 
 import reprlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import torch
-from torch.nn import Buffer, Parameter
+from torch.nn import Parameter
 
-from modkit._upstream import module_globals, original_methods, trace_instead
+from modkit._upstream import module_globals, original_methods
 from modkit.nn._hooks import TABLES, reserve_ids
-from modkit.nn._overrides import TorchModule, patchable, standard
+from modkit.nn._overrides import TorchModule, is_dynamo_compiling, patchable, standard
 
-
-# A value of exactly one of these types is neither Parameter, Buffer nor Module, so setting it only
-# requires a check whether the name is registered. A dict, because dynamo of torch 2.8 does not know
-# what is in a set.
-_PLAIN_TYPES: Final[dict[type, None]] = dict.fromkeys(
-    (bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, type(None))
-)
 
 # A global is read in half the time of an entry of a dict.
 _TORCH_INIT: Final = original_methods["__init__"]
-_TORCH_SETATTR: Final = original_methods["__setattr__"]
-_TORCH_DELATTR: Final = original_methods["__delattr__"]
 _TORCH_SETSTATE: Final = original_methods["__setstate__"]
 _TORCH_REGISTER_PARAMETER: Final = original_methods["register_parameter"]
 _TORCH_REGISTER_BUFFER: Final = original_methods["register_buffer"]
@@ -52,13 +43,13 @@ def fill(state: dict[str, Any]) -> None:
     state["_modules"] = {}
 
 
-# A member of such a name would replace the module's own state.
-_RESERVED: Final = frozenset(vars(TorchModule()))
-
-
 @standard
 def __init__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
     """Create the empty state; with ``call_super_init``, pass the arguments on."""
+    # Dynamo has replaced torch's function in the class, and traces the one that torch wrote.
+    if is_dynamo_compiling():
+        _TORCH_INIT(self, *args, **kwargs)
+        return
     # Torch handles arguments, and a class behind its own in the order of bases, whose ``__setattr__``
     # sees the state being set.
     if (
@@ -71,14 +62,6 @@ def __init__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa:
         TorchModule.__init__(self, *args, **kwargs)
     else:
         fill(self.__dict__)
-
-
-def _init_in_graph(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Create the state in compiled code, for which dynamo has patched torch's function."""
-    _TORCH_INIT(self, *args, **kwargs)
-
-
-trace_instead(__init__, _init_in_graph)
 
 
 @standard
@@ -201,104 +184,6 @@ def add_module(self: torch.nn.Module, name: str, module: torch.nn.Module | None)
     if module_globals._global_module_registration_hooks:
         module = _announce("module", self, name, module)
     self._modules[name] = module
-
-
-@standard
-def __setattr__(self: torch.nn.Module, name: str, value: Any) -> None:  # noqa: N807
-    """Register parameters, buffers and modules; set anything else as usual."""
-    if TorchModule.__setattr__ is not _TORCH_SETATTR:
-        TorchModule.__setattr__(self, name, value)
-        return
-    own = self.__dict__
-    parameters, buffers = own.get("_parameters", ()), own.get("_buffers", ())
-    children = own.get("_modules")
-    if type(value) in _PLAIN_TYPES and not (
-        name in parameters or name in buffers or name in (children or ())
-    ):
-        super(TorchModule, self).__setattr__(name, value)
-    elif children is None:
-        _TORCH_SETATTR(self, name, value)
-    elif isinstance(value, Parameter):
-        if (
-            name in own
-            or name in buffers
-            or name in children
-            or name in self._non_persistent_buffers_set
-        ):
-            others = (own, self._buffers, children)
-            _replace(self, name, others, lambda: self.register_parameter(name, value))
-        else:
-            self.register_parameter(name, value)
-    elif value is None and name in parameters:
-        self.register_parameter(name, value)
-    elif isinstance(value, TorchModule) and name not in parameters:
-        if name in own or name in buffers or name in self._non_persistent_buffers_set:
-            _replace(self, name, (own, self._buffers), lambda: _store_module(self, name, value))
-        else:
-            _store_module(self, name, value)
-    elif value is None and name in children:
-        _store_module(self, name, value)
-    elif name in parameters or name in children:
-        _TORCH_SETATTR(self, name, value)
-    elif name in buffers or isinstance(value, Buffer):
-        _set_buffer(self, name, value)
-    else:
-        super(TorchModule, self).__setattr__(name, value)
-
-
-def _set_buffer(module: torch.nn.Module, name: str, value: Any) -> None:
-    ours = type(module).register_buffer is register_buffer
-    if not ours or "register_buffer" in module.__dict__ or not _is_buffer_like(value):
-        _TORCH_SETATTR(module, name, value)
-    elif isinstance(value, Buffer):
-        module.register_buffer(name, value, bool(value.persistent))
-    else:
-        module.register_buffer(name, value, name not in module._non_persistent_buffers_set)
-
-
-def _store_module(module: torch.nn.Module, name: str, value: torch.nn.Module | None) -> None:
-    if module_globals._global_module_registration_hooks:
-        value = _announce("module", module, name, value)
-    module._modules[name] = value
-
-
-def _replace(
-    module: torch.nn.Module,
-    name: str,
-    mappings: tuple[dict[str, Any], ...],
-    register: Callable[[], None],
-) -> None:
-    """Delete ``name``, register, and restore everything on failure; torch loses the old member."""
-    names = module._non_persistent_buffers_set
-    if name in _RESERVED:
-        raise KeyError(f"attribute '{name}' already exists")
-    displaced: list[tuple[dict[str, Any], Any, list[str]]] = []
-    for mapping in mappings:
-        if name in mapping:
-            order = list(mapping)
-            displaced.append((mapping, mapping[name], order[order.index(name) + 1 :]))
-            del mapping[name]
-    was_named = name in names
-    names.discard(name)
-    try:
-        register()
-    except BaseException:
-        for mapping, value, followers in displaced:
-            mapping[name] = value
-            for follower in followers:
-                if follower in mapping:
-                    mapping[follower] = mapping.pop(follower)
-        if was_named:
-            names.add(name)
-        raise
-
-
-@standard
-def __delattr__(self: torch.nn.Module, name: str) -> None:  # noqa: N807
-    """Delete a registered name or a plain attribute."""
-    if "_parameters" not in self.__dict__ and TorchModule.__delattr__ is _TORCH_DELATTR:
-        raise AttributeError(f"cannot delete attribute '{name}' before Module.__init__() call")
-    TorchModule.__delattr__(self, name)
 
 
 @patchable

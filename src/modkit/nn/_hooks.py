@@ -4,6 +4,7 @@ Tables hold the users' own callables under the ids that their handles have, sinc
 read both. The methods that only enter a hook into a table are torch's own, inherited.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
@@ -12,7 +13,7 @@ from typing_extensions import Self
 
 from modkit._messages import text_of
 from modkit._upstream import RemovableHandle
-from modkit.nn._overrides import patchable
+from modkit.nn._overrides import TorchModule, patchable, standard
 
 
 Hook = Callable[..., Any]
@@ -25,15 +26,9 @@ TABLES: Final = (
 )
 
 
-def add(
-    table: Any, hook: Hook, *, prepend: bool = False, flags: tuple[tuple[Any, bool], ...] = ()
-) -> RemovableHandle:
-    """Put ``hook`` into ``table`` under a new id, which is also entered in each flag that is set."""
-    # Flags come first, so that a call in another thread never sees the hook without them.
-    handle = RemovableHandle(table, extra_dict=[flag for flag, _ in flags])
-    for flag, is_set in flags:
-        if is_set:
-            flag[handle.id] = True
+def add(table: Any, hook: Hook, *, prepend: bool = False) -> RemovableHandle:
+    """Put ``hook`` into ``table`` under a new id."""
+    handle = RemovableHandle(table)
     table[handle.id] = hook
     if prepend:
         table.move_to_end(handle.id, last=False)
@@ -65,42 +60,6 @@ def is_public(hook_id: int, hook: Hook) -> bool:
     return isinstance(hook_id, PublicHookId) or getattr(hook, "_from_public_api", False)
 
 
-@patchable
-def register_forward_pre_hook(
-    self: torch.nn.Module, hook: Hook, *, prepend: bool = False, with_kwargs: bool = False
-) -> RemovableHandle:
-    """Run ``hook(module, args)`` before ``forward``; a result replaces the arguments.
-
-    With ``with_kwargs`` the hook is called with ``(module, args, kwargs)`` and returns None
-    or both. ``prepend`` puts it before the module's other hooks of its kind.
-    """
-    table = self._forward_pre_hooks
-    flags = ((self._forward_pre_hooks_with_kwargs, with_kwargs),)
-    return add(table, hook, prepend=prepend, flags=flags)
-
-
-@patchable
-def register_forward_hook(
-    self: torch.nn.Module,
-    hook: Hook,
-    *,
-    prepend: bool = False,
-    with_kwargs: bool = False,
-    always_call: bool = False,
-) -> RemovableHandle:
-    """Run ``hook(module, args, output)`` after ``forward``; a result replaces the output.
-
-    With ``with_kwargs`` the hook is called with ``(module, args, kwargs, output)``. With
-    ``always_call`` it runs even if something raised, with the output None if there is none.
-    """
-    table = self._forward_hooks
-    flags = (
-        (self._forward_hooks_with_kwargs, with_kwargs),
-        (self._forward_hooks_always_called, always_call),
-    )
-    return add(table, hook, prepend=prepend, flags=flags)
-
-
 def _add_backward_hook(
     module: torch.nn.Module, hook: Hook, *, full: bool, prepend: bool = False
 ) -> RemovableHandle:
@@ -117,6 +76,19 @@ def register_full_backward_hook(
 ) -> RemovableHandle:
     """Run ``hook(module, grad_input, grad_output)`` when gradients have been computed."""
     return _add_backward_hook(self, hook, full=True, prepend=prepend)
+
+
+@standard
+def _get_backward_pre_hooks(self: torch.nn.Module) -> list[Hook]:
+    """Return the full backward pre-hooks of a call, global ones first."""
+    hooks = TorchModule._get_backward_pre_hooks(self)
+    return [functools.partial(_as_tuple, hook) for hook in hooks]
+
+
+def _as_tuple(hook: Hook, module: torch.nn.Module, gradients: Any) -> Any:
+    # Torch would take a tensor, which its documentation allows, apart into rows.
+    result = hook(module, gradients)
+    return (result,) if isinstance(result, torch.Tensor) else result
 
 
 @patchable

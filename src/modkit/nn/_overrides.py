@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from modkit._messages import MSG_CYCLE
+from modkit._messages import MSG_CYCLE, add_note
 from modkit._upstream import FunctionT, original_methods
 
 
@@ -49,11 +49,25 @@ def patchable(function: FunctionT) -> FunctionT:
         current = getattr(TorchModule, name)
         if current is not original or is_dynamo_compiling():
             return current(self, *args, **kwargs)
-        # A plain call takes half the time of one that unpacks, and most have no arguments.
-        return function(self, *args, **kwargs) if args or kwargs else function(self)
+        try:
+            # A plain call takes half the time of one that unpacks, and most have no arguments.
+            return function(self, *args, **kwargs) if args or kwargs else function(self)
+        except AttributeError as error:
+            _note_forgotten_init(error)
+            raise
 
     standard(function)
     return standard(method)  # type: ignore[return-value]
+
+
+def _note_forgotten_init(error: AttributeError) -> None:
+    """Name the cause of an error about the state of a module that has none."""
+    # Python sets it, to the module that lacks the attribute.
+    module: object = getattr(error, "obj", None)
+    if isinstance(module, TorchModule) and "_modules" not in module.__dict__:
+        note = f"{type(module).__qualname__}.__init__() must call super().__init__() first."
+        if note not in getattr(error, "__notes__", ()):
+            add_note(error, note)
 
 
 def methods(*names: str) -> Methods:

@@ -1,9 +1,9 @@
 """The class ``Module`` and its metaclass. Its methods are functions of the mechanisms beside this file.
 
-What torch's own function does well is inherited. Some names must *not* be defined here, because
-torch, fx, dynamo, TorchScript, FSDP2 or accelerate compare or patch the function of
-``torch.nn.Module``: ``forward``, ``_call_impl``, ``__getattr__``, ``get_extra_state``,
-``set_extra_state`` and ``__getstate__``.
+What torch's own function does well is inherited. Some names must *not* be defined here, because tools
+compare the function with that of ``torch.nn.Module``, or read its code object: the call path, access to
+attributes, ``forward``, ``get_extra_state``, ``set_extra_state`` and ``__getstate__``. The README beside
+this file lists both: who compares what is inherited, and the reason for each override.
 """
 
 import sys
@@ -16,8 +16,6 @@ from typing_extensions import Protocol
 from modkit._upstream import skip_frames
 from modkit.nn import (
     _attributes,
-    _backward_hooks,
-    _call,
     _conversion,
     _hooks,
     _load_state_dict,
@@ -176,14 +174,11 @@ class Module(torch.nn.Module, metaclass=ModuleType):
 
     else:
         __init__ = _attributes.__init__
-        __call__ = _call.__call__
 
         register_parameter = _attributes.register_parameter
         register_buffer = _attributes.register_buffer
         add_module = _attributes.add_module
         set_submodule = _attributes.set_submodule
-        __setattr__ = _attributes.__setattr__
-        __delattr__ = _attributes.__delattr__
         __setstate__ = _attributes.__setstate__
 
         named_modules = _traversal.named_modules
@@ -202,8 +197,7 @@ class Module(torch.nn.Module, metaclass=ModuleType):
         half = _conversion.cast_method("half", torch.float16)
         bfloat16 = _conversion.cast_method("bfloat16", torch.bfloat16)
 
-        register_forward_pre_hook = _hooks.register_forward_pre_hook
-        register_forward_hook = _hooks.register_forward_hook
+        _get_backward_pre_hooks = _hooks._get_backward_pre_hooks
         register_full_backward_hook = _hooks.register_full_backward_hook
         register_backward_hook = _hooks.register_backward_hook
         register_state_dict_post_hook = _hooks.register_state_dict_post_hook
@@ -216,7 +210,7 @@ class Module(torch.nn.Module, metaclass=ModuleType):
 
 
 for _file in (
-    *(_attributes, _backward_hooks, _call, _conversion, _hooks, _load_state_dict, _load_tensor),
+    *(_attributes, _conversion, _hooks, _load_state_dict, _load_tensor),
     *(_overrides, _state_dict, _traversal),
 ):
     skip_frames(_file)

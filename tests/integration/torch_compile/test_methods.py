@@ -37,6 +37,7 @@ def swap_parameter(nn: ModuleType, net: Net) -> None:
 CALLS: Final[dict[str, tuple[Call, ...]]] = {
     "__init__": (lambda nn, net: nn.Module().training,),
     "__call__": (lambda nn, net: net.inner(torch.ones(2)),),
+    "_get_backward_pre_hooks": (lambda nn, net: len(net.inner._get_backward_pre_hooks()),),
     "__setattr__": (
         lambda nn, net: setattr(net, "flag", 1),
         lambda nn, net: setattr(net, "child", nn.ReLU()),

@@ -28,9 +28,15 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("by_assignment", [False, True], ids=["method", "assignment"])
+# The assignment of a module runs the hooks in torch's ``__setattr__``, the others in ``register_*``.
+WAYS = pytest.mark.parametrize(
+    ("kind", "by_assignment"),
+    [*((kind, False) for kind in KINDS), ("parameter", True), ("buffer", True)],
+)
+
+
+@WAYS
 @pytest.mark.parametrize("result", ["text", 3, [1], object], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
 def test_what_a_registration_hook_returns_is_checked(
     impl: Implementation, kind: str, result: object, by_assignment: bool
 ) -> None:
@@ -69,40 +75,6 @@ def test_a_later_hook_may_repair_what_an_earlier_one_returned(impl: Implementati
     module.x = torch.nn.Parameter(torch.ones(1))
 
     assert module.x is repaired
-
-
-@pytest.mark.parametrize("name", ["x", "early", "training"])
-def test_deleting_before_init_is_refused_by_that_reason(impl: Implementation, name: str) -> None:
-    """An attribute that is deleted too early is the error that assigning one too early is."""
-
-    class Unfinished(impl.Module):
-        def __init__(self):
-            self.early = 1
-            delattr(self, name)
-
-    with pytest.raises(AttributeError) as caught:
-        Unfinished()
-
-    message = f"cannot delete attribute '{name}' before Module.__init__() call"
-    assert str(caught.value) == message
-
-
-RESERVED = tuple(vars(torch.nn.Module()))
-
-
-@pytest.mark.parametrize("kind", ["parameter", "module"])
-@pytest.mark.parametrize("name", RESERVED)
-def test_names_of_the_modules_own_state_are_reserved(
-    impl: Implementation, name: str, kind: str
-) -> None:
-    """A member cannot take the name of what makes a module work, by assignment either."""
-    module = leaf(impl)
-    before = contents(module)
-    with pytest.raises(KeyError, match=f"attribute '{name}' already exists"):
-        setattr(module, name, KINDS[kind]())
-
-    assert contents(module) == before
-    assert module.eval().training is False
 
 
 @for_each("name", ["training", "_parameters", "_forward_hooks"])

@@ -19,11 +19,29 @@ def forgetful(impl: Implementation) -> torch.nn.Module:
     return Forgetful()
 
 
+USES = {
+    "to": lambda module: module.to("cpu"),
+    "float": lambda module: module.float(),
+    "train": lambda module: module.train(),
+    "state_dict": lambda module: module.state_dict(),
+    "load_state_dict": lambda module: module.load_state_dict({}),
+}
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
-def test_calling_a_module_without_state_says_what_was_forgotten(impl: Implementation) -> None:
-    """The error of the first call has a note that names the class and the missing line."""
+@pytest.mark.parametrize("below", [False, True], ids=["root", "child"])
+@pytest.mark.parametrize("use", USES)
+def test_using_a_module_without_state_says_what_was_forgotten(
+    impl: Implementation, use: str, below: bool
+) -> None:
+    """The error of a method has one note that names the class and the missing line."""
+    module = forgetful(impl)
+    if below:
+        parent = impl.Module()
+        parent.add_module("child", module)
+        module = parent
     with pytest.raises(AttributeError) as caught:
-        forgetful(impl)(torch.ones(1))
+        USES[use](module)
     (note,) = getattr(caught.value, "__notes__", [""])
 
     assert "Forgetful.__init__() must call super().__init__()" in note
@@ -31,11 +49,12 @@ def test_calling_a_module_without_state_says_what_was_forgotten(impl: Implementa
 
 def test_the_error_itself_is_torchs(impl: Implementation) -> None:
     """Type and text of the error are the same with the note and without it."""
+    uses = {"call": lambda module: module(torch.ones(1)), **USES}
 
     def scenario(each):
-        return forgetful(each)(torch.ones(1))
+        return [outcome(lambda impl: use(forgetful(impl)), each) for use in uses.values()]
 
-    assert outcome(scenario, impl) == outcome(scenario, TORCH)
+    assert scenario(impl) == scenario(TORCH)
 
 
 def test_an_attribute_error_in_forward_has_no_note(impl: Implementation) -> None:

@@ -238,14 +238,16 @@ def test_global_non_full_backward_hooks_are_listed_as_such(impl: Implementation)
 
 def test_backward_pre_hooks_are_listed_global_first(impl: Implementation) -> None:
     """`_get_backward_pre_hooks` lists global pre-hooks, then the module's (rule 9)."""
-    hooks = [noting([], name) for name in "abc"]
-    module = impl.own.Identity()
-    module.register_full_backward_pre_hook(hooks[0])
-    module.register_full_backward_pre_hook(hooks[1], prepend=True)
-    impl.register_module_full_backward_pre_hook(hooks[2])
+    log: list[str] = []
+    module, other = impl.own.Identity(), impl.own.Identity()
+    module.register_full_backward_pre_hook(noting(log, "a"))
+    module.register_full_backward_pre_hook(noting(log, "b"), prepend=True)
+    impl.register_module_full_backward_pre_hook(noting(log, "c"))
+    for each in (module, other):
+        for hook in each._get_backward_pre_hooks():
+            hook(each, ())
 
-    assert module._get_backward_pre_hooks() == [hooks[2], hooks[1], hooks[0]]
-    assert impl.own.Identity()._get_backward_pre_hooks() == [hooks[2]]
+    assert log == ["c", "b", "a", "c"]
 
 
 def test_lists_of_backward_hooks_are_snapshots(impl: Implementation) -> None:

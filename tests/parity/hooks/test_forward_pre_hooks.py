@@ -1,3 +1,5 @@
+import collections
+
 import pytest
 import torch
 
@@ -205,3 +207,15 @@ def test_error_in_a_pre_hook_stops_the_call(impl: Implementation) -> None:
         module(0)
 
     assert log == []
+
+
+@for_each("args", [(7, 8), [7, 8], ()], ids=repr)
+@for_each("mapping", [dict, collections.OrderedDict, collections.UserDict])
+def test_pre_hook_with_kwargs_may_return_any_sequence_and_mapping(
+    impl: Implementation, args: object, mapping: type
+) -> None:
+    """A list of arguments and every kind of mapping are still taken."""
+    module = function_module(impl, lambda *args, **kwargs: (args, kwargs))
+    module.register_forward_pre_hook(returning((args, mapping(z=1))), with_kwargs=True)
+
+    assert module(1, k=2) == (tuple(args), {"z": 1})

@@ -190,23 +190,6 @@ def test_namedtuple_output_is_rebuilt(impl: Implementation) -> None:
     assert node_name(result.first) == WRAPPED
 
 
-def test_other_tuples_are_rebuilt_as_what_they_were(impl: Implementation) -> None:
-    """A tuple subclass without fields, and a return type of torch, keep their class (rule 16)."""
-    largest = function_module(impl, lambda a: torch.max(a.reshape(1, -1), dim=1))
-    packed = function_module(impl, lambda a: Unnamed([a * 2, "text"]))
-    for module in (largest, packed):
-        module.register_full_backward_hook(returning(None))
-    values, indices = result = largest(leaf(1.0, 2.0))
-
-    assert type(result) is torch.return_types.max
-    assert (values.item(), indices.item(), node_name(values)) == (2.0, 1, WRAPPED)
-
-    result = packed(leaf(3.0))
-
-    assert type(result) is Unnamed
-    assert (result[0].item(), result[1], node_name(result[0])) == (6.0, "text", WRAPPED)
-
-
 def test_output_without_grad_is_not_wrapped(impl: Implementation) -> None:
     """An output that does not require grad comes back itself (rule 16)."""
     constant = torch.ones(1)
@@ -214,12 +197,6 @@ def test_output_without_grad_is_not_wrapped(impl: Implementation) -> None:
     module.register_full_backward_hook(returning(None))
 
     assert module(leaf()) is constant
-
-
-class Unnamed(tuple):
-    """A tuple whose class takes one iterable."""
-
-    __slots__ = ()
 
 
 @dataclasses.dataclass

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from modkit.compat.behaviours import Case, hooked, tried
-from modkit.compat.behaviours.hooks import KINDS, PARAMETER, X, for_all, mark, run_backward, trained
+from modkit.compat.behaviours.hooks import PARAMETER, X, for_all, mark, trained
 from modkit.compat.behaviours.module import sub
 from modkit.compat.behaviours.tools import averaged, updated
 from torch.nn import Conv3d, ReLU
@@ -72,25 +72,6 @@ def tied_after_load(net: Any) -> bool:
 
 
 DIFFERENCES: Final = {
-    "members: a refused assignment": Difference(
-        "A refused assignment deletes the previous attribute | The previous attribute is kept",
-        on(
-            lambda n: (
-                vars(n).update({"a.b": 1}),
-                tried(setattr, n, "a.b", n.offset),
-                "a.b" in vars(n),
-            )
-        ),
-        torch=False,
-        modkit=True,
-    ),
-    "members: a reserved name": Difference(
-        "Assigning a parameter or child to the name of a module's state, such as `training`, "
-        "breaks the module | It raises, as registering does",
-        on(lambda n: setattr(n, "training", n.offset)),
-        torch=None,
-        modkit="KeyError: \"attribute 'training' already exists\"",
-    ),
     "members: set_submodule() on None": Difference(
         "`set_submodule` refuses to fill a name that is None | It fills the name",
         on(lambda n: n.set_submodule("empty", ReLU())),
@@ -189,13 +170,6 @@ DIFFERENCES: Final = {
         modkit=["empty.weight"],
         upstream="https://github.com/facebookresearch/fairseq2/pull/330",
     ),
-    "forward hooks: a pre-hook with kwargs returns two numbers": Difference(
-        "Any pair returned by a `with_kwargs` forward pre-hook is taken as args and kwargs; a "
-        "tensor is iterated | The documented error is raised. A list of args always works",
-        on_scale("forward_pre_hook", lambda *_: (1, 2), lambda m: m(X), with_kwargs=True),
-        torch="TypeError",
-        modkit="RuntimeError",
-    ),
     "backward hooks: the other kind after removal": Difference(
         "A module that has had a full backward hook refuses the other kind for ever, and the "
         "other way round | The kind is free again when the last hook is removed",
@@ -215,13 +189,6 @@ DIFFERENCES: Final = {
         torch="RuntimeError",
         modkit=None,
         upstream=ISSUES + "102645",
-    ),
-    "backward hooks: the output is that of torch.max": Difference(
-        "With a full backward hook, outputs of tuple classes such as that of `torch.max` raise or"
-        " lose their type | They are rebuilt",
-        lambda lib: error_of(run_backward, lib, KINDS[0], None, lambda x: x.max(0)),
-        torch="TypeError",
-        modkit=None,
     ),
     "averages: integer buffers": Difference(
         "With `use_buffers=True`, integer, boolean and quantized buffers are averaged: truncated, wrapped "
