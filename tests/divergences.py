@@ -553,33 +553,6 @@ ROWS: Final = (
         NO_ISSUE,
         "tests/parity/averaging/test_update_pairs.py::test_model_without_parameters_is_averaged_in_groups",
     ),
-    _shown(
-        "backward hooks: the other kind after removal",
-        "tests/parity/hooks/test_registration.py::test_removing_the_last_backward_hook_frees_a_module_for_the_other_kind",
-    ),
-    _row(
-        "torch",
-        "Hook ids start at zero in each process: a new hook can replace one of an unpickled "
-        "module | Ids of unpickled hooks are not reused",
-        NO_ISSUE,
-        "tests/parity/fixes/test_hook_ids.py::test_hooks_from_another_process_are_kept_when_one_is_added",
-        "tests/parity/fixes/test_hook_ids.py::test_ids_of_unpickled_hooks_are_not_given_again",
-    ),
-    _row(
-        "torch",
-        "`register_state_dict_post_hook` marks the user's function: it cannot be a private hook "
-        "anywhere, bound methods cannot be marked, and pickling loses the mark | The id in the "
-        "hook table marks the hook",
-        PULLS + "131690",
-        "tests/parity/fixes/test_state_dict_hooks.py::test_bound_method_may_be_a_public_hook",
-        "tests/parity/fixes/test_state_dict_hooks.py::test_bound_method_that_is_a_public_hook_must_return_none",
-        "tests/parity/fixes/test_state_dict_hooks.py::test_method_of_the_module_itself_follows_a_copy",
-        "tests/parity/fixes/test_state_dict_hooks.py::test_public_registration_leaves_the_callable_as_it_was",
-        "tests/parity/fixes/test_state_dict_hooks.py::test_public_hook_may_be_registered_privately_too",
-        "tests/parity/fixes/test_state_dict_hooks.py::test_copies_know_which_bound_methods_are_public",
-        "tests/parity/fixes/test_state_dict_hooks.py::test_another_process_knows_which_hooks_are_public",
-        "tests/parity/hooks/test_state_dict_hooks.py::test_public_registration_leaves_no_mark_on_the_function",
-    ),
     _row(
         "modkit",
         "A method saved from `nn.Module` does not call a later patch | If it was saved from "
@@ -602,14 +575,6 @@ ROWS: Final = (
         NO_ISSUE,
         "tests/parity/module/test_traversal.py::test_modules",
         torch="<2.11",
-    ),
-    _row(
-        "torch",
-        "An object with `__torch_function__` that is not a tensor cannot be a buffer | It can, as"
-        " in newer torch",
-        NO_ISSUE,
-        "tests/parity/module/test_registration.py::test_an_object_like_a_tensor_may_be_a_buffer",
-        torch="<2.9",
     ),
     _row(
         "torch",
@@ -672,11 +637,6 @@ ROWS: Final = (
         "registration and global hooks: a hook returns text",
         "tests/parity/fixes/test_members.py::test_what_a_registration_hook_returns_is_checked",
         "tests/parity/fixes/test_members.py::test_a_refused_result_leaves_the_member_that_was_there",
-    ),
-    _shown(
-        "members: set_submodule() on None",
-        "tests/parity/fixes/test_members.py::test_set_submodule_fills_a_name_that_is_none",
-        "tests/parity/fixes/test_members.py::test_a_filled_place_keeps_its_order",
     ),
     _shown(
         "traversal: a module that contains itself",

@@ -31,25 +31,11 @@ _JIT: Final = "tests/parity/jit"
 
 _NN: Final = [
     Bug(
-        "registration: a buffer that is made persistent again",
+        "registration: a hook that returns None loses what an earlier hook returned",
         "nn/_attributes.py",
-        "    if persistent:\n        self._non_persistent_buffers_set.discard(name)\n    else:",
-        "    if not persistent:",
-        _MODULE + "/test_registration.py",
-    ),
-    Bug(
-        "pickles: ids of hooks are given again",
-        "nn/_hooks.py",
-        "following = int(key) + 1",
-        "following = int(key)",
-        _FIXES + "/test_hook_ids.py",
-    ),
-    Bug(
-        "copies: a public state-dict hook becomes a private one",
-        "nn/_hooks.py",
-        "    def __deepcopy__(self, memo: object) -> Self:\n        return self",
-        "    def __deepcopy__(self, memo: object) -> int:\n        return int(self)",
-        _FIXES + "/test_state_dict_hooks.py",
+        "result = result if replacement is None else replacement",
+        "result = value if replacement is None else replacement",
+        _HOOKS + "/test_registration_hooks.py",
     ),
     Bug(
         "backward hooks: a pre-hook that returns a tensor",
@@ -462,7 +448,7 @@ _IN_JIT: Final = [
     Bug(
         "copies: hook tables shared with the original",
         "jit/_copies.py",
-        "value.copy() if name in TABLES else value",
+        "value.copy() if name in _HOOKS else value",
         "value",
         _JIT + "/test_members.py",
     ),

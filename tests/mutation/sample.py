@@ -37,7 +37,7 @@ _MODULES = {
     "fixes/test_members module/test_copy_pickle hooks/test_registration_hooks module_page/test_members",
     "_conversion": "module/test_conversion module/test_conversion_flags fixes/test_ties "
     "fixes/test_memory_format module_page/test_conversion module_page/test_modes",
-    "_hooks": "hooks/test_registration fixes/test_hook_ids fixes/test_state_dict_hooks "
+    "_hooks": "hooks/test_registration "
     "fixes/test_backward_hooks hooks/test_copied_hooks hooks/test_bad_hooks hooks/test_backward",
     "_load_state_dict": "module/test_load_state_dict fixes/test_load module/test_load_overrides "
     "module/test_bad_load hooks/test_load_state_dict_hooks hooks/test_load_state_dict_results "
@@ -46,7 +46,7 @@ _MODULES = {
     "module/test_load_overrides module_page/test_load_state_dict",
     "_overrides": "module/test_override_contract module/test_call_order module/test_traversal "
     "fixes/test_cycles module/test_state_dict module/test_conversion",
-    "_state_dict": "module/test_state_dict hooks/test_state_dict_hooks fixes/test_state_dict_hooks "
+    "_state_dict": "module/test_state_dict hooks/test_state_dict_hooks "
     "module_page/test_state_dict module/test_call_order fixes/test_cycles",
     "_traversal": "module/test_traversal fixes/test_hashing module_page/test_traversal "
     "module/test_call_order fixes/test_cycles module/test_large_trees",

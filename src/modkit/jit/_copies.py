@@ -2,7 +2,7 @@
 
 import copy
 import types
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.jit import ScriptFunction
@@ -11,7 +11,14 @@ from torch.nn import Parameter
 from modkit.jit._attributes import bind, plain_state
 from modkit.jit._from_torch import blank
 from modkit.jit._upstream import ModuleDict
-from modkit.nn._hooks import TABLES
+
+
+# The tables of a module that hold hooks.
+_HOOKS: Final = (
+    *("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
 
 
 def shallow(module: Any) -> Any:
@@ -21,7 +28,7 @@ def shallow(module: Any) -> Any:
         new.__dict__.update(module.__dict__)
         return new
     for name, value in plain_state(module).items():
-        kept = value.copy() if name in TABLES else value
+        kept = value.copy() if name in _HOOKS else value
         if isinstance(value, types.MethodType) and value.__self__ is module:
             kept = types.MethodType(value.__func__, new)
         new.__dict__[name] = kept
@@ -41,7 +48,7 @@ def deep(module: Any, memo: dict[int, Any]) -> Any:
     for old, copied in pairs:
         _copy_tensors(old, copied, memo)
         # A compiled hook belongs to the type, and cannot be copied.
-        hooks = [hook for table in TABLES for hook in getattr(old, table).values()]
+        hooks = [hook for table in _HOOKS for hook in getattr(old, table).values()]
         memo.update((id(hook), hook) for hook in hooks if isinstance(hook, ScriptFunction))
     for old, copied in pairs:
         copied.__dict__.update(copy.deepcopy(plain_state(old), memo))

@@ -15,7 +15,6 @@ from modkit.jit._upstream import (
     TorchTracedModule,
 )
 from modkit.nn._attributes import fill
-from modkit.nn._hooks import add
 
 
 # Entries of a torch wrapper's dict that are not copied. Those of containers, and properties, lead to
@@ -60,9 +59,9 @@ def rewrap(module: Any, cpp: Any) -> None:
 def attach_compiled_hooks(module: Any) -> None:
     """Register the compiled hooks, so that a call from Python runs them."""
     for hook in module._c._get_forward_pre_hooks():
-        add(module._forward_pre_hooks, hook)
+        module.register_forward_pre_hook(hook)
     for hook in module._c._get_forward_hooks():
-        add(module._forward_hooks, hook)
+        module.register_forward_hook(hook)
 
 
 def wrap_torch(script: Any, source: Any = None, memo: dict[Any, Any] | None = None) -> Any:

@@ -9,15 +9,12 @@ import torch
 from torch.nn import Parameter
 
 from modkit._upstream import module_globals, original_methods
-from modkit.nn._hooks import TABLES, reserve_ids
-from modkit.nn._overrides import TorchModule, is_dynamo_compiling, patchable, standard
+from modkit.nn._overrides import TorchModule, is_dynamo_compiling, standard
 
 
 # A global is read in half the time of an entry of a dict.
 _TORCH_INIT: Final = original_methods["__init__"]
-_TORCH_SETSTATE: Final = original_methods["__setstate__"]
 _TORCH_REGISTER_PARAMETER: Final = original_methods["register_parameter"]
-_TORCH_REGISTER_BUFFER: Final = original_methods["register_buffer"]
 _TORCH_ADD_MODULE: Final = original_methods["add_module"]
 
 
@@ -64,27 +61,6 @@ def __init__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa:
         fill(self.__dict__)
 
 
-@standard
-def __setstate__(self: torch.nn.Module, state: dict[str, Any]) -> None:  # noqa: N807
-    """Restore a pickled state, also of older torch releases; reserve the ids of its hooks."""
-    own = self.__dict__
-    if TorchModule.__setstate__ is not _TORCH_SETSTATE:
-        TorchModule.__setstate__(self, state)
-        reserve_ids(own)
-        return
-    own.update(state)
-    try:
-        _ = own["_forward_pre_hooks_with_kwargs"], own["_forward_hooks_with_kwargs"]
-        _ = own["_forward_hooks_always_called"], own["_non_persistent_buffers_set"]
-        hooked = own["_is_full_backward_hook"] or any(map(own.__getitem__, TABLES))
-    except KeyError:
-        # Torch adds what states of older releases lack.
-        TorchModule.__setstate__(self, {})
-        hooked = True
-    if hooked:
-        reserve_ids(own)
-
-
 def _announce(kind: str, module: torch.nn.Module, name: str, value: Any) -> Any:
     """Pass a new member to the global registration hooks; return it or its validated replacement."""
     hooks: Mapping[int, Any] = getattr(module_globals, f"_global_{kind}_registration_hooks")
@@ -93,9 +69,7 @@ def _announce(kind: str, module: torch.nn.Module, name: str, value: Any) -> Any:
         replacement = hook(module, name, result)
         result = result if replacement is None else replacement
     expected, accepted = _ACCEPTED[kind]
-    if result is not value and not (
-        isinstance(result, accepted) or (kind == "buffer" and _is_buffer_like(result))
-    ):
+    if result is not value and not isinstance(result, accepted):
         raise TypeError(
             f"cannot assign '{torch.typename(result)}' object to {kind} '{name}' of "
             f"{module._get_name()} ({expected} required): a registration hook returned "
@@ -107,13 +81,8 @@ def _announce(kind: str, module: torch.nn.Module, name: str, value: Any) -> Any:
 # The types that registration hooks may return for each kind of member.
 _ACCEPTED: Final[dict[str, tuple[str, type]]] = {
     "parameter": ("torch.nn.Parameter", Parameter),
-    "buffer": ("torch.Tensor", torch.Tensor),
     "module": ("torch.nn.Module", TorchModule),
 }
-
-
-def _is_buffer_like(value: object) -> bool:
-    return value is None or isinstance(value, torch.Tensor) or hasattr(value, "__torch_function__")
 
 
 def _is_free(module: torch.nn.Module, name: object, registered: Mapping[str, Any]) -> bool:
@@ -126,7 +95,7 @@ def _is_free(module: torch.nn.Module, name: object, registered: Mapping[str, Any
     return True
 
 
-# The three methods leave to torch what is patched and what torch refuses.
+# Both methods leave to torch what is patched and what torch refuses.
 
 
 @standard
@@ -149,29 +118,6 @@ def register_parameter(self: torch.nn.Module, name: str, param: Parameter | None
 
 
 @standard
-def register_buffer(
-    self: torch.nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
-) -> None:
-    """Register ``tensor`` as the buffer ``name``, part of the state dict if ``persistent``."""
-    buffers = self.__dict__.get("_buffers")
-    if (
-        TorchModule.register_buffer is not _TORCH_REGISTER_BUFFER
-        or buffers is None
-        or not _is_free(self, name, buffers)
-        or not _is_buffer_like(tensor)
-    ):
-        TorchModule.register_buffer(self, name, tensor, persistent)
-        return
-    if module_globals._global_buffer_registration_hooks:
-        tensor = _announce("buffer", self, name, tensor)
-    buffers[name] = tensor
-    if persistent:
-        self._non_persistent_buffers_set.discard(name)
-    else:
-        self._non_persistent_buffers_set.add(name)
-
-
-@standard
 def add_module(self: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
     """Register ``module`` as the child ``name``."""
     if (
@@ -184,34 +130,3 @@ def add_module(self: torch.nn.Module, name: str, module: torch.nn.Module | None)
     if module_globals._global_module_registration_hooks:
         module = _announce("module", self, name, module)
     self._modules[name] = module
-
-
-@patchable
-def set_submodule(
-    self: torch.nn.Module, target: str, module: torch.nn.Module, strict: bool = False
-) -> None:
-    """Put ``module`` at the path ``target``; with ``strict``, only if it replaces a module."""
-    if target == "":
-        raise ValueError("Cannot set the submodule without a target name!")
-    *path, name = target.split(".")
-    if not isinstance(cast("object", module), TorchModule):
-        raise ValueError(  # noqa: TRY004 - torch's type
-            f"`module` is not an nn.Module, found {type(module)}"
-        )
-    parent = self.get_submodule(".".join(path)) if path else self
-    if strict and not hasattr(parent, name):
-        raise AttributeError(f"{parent._get_name()} has no attribute `{name}`")
-    if (
-        hasattr(parent, name)
-        and not isinstance(getattr(parent, name), TorchModule)
-        and (strict or not _is_unset(parent, name))
-    ):
-        raise AttributeError(f"`{name}` is not an nn.Module")
-    setattr(parent, name, module)
-
-
-def _is_unset(module: torch.nn.Module, name: str) -> bool:
-    """Return True if ``name`` is a child or a plain attribute that is None."""
-    if hasattr(type(module), name) or name in {**module._parameters, **module._buffers}:
-        return False
-    return module._modules.get(name, module) is None or module.__dict__.get(name, module) is None

@@ -7,36 +7,13 @@ from typing import Any, Final
 import torch
 
 from modkit._messages import text_of
-from modkit._upstream import EXTRA_STATE_KEY, original_methods
-from modkit.nn._hooks import is_public
 from modkit.nn._overrides import (
     StandardClasses,
-    TorchModule,
-    is_dynamo_compiling,
     is_standard,
     methods,
     patchable,
     refuse_cycle,
-    standard,
 )
-
-
-_TORCH_SAVE: Final = original_methods["_save_to_state_dict"]
-
-
-@standard
-def _save_to_state_dict(
-    self: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool
-) -> None:
-    """Write the parameters, persistent buffers and extra state of one module, not below it."""
-    # As in ``patchable``, without its wrapper: this runs for each module with a hook or a subclass.
-    current = TorchModule._save_to_state_dict
-    if current is not _TORCH_SAVE or is_dynamo_compiling():
-        current(self, destination, prefix, keep_vars)
-        return
-    _save_tensors(self, destination, prefix, keep_vars)
-    if type(self).get_extra_state is not TorchModule.get_extra_state:
-        destination[prefix + EXTRA_STATE_KEY] = self.get_extra_state()
 
 
 def _save_tensors(module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -74,10 +51,10 @@ def _save_one(
 def _run_save_hooks(
     module: torch.nn.Module, destination: Any, prefix: str, metadata: dict[str, Any]
 ) -> Any:
-    for hook_id, hook in tuple(module._state_dict_hooks.items()):
+    for hook in tuple(module._state_dict_hooks.values()):
         result = hook(module, destination, prefix, metadata)
         if result is not None:
-            if is_public(hook_id, hook):
+            if getattr(hook, "_from_public_api", False):
                 raise RuntimeError(text_of("state_dict", "state_dict post-hook"))
             destination = result
     return destination

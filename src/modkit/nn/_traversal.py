@@ -1,6 +1,6 @@
 """Iterating over the modules, parameters and buffers of a tree."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import dropwhile
 from operator import length_hint, not_
 from typing import Any, Final, cast
@@ -9,12 +9,10 @@ import torch
 from torch.nn import Parameter
 
 from modkit._upstream import original_methods
-from modkit.nn import _overrides
 from modkit.nn._overrides import StandardClasses, all_standard, methods, patchable, refuse_cycle
 
 
 _NAMED_MODULES: Final = methods("named_modules")
-_NAMED_MEMBERS: Final = methods("_named_members")
 _NAMED_PARAMETERS: Final = methods("named_parameters", "_named_members")
 
 
@@ -221,46 +219,29 @@ def parameters(self: torch.nn.Module, recurse: bool = True) -> Iterator[Paramete
                 yield parameter
 
 
-named_children = patchable(_overrides.named_children)
-
-
-def _named_tensors(
-    module: torch.nn.Module, table: str, prefix: str, recurse: bool, remove_duplicate: bool
+@patchable
+def _named_members(
+    self: torch.nn.Module,
+    get_members_fn: Callable[[torch.nn.Module], Iterable[tuple[str, Any]]],
+    prefix: str = "",
+    recurse: bool = True,
+    remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the pairs in the attribute ``table`` of ``module`` and, if ``recurse``, of all below it."""
-    if not all_standard(module, _NAMED_MEMBERS):
-        members_of: Callable[[Any], Any] = lambda owner: getattr(owner, table).items()  # noqa: E731
-        yield from module._named_members(
-            members_of, prefix=prefix, recurse=recurse, remove_duplicate=remove_duplicate
-        )
-        return
+    """Yield the members that a function finds in this module and, if ``recurse``, in all below it.
+
+    ``named_parameters`` and ``named_buffers``, which are torch's own, call this.
+    """
     seen: dict[int, Any] = {}
-    owners: Any = [(prefix, module)]
+    owners: Any = [(prefix, self)]
     if recurse:
-        owners = module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)
+        owners = self.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)
     for module_prefix, owner in owners:
-        members = getattr(owner, table)
-        if not members:
-            continue
-        dotted = _dot(module_prefix)
-        for name, member in members.items():
-            if member is None or (remove_duplicate and id(member) in seen):
+        for name, member in get_members_fn(owner):
+            if member is None:
                 continue
-            seen[id(member)] = member
-            yield dotted + name, member
-
-
-@patchable
-def named_parameters(
-    self: torch.nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-) -> Iterator[tuple[str, Parameter]]:
-    """Yield ``(dotted name, parameter)``, a tied parameter under its first name by default."""
-    return _named_tensors(self, "_parameters", prefix, recurse, remove_duplicate)
-
-
-@patchable
-def named_buffers(
-    self: torch.nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``(dotted name, buffer)``; arguments as in ``named_parameters``."""
-    return _named_tensors(self, "_buffers", prefix, recurse, remove_duplicate)
+            key = id(member)
+            if key in seen:
+                continue
+            if remove_duplicate:
+                seen[key] = member
+            yield f"{module_prefix}.{name}" if module_prefix else name, member

@@ -168,25 +168,16 @@ class Module(torch.nn.Module, metaclass=ModuleType):
     """
 
     # To type checkers the methods are torch's, of the same names and signatures.
-    if TYPE_CHECKING:
-
-        def __setstate__(self, state: dict[str, Any]) -> None: ...
-
-    else:
+    if not TYPE_CHECKING:
         __init__ = _attributes.__init__
 
         register_parameter = _attributes.register_parameter
-        register_buffer = _attributes.register_buffer
         add_module = _attributes.add_module
-        set_submodule = _attributes.set_submodule
-        __setstate__ = _attributes.__setstate__
 
         named_modules = _traversal.named_modules
         modules = _traversal.modules
-        named_children = _traversal.named_children
-        named_parameters = _traversal.named_parameters
         parameters = _traversal.parameters
-        named_buffers = _traversal.named_buffers
+        _named_members = _traversal._named_members
 
         apply = _conversion.apply
         train = _conversion.train
@@ -198,14 +189,9 @@ class Module(torch.nn.Module, metaclass=ModuleType):
         bfloat16 = _conversion.cast_method("bfloat16", torch.bfloat16)
 
         _get_backward_pre_hooks = _hooks._get_backward_pre_hooks
-        register_full_backward_hook = _hooks.register_full_backward_hook
-        register_backward_hook = _hooks.register_backward_hook
-        register_state_dict_post_hook = _hooks.register_state_dict_post_hook
-        _register_state_dict_hook = _hooks._register_state_dict_hook
 
         state_dict = _state_dict.state_dict
         load_state_dict = _load_state_dict.method
-        _save_to_state_dict = _state_dict._save_to_state_dict
         _load_from_state_dict = _load_state_dict._load_from_state_dict
 
 

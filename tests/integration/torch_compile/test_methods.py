@@ -62,6 +62,11 @@ CALLS: Final[dict[str, tuple[Call, ...]]] = {
         lambda nn, net: [name for name, _ in net.named_parameters()],
         lambda nn, net: [name for name, _ in net.named_parameters("x", recurse=False)],
     ),
+    "_named_members": (
+        lambda nn, net: [
+            name for name, _ in net._named_members(lambda module: module._buffers.items())
+        ],
+    ),
     "parameters": (lambda nn, net: [parameter * 2 for parameter in net.parameters()],),
     "named_buffers": (lambda nn, net: [(name, b * 2) for name, b in net.named_buffers()],),
     "apply": (lambda nn, net: net.apply(hook) is net,),

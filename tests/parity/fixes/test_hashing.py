@@ -49,8 +49,6 @@ WALKS = {
     "all_parameters": lambda m: len(list(m.named_parameters(remove_duplicate=False))),
     "buffers": lambda m: len(list(m.buffers())),
     "named_buffers": lambda m: [name for name, _ in m.named_buffers()],
-    "children": lambda m: len(list(m.children())),
-    "named_children": lambda m: [name for name, _ in m.named_children()],
     "modules": lambda m: len(list(m.modules())),
     "all_modules": lambda m: len(list(m.modules(remove_duplicate=False))),
     "named_modules": lambda m: [name for name, _ in m.named_modules()],
@@ -104,7 +102,6 @@ def test_modules_that_compare_equal_are_both_walked(impl: Implementation) -> Non
 
     assert root.a == root.b
     assert [name for name, _ in root.named_modules()] == ["", "a", "b"]
-    assert [name for name, _ in root.named_children()] == ["a", "b"]
     assert [id(each) for each in root.modules()] == [id(root), id(root.a), id(root.b)]
     assert [id(each) for each in root.parameters()] == [id(root.a.weight), id(root.b.weight)]
 

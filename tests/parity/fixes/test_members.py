@@ -6,7 +6,7 @@ import torch
 from tests.cases import for_each
 from tests.helpers import Implementation, clean_global_hooks
 from tests.parity.hooks.tools import returning
-from tests.parity.module.nets import contents, empty, leaf, tree
+from tests.parity.module.nets import contents, empty, leaf
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +28,9 @@ METHODS = {
 }
 
 
-# The assignment of a module runs the hooks in torch's ``__setattr__``, the others in ``register_*``.
+# Torch's own code runs the hooks of a buffer, and those of a module that is assigned.
 WAYS = pytest.mark.parametrize(
-    ("kind", "by_assignment"),
-    [*((kind, False) for kind in KINDS), ("parameter", True), ("buffer", True)],
+    ("kind", "by_assignment"), [("parameter", False), ("parameter", True), ("module", False)]
 )
 
 
@@ -97,29 +96,6 @@ def test_the_modules_own_state_may_be_replaced(impl: Implementation) -> None:
 
     assert module._parameters is parameters
     assert [name for name, _ in module.named_parameters()] == ["weight"]
-
-
-@pytest.mark.parametrize("path", ["none", "plain", "left.none", "left.plain"])
-def test_set_submodule_fills_a_name_that_is_none(impl: Implementation, path: str) -> None:
-    """A child, or a plain attribute, that is None is a place for a module."""
-    module, new = tree(impl), leaf(impl)
-    for owner in (module, module.left):
-        owner.add_module("none", None)
-        owner.plain = None
-    module.set_submodule(path, new)
-
-    assert module.get_submodule(path) is new
-    assert path in dict(module.named_modules())
-
-
-def test_a_filled_place_keeps_its_order(impl: Implementation) -> None:
-    """The new child stands where the None stood."""
-    module = empty(impl)
-    for name in ("a", "b", "c"):
-        module.add_module(name, None if name == "b" else empty(impl))
-    module.set_submodule("b", leaf(impl))
-
-    assert [name for name, _ in module.named_children()] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("path", ["none", "plain"])

@@ -11,8 +11,6 @@ from tests.parity.hooks.tools import (
     GLOBAL_REGISTRARS,
     MODULE_REGISTRARS,
     do_nothing,
-    function_module,
-    inner_tensor,
     leaf,
     noting,
 )
@@ -336,20 +334,6 @@ def test_removing_some_backward_hooks_does_not_free_a_module_for_the_other_kind(
         getattr(module, second)(do_nothing)
 
     assert same(scenario)[:2] == ("raised", "RuntimeError")
-
-
-@FIRST_AND_SECOND
-def test_removing_the_last_backward_hook_frees_a_module_for_the_other_kind(
-    impl: Implementation, first: str, second: str
-) -> None:
-    """A module without backward hooks takes either kind, whatever it had before (rule 4)."""
-    log: list[str] = []
-    module = function_module(impl, lambda x: x.view(-1))
-    getattr(module, first)(noting(log, "first")).remove()
-    getattr(module, second)(noting(log, "second"))
-    module(inner_tensor()).sum().backward()
-
-    assert log == ["second"]
 
 
 @FIRST_AND_SECOND

@@ -1,6 +1,5 @@
 import collections
 
-import pytest
 import torch
 
 from tests.cases import for_each
@@ -235,21 +234,6 @@ def test_value_of_a_private_hook_below_the_root_is_dropped(impl: Implementation)
 
     assert list(module.state_dict()) == ["v", "c.w", "c.b"]
     assert module.c.state_dict() == {"replaced": 1}
-
-
-def test_public_registration_leaves_no_mark_on_the_function(impl: Implementation) -> None:
-    """A function registered publicly stays free for the private method elsewhere (rule 32)."""
-
-    def hook(module, state_dict, prefix, metadata) -> dict[str, int]:
-        return {"replaced": 1}
-
-    public, private = impl.own.Identity(), impl.own.Identity()
-    public.register_state_dict_post_hook(hook)
-    private._register_state_dict_hook(hook)
-
-    assert private.state_dict() == {"replaced": 1}
-    with pytest.raises(RuntimeError, match="state_dict post-hook must return None"):
-        public.state_dict()
 
 
 def test_hooks_run_around_an_overridden_save(impl: Implementation) -> None:

@@ -562,16 +562,12 @@ def test_a_saved_method_does_not_call_a_later_patch(
 ) -> None:
     """A method that was saved before `torch.nn.Module` was patched is the one that was saved."""
     calls = []
-    saved = impl.Module.register_buffer
-    original = torch.nn.Module.register_buffer
+    saved = impl.Module.train
+    original = torch.nn.Module.train
     monkeypatch.setattr(
-        torch.nn.Module,
-        "register_buffer",
-        lambda self, name, *args, **kwargs: (
-            calls.append(name) or original(self, name, *args, **kwargs)
-        ),
+        torch.nn.Module, "train", lambda self, mode: calls.append(mode) or original(self, mode)
     )
-    saved(impl.Module(), "mean", torch.zeros(2))
+    saved(impl.Module(), True)
 
     assert calls == []
 

@@ -17,10 +17,6 @@ from torch.nn import Conv3d, ReLU
 
 NO_ISSUE: Final = "no upstream issue"
 ISSUES: Final = "https://github.com/pytorch/pytorch/issues/"
-BOTH_KINDS: Final = (
-    "RuntimeError: Cannot use both regular backward hooks and full backward hooks on a single "
-    "Module. Please use only one of them."
-)
 
 
 class Difference(NamedTuple):
@@ -72,26 +68,21 @@ def tied_after_load(net: Any) -> bool:
 
 
 DIFFERENCES: Final = {
-    "members: set_submodule() on None": Difference(
-        "`set_submodule` refuses to fill a name that is None | It fills the name",
-        on(lambda n: n.set_submodule("empty", ReLU())),
-        torch="AttributeError: `empty` is not an nn.Module",
-        modkit=None,
-        upstream=ISSUES + "143441",
-    ),
     "registration and global hooks: a hook returns text": Difference(
         "Any value that a registration hook returns is stored, even a string among the parameters"
-        " | A TypeError names the class, the name and the value",
+        " | For parameters, and for modules that are registered by `add_module`, a TypeError names "
+        "the class, the name and the value",
         lambda lib: error_of(for_all, lib, PARAMETER, mark, "text"),
         torch=None,
         modkit="TypeError",
     ),
     "traversal: a module that contains itself": Difference(
         "A module that contains itself ends in the recursion limit | An error names the module at"
-        " once",
+        " once; no method can work on such a tree in either",
         on(lambda n: (n.add_module("self", n), "the module Net contains itself" in tried(n.eval))),
         torch=False,
         modkit=True,
+        upstream=ISSUES + "47582",
     ),
     "traversal: modules that compare equal": Difference(
         "Traversal compares modules by hash and equality: unhashable modules raise, and equal "
@@ -124,12 +115,12 @@ DIFFERENCES: Final = {
         upstream=ISSUES + "77821",
     ),
     "state dict: a hook that removes itself": Difference(
-        'A state-dict, load or registration hook that removes itself raises "OrderedDict mutated '
-        'during iteration" | Hooks run over a snapshot of the table',
+        'A state-dict or load hook that removes itself raises "OrderedDict mutated during iteration", as '
+        "does a registration hook | Hooks run over a snapshot of the table, except registration hooks "
+        "of buffers and of assigned modules",
         on(removes_itself),
         torch="RuntimeError: OrderedDict mutated during iteration",
         modkit=True,
-        upstream=ISSUES + "60132",
     ),
     "loading: a refused load": Difference(
         "A refused load has already written the other entries | Without hooks and overrides in "
@@ -161,6 +152,7 @@ DIFFERENCES: Final = {
         lambda lib: tied_after_load(lib.nets.Pair(lib.nets.Scale(), lib.nets.Scale())),
         torch=False,
         modkit=True,
+        upstream=ISSUES + "188346",
     ),
     "loading: keys below a child that is None": Difference(
         "Keys below a child that is None are reported as matched, although they are not loaded | "
@@ -169,18 +161,6 @@ DIFFERENCES: Final = {
         torch=[],
         modkit=["empty.weight"],
         upstream="https://github.com/facebookresearch/fairseq2/pull/330",
-    ),
-    "backward hooks: the other kind after removal": Difference(
-        "A module that has had a full backward hook refuses the other kind for ever, and the "
-        "other way round | The kind is free again when the last hook is removed",
-        on(
-            lambda n: (
-                n.register_full_backward_hook(mark).remove(),
-                n.register_backward_hook(mark).id > 0,
-            )
-        ),
-        torch=BOTH_KINDS,
-        modkit=True,
     ),
     "backward hooks: a pre-hook returns a tensor": Difference(
         "A tensor returned by a full backward pre-hook is taken apart into rows, against the "
