@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-BUDGET = 1.10
+BUDGET = 1.02
 WIDTH = 32
 
 
