@@ -10,7 +10,8 @@ ROOT = Path(__file__).resolve().parents[1]
 project = "modkit"
 copyright = "the modkit authors"  # noqa: A001 - the name that Sphinx reads
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+# The directives of ``doctest`` are in docstrings of torch; nothing runs them.
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "modkit"
@@ -32,10 +33,21 @@ napoleon_use_ivar = True
 nitpick_ignore_regex = [("py:.*", r"(?!modkit\.).*"), ("py:.*", r"modkit\..*T")]
 
 
-def name_pages_of_torch(*arguments: Any) -> None:
-    """Turn references to torch's own pages, in docstrings that are inherited, into plain text."""
-    lines = arguments[-1]
-    lines[:] = [re.sub(r":ref:`([\w-]+)-doc`", r"torch's page ``\1``", line) for line in lines]
+def adapt_text_of_torch(*arguments: Any) -> None:
+    """Adapt docstrings of torch to these pages, and emphasize what modkit adds to them.
+
+    References to torch's own pages become plain text.
+    """
+    text = "\n".join(arguments[-1])
+    text = re.sub(r":ref:`([\w-]+?)(-doc)?`", r"page ``\1`` of torch's documentation", text)
+    # In Markdown pages, names of links are not found: each link gets its address.
+    for name, address in re.findall(r"^\.\. _([^:]+):\s+(\S+)$", text, flags=re.MULTILINE):
+        words = r"\s+".join(map(re.escape, name.split()))
+        text = re.sub(f"`({words})`_", rf"`\1 <{address}>`__", text)
+    # Without blank lines around it, the directive is text, and the code that follows its argument.
+    text = re.sub(r"^( *\.\. testcode::)$", r"\n\1\n", text, flags=re.MULTILINE)
+    text = re.sub(r"^modkit: ", "**modkit:** ", text, flags=re.MULTILINE)
+    arguments[-1][:] = text.split("\n")
 
 
 def link_to_pages(app: Any, path: Any, page: str, content: list[str]) -> None:
@@ -58,5 +70,5 @@ def link_to_pages(app: Any, path: Any, page: str, content: list[str]) -> None:
 
 def setup(app: Any) -> None:
     """Enter the functions above in Sphinx."""
-    app.connect("autodoc-process-docstring", name_pages_of_torch)
+    app.connect("autodoc-process-docstring", adapt_text_of_torch)
     app.connect("include-read", link_to_pages)
