@@ -1,4 +1,4 @@
-"""The public face: public paths of objects, and the namespaces that mirror torch's.
+"""The public face: public paths and help of objects, and the namespaces that mirror torch's.
 
 ``modkit.nn`` and ``modkit.jit`` are views: they have the attributes of the torch module of the same
 name, live, except for modkit's own names. Every other module below them is torch's under an alias.
@@ -6,30 +6,58 @@ name, live, except for modkit's own names. Every other module below them is torc
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from typing import Any
+from typing import Any, Final
 
 
 OwnNames = Mapping[str, object]
 
 
 def publish(path: str, *objects: object) -> None:
-    """Set ``__module__`` of modkit's classes, their methods and functions to the public ``path``."""
+    """Set ``__module__`` of modkit's classes, their methods and functions to the public ``path``.
+
+    Those that torch has at the same path, such as ``torch.nn.Module.to``, get torch's docstring.
+    """
+    _publish(path, sys.modules.get(_torch_name(path)), objects)
+
+
+def _publish(path: str, torch_owner: object, objects: Iterable[object]) -> None:
+    """Publish members of a module or class; ``torch_owner`` is that of torch, or None."""
     for value in objects:
-        function = getattr(value, "__func__", value)
-        if isinstance(function, (type, types.FunctionType)) and (
-            function.__module__.partition(".")[0] == "modkit"
-        ):
+        function: Any = getattr(value, "__func__", value)
+        if not isinstance(function, (type, types.FunctionType)):
+            continue
+
+        replaced = getattr(torch_owner, function.__name__, None) if torch_owner else None
+        if function.__module__.partition(".")[0] == "modkit":
             function.__module__ = path
+            _show_docstring_of(replaced, function)
+
         if isinstance(value, type) and value.__module__ == path:
             if "__firstlineno__" in vars(value):
                 # Python 3.13 would show that line of the public module as the source of the class.
                 delattr(value, "__firstlineno__")
-            publish(path, *(m for m in vars(value).values() if not isinstance(m, type)))
+            _publish(path, replaced, (m for m in vars(value).values() if not isinstance(m, type)))
+
+
+# The beginning of the part of a docstring that says what differs from torch.
+_DIFFERENCE: Final = "\n\nmodkit: "
+
+
+def _show_docstring_of(replaced: object, function: Any) -> None:
+    """Put torch's docstring in the place of our own up to the part that says what differs.
+
+    In the source, a docstring stands alone: what comes before that part is torch's in short. An object
+    without a docstring of torch, as all are with ``python -OO``, keeps its own.
+    """
+    if replaced is not None and replaced.__doc__:
+        _, start, difference = inspect.cleandoc(function.__doc__ or "").partition(_DIFFERENCE)
+        function.__doc__ = inspect.cleandoc(replaced.__doc__) + start + difference
 
 
 def publish_all(namespace: dict[str, Any]) -> None:

@@ -19,19 +19,17 @@ def save(m: Any, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) 
 
     Args:
         m: A ScriptModule, a ScriptFunction, or an object with methods ``save`` and ``save_to_buffer``.
-        f: A path, which is written atomically, or a file that is open for writing.
+        f: A path, or a file that is open for writing.
         _extra_files: Further files for the archive: name to content.
+
+    modkit: A path is written atomically. On a full disk, where torch ends the process, an OSError is
+    raised and the previous file stays. For that the archive is made in memory, which takes three times
+    its size. Buffers that are not persistent stay so when the archive is loaded.
 
     Raises:
         AttributeError: ``m`` is not compiled.
         RuntimeError: The folder does not exist, or compiled code calls a method of Python.
-        OSError: The file cannot be written, for instance on a full disk. The previous file stays.
-
-    The archive is made in memory, which takes three times its size: C++ would end the process on a full
-    disk.
-
-    Differs from torch: a file is replaced atomically, a full disk is an error, and buffers that are not
-    persistent stay so.
+        OSError: The file cannot be written.
     """
     give_notice()
     files = dict(_extra_files or {})
@@ -56,14 +54,21 @@ def load(
 ) -> ScriptModule:
     """Read an archive that modkit, torch or C++ has written, and verify its checksums.
 
-    Loading runs code from the archive, so load only files that you trust. Flatbuffers, which
-    ``save_jit_module_to_flatbuffer`` writes, have no checksums: a corrupt one may end the process.
+    Loading runs code from the archive, so load only files that you trust.
 
     Args:
         f: A path, or a file that is open for reading.
         map_location: Device of the tensors; by default the one that they were saved from.
         _extra_files: Dict of the extra files to read, filled in as bytes; a missing file is ``b""``.
         _restore_shapes: Run the module with the inputs that it was traced with.
+
+    modkit: Checksums are verified, and a corrupt file is an error. Flatbuffers, which
+    ``save_jit_module_to_flatbuffer`` writes, have no checksums: a corrupt one may end the process. In
+    the result, parameters are of type ``Parameter``, a shared module is one object, and buffers are
+    persistent or not as they were for ``modkit.jit.save``. A file that was just written is read from
+    its start. With the environment variable ``PYTORCH_JIT=0``, archives are loaded, too.
+
+    Keyword Args:
         sha256: Expected digest of the file, as ``sha256sum`` prints it.
         strict_extra_files: If True, a missing extra file is an error.
 
@@ -81,9 +86,6 @@ def load(
         >>> jit.save(jit.script(torch.nn.Linear(4, 2)), buffer)
         >>> jit.load(buffer).weight.shape
         torch.Size([2, 4])
-
-    Differs from torch: parameters are of type ``Parameter``, a shared module is one object, and a
-    corrupt file is an error.
     """
     give_notice()
     device = validate_map_location(map_location)

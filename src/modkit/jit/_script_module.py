@@ -143,9 +143,13 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
 
     ``modkit.jit.script``, ``trace``, ``load`` and ``freeze`` return one. An instance of a subclass
     with methods marked with ``script_method`` is compiled when its constructor has returned.
-    ``isinstance(x, ScriptModule)`` is True for every ScriptModule of torch, too.
 
-    Differs from torch: each difference is a row of ``docs/parity.md``.
+    modkit: ``isinstance(x, ScriptModule)`` is True for every ScriptModule of torch. Casts, hooks,
+    ``requires_grad_()``, ``to_empty()`` and access to members by path work, and an existing parameter
+    or buffer can be registered again. Containers iterate over their compiled children, and compiled
+    properties are read and set. A module in several places stays one. A deep copy can be trained; it
+    keeps ties, hooks, plain attributes and the class. Buffers that are not persistent stay out of
+    ``state_dict()``. ``torch.compile`` runs the code of TorchScript instead of refusing it.
     """
 
     # Keeps torch's metaclass from compiling: ours does.
@@ -177,6 +181,9 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
 
         Modules of one compiled type share their methods. A method defined in a constructor is compiled
         with the instance, which then has a type of its own.
+
+        modkit: Names are looked up in the caller's scope also if the class has script methods, and
+        each instance whose constructor calls ``define`` runs its own code.
 
         Raises:
             RuntimeError: The source does not compile, or the type has a method of that name.
@@ -210,7 +217,10 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
         return f"original_name={self.original_name}" if is_ours else ""
 
     def save(self, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) -> None:
-        """Write an archive to a path, atomically, or to an open file; see ``modkit.jit.save``."""
+        """Write an archive to a path, or to an open file.
+
+        modkit: A path is written atomically, and an open file is written to; see ``modkit.jit.save``.
+        """
         _archives.save(self, f, _extra_files)
 
     def save_to_buffer(self, _extra_files: Mapping[str, str | bytes] | None = None) -> bytes:

@@ -60,7 +60,8 @@ def script(
 ) -> Any:
     """Compile a module, function, class, or object of a class; wrap a list or dict.
 
-    A module becomes a ``ScriptModule`` that shares its parameters.
+    A module becomes a ``ScriptModule`` that shares its parameters. Same as ``torch.jit.script``, with
+    modkit's ``ScriptModule``.
 
     Args:
         obj: The object to compile. A compiled object is returned as it is.
@@ -76,7 +77,8 @@ def script(
         >>> jit.script(torch.nn.Linear(4, 2))(torch.ones(3, 4)).shape
         torch.Size([3, 2])
 
-    Same as ``torch.jit.script``.
+    modkit: A module in several places is compiled to one module, and buffers that are not persistent
+    stay so.
     """
     give_notice()
     if not ENABLED:
@@ -107,15 +109,14 @@ def trace(
 ) -> Any:
     """Run a module or function once and compile the operations that it runs.
 
-    A module becomes a ``ScriptModule``, a function a ``ScriptFunction``.
+    A module becomes a ``ScriptModule``, a function a ``ScriptFunction``. Same as ``torch.jit.trace``,
+    with modkit's ``ScriptModule``.
 
     Example:
         >>> import torch
         >>> from modkit import jit
         >>> jit.trace(torch.nn.Linear(4, 2), torch.ones(1, 4))(torch.ones(3, 4)).shape
         torch.Size([3, 2])
-
-    Same as ``torch.jit.trace``, with the same arguments.
     """
     arguments = dict(locals())
     give_notice()
@@ -152,7 +153,7 @@ def trace_module(
 def interface(obj: ClassT) -> ClassT:
     """Compile a class to an interface: a type for all modules, or classes, with its methods.
 
-    Same as ``torch.jit.interface``; the base may also be ``modkit.nn.Module``.
+    modkit: The base of the class may also be ``modkit.nn.Module``.
     """
     give_notice()
     if not isinstance(cast("object", obj), type):
@@ -175,6 +176,8 @@ def freeze(
 ) -> ScriptModule:
     """Return a copy whose weights, children and attributes are constants of its code.
 
+    Same as ``torch.jit.freeze``, with modkit's ``ScriptModule``.
+
     Args:
         mod: Module in evaluation mode.
         preserved_attrs: Attributes and methods to keep. ``forward``, and attributes that a method
@@ -190,8 +193,6 @@ def freeze(
         >>> frozen = jit.freeze(jit.script(torch.nn.Linear(4, 2).eval()))
         >>> len(list(frozen.parameters())), frozen(torch.ones(3, 4)).shape
         (0, torch.Size([3, 2]))
-
-    Same as ``torch.jit.freeze``.
     """
     give_notice()
     with without_warnings_of_torch():

@@ -100,7 +100,11 @@ def _is_free(module: torch.nn.Module, name: object, registered: Mapping[str, Any
 
 @standard
 def register_parameter(self: torch.nn.Module, name: str, param: Parameter | None) -> None:
-    """Register ``param`` as the parameter ``name``; None keeps the name free of a tensor."""
+    """Register ``param`` as the parameter ``name``; None keeps the name free of a tensor.
+
+    modkit: If a global registration hook returns anything but a Parameter or None, a TypeError names
+    the class, the parameter and the value. A hook may remove itself while it runs.
+    """
     parameters = self.__dict__.get("_parameters")
     if (
         TorchModule.register_parameter is not _TORCH_REGISTER_PARAMETER
@@ -119,7 +123,11 @@ def register_parameter(self: torch.nn.Module, name: str, param: Parameter | None
 
 @standard
 def add_module(self: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-    """Register ``module`` as the child ``name``."""
+    """Register ``module`` as the child ``name``.
+
+    modkit: If a global registration hook returns anything but a module or None, a TypeError names the
+    class, the child and the value. A hook may remove itself while it runs.
+    """
     if (
         TorchModule.add_module is not _TORCH_ADD_MODULE
         or not (module is None or isinstance(cast("object", module), TorchModule))

@@ -83,7 +83,11 @@ def _keeping(convert: TensorFunction, keeps: Keeps) -> TensorFunction:
 
 @patchable
 def _apply(self: ModuleT, fn: TensorFunction, recurse: bool = True) -> ModuleT:
-    """Replace every parameter, gradient and buffer by ``fn`` of it; return this module."""
+    """Replace every parameter, gradient and buffer by ``fn`` of it; return this module.
+
+    modkit: A tensor that is registered in several places is converted once, and stays one tensor.
+    A module that contains itself raises a RecursionError that names it.
+    """
     keeps: Keeps | None = getattr(fn, "_modkit_keeps", None)
     if (
         torch.__future__.get_overwrite_module_params_on_conversion()
@@ -175,7 +179,12 @@ def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Move and cast parameters and buffers in place; return this module.
 
     Takes the arguments of ``torch.Tensor.to``. A dtype applies to floating point and complex tensors
-    only, ``channels_last`` to 4 dimensions, ``channels_last_3d`` to 5.
+    only.
+
+    modkit: A tensor that is registered in several places is converted once and stays one tensor, also
+    if the conversion replaces it, as on the way to the meta device. A memory format applies to
+    tensors with its number of dimensions: ``channels_last`` to 4, ``channels_last_3d`` to 5. A module
+    that contains itself raises a RecursionError that names it.
     """
     # The stub of the parser does not say that any of the four may be None.
     device, dtype, non_blocking, memory_format = cast("tuple[Any, ...]", parse_to(*args, **kwargs))
@@ -219,6 +228,12 @@ def cast_method(name: str, dtype: torch.dtype) -> Callable[[torch.nn.Module], An
     """Return the method ``name``, which casts by ``tensor.<name>()``."""
 
     def method(self: torch.nn.Module) -> Any:
+        """Cast floating point parameters and buffers to the dtype of this name; return this module.
+
+        modkit: A tensor that is registered in several places is cast once and stays one tensor. A
+        module that contains itself raises a RecursionError that names it.
+        """
+
         # A new function for each call, since its ties are found by its identity.
         def convert(tensor: torch.Tensor) -> Any:
             return getattr(tensor, name)() if tensor.is_floating_point() else tensor
@@ -229,13 +244,15 @@ def cast_method(name: str, dtype: torch.dtype) -> Callable[[torch.nn.Module], An
         return self._apply(_keeping(convert, keeps))
 
     method.__name__ = name
-    method.__doc__ = f"Cast floating point parameters and buffers to {dtype}; return this module."
     return patchable(method)
 
 
 @patchable
 def apply(self: ModuleT, fn: Callable[[torch.nn.Module], None]) -> ModuleT:
-    """Call ``fn`` on every module below this one, then on this one; return this module."""
+    """Call ``fn`` on every module below this one, then on this one; return this module.
+
+    modkit: A module that contains itself raises a RecursionError that names it.
+    """
     for module in walk(self, "apply", lambda child: child.apply(fn)):
         fn(module)
     return self
@@ -259,7 +276,10 @@ class _PlainClasses(StandardClasses):
 
 @patchable
 def train(self: ModuleT, mode: bool = True) -> ModuleT:
-    """Set training mode, or evaluation mode, here and below; return this module."""
+    """Set training mode, or evaluation mode, here and below; return this module.
+
+    modkit: A module that contains itself raises a RecursionError that names it.
+    """
     if not isinstance(cast("object", mode), bool):
         raise ValueError("training mode is expected to be boolean")  # noqa: TRY004 - torch's type
     self.training = mode

@@ -94,7 +94,14 @@ _RUNNING: Final[dict[int, _Load]] = {}
 def load(
     self: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> IncompatibleKeys:
-    """Copy the tensors of a state dict into this module and all below; as ``modkit.load_state_dict``."""
+    """Copy the tensors of a state dict into this module and all below; as ``modkit.load_state_dict``.
+
+    modkit: Loading takes time linear in the number of modules. If no class and no hook takes part in
+    it, nothing is written unless every entry fits. With ``assign=True``, tied parameters stay tied if
+    their entries share memory. The state dict, its metadata included, is not modified. Keys below a child
+    that is None are unexpected. A load hook may remove itself while it runs. A module that contains
+    itself raises a RecursionError that names it.
+    """
     if not isinstance(cast("object", state_dict), Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
     loading = _Load(state_dict, assign=assign)
@@ -181,6 +188,8 @@ def _load_from_state_dict(
     """Load the parameters, persistent buffers and extra state of one module, not below it.
 
     Classes override this to migrate checkpoints of an older version, which ``local_metadata`` holds.
+
+    modkit: Keys below a child that is None are unexpected. A load hook may remove itself while it runs.
     """
     # As in ``patchable``, without its wrapper.
     current = TorchModule._load_from_state_dict

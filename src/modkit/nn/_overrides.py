@@ -117,7 +117,11 @@ def has_no_children(module: torch.nn.Module) -> bool:
 
 
 def named_children(self: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield ``(name, module)`` for the direct children, each module once."""
+    """Yield ``(name, module)`` for the direct children, each module once.
+
+    modkit: Children are compared by identity, not by ``==``: equal ones are all yielded, and they need
+    not be hashable.
+    """
     # By identity, since some modules cannot be hashed. The values keep alive what was seen, so that
     # no identity is used twice while a caller replaces children.
     seen: dict[int, torch.nn.Module] = {}

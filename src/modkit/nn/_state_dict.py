@@ -72,6 +72,9 @@ def state_dict(
 
     ``destination`` is a mapping to write into, by default a new OrderedDict whose ``_metadata`` holds
     each module's ``_version``. ``keep_vars`` keeps the tensors' autograd history.
+
+    modkit: A hook may remove itself while it runs. A module that contains itself raises a
+    RecursionError that names it.
     """
     if args:
         warnings.warn(text_of("state_dict", "Positional args"), FutureWarning, stacklevel=3)

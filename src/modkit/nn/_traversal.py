@@ -87,6 +87,10 @@ def named_modules(
     """Yield ``(dotted name, module)`` for this module and all below it, parents first.
 
     Modules in ``memo`` are left out, and those that were yielded are added to it.
+
+    modkit: Without a ``memo``, modules are compared by identity, not by ``==``: equal ones are all
+    yielded, and they need not be hashable. With ``remove_duplicate=False``, a module that contains
+    itself raises a RecursionError that names it.
     """
     if memo is None:
         yield prefix, self
@@ -137,7 +141,12 @@ def named_modules(
 
 @patchable
 def modules(self: torch.nn.Module, remove_duplicate: bool = True) -> Iterator[torch.nn.Module]:
-    """Yield this module and all below it, parents first, by default each once."""
+    """Yield this module and all below it, parents first, by default each once.
+
+    modkit: Modules are compared by identity, not by ``==``: equal ones are all yielded, and they need
+    not be hashable. With ``remove_duplicate=False``, a module that contains itself raises a
+    RecursionError that names it.
+    """
     if not remove_duplicate:
         for _, found in self.named_modules(remove_duplicate=False):
             yield found
@@ -202,7 +211,11 @@ def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 @patchable
 def parameters(self: torch.nn.Module, recurse: bool = True) -> Iterator[Parameter]:
-    """Yield the parameters, each once; of all modules below too if ``recurse``."""
+    """Yield the parameters, each once; of all modules below too if ``recurse``.
+
+    modkit: Modules are compared by identity, not by ``==``: equal ones are all searched, and they need
+    not be hashable.
+    """
     if not all_standard(self, _NAMED_PARAMETERS) or (
         recurse and not all_standard(self, _NAMED_MODULES)
     ):

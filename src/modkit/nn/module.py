@@ -148,11 +148,14 @@ def _make_abstract(cls: type) -> None:
 
 
 class Module(torch.nn.Module, metaclass=ModuleType):
-    """Base class of all neural network modules; same as ``torch.nn.Module``.
+    """Base class of all neural network modules.
 
     A subclass calls ``super().__init__()``, assigns parameters, buffers and child modules as
     attributes, and implements ``forward``. Calling the instance runs ``forward`` with the hooks.
-    ``isinstance(x, Module)`` holds for every module of torch, too.
+
+    modkit: ``isinstance(x, Module)`` is True for every ``torch.nn.Module``. The metaclass of a
+    subclass derives from ``type(Module)``. A method that differs from torch's says so in a paragraph
+    like this one.
 
     Example:
         >>> import torch

@@ -107,7 +107,17 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             of models averaged so far. Default: the equal average.
         multi_avg_fn: Averages lists of tensors of one device and dtype in place, instead of ``avg_fn``.
         use_buffers: Whether buffers are averaged. If False they are copied: call ``update_bn``
-            at the end of training. Integer, boolean and quantized buffers are always copied.
+            at the end of training.
+
+    modkit: Tensors are paired by name, and a model that does not match is refused before anything is
+    written. Integer, boolean and quantized buffers are copied, also with ``use_buffers=True``, and so
+    are buffers whose shape has changed. An update does not synchronize with the accelerator. The model
+    may be lazy, may have another dtype than the average, and may hold results of autograd or its own
+    average. With the averaging functions of this module, an average can be pickled. On CPU, small
+    averages share memory, so their storages cannot be resized. ``AveragedModel[Net].module`` is a
+    ``Net``.
+
+    Keyword Args:
         precision: See ``modkit.EMA``. The averaged model computes in the dtype of the average, and an
             update after it was cast to fewer bits than ``"fp32"`` or ``"fp64"`` promise is refused;
             ``"compensated"`` keeps the error terms in the child module ``compensation``.
@@ -135,9 +145,6 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         >>> model = nn.Linear(1, 1, bias=False)
         >>> ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
         >>> ema.update_parameters(model)
-
-    Differs from torch: it pairs tensors by name, does not synchronize with accelerators, and copies
-    models that hold results of autograd.
     """
 
     module: ModelT
@@ -251,12 +258,14 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     def update_parameters(self, model: torch.nn.Module) -> None:
         """Update the average with the present weights of a model, on any device.
 
-        Call it after ``optimizer.step()`` (EMA) or at the end of an epoch (SWA). Names are compared
-        without the parts that ``torch.compile``, data-parallel and checkpoint wrappers add, and
-        without one prefix that all names have because the model, or the average, is in a wrapper.
+        modkit: Tensors are paired by name, not by position, and are not broadcast; nothing is written
+        unless all of them match. Names are compared without the parts that ``torch.compile``,
+        data-parallel and checkpoint wrappers add, and without one prefix that all names have because
+        the model, or the average, is in a wrapper. Averaging functions get a copy of the count. If the
+        count is on an accelerator, they are also called in updates that copy, with a count of 1, and
+        the result is not used.
 
-        Differs from torch, which pairs tensors by position and broadcasts their shapes: tensors that
-        are missing, unexpected, or of another shape raise ``NameMismatchError``.
+        Call it after ``optimizer.step()`` (EMA) or at the end of an epoch (SWA).
 
         Args:
             model: The model in training, or a wrapper of it.

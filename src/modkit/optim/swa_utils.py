@@ -32,8 +32,12 @@ PARAM_LIST: TypeAlias = TensorList
 def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
     """Return the exponential moving average of lists of tensors, a ``multi_avg_fn``.
 
-    It computes ``decay * average + (1 - decay) * current`` in place, with fused kernels. A decay
-    outside [0, 1] raises ValueError.
+    It computes ``decay * average + (1 - decay) * current`` in place, with fused kernels.
+
+    modkit: The function can be pickled, and its ``repr`` shows the rule and the decay.
+
+    Raises:
+        ValueError: If ``decay`` is outside [0, 1].
 
     Example:
         >>> import torch
@@ -42,24 +46,34 @@ def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
         >>> get_ema_multi_avg_fn(0.75)(averaged, current, 1)
         >>> averaged
         [tensor([1.2500])]
-
-    Differs from torch: the function can be pickled and shows its decay.
     """
     return AveragingFunction("get_ema_multi_avg_fn", decay)
 
 
 def get_swa_multi_avg_fn() -> MultiAvgFn:
-    """Return the equal average of lists of tensors, a ``multi_avg_fn``; it works in place, and can be pickled."""
+    """Return the equal average of lists of tensors, a ``multi_avg_fn``, which works in place.
+
+    modkit: The function can be pickled, and its ``repr`` shows the rule.
+    """
     return AveragingFunction("get_swa_multi_avg_fn")
 
 
 def get_ema_avg_fn(decay: float = 0.999) -> AvgFn:
-    """Return the exponential moving average of one tensor, an ``avg_fn`` that can be pickled."""
+    """Return the exponential moving average of one tensor, an ``avg_fn``.
+
+    modkit: The function can be pickled, and its ``repr`` shows the rule and the decay.
+
+    Raises:
+        ValueError: If ``decay`` is outside [0, 1].
+    """
     return AveragingFunction("get_ema_avg_fn", decay)
 
 
 def get_swa_avg_fn() -> AvgFn:
-    """Return the equal average of one tensor, an ``avg_fn`` that can be pickled."""
+    """Return the equal average of one tensor, an ``avg_fn``.
+
+    modkit: The function can be pickled, and its ``repr`` shows the rule.
+    """
     return AveragingFunction("get_swa_avg_fn")
 
 
@@ -69,12 +83,15 @@ def update_bn(
     """Compute the batch normalization statistics of a model afresh, in one pass over the data.
 
     Call it on an ``AveragedModel`` before evaluation: no training step has seen the activations of
-    averaged weights. For an ``EMA`` call ``ema.update_bn(loader)``.
+    averaged weights.
 
     Args:
         loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
         model: Model whose statistics are replaced.
         device: Device that inputs are moved to.
+
+    modkit: Only batch normalization runs in training mode, and each module gets its own mode back. If
+    anything raises, the model is as before. For an ``EMA`` call ``ema.update_bn(loader)``.
 
     Raises:
         ValueError: If the loader is empty.
@@ -86,9 +103,6 @@ def update_bn(
         >>> from modkit.optim.swa_utils import AveragedModel, update_bn
         >>> average = AveragedModel(nn.BatchNorm1d(1))
         >>> update_bn([torch.tensor([[2.0], [4.0]])], average)
-
-    Differs from torch: only batch normalization runs in training mode, each module gets its own
-    mode back, and if anything raises, the model is as before.
     """
     if not batch_norm.layers_of(model):
         return

@@ -1,0 +1,135 @@
+import inspect
+import pydoc
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import modkit.jit
+import modkit.nn
+from modkit.optim import swa_utils
+from tests.cases import for_each
+from tests.unit.test_public_face import NAMESPACES, public_objects
+
+
+# The namespaces whose objects replace those of torch.
+DROP_INS = {"modkit.nn", "modkit.jit", "modkit.optim.swa_utils"}
+
+
+def torch_object(path: str) -> Any:
+    """Return the object of torch at the same path as one of modkit; None if there is none."""
+    names = path.split(".")[1:]
+    found: Any = torch
+    for name in names:
+        found = getattr(found, name, None) if found is not None else None
+    return found
+
+
+def objects() -> Iterator[tuple[str, Any]]:
+    """Yield the public classes and functions of the drop-ins, and public methods, with their paths."""
+    for namespace in sorted(DROP_INS):
+        for name, found in public_objects(namespace):
+            yield f"{namespace}.{name}", found
+            members = vars(found).items() if isinstance(found, type) else ()
+            for member, value in members:
+                if inspect.isfunction(value) and not member.startswith("__"):
+                    yield f"{namespace}.{name}.{member}", value
+
+
+DOCUMENTED_BY_TORCH = {
+    path: found for path, found in objects() if getattr(torch_object(path), "__doc__", None)
+}
+
+
+@for_each("path", DOCUMENTED_BY_TORCH)
+def test_help_is_that_of_torch_and_then_what_differs(path: str) -> None:
+    """Torch's docstring of the installed release comes first; a part of modkit's may follow."""
+    found = DOCUMENTED_BY_TORCH[path]
+    theirs, shown = inspect.getdoc(torch_object(path)), inspect.getdoc(found)
+    difference = shown.removeprefix(theirs)
+
+    assert f"{found.__module__}.{found.__qualname__}" == path
+    assert shown.startswith(theirs)
+    assert difference == "" or difference.startswith("\n\nmodkit: ")
+    assert difference.count("\nmodkit: ") <= 1
+
+
+def test_every_drop_in_has_such_help() -> None:
+    """Classes, their methods, and functions are among them."""
+    expected = {
+        "modkit.nn.Module",
+        "modkit.nn.Module.load_state_dict",
+        "modkit.nn.Module.float",
+        "modkit.nn.Module._load_from_state_dict",
+        "modkit.optim.swa_utils.AveragedModel",
+        "modkit.optim.swa_utils.AveragedModel.update_parameters",
+        "modkit.optim.swa_utils.update_bn",
+        "modkit.jit.ScriptModule",
+        "modkit.jit.ScriptModule.save",
+        "modkit.jit.load",
+        "modkit.jit.script",
+    }
+
+    assert expected <= {*DOCUMENTED_BY_TORCH}
+
+
+@for_each("path", sorted({*NAMESPACES} - DROP_INS))
+def test_other_objects_keep_their_help(path: str) -> None:
+    """Outside of the drop-ins nothing has a path of torch's, whose docstring it would show."""
+    assert [name for name, _ in public_objects(path) if torch_object(f"{path}.{name}")] == []
+
+
+@for_each("path", [path for path, _ in objects() if path not in DOCUMENTED_BY_TORCH])
+def test_help_without_a_docstring_of_torch(path: str) -> None:
+    """Public objects that torch lacks, or does not document, have a docstring of modkit."""
+    found = dict(objects())[path]
+
+    assert found.__doc__ or path.rpartition(".")[2].startswith("_")
+
+
+def test_help_shows_both_parts() -> None:
+    """``help()`` prints the arguments that torch documents, and what modkit does in another way."""
+    shown = pydoc.plain(pydoc.render_doc(modkit.nn.Module.load_state_dict))
+
+    assert "strict (bool" in shown
+    assert "modkit: Loading takes time linear in the number of modules." in shown
+
+
+def test_where_nothing_differs_the_help_is_that_of_torch() -> None:
+    """No paragraph is added for a method that differs in speed alone."""
+    ours, theirs = modkit.nn.Module, torch.nn.Module
+
+    assert inspect.getdoc(ours._save_to_state_dict) == inspect.getdoc(theirs._save_to_state_dict)
+    assert inspect.getdoc(modkit.jit.freeze) == inspect.getdoc(torch.jit.freeze)
+
+
+def test_options_that_torch_lacks_are_documented() -> None:
+    """After torch's docstring, the further arguments and errors of modkit are described."""
+    averaged, load = map(inspect.getdoc, (swa_utils.AveragedModel, modkit.jit.load))
+
+    assert averaged.index("avg_fn (") < averaged.index("precision: See")
+    assert "sha256: Expected digest" in load
+    assert "FileError: The file is corrupt" in load
+
+
+def test_without_docstrings() -> None:
+    """With ``python -OO`` there are no docstrings, and everything else works."""
+    code = """
+import pydoc, torch, modkit, modkit.jit
+from modkit.optim import swa_utils
+net = modkit.nn.Module()
+net.child = torch.nn.Linear(2, 1)
+net.load_state_dict(net.float().train().state_dict())
+average = swa_utils.AveragedModel(net)
+average.update_parameters(net)
+print(torch.nn.Module.to.__doc__, modkit.nn.Module.to.__doc__, modkit.jit.load.__doc__)
+print("to(self" in pydoc.plain(pydoc.render_doc(modkit.nn.Module.to)))
+print(int(average.n_averaged))
+"""
+    command = [sys.executable, "-B", "-OO", "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert run.stderr == ""
+    assert run.stdout.splitlines() == ["None None None", "True", "1"]
