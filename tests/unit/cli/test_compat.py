@@ -74,18 +74,18 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_behaviours_of_an_area(tmp_path: Path) -> None:
     """The JSON, the page and the table have the counts; the table has no listed differences."""
-    found = invoke("--area", "members", "--json", "--html", tmp_path / "a.html")
+    found = invoke("--area", "conversion", "--json", "--html", tmp_path / "a.html")
     report = json.loads(found.stdout)
     page = (tmp_path / "a.html").read_text(encoding="utf-8")
-    table = invoke("--area", "members").stdout
+    table = invoke("--area", "conversion").stdout
 
-    cases = len(areas()["members"])
-    assert (found.exit_code, report["areas"]["members"]["cases"]) == (0, cases)
+    cases = len(areas()["conversion"])
+    assert (found.exit_code, report["areas"]["conversion"]["cases"]) == (0, cases)
     assert report["areas"]["all"]["unlisted"] == 0
-    assert DIFFERENCES["members: set_submodule() on None"].reason in found.stdout
+    assert DIFFERENCES["conversion: channels_last with volumes"].reason in found.stdout
     assert f" {cases} " in table
     assert f"<td>{cases}" in page
-    assert DIFFERENCES["members: set_submodule() on None"].reason in page
+    assert DIFFERENCES["conversion: channels_last with volumes"].reason in page
     assert [text for text in ("src=", "href=", "<script", "@import", "url(") if text in page] == []
     assert "Listed differences" not in table
 
