@@ -76,16 +76,19 @@ class ModuleType(_ProtocolType):
                 # The metaclass of protocols has parameters called ``name`` and so on itself.
                 make = ABCMeta.__new__ if kwargs else super().__new__
                 return make(mcs, name, bases, namespace, **kwargs)
-        return type.__new__(mcs, name, bases, namespace, **kwargs)
+        if kwargs:
+            return type.__new__(mcs, name, bases, namespace, **kwargs)
+        return type.__new__(mcs, name, bases, namespace)
 
     def mro(cls) -> list[type]:
         """Put ``Module`` directly before ``torch.nn.Module``, behind torch's mixins."""
+        bases = cls.__bases__
+        if len(bases) == 1:
+            # There is one order.
+            return [cls, *bases[0].__mro__]
         order: list[Any] = super().mro()
-        if order[-2] is TorchModule and (order[-3] is cls or order[-3] is Module):
-            return order
         if Module not in order:
             return order
-        bases = cls.__bases__
         behind = bases[bases.index(Module) + 1 :] if Module in bases else ()
         if any(TorchModule in base.__mro__ for base in behind):
             # Torch's own ``Module`` may not stand before a class that is derived from it.
