@@ -201,6 +201,10 @@ class Module(torch.nn.Module, metaclass=ModuleType):
         _load_from_state_dict = _load_state_dict._load_from_state_dict
 
 
+# A class does not inherit annotations. Reading those of a class without any stores an empty dict, and
+# the compiler of TorchScript, which reads them from instances, would then not find torch's behind it.
+Module.__annotations__ = dict(TorchModule.__annotations__)
+
 for _file in (
     *(_attributes, _conversion, _hooks, _load_state_dict, _load_tensor),
     *(_overrides, _state_dict, _traversal),

@@ -1,7 +1,9 @@
 import abc
 import dataclasses
 import enum
+import inspect
 import sys
+import typing
 from typing import Any, Generic, Protocol, TypeVar
 
 import pytest
@@ -632,3 +634,47 @@ def test_an_unhashable_value_is_a_plain_attribute(impl: Implementation) -> None:
     module.awkward = value
 
     assert module.awkward is value
+
+
+# Attributes of the class that users and libraries read, beside its methods.
+CLASS_ATTRIBUTES = ("T_destination", "_version", "call_super_init", "dump_patches")
+
+
+def test_module_has_the_annotations_of_torch(impl: Implementation) -> None:
+    """The class shows torch's annotations itself, and instances find them behind their own class."""
+    expected = torch.nn.Module.__annotations__
+
+    class Net(impl.Module):
+        pass
+
+    assert "training" in expected
+    assert impl.Module.__annotations__ == expected
+    assert inspect.get_annotations(impl.Module) == expected
+    assert inspect.get_annotations(Net) == {}
+    # TorchScript reads the types of attributes here. Since Python 3.14 there are none.
+    of_instance = getattr(torch.nn.Module(), "__annotations__", None)
+    assert getattr(Net(), "__annotations__", None) == of_instance
+
+
+def test_the_hints_of_module_name_the_class_of_the_namespace(impl: Implementation) -> None:
+    """``typing.get_type_hints`` resolves all of them; a child is a ``Module`` of the library asked."""
+    expected = typing.get_type_hints(torch.nn.Module)
+    expected["_modules"] = dict[str, impl.Module | None]
+
+    class Net(impl.Module):
+        width: "int"
+
+    hints = typing.get_type_hints(Net)
+
+    assert typing.get_type_hints(impl.Module) == expected
+    assert hints == {**expected, "width": int}
+
+
+def test_class_attributes_are_those_of_torch(impl: Implementation) -> None:
+    """Reading them from the class or an instance gives torch's values; ``training`` is not one."""
+    for name in CLASS_ATTRIBUTES:
+        expected = getattr(torch.nn.Module, name)
+
+        assert getattr(impl.Module, name) is expected
+        assert getattr(impl.Module(), name) is expected
+    assert not hasattr(impl.Module, "training")
