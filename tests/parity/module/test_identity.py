@@ -1,0 +1,73 @@
+from typing import Final
+
+import torch
+
+import modkit.nn
+from tests.cases import for_each
+from tests.helpers import Implementation
+
+
+# Inherited by ``modkit.nn.Module``, each with who compares it, reads its code or patches it.
+TORCHS_OWN: Final[dict[str, str]] = {
+    "__call__": "dynamo traces `forward` directly if it is torch's; the profiler knows the call of a "
+    "module by its code object; fx and torch.ao patch torch's, torchview's recorder does too",
+    "_wrapped_call_impl": "`__call__` is this function: its code object is what the profiler knows",
+    "_call_impl": "dynamo leaves out a call without hooks if it is torch's; `compile()` compiles it",
+    "_compiled_call_impl": "None on the class means that a module is not compiled: users ask it before "
+    "they compile, torch's own tests too",
+    "_slow_forward": "tracing takes the scope names of a graph from it",
+    "__getattr__": "dynamo reads members itself if it is torch's; fx patches torch's",
+    "__setattr__": "FSDP2 and tensordict write to the tables of members if it is torch's; dynamo traces "
+    "an assignment as one of a member",
+    "__delattr__": "dynamo traces a deletion as one of a member",
+    "__dir__": "goes with `__getattr__`: it lists what that finds",
+    "forward": "dynamo, FSDP2 and TorchScript ask whether a class implements it",
+    "get_extra_state": "`state_dict()` and torch.distributed.checkpoint ask whether a class implements it",
+    "set_extra_state": "`load_state_dict()` asks whether a class implements it",
+    "__getstate__": "guards of dynamo are pickled with modules whose function is torch's",
+}
+
+
+@for_each("name", TORCHS_OWN)
+def test_what_tools_compare_is_torchs_own(impl: Implementation, name: str) -> None:
+    """The class inherits the function, and so do classes of users; nothing shadows or aliases it."""
+    expected = getattr(torch.nn.Module, name)
+
+    class Net(impl.Module):
+        pass
+
+    assert getattr(impl.Module, name) is expected
+    assert getattr(Net, name) is expected
+    assert name not in vars(modkit.nn.Module)
+
+
+def test_bound_methods_lead_to_torchs_functions(impl: Implementation) -> None:
+    """Dynamo, FSDP2 and the profiler look at the bound method of an instance."""
+
+    class Net(impl.Module):
+        def forward(self, x):
+            return x
+
+    net = Net()
+
+    assert net.__call__.__func__ is torch.nn.Module.__call__
+    assert net.__call__.__code__ is torch.nn.Module._wrapped_call_impl.__code__
+    assert net.__setattr__.__func__ is torch.nn.Module.__setattr__
+    assert net._call_impl.__func__ is torch.nn.Module._call_impl
+    assert net._compiled_call_impl is None
+    assert "_compiled_call_impl" not in vars(net)
+
+
+def test_compile_marks_the_module_and_no_other(impl: Implementation) -> None:
+    """After ``compile()``, ``_compiled_call_impl`` is set on the instance alone."""
+
+    class Net(impl.Module):
+        def forward(self, x):
+            return x + 1
+
+    net, other = Net(), Net()
+    net.compile(backend="eager")
+
+    assert net._compiled_call_impl is not None
+    assert other._compiled_call_impl is None
+    assert Net._compiled_call_impl is None
