@@ -99,6 +99,14 @@ ROWS: Final = (
     ),
     _row(
         "modkit",
+        "`inspect.getsource(nn.Module)` shows the class | It raises OSError: Python looks for a class in "
+        "the file of the module that `__module__` names, which is the public path, as in NumPy and "
+        "pandas. The methods show their source, and classes of users do",
+        NO_ISSUE,
+        "tests/parity/module/test_classes.py::test_the_source_of_a_public_class",
+    ),
+    _row(
+        "modkit",
         "With `metaclass=ABCMeta`, a class with abstract methods cannot be instantiated | It can: only "
         "with `abc.ABC` among the bases are abstract methods enforced. `register` works for both",
         NO_ISSUE,

@@ -1,6 +1,7 @@
 import importlib
 import inspect
 import pickle
+import pydoc
 import types
 import typing
 from collections.abc import Iterator
@@ -89,6 +90,21 @@ def test_tools_find_public_objects(path: str) -> None:
             # Functions that dataclasses generate have no source, in no module.
             if not inspect.unwrap(function).__code__.co_filename.startswith("<"):
                 assert inspect.getsource(function)
+
+
+@for_each("path", NAMESPACES)
+def test_a_class_never_shows_the_source_of_another(path: str) -> None:
+    """Python finds the definition of a class, or none if its public path names another file."""
+    for name, found in public_objects(path):
+        if isinstance(found, type):
+            try:
+                source = inspect.getsource(found)
+            except OSError:
+                source = None
+
+            assert source is None or f"class {name}" in source.partition(":")[0]
+            assert inspect.getsourcefile(found) == namespace(found.__module__).__file__
+            assert name in pydoc.render_doc(found)
 
 
 def test_old_paths_load() -> None:

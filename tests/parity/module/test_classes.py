@@ -678,3 +678,26 @@ def test_class_attributes_are_those_of_torch(impl: Implementation) -> None:
         assert getattr(impl.Module, name) is expected
         assert getattr(impl.Module(), name) is expected
     assert not hasattr(impl.Module, "training")
+
+
+def test_the_source_of_a_class_of_the_user(impl: Implementation) -> None:
+    """Python finds the definition of a class that derives from ``Module``, and of its methods."""
+
+    class Net(impl.Module):
+        def forward(self, x):
+            return x
+
+    source = inspect.getsource(Net)
+
+    assert source.lstrip().startswith("class Net(impl.Module):")
+    assert inspect.getsource(Net.forward) in source
+    assert inspect.getsourcefile(Net) == __file__
+
+
+@pytest.mark.parametrize("name", ["Module", "AveragedModel", "jit.ScriptModule"])
+def test_the_source_of_a_public_class(impl: Implementation, name: str) -> None:
+    """Python finds the definition of the class itself."""
+    *parents, name = name.split(".")
+    home = getattr(impl, parents[0]) if parents else impl
+
+    assert inspect.getsource(getattr(home, name)).lstrip().startswith(f"class {name}")
