@@ -100,8 +100,8 @@ ROWS: Final = (
     _row(
         "modkit",
         "`inspect.getsource(nn.Module)` shows the class | It raises OSError: Python looks for a class in "
-        "the file of the module that `__module__` names, which is the public path, as in NumPy and "
-        "pandas. The methods show their source, and classes of users do",
+        "the file of the module that `__module__` names, which is the public path, as for NumPy. "
+        "It finds the source of methods, and of classes of users",
         NO_ISSUE,
         "tests/parity/module/test_classes.py::test_the_source_of_a_public_class",
     ),
