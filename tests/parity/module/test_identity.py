@@ -21,6 +21,11 @@ TORCHS_OWN: Final[dict[str, str]] = {
     "an assignment as one of a member",
     "__delattr__": "dynamo traces a deletion as one of a member",
     "__dir__": "goes with `__getattr__`: it lists what that finds",
+    "__setstate__": "dynamo patches torch's to see modules that are unpickled",
+    "register_buffer": "torch's `__setattr__` compares it: at each assignment of a buffer, the signature of "
+    "another function is inspected",
+    "named_parameters": "dynamo names the tensors of a graph if it is torch's",
+    "named_buffers": "dynamo names the tensors of a graph if it is torch's",
     "forward": "dynamo, FSDP2 and TorchScript ask whether a class implements it",
     "get_extra_state": "`state_dict()` and torch.distributed.checkpoint ask whether a class implements it",
     "set_extra_state": "`load_state_dict()` asks whether a class implements it",
