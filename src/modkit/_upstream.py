@@ -116,13 +116,19 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return identity
 
 
-def _skip(code: CodeType, calls: str = "DEFAULT") -> None:
-    """Tag a code object, so that dynamo runs it in eager mode; ``calls`` is for what it calls."""
+def skip_code(code: CodeType, calls: str = "DEFAULT") -> None:
+    """Let dynamo run a code object, and functions defined in it, in eager mode, unless it traces the caller.
+
+    ``calls`` is for what it calls: ``"DEFAULT"``, or ``"SKIP"`` for eager mode, too.
+    """
     frames = cast("Any", torch._C)._dynamo.eval_frame
     actions = frames._FrameAction
     frames.set_code_exec_strategy(
         code, frames._FrameExecStrategy(actions.SKIP, getattr(actions, calls))
     )
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            skip_code(constant, calls)
 
 
 def skip_frames(file: ModuleType) -> None:
@@ -139,11 +145,9 @@ def skip_frames(file: ModuleType) -> None:
     codes = [inspect.unwrap(function).__code__ for function in functions]
     codes += [function.__code__ for function in functions]
 
-    while codes:
-        code = codes.pop()
+    for code in codes:
         if code.co_filename == file.__file__:
-            _skip(code)
-            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+            skip_code(code)
 
 
 def never_compiled(function: FunctionT) -> FunctionT:
@@ -151,7 +155,7 @@ def never_compiled(function: FunctionT) -> FunctionT:
 
     Unlike ``torch.compiler.disable``, it neither imports dynamo nor adds a frame to eager calls.
     """
-    _skip(function.__code__, calls="SKIP")
+    skip_code(function.__code__, calls="SKIP")
     cast("Any", function)._torchdynamo_disable = True
     return function
 
@@ -253,6 +257,10 @@ def modes_are_active() -> bool:
     """Return True inside a mode that changes what functions of torch do, or skips data of files."""
     modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
     return bool(modes or cast("Any", torch.serialization)._serialization_tls.skip_data)
+
+
+# ``fast_inference`` calls it between the graphs of compiled code.
+skip_code(modes_are_active.__code__)
 
 
 def tensors_are_fake() -> bool:

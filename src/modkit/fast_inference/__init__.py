@@ -8,9 +8,9 @@ from typing import Final, TypeVar, cast
 from torch import nn
 
 from modkit.fast_inference.folding import folds_of
-from modkit.fast_inference.layers import is_container, kind_of
+from modkit.fast_inference.layers import has_own_forward, is_container, kind_of
 from modkit.fast_inference.members import CALL_SLOT, Binding
-from modkit.fast_inference.runs import Call, Step, container_function, function_of
+from modkit.fast_inference.runs import Call, Step, container_function, function_of, user_function
 
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -26,9 +26,10 @@ def fast_inference(
     """Run a model in eager mode with less Python overhead.
 
     Use it for small networks at small batch sizes: policies, tree search, controllers, token-by-token
-    decoding. Large networks gain a few percent. Layers run without ``Module.__call__`` and
-    ``__getattr__``, and containers in one function. Results are bitwise identical. Hooks, patches, new
-    weights, modes and other changes made inside take effect at once.
+    decoding. Large networks gain a few percent. Layers run without ``Module._call_impl`` and
+    ``__getattr__``, containers of layers in one function, and users' modules call ``forward`` directly.
+    Results are bitwise identical. Hooks, patches, overrides, new weights, modes and other changes made
+    inside take effect at once.
 
     Args:
         model: Any ``torch.nn.Module``. Compiled and scripted modules in it are left alone.
@@ -47,7 +48,8 @@ def fast_inference(
 
     Limitations: inside the block, do not write to or copy the ``__dict__`` of a module, change the members
     of a shallow copy made there, or write to a table such as ``_modules`` that was read before. A
-    ``Module.__getattr__`` patched inside is not called for members.
+    ``Module.__getattr__`` patched inside is not called for members. ``_compiled_call_impl``, by which
+    libraries find compiled modules, is set on modules that are not compiled.
     """
     if not isinstance(cast("object", model), nn.Module):
         raise TypeError(
@@ -127,6 +129,8 @@ def _bind(bindings: list[Binding]) -> None:
             one.bind(container_function(one.module, covered))
         elif kind is not None:
             one.bind(function_of([Step(one.module, kind)]))
+        elif has_own_forward(type(one.module)):
+            one.bind(user_function(one.module))
 
 
 def _children(module: nn.Module) -> list[nn.Module]:

@@ -214,9 +214,15 @@ def is_container(cls: Any) -> bool:
     return same and _is_of_torch(CONTAINER.forward) and is_standard(cls)
 
 
+def has_own_forward(cls: Any) -> bool:
+    """Return True if a class implements ``forward``, and leaves to torch how it is called."""
+    return is_standard(cls) and not _has(cls, "forward")
+
+
 def is_standard(cls: Any) -> bool:
     """Return True if a class has torch's own call path and attribute access."""
-    return _has(cls, "__call__", "_call_impl") and finds_members_as_torch(cls)
+    called_by_torch = _has(cls, "__call__", "_call_impl", "_compiled_call_impl")
+    return called_by_torch and finds_members_as_torch(cls)
 
 
 def finds_members_as_torch(cls: Any) -> bool:

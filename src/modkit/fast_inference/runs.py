@@ -1,9 +1,11 @@
-"""Generated functions that run layers one after the other, without calls in between.
+"""The functions that torch calls in place of hooks and ``forward``.
 
-At each call they check for hooks, patches and overrides, and take torch's own path if there are any.
+Those of layers and containers are generated, and run layers without calls in between. At each call they
+check for hooks, patches and overrides, and take torch's own path if there are any.
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from operator import is_
@@ -14,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's layers call it so
 
 from modkit import _upstream
+from modkit._upstream import jit_trace, module_globals as hooks
 from modkit.fast_inference.layers import CONTAINER, FUNCTIONS, Kind, is_container, kind_of
 from modkit.fast_inference.members import CALL_SLOT, Table
 
@@ -26,19 +29,21 @@ _LONGEST: Final = 24
 # Prefixes of attributes that may be tensor subclasses with a ``__torch_function__``.
 _TENSORS: Final = frozenset({"weight", "bias", "running"})
 
+_CALL_IMPL: Final = _upstream.original_methods["_call_impl"]
+
 _NAMESPACE: Final[dict[str, Any]] = {
     "F": F,
     "_VF": _upstream.recurrent_kernels,
     "torch": torch,
     "is_same": is_,
-    "hooks": _upstream.module_globals,
-    "jit_trace": _upstream.jit_trace,
+    "hooks": hooks,
+    "jit_trace": jit_trace,
     "cudnn_is_enabled": _upstream.cudnn_is_enabled,
     "modes_are_active": _upstream.modes_are_active,
     "is_grad_enabled": torch.is_grad_enabled,
     "has_torch_function": _upstream.has_torch_function,
     "CALL": _upstream.original_methods["__call__"],
-    "CALL_IMPL": _upstream.original_methods["_call_impl"],
+    "CALL_IMPL": _CALL_IMPL,
     "MISSING": object(),
     **{f"{name}_of_torch": function for name, function in FUNCTIONS.items()},
 }
@@ -78,7 +83,7 @@ def _maker(shape: Shape, parameters: tuple[str, ...], owned: bool, runs: bool) -
     """
     arguments = shape[0][0].layer.arguments
     names = [(name, i) for i, (kind, _) in enumerate(shape) for name in kind.layer.names]
-    loads = ["pass", *(f"{name}_{i} = d{i}[{name!r}]" for name, i in names)]
+    loads = [f"{name}_{i} = d{i}[{name!r}]" for name, i in names]
     steps = "; ".join([*_steps(shape, owned), "return run(x)" if runs else "return x"])
     # Functions are looked up once for each run, so replaced ones are called.
     for name in dict.fromkeys(re.findall(r"\b(?:F|torch)\.\w+", steps)):
@@ -93,7 +98,7 @@ def _maker(shape: Shape, parameters: tuple[str, ...], owned: bool, runs: bool) -
         arguments=", ".join(arguments),
         last=arguments[-1],
         parameters=", ".join(parameters),
-        loads="; ".join(loads),
+        loads="; ".join(loads) or "pass",
         checks=f"\n{' ' * 16}or ".join(_checks(shape, parameters, not runs, owned)),
         steps=steps,
     )
@@ -168,8 +173,43 @@ def function_of(steps: Sequence[Step], plain: Call | None = None, run: Call | No
         if CALL_SLOT in state:
             values[f"c{i}"] = state[CALL_SLOT]
     shape = tuple((step.kind, numbers[type(step.module)]) for step in steps)
-    function: Call = _maker(shape, tuple(values), plain is None, run is not None)(**values)
-    return function
+    function: Any = _maker(shape, tuple(values), plain is None, run is not None)(**values)
+    _upstream.skip_code(function.__code__)
+    return cast("Call", function)
+
+
+def user_function(module: nn.Module) -> Call:
+    """Return the function of a module that implements ``forward``: it calls that, if there are no hooks.
+
+    It reads at each call what ``Module._call_impl`` reads, and leaves the call to that if it finds hooks, an
+    override or tracing. Tables are looked up again, because libraries replace as well as fill them.
+    """
+    state = module.__dict__
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            differs = (
+                hooks._global_forward_hooks
+                or hooks._global_forward_pre_hooks
+                or hooks._global_backward_hooks
+                or hooks._global_backward_pre_hooks
+                or jit_trace._trace_module_map is not None
+                or state["_forward_hooks"]
+                or state["_forward_pre_hooks"]
+                or state["_backward_hooks"]
+                or state["_backward_pre_hooks"]
+                or type(module)._call_impl is not _CALL_IMPL
+                or "_call_impl" in state
+            )
+        except (
+            KeyError
+        ):  # Torch's own path finds a table in the class, or says which one is missing.
+            differs = True
+        if differs:
+            return module._call_impl(*args, **kwargs)
+        return module.forward(*args, **kwargs)
+
+    return call
 
 
 def container_function(module: nn.Module, covered: set[int]) -> Call | None:
@@ -239,3 +279,7 @@ def _one_by_one(modules: Sequence[nn.Module], x: Any) -> Any:
     for module in modules:
         x = module(x)
     return x
+
+
+# Compiled code starts a graph at a user's ``forward``, as outside, not at the functions that call it.
+_upstream.skip_frames(sys.modules[__name__])

@@ -1,0 +1,535 @@
+"""Users' modules inside the block: `forward` is called directly, and whatever torch would notice counts."""
+
+import contextlib
+import copy
+import gc
+import sys
+import traceback
+import types
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import fx, nn
+
+import modkit
+from tests.cases import for_each
+from tests.helpers import clean_global_hooks
+from tests.parity.fast_inference.nets import batch, net
+from tests.parity.fast_inference.twins import (
+    differing_keys,
+    left_behind,
+    outcome,
+    plain,
+    same_inside,
+)
+
+
+SLOT = "_compiled_call_impl"
+
+
+@pytest.fixture(autouse=True)
+def _clean_global_hooks() -> Iterator[None]:
+    """Leave no global hook behind."""
+    with clean_global_hooks():
+        yield
+
+
+def user_module(impl, forward=lambda self, x: x * 2, **namespace):
+    """Make a module of a new class of a user, with these attributes."""
+    return type("Net", (impl.nn.Module,), {"forward": forward, **namespace})()
+
+
+def test_the_page_shows_the_function_that_is_generated():
+    """The README shows the function of `Sequential(Linear, ReLU)`."""
+    readme = Path(modkit.__file__).parent / "fast_inference" / "README.md"
+    page = readme.read_text(encoding="utf-8")
+    exec(page.split("```python\n")[1].partition("```")[0], shown := {})
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with modkit.fast_inference(model):
+        generated = vars(model)[SLOT].__code__
+
+    def parts(code):
+        texts = [one for one in code.co_consts if not isinstance(one, types.CodeType)]
+        return code.co_code, code.co_names, code.co_varnames, code.co_freevars, texts
+
+    made = [one for one in shown["make"].__code__.co_consts if isinstance(one, types.CodeType)]
+
+    assert [parts(code) for code in made] == [parts(generated)]
+
+
+def test_forward_is_called_without_torchs_path(impl):
+    """Inside, on classes of torch and of modkit, `_call_impl` does not run; outside it does."""
+    model = user_module(impl)
+    model.inner = user_module(impl)
+    real, calls = nn.Module._call_impl.__code__, []
+
+    def count(frame, event, _argument):
+        if event == "call" and frame.f_code is real:
+            calls.append(frame)
+
+    def counted():
+        calls.clear()
+        sys.setprofile(count)
+        try:
+            model(batch()), model.inner(x=batch())
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    outside = counted()
+    with modkit.fast_inference(model):
+        inside = counted()
+
+    assert [outside, inside, counted()] == [2, 0, 2]
+
+
+def passed_on(function):
+    """Wrap a function, so that it is another one that does the same."""
+
+    def other(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return other
+
+
+def own_paths(impl):
+    """Return modules that are called by something else than torch's own functions."""
+    compiled = user_module(impl)
+    compiled.compile(backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Sequential(nn.ReLU()))
+    return {
+        "__call__": user_module(impl, __call__=passed_on(nn.Module.__call__)),
+        "_call_impl": user_module(impl, _call_impl=passed_on(nn.Module._call_impl)),
+        "_compiled_call_impl": user_module(impl, _compiled_call_impl=lambda *args: args),
+        "__getattr__": user_module(impl, __getattr__=passed_on(nn.Module.__getattr__)),
+        "__getattribute__": user_module(
+            impl, __getattribute__=passed_on(nn.Module.__getattribute__)
+        ),
+        "scripted": scripted,
+        "optimized": torch.compile(user_module(impl), backend="eager"),
+        "graph module": fx.symbolic_trace(nn.Sequential(nn.ReLU())),
+        "no forward": impl.nn.ModuleList(),
+        "compiled": compiled,
+    }
+
+
+def test_modules_with_a_path_of_their_own_get_no_function(impl):
+    """Overrides of how a module is called or read, compiled and scripted modules are left alone."""
+    models = own_paths(impl)
+    slots = {name: vars(model).get(SLOT) for name, model in models.items()}
+    with modkit.fast_inference(nn.ModuleList(models.values())):
+        inside = {name: vars(model).get(SLOT) for name, model in models.items()}
+
+    assert inside == slots
+    assert [name for name, slot in slots.items() if slot is not None] == ["compiled"]
+
+
+def test_modules_with_a_path_of_their_own_give_the_same_results(impl):
+    """They are called as they are called outside."""
+
+    def scenario(scope):
+        torch._dynamo.reset()
+        models = own_paths(impl)
+        with scope(nn.ModuleList(models.values())):
+            return {
+                name: outcome(lambda model=model: model(batch())) for name, model in models.items()
+            }
+
+    assert differing_keys(scenario) == []
+
+
+FORWARDS = {
+    "none": lambda self: torch.ones(2),
+    "one": lambda self, x: x + 1,
+    "two": lambda self, x, y: x + y,
+    "default": lambda self, x, times=2: x * times,
+    "keyword only": lambda self, x, *, times=2: x * times,
+    "positional only": eval("lambda self, x, /, times=3: x * times"),
+    "any": lambda self, *args, **kwargs: (args, kwargs),
+    "a keyword called self_": lambda self, self_=1: self_,
+    "static": staticmethod(lambda x, y=1: x + y),
+    "class": classmethod(lambda cls, x: (cls.__name__, x)),
+    "property": property(lambda self: lambda x: x - 1),
+    "callable": torch.relu,
+    "generator": lambda self, x: list((yield x)),
+    "string": "not callable",
+    "other objects": lambda self, x: {"out": [x, None, "text"], "more": (x,)},
+}
+ARGUMENTS = {
+    "none": ((), {}),
+    "one": ((1.5,), {}),
+    "two": ((1.5, 2), {}),
+    "three": ((1, 2, 3), {}),
+    "x by keyword": ((), {"x": 2.5}),
+    "times by keyword": ((1.5,), {"times": 4}),
+    "both by keyword": ((), {"x": 1, "y": 2}),
+    "twice": ((1,), {"x": 2}),
+    "unknown": ((1,), {"unknown": 2}),
+    "names of a call": ((), {"args": 1, "kwargs": 2, "module": 3}),
+    "self_": ((), {"self_": 5}),
+}
+
+
+@for_each("forward", FORWARDS.values(), ids=FORWARDS.keys())
+def test_arguments(impl, forward):
+    """Every way to pass arguments, right or wrong, has the same outcome and error text inside."""
+
+    def scenario(scope):
+        model, holder = user_module(impl, forward), nn.Sequential()
+        holder.append(model)
+        seen = {}
+        with scope(holder):
+            for name, (args, kwargs) in ARGUMENTS.items():
+                call = outcome(lambda args=args, kwargs=kwargs: str(model(*args, **kwargs)))
+                seen[name] = [part if "0x" not in str(part) else "address" for part in call]
+        return seen
+
+    assert differing_keys(scenario) == []
+
+
+METHODS = ("forward", "_call_impl", "__call__")
+
+
+def doubled(function):
+    """Wrap a function, so that a call that leaves it out shows."""
+    return lambda *args, **kwargs: function(*args, **kwargs) * 2
+
+
+def replaced_method(model, place, name):
+    """Return a context in which a method of a class, of its base or of an instance is another one."""
+    cls = type(model)
+    owner = {"class": cls, "base": cls.__mro__[1], "torch": nn.Module, "instance": model}[place]
+    return mock.patch.object(owner, name, doubled(getattr(owner, name)))
+
+
+@for_each("place", ["class", "base", "torch", "instance"])
+@for_each("name", METHODS)
+def test_replaced_methods(impl, name, place):
+    """A method that is replaced before, inside or around the block, and put back, is called as outside."""
+
+    def scenario(scope):
+        base = type("Base", (impl.nn.Module,), {"forward": lambda self, x: x + 1})
+        model, seen = type("Net", (base,), {})(), {}
+        with scope(model):
+            seen["plain"] = model(batch())
+            with replaced_method(model, place, name):
+                seen["replaced inside"] = model(batch())
+            seen["put back inside"] = model(batch())
+        patch = replaced_method(model, place, name)
+        patch.start()
+        with scope(model):
+            seen["replaced before"] = model(batch())
+            patch.stop()
+            seen["put back"] = model(batch())
+        return {key: value.tolist() for key, value in seen.items()}
+
+    assert differing_keys(scenario) == []
+
+
+@for_each("name", [*METHODS, "__getattr__", "_slow_forward"])
+def test_changed_class(impl, name):
+    """A module whose class is changed inside is called as the new class is."""
+
+    def scenario(scope):
+        model = user_module(impl)
+        cls = type(model)
+        original = getattr(cls, name)
+        with scope(model):
+            model.__class__ = type("Other", (cls,), {name: passed_on(original)})
+            first = model(batch())
+            model.__class__ = type("Another", (cls,), {"forward": lambda self, x: x * 3})
+            return first, model(batch())
+
+    assert same_inside(scenario)[0] == "returned"
+
+
+def test_backward_hooks_without_gradients(impl):
+    """A full backward hook warns of an output that holds no tensors directly, also without gradients."""
+
+    def scenario(scope):
+        model = user_module(impl, lambda self, x: {"out": x})
+        with scope(model), torch.no_grad():
+            model(batch())
+            model.register_full_backward_hook(lambda *given: None)
+            return model(batch())
+
+    assert "module output should be a Tensor" in same_inside(scenario)[2][0][1]
+
+
+def test_hooks_that_a_call_adds_to_itself(impl):
+    """Hooks that `forward` registers run in the next call; those it removes still run in this one."""
+
+    def scenario(scope):
+        log, handles = [], []
+
+        def forward(self, x):
+            log.append("forward")
+            for handle in handles:
+                handle.remove()
+            handles[:] = (
+                [] if handles else [self.register_forward_hook(lambda *_: log.append("hook"))]
+            )
+            return x
+
+        model = user_module(impl, forward)
+        with scope(model):
+            for _ in range(5):
+                model(batch())
+        return log, left_behind(model)
+
+    assert same_inside(scenario)[0] == "returned"
+
+
+def test_modules_without_a_table_of_hooks(impl):
+    """A module that lacks a table raises torch's error; a table of the class counts."""
+
+    def scenario(scope):
+        seen = []
+        for name in ("_forward_hooks", "_backward_pre_hooks"):
+            model = user_module(impl)
+            with scope(model):
+                del model.__dict__[name]
+                seen += outcome(lambda model=model: model(batch()))[:3]
+                setattr(type(model), name, {1: lambda *given: given[-1] * 3})
+                seen += outcome(lambda model=model: model(batch()))[:2]
+        return seen
+
+    assert "object has no attribute" in str(same_inside(scenario)[1])
+
+
+def test_modules_that_call_themselves(impl):
+    """A module may call itself, and one that never ends is the same error."""
+
+    def scenario(scope):
+        deep = user_module(impl, lambda self, n: 0 if n == 0 else 1 + self(n - 1))
+        endless = user_module(impl, lambda self, n: self(n + 1))
+        with scope(deep), scope(endless):
+            return deep(50), outcome(lambda: endless(0))[:2]
+
+    assert same_inside(scenario)[0] == "returned"
+
+
+def raise_error(self, x):
+    """Fail in a user's `forward`."""
+    raise ZeroDivisionError("of the user")
+
+
+def test_tracebacks(impl):
+    """An error shows the same frames inside, but for the one of torch's path that is not taken."""
+
+    def frames(scope):
+        model = nn.Sequential(nn.ReLU(), user_module(impl, lambda self, x: self.inner(x)))
+        model[1].inner = user_module(impl, raise_error)
+        with scope(model), pytest.raises(ZeroDivisionError, match="of the user") as caught:
+            model[1](batch())
+        return [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:]
+
+    outside, inside = frames(plain), frames(modkit.fast_inference)
+
+    path = ["_wrapped_call_impl", "_call_impl"]
+    assert outside == [*path, "<lambda>", *path, "raise_error"]
+    assert inside == ["call" if name == "_call_impl" else name for name in outside]
+
+
+def test_warnings_name_the_same_caller(impl):
+    """`stacklevel` counts the same number of frames inside."""
+
+    def where(scope):
+        model = user_module(impl, lambda self, x: warnings.warn("of the user", stacklevel=4))
+        with scope(model), pytest.warns(UserWarning, match="of the user") as caught:
+            model(batch())
+        return caught[0].filename
+
+    assert [where(plain), where(modkit.fast_inference)] == [__file__, __file__]
+
+
+def test_a_slow_forward_of_the_class_runs_while_traced(impl):
+    """`torch.jit.trace` of a module calls `_slow_forward`, as torch's own path does."""
+
+    def scenario(scope):
+        def slow(self, x):
+            return nn.Module._slow_forward(self, x) + 1
+
+        holder = user_module(impl, lambda self, x: self.inner(x))
+        holder.inner = user_module(impl, _slow_forward=slow)
+        with scope(holder), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            traced = torch.jit.trace(holder, batch())
+            return traced(batch()), holder(batch())
+
+    result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+def compiled_frames(scope, impl, hooked, in_place):
+    """Compile a network in a scope; return its frames and graphs in order, and the result."""
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+
+    def breaks(self, x):
+        x = self.fc(x)
+        torch._dynamo.graph_break()
+        return x + 1
+
+    torch._dynamo.reset()
+    clear_compilation_metrics()
+    model = net(impl)
+    model.blocks.append(user_module(impl, breaks))
+    model.blocks[-1].fc = nn.Linear(6, 6)
+    if hooked:
+        for module in (model, model.blocks[0]):
+            module.register_forward_hook(lambda *given: given[-1] * 2)
+    with scope(model), torch.no_grad():
+        if in_place:
+            model.compile(backend="eager")
+        function = model if in_place else torch.compile(model, backend="eager")
+        results = [function(batch()).tolist(), function(batch()).tolist(), has_own_slot(model)]
+    metrics = [(one.co_name, one.graph_op_count) for one in get_compilation_metrics()]
+    return metrics, results[:2], in_place and results[2], has_own_slot(model)
+
+
+def has_own_slot(model):
+    """Return True if an instance has been compiled in place; the block's own function is another."""
+    return "dynamo" in str(getattr(vars(model).get(SLOT), "__module__", ""))
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "compile()"])
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
+def test_compiled_code_has_the_same_frames(impl, hooked, in_place):
+    """Compiled inside, a network has the frames and graphs that it has outside; it stays compiled."""
+    outside = compiled_frames(plain, impl, hooked, in_place)
+    inside = compiled_frames(modkit.fast_inference, impl, hooked, in_place)
+
+    assert outside[0][0][0] == "forward"
+    assert outside == inside
+
+
+def test_exported_programs_are_the_same(impl):
+    """`torch.export` inside gives the same program, with the modules that its operations come from."""
+
+    def exported(scope):
+        torch._dynamo.reset()
+        model = net(impl)
+        del model.tied
+        model.tied = nn.Identity()
+        with scope(model), torch.no_grad():
+            program = torch.export.export(model, (batch(),), strict=False)
+        stacks = [node.meta.get("nn_module_stack") for node in program.graph.nodes]
+        paths = [[*map(str, stack.values())] for stack in stacks if stack]
+        return str(program.graph), str(program.graph_signature), paths
+
+    outside = exported(plain)
+
+    assert outside == exported(modkit.fast_inference)
+    assert "'blocks.0.fc'" in str(outside)
+
+
+def profiled(scope, model):
+    """Return the modules that the profiler names, in order, each inside its caller."""
+    names = []
+
+    def walk(event, depth):
+        is_module = event.name.startswith("nn.Module: ")
+        if is_module:
+            names.append(depth * "." + event.name)
+        for child in event.children:
+            walk(child, depth + is_module)
+
+    profile = torch.profiler.profile(with_stack=True)
+    with scope(model), torch.no_grad(), profile:
+        model(batch())
+    for event in profile.profiler.kineto_results.experimental_event_tree():
+        walk(event, 0)
+    return names
+
+
+def test_the_profiler_names_modules(impl):
+    """It names each module that is called; layers in one function with their container are not."""
+    model = net(impl)
+    outside, inside = profiled(plain, model), profiled(modkit.fast_inference, model)
+    in_containers = ["Linear_0", "BatchNorm1d_0", "ReLU_0", "Dropout_0", "Sequential_2", "Tanh_0"]
+    in_containers += ["GELU_0"]
+    users = [name for name in outside if "Net" in name or "Block" in name]
+
+    assert [name for name in inside if "Net" in name or "Block" in name] == users
+    assert len(users) == 5
+    assert len(outside) - len(inside) >= len(in_containers)
+
+
+def test_no_reference_cycle_is_left(impl):
+    """Users' modules are freed without the collector: after the block, and after an exception in it."""
+
+    def freed(raised):
+        model = user_module(impl)
+        model.inner = user_module(impl)
+        references = [weakref.ref(model), weakref.ref(model.inner)]
+        with contextlib.suppress(ZeroDivisionError), modkit.fast_inference(model):
+            model(batch())
+            references.append(weakref.ref(vars(model)[SLOT]))
+            if raised:
+                raise ZeroDivisionError
+        del model
+        return [reference() is None for reference in references]
+
+    gc.collect()
+    gc.disable()
+    try:
+        found = [freed(raised=False), freed(raised=True)]
+    finally:
+        gc.enable()
+
+    assert found == [[True] * 3] * 2
+
+
+def test_copies_have_no_function(impl):
+    """A copy that is made inside calls itself, and what is set on it has no effect on the original."""
+    model = user_module(impl)
+    with modkit.fast_inference(model):
+        copies = [copy.copy(model), copy.deepcopy(model)]
+        for made in copies:
+            made.forward = types.MethodType(lambda self, x: -x, made)
+        results = [made(batch()).equal(-batch()) for made in copies]
+        own = model(batch()).equal(batch() * 2)
+
+    assert [SLOT in vars(made) for made in copies] == [False, False]
+    assert results == [True, True]
+    assert own
+
+
+def test_modules_that_are_added_inside(impl):
+    """A module that is assigned inside is called by torch's own path, in the block and after it."""
+
+    def scenario(scope):
+        model = user_module(impl, lambda self, x: self.inner(x))
+        model.inner = user_module(impl)
+        with scope(model):
+            first = model(batch())
+            model.inner = user_module(impl, lambda self, x: x - 1)
+            second = model(batch())
+            with scope(model):
+                third = model(batch())
+            model.inner.register_forward_hook(lambda *given: given[-1] * 5)
+            return first, second, third, model(batch()), left_behind(model)[1][2:4]
+
+    assert same_inside(scenario)[0] == "returned"
+
+
+def test_scripted_inside(impl):
+    """`torch.jit.script` of a user's network inside gives the same code."""
+
+    def scenario(scope):
+        model = net(impl).blocks[0]
+        with scope(model), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            scripted = torch.jit.script(model)
+        with torch.no_grad():
+            return scripted.code, scripted(torch.ones(1, 6)), model(torch.ones(1, 6))
+
+    assert same_inside(scenario)[0] == "returned"
