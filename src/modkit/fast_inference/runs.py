@@ -201,9 +201,8 @@ def user_function(module: nn.Module) -> Call:
                 or type(module)._call_impl is not _CALL_IMPL
                 or "_call_impl" in state
             )
-        except (
-            KeyError
-        ):  # Torch's own path finds a table in the class, or says which one is missing.
+        except KeyError:
+            # Torch's own path finds a table in the class, or says which one is missing.
             differs = True
         if differs:
             return module._call_impl(*args, **kwargs)
