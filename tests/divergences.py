@@ -64,13 +64,6 @@ ROWS: Final = (
         "loading: assign=True and the argument",
         "tests/parity/fixes/test_load.py::test_assign_leaves_nothing_behind_in_the_state_dict",
     ),
-    _row(
-        "torch",
-        "A parameter whose name holds a dot, which only `_parameters` accepts, is loaded and then "
-        "reported as unexpected | It is loaded",
-        NO_ISSUE,
-        "tests/parity/fixes/test_load.py::test_a_name_with_a_dot_is_not_unexpected",
-    ),
     _shown(
         "loading: keys below a child that is None",
         "tests/parity/fixes/test_load.py::test_keys_below_a_child_that_is_none_are_unexpected",

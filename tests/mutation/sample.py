@@ -42,6 +42,8 @@ _MODULES = {
     "_load_state_dict": "module/test_load_state_dict fixes/test_load module/test_load_overrides "
     "module/test_bad_load hooks/test_load_state_dict_hooks hooks/test_load_state_dict_results "
     "module/test_mixed_trees ../unit/test_load_state_dict",
+    "_load_plan": "module/test_load_state_dict fixes/test_load module/test_load_overrides "
+    "module/test_bad_load module/test_mixed_trees fixes/test_cycles",
     "_load_tensor": "module/test_load_state_dict fixes/test_load module/test_bad_load "
     "module/test_load_overrides module_page/test_load_state_dict",
     "_overrides": "module/test_override_contract module/test_call_order module/test_traversal "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from modkit._tree import descend
 from modkit._upstream import foreach_copy_, tensor_guard
 from modkit.averaging.precision import PRECISIONS, OnNonfinite, Precision, kept_dtype
 from modkit.averaging.sharding import is_sharded, local_shard, reshard
@@ -115,7 +116,7 @@ class NamedTensors:
         leave_out: torch.nn.Module | None = None,
         like: "NamedTensors | None" = None,
     ) -> None:
-        places = list(_walk(model, "", leave_out))
+        places = _places(model, leave_out)
         self.modules: list[torch.nn.Module] = [module for _, module in places]
         reshard(self.modules)
         self.parameters: dict[str, Member] = {}
@@ -200,15 +201,23 @@ class NamedTensors:
         return any(is_lazy(member.tensor) for member in self.all().values())
 
 
-def _walk(
-    module: torch.nn.Module, prefix: str, leave_out: torch.nn.Module | None
-) -> Iterator[tuple[str, torch.nn.Module]]:
-    if module is leave_out:
-        return
-    yield prefix, module
-    for key, child in module._modules.items():
-        if child is not None:
-            yield from _walk(child, f"{prefix}{key}.", leave_out)
+def _places(
+    model: torch.nn.Module, leave_out: torch.nn.Module | None
+) -> list[tuple[str, torch.nn.Module]]:
+    """Return each module with the prefix of its names, on every path but those to ``leave_out``."""
+    if model is leave_out:
+        return []
+    places = [("", model)]
+
+    def enter(name: str, child: torch.nn.Module, parent_prefix: str) -> str | None:
+        if child is leave_out:
+            return None
+        prefix = f"{parent_prefix}{name}."
+        places.append((prefix, child))
+        return prefix
+
+    descend(model, "", enter)
+    return places
 
 
 class Snapshot:

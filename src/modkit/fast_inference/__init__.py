@@ -7,6 +7,7 @@ from typing import Final, TypeVar, cast
 
 from torch import nn
 
+from modkit._tree import descend
 from modkit.fast_inference.folding import folds_of
 from modkit.fast_inference.layers import has_own_forward, is_container, kind_of
 from modkit.fast_inference.members import CALL_SLOT, Binding
@@ -96,14 +97,17 @@ def _enter(modules: list[nn.Module], folds: dict[int, Call]) -> list[Binding]:
 def _tree(model: nn.Module) -> list[nn.Module]:
     """Return a model and all modules below it, except compiled and scripted ones."""
     found: dict[int, nn.Module] = {}
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
+
+    def enter(_: str, module: nn.Module, __: object) -> bool | None:
         table = module.__dict__.get("_modules")
         compiled = CALL_SLOT in module.__dict__ and id(module) not in _bindings
-        if id(module) not in found and not compiled and isinstance(table, dict):
-            found[id(module)] = module
-            waiting += _children(module)
+        if id(module) in found or compiled or not isinstance(table, dict):
+            return None
+        found[id(module)] = module
+        return True
+
+    if enter("", model, None):
+        descend(model, True, enter)
     return list(found.values())
 
 

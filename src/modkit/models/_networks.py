@@ -8,7 +8,7 @@ from torch import Tensor
 
 from modkit import nn
 from modkit._upstream import get_tracing_state, is_scripting
-from modkit.nn._load_state_dict import only_migrates
+from modkit.nn._load_plan import only_migrates
 
 
 if TYPE_CHECKING:

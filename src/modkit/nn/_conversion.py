@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from modkit._messages import text_of
 from modkit._upstream import original_methods, parse_to
 from modkit.nn._overrides import (
+    CHILDREN,
     StandardClasses,
     TorchModule,
     has_no_children,
@@ -97,9 +98,13 @@ def _apply(self: ModuleT, fn: TensorFunction, recurse: bool = True) -> ModuleT:
     if keeps is not None and has_no_children(self) and _keeps_all(self, keeps):
         return self
     with _applying(fn) as ties:
-        owners = walk(self, "_apply", lambda child: child._apply(fn)) if recurse else (self,)
-        for owner in owners:
-            _apply_to_own(owner, fn, keeps, ties)
+        if recurse:
+
+            def convert(owner: torch.nn.Module, _: object) -> None:
+                _apply_to_own(owner, fn, keeps, ties)
+
+            walk(self, _apply, fn, leave=convert)
+        _apply_to_own(self, fn, keeps, ties)
     return self
 
 
@@ -253,20 +258,19 @@ def apply(self: ModuleT, fn: Callable[[torch.nn.Module], None]) -> ModuleT:
 
     modkit: A module that contains itself raises a RecursionError that names it.
     """
-    for module in walk(self, "apply", lambda child: child.apply(fn)):
-        fn(module)
+    walk(self, apply, fn, leave=lambda child, _: fn(child))
+    fn(self)
     return self
 
 
-_SETATTR: Final = methods("__setattr__")
-
-
-class _PlainClasses(StandardClasses):
+class _TrainClasses(StandardClasses):
     """The classes for which setting the mode is writing ``training`` to the instance."""
+
+    asked = methods("train", *CHILDREN, "__setattr__")
 
     def __missing__(self, cls: type) -> bool:
         plain = (
-            super().__missing__(cls)
+            StandardClasses.__missing__(self, cls)
             and getattr(cls, "training", None) is None
             and cast("Any", super)(TorchModule, cls).__setattr__ is object.__setattr__
         )
@@ -284,12 +288,9 @@ def train(self: ModuleT, mode: bool = True) -> ModuleT:
         raise ValueError("training mode is expected to be boolean")  # noqa: TRY004 - torch's type
     self.training = mode
     if not has_no_children(self):
-        plain = _PlainClasses(_SETATTR)
-        below = walk(self, "train", lambda child: child.train(mode), parents_first=True)
-        next(below)
-        for each in below:
-            if plain[type(each)]:
-                each.__dict__["training"] = mode
-            else:
-                each.training = mode
+
+        def set_mode(child: torch.nn.Module) -> None:
+            child.__dict__["training"] = mode
+
+        walk(self, train, mode, standard=_TrainClasses(), enter=set_mode)
     return self

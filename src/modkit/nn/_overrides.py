@@ -7,12 +7,13 @@ tree calls what a class or an instance overrides, with torch's signature, instea
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
-from modkit._messages import MSG_CYCLE, add_note
+from modkit._messages import add_note
+from modkit._tree import descend
 from modkit._upstream import FunctionT, original_methods
 
 
@@ -71,7 +72,7 @@ def _note_forgotten_init(error: AttributeError) -> None:
 
 
 def methods(*names: str) -> Methods:
-    """Return the argument of ``all_standard`` and ``StandardClasses``."""
+    """Return the methods of these names, as ``all_standard`` takes them."""
     return tuple((name, original_methods[name]) for name in names)
 
 
@@ -94,92 +95,100 @@ def is_standard(module: torch.nn.Module, method: str) -> bool:
 
 
 class StandardClasses(dict[type, bool]):
-    """Caches for one walk which classes override none of the methods; instances still may."""
+    """Caches for one walk which classes override none of some methods; instances still may.
 
-    def __init__(self, asked: Methods) -> None:
-        self._asked = asked
+    The methods belong to the class: a walk of two modules would notice the time of an ``__init__``.
+    """
+
+    asked: Methods
 
     def __missing__(self, cls: type) -> bool:
         """Check a class that this walk has not met before."""
-        found = self[cls] = all(
-            getattr(cls, name, None) in STANDARD and getattr(TorchModule, name) is original
-            for name, original in self._asked
-        )
+        found = True
+        for name, original in self.asked:
+            function = getattr(cls, name, None)
+            # A class that has torch's function has it whether or not ``torch.nn.Module`` is patched.
+            if function is not original and (
+                function not in STANDARD or getattr(TorchModule, name) is not original
+            ):
+                found = False
+                break
+        self[cls] = found
         return found
 
 
-_CHILDREN: Final = methods("children", "named_children")
+@functools.cache
+def standard_classes(*names: str) -> type[StandardClasses]:
+    """Return the caches for walks that ask for the methods of these names."""
+    return type("StandardClasses", (StandardClasses,), {"asked": methods(*names)})
+
+
+CHILDREN: Final = ("children", "named_children")
+_CHILDREN_METHODS: Final = methods(*CHILDREN)
 
 
 def has_no_children(module: torch.nn.Module) -> bool:
     """Return True if ``module.children()`` is torch's or ours, and finds nothing."""
-    return not module._modules and all_standard(module, _CHILDREN)
-
-
-def named_children(self: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield ``(name, module)`` for the direct children, each module once.
-
-    modkit: Children are compared by identity, not by ``==``: equal ones are all yielded, and they need
-    not be hashable.
-    """
-    # By identity, since some modules cannot be hashed. The values keep alive what was seen, so that
-    # no identity is used twice while a caller replaces children.
-    seen: dict[int, torch.nn.Module] = {}
-    for name, child in self._modules.items():
-        if child is not None and id(child) not in seen:
-            seen[id(child)] = child
-            yield name, child
-
-
-def _children_of(module: torch.nn.Module) -> Iterator[tuple[object, torch.nn.Module]]:
-    # As ``module.children()`` does it, without its layers of generators.
-    if all_standard(module, _CHILDREN):
-        return named_children(module)
-    return enumerate(module.children())
-
-
-def refuse_cycle(module: torch.nn.Module) -> None:
-    """Raise what an endless recursion would end in, at once and with the reason."""
-    raise RecursionError(MSG_CYCLE.format(name=type(module).__name__))
+    return not module._modules and all_standard(module, _CHILDREN_METHODS)
 
 
 def walk(
-    module: torch.nn.Module,
-    method: str,
-    call: Callable[[Any], object],
+    root: torch.nn.Module,
+    method: Callable[..., object],
+    argument: object,
     *,
-    parents_first: bool = False,
-) -> Iterator[torch.nn.Module]:
-    """Yield ``module`` and all below it; one that overrides ``method`` goes to ``call`` instead."""
-    plain = StandardClasses(((method, original_methods[method]), *_CHILDREN))
-    active = {id(module)}
-    if parents_first:
-        yield module
-    stack = [(module, _children_of(module))]
-    while stack:
-        parent, children = stack[-1]
-        for _, child in children:
-            has_standard_children = plain[type(child)] and not (
-                method in (state := child.__dict__)
-                or "children" in state
-                or "named_children" in state
-            )
-            if has_standard_children and not child._modules:
-                yield child
-                continue
-            if not has_standard_children and not is_standard(child, method):
-                call(child)
-                continue
-            if id(child) in active:
-                refuse_cycle(child)
-            active.add(id(child))
-            if parents_first:
-                yield child
-            below = named_children(child) if has_standard_children else _children_of(child)
-            stack.append((child, below))
-            break
+    standard: StandardClasses | None = None,
+    enter: Callable[[Any], object] | None = None,
+    leave: Callable[[Any, object], object] | None = None,
+) -> None:
+    """Visit each module below ``root``, as a method that torch calls for ``children()`` does.
+
+    A module whose class or instance overrides the method, or its children, is called instead.
+
+    Args:
+        root: Where the walk starts; its own part is the caller's.
+        method: The method of ours whose walk this is.
+        argument: What the method is called with, on a module that is not standard.
+        standard: The classes to visit, by default those that override neither method nor children.
+        enter: Called with each module that is visited, before its children.
+        leave: Called with each module that is visited, after its children, and a second argument.
+    """
+    name = method.__name__
+
+    def call(child: torch.nn.Module) -> None:
+        if is_standard(child, name):
+            method(child, argument)
         else:
-            stack.pop()
-            active.discard(id(parent))
-            if not parents_first:
-                yield parent
+            getattr(child, name)(argument)
+
+    if not all_standard(root, _CHILDREN_METHODS):
+        for child in root.children():
+            call(child)
+        return
+    classes = standard_classes(name, *CHILDREN)() if standard is None else standard
+
+    # The state of a module are those of its children that were met, as each is visited once. They are
+    # told apart by identity, as some modules cannot be hashed. The values keep them alive, so that no
+    # identity is used twice while a caller replaces children.
+    def enter_once(
+        _: str, child: torch.nn.Module, met: dict[int, torch.nn.Module]
+    ) -> dict[int, torch.nn.Module] | None:
+        key = id(child)
+        if key in met:
+            return None
+        met[key] = child
+
+        if (
+            not classes[type(child)]
+            or name in (own := child.__dict__)
+            or "children" in own
+            or "named_children" in own
+        ):
+            call(child)
+            return None
+        if enter is not None:
+            enter(child)
+        return {}
+
+    children_met: dict[int, torch.nn.Module] = {}
+    descend(root, children_met, enter_once, leave)

@@ -2,33 +2,24 @@
 
 import warnings
 from collections import OrderedDict
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from modkit._messages import text_of
+from modkit._tree import descend
 from modkit.nn._overrides import (
-    StandardClasses,
     is_standard,
-    methods,
     patchable,
-    refuse_cycle,
+    standard_classes,
 )
 
 
-def _save_tensors(module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            destination[prefix + name] = parameter if keep_vars else parameter.detach()
-    if module._buffers:
-        transient = module._non_persistent_buffers_set
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in transient:
-                destination[prefix + name] = buffer if keep_vars else buffer.detach()
-
-
 # A class that overrides none of these saves no more than its tensors.
-_SAVING: Final = methods("state_dict", "_save_to_state_dict", "get_extra_state")
+_SavingClasses: Final = standard_classes("state_dict", "_save_to_state_dict", "get_extra_state")
+
+# The prefix and the metadata of a module whose own state is written.
+_Saved: TypeAlias = tuple[str, dict[str, Any]]
 
 
 def _save_one(
@@ -41,10 +32,19 @@ def _save_one(
     if module._state_dict_pre_hooks:
         for hook in tuple(module._state_dict_pre_hooks.values()):
             hook(module, prefix, keep_vars)
-    if plain:
-        _save_tensors(module, destination, prefix, keep_vars)
-    else:
+    if not plain:
         module._save_to_state_dict(destination, prefix, keep_vars)
+        return metadata
+
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            destination[prefix + name] = parameter if keep_vars else parameter.detach()
+    buffers = module._buffers
+    if buffers:
+        transient = module._non_persistent_buffers_set
+        for name, buffer in buffers.items():
+            if buffer is not None and name not in transient:
+                destination[prefix + name] = buffer if keep_vars else buffer.detach()
     return metadata
 
 
@@ -85,51 +85,34 @@ def state_dict(
         destination = OrderedDict()
         destination._metadata = OrderedDict()
     metadata = _save_one(self, destination, prefix[:-1], prefix, keep_vars, plain=False)
-    if not self._modules:
-        if self._state_dict_hooks:
-            return _run_save_hooks(self, destination, prefix, metadata)
-        return destination
-    return _save_below(self, destination, prefix, keep_vars, metadata)
+    if self._modules:
+        _save_below(self, destination, prefix, keep_vars)
+    if self._state_dict_hooks:
+        return _run_save_hooks(self, destination, prefix, metadata)
+    return destination
 
 
-def _save_below(
-    module: torch.nn.Module,
-    destination: Any,
-    prefix: str,
-    keep_vars: bool,
-    metadata: dict[str, Any],
-) -> Any:
-    """Write the state of all modules below; return the root's destination, which a hook may replace."""
-    classes = StandardClasses(_SAVING)
-    active = {id(module)}
-    stack = [(module, prefix, metadata, iter(module._modules.items()))]
-    while True:
-        parent, parent_prefix, metadata, children = stack[-1]
-        for name, child in children:
-            if child is None:
-                continue
-            path = parent_prefix + name
-            child_prefix = path + "."
-            plain = classes[type(child)] and not (
-                "state_dict" in (own := child.__dict__) or "_save_to_state_dict" in own
-            )
-            if not plain and not is_standard(child, "state_dict"):
-                child.state_dict(destination=destination, prefix=child_prefix, keep_vars=keep_vars)
-                continue
-            if id(child) in active:
-                refuse_cycle(child)
-            child_metadata = _save_one(child, destination, path, child_prefix, keep_vars, plain)
-            if child._modules:
-                active.add(id(child))
-                stack.append((child, child_prefix, child_metadata, iter(child._modules.items())))
-                break
-            if child._state_dict_hooks:
-                _run_save_hooks(child, destination, child_prefix, child_metadata)
-        else:
-            stack.pop()
-            active.discard(id(parent))
-            written = destination
-            if parent._state_dict_hooks:
-                written = _run_save_hooks(parent, destination, parent_prefix, metadata)
-            if not stack:
-                return written
+def _save_below(module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
+    """Write the state of all modules below; the destination that a hook returns is the root's alone."""
+    classes = _SavingClasses()
+
+    def enter(name: str, child: Any, parent: _Saved) -> _Saved | None:
+        path = parent[0] + name
+        plain = classes[type(child)] and not (
+            "state_dict" in (own := child.__dict__) or "_save_to_state_dict" in own
+        )
+        child_prefix = path + "."
+        if not plain and not is_standard(child, "state_dict"):
+            child.state_dict(destination=destination, prefix=child_prefix, keep_vars=keep_vars)
+            return None
+        metadata = _save_one(child, destination, path, child_prefix, keep_vars, plain)
+        if child._modules or child._state_dict_hooks:
+            return child_prefix, metadata
+        return None  # nothing is left to do for it
+
+    def leave(child: torch.nn.Module, saved: _Saved) -> None:
+        if child._state_dict_hooks:
+            _run_save_hooks(child, destination, *saved)
+
+    root: _Saved = (prefix, {})
+    descend(module, root, enter, leave)

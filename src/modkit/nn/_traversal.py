@@ -8,11 +8,13 @@ from typing import Any, Final, cast
 import torch
 from torch.nn import Parameter
 
+from modkit._tree import refuse_cycle
 from modkit._upstream import original_methods
-from modkit.nn._overrides import StandardClasses, all_standard, methods, patchable, refuse_cycle
+from modkit.nn._overrides import all_standard, methods, patchable, standard_classes
 
 
 _NAMED_MODULES: Final = methods("named_modules")
+_NamedModulesClasses: Final = standard_classes("named_modules")
 _NAMED_PARAMETERS: Final = methods("named_parameters", "_named_members")
 
 
@@ -104,7 +106,7 @@ def named_modules(
         yield prefix, self
     met = seen.met
     note = met.add
-    standard = StandardClasses(_NAMED_MODULES)
+    standard = _NamedModulesClasses()
     stack = [(_dot(prefix), self, iter(self._modules.items()))]
     while stack:
         dotted, _, children = stack[-1]
@@ -174,7 +176,7 @@ def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     seen.is_new(module)
     met = seen.met
     note = met.add
-    standard = StandardClasses(_NAMED_MODULES)
+    standard = _NamedModulesClasses()
     parents = [module]
     stack = [iter(module._modules.values())]
     while stack:

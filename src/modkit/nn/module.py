@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from typing_extensions import Protocol
 
+from modkit import _tree
 from modkit._upstream import skip_frames
 from modkit.nn import (
     _attributes,
     _conversion,
     _hooks,
+    _load_plan,
     _load_state_dict,
     _load_tensor,
     _overrides,
@@ -206,7 +208,7 @@ class Module(torch.nn.Module, metaclass=ModuleType):
 Module.__annotations__ = dict(TorchModule.__annotations__)
 
 for _file in (
-    *(_attributes, _conversion, _hooks, _load_state_dict, _load_tensor),
-    *(_overrides, _state_dict, _traversal),
+    *(_attributes, _conversion, _hooks, _load_plan, _load_state_dict, _load_tensor),
+    *(_overrides, _state_dict, _traversal, _tree),
 ):
     skip_frames(_file)

@@ -195,14 +195,3 @@ def test_assign_leaves_nothing_behind_in_the_state_dict(impl: Implementation, ho
     assert state._metadata == before
     assert copied_into.weight is weight
     assert torch.equal(weight, state["weight"])
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_name_with_a_dot_is_not_unexpected(impl: Implementation, strict: bool) -> None:
-    """A parameter that was put into the registry under such a name is loaded like any other."""
-    module = impl.own.Module()
-    module._parameters["a.b"] = impl.own.Parameter(torch.ones(1))
-    result = module.load_state_dict({"a.b": torch.zeros(1)}, strict=strict)
-
-    assert module._parameters["a.b"].item() == 0.0
-    assert result.unexpected_keys == []

@@ -467,3 +467,31 @@ def test_a_layer_with_another_version_migrates_as_the_class_behind_it(version, w
 
     is_old = (written or version) in {None, 1}
     assert same(scenario)[0] == ("returned" if is_old else "raised")
+
+
+@for_each("strict", [True, False])
+@for_each("assign", [False, True])
+@for_each("child", ["none of that name", "None", "without the name", "with the name"])
+@for_each("keys", [["a.b"], ["a.b", "bogus"], ["bogus.c", "a.b", "c"], ["inner.a.b", "a.b"], []])
+def test_a_parameter_whose_name_holds_a_dot(keys, child, assign, strict):
+    """Its key loads it, and is unexpected unless there is a child that it may belong to."""
+
+    def scenario(impl):
+        module = impl.Module()
+        if child == "None":
+            module.a = None
+        elif child != "none of that name":
+            module.a = impl.Module()
+            name = "b" if child == "with the name" else "c"
+            module.a.register_parameter(name, torch.nn.Parameter(torch.ones(1)))
+        module.inner = impl.Module()
+        for owner in (module, module.inner):
+            owner._parameters["a.b"] = torch.nn.Parameter(torch.ones(1))
+        state = {key: torch.full((1,), 7.0) for key in keys}
+        try:
+            result = module.load_state_dict(state, strict, assign)
+        except RuntimeError as error:
+            result = str(error)
+        return result, [parameter.item() for parameter in module.parameters()]
+
+    assert same(scenario)[0] == "returned"

@@ -1,0 +1,66 @@
+"""One descent through a tree of modules, for every walk that is not hot."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from modkit._messages import MSG_CYCLE
+
+
+StateT = TypeVar("StateT")
+
+
+def descend(
+    root: torch.nn.Module,
+    state: StateT,
+    enter: Callable[[str, Any, StateT], StateT | None],
+    leave: Callable[[Any, StateT], object] | None = None,
+) -> None:
+    """Walk over all modules below ``root``, in the order of ``_modules`` and on every path.
+
+    It does not recurse, so a tree may be as deep as memory allows.
+
+    Args:
+        root: Where the walk starts; it is neither entered nor left.
+        state: What ``enter`` gets for the children of ``root``, a prefix of names for instance.
+        enter: Called before the children of a module, as ``enter(name, module, state)`` with the state
+            of its parent. It returns the state of the module; None to skip the module and all below it.
+        leave: Called after the children of each module that was entered, with its state.
+
+    Raises:
+        RecursionError: A module contains itself.
+    """
+    parent, children = root, iter(root._modules.items())
+    parents: list[Any] = []
+    active = {id(root)}
+    while True:
+        for name, child in children:
+            if child is None:
+                continue
+            entered = enter(name, child, state)
+            if entered is None:
+                continue
+            below = child._modules
+            if below:
+                # After ``enter``: a module that is skipped handles a cycle itself, as in torch.
+                if id(child) in active:
+                    refuse_cycle(child)
+                active.add(id(child))
+                parents.append((parent, state, children))
+                parent, state, children = child, entered, iter(below.items())
+                break
+            if leave is not None:
+                leave(child, entered)
+        else:
+            if not parents:
+                return
+            if leave is not None:
+                leave(parent, state)
+            active.discard(id(parent))
+            parent, state, children = parents.pop()
+
+
+def refuse_cycle(module: torch.nn.Module) -> None:
+    """Raise what an endless recursion would end in, at once and with the reason."""
+    raise RecursionError(MSG_CYCLE.format(name=type(module).__name__))

@@ -1,0 +1,335 @@
+"""The plan of a load: every entry is checked, in all modules, before the first one is written.
+
+There is a plan if no class and no hook takes part in loading.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch.nn import Buffer, Parameter
+
+from modkit._tree import descend
+from modkit._upstream import (
+    FunctionT,
+    foreach_copy_,
+    layer_loaders,
+    make_parameter,
+    module_globals,
+    original_methods,
+)
+from modkit.nn._load_tensor import PLAIN, Entry, Ties, check, may_fail, try_out, warn_if_meta, write
+from modkit.nn._overrides import STANDARD, StandardClasses, TorchModule, standard_classes
+
+
+TORCH_LOAD: Final = original_methods["_load_from_state_dict"]
+_TORCH_SET_EXTRA_STATE: Final = original_methods["set_extra_state"]
+_TORCH_GETATTR: Final = original_methods["__getattr__"]
+_MISSING: Final = object()
+
+
+class Load:
+    """One load: what is loaded, and what is wrong with it. The three lists are handed to every module."""
+
+    def __init__(self, state_dict: Mapping[str, Any], *, assign: bool) -> None:
+        # A copy, since hooks and overrides may edit what they are given.
+        entries: Any = OrderedDict(state_dict)
+        self.entries = entries
+        self.metadata: Any = getattr(state_dict, "_metadata", None)
+        if self.metadata is not None:
+            entries._metadata = self.metadata
+        self.assign = assign
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.errors: list[str] = []
+
+    def local_metadata(self, prefix: str) -> dict[str, Any]:
+        """Return the metadata of one module, and whether to assign."""
+        # A copy, so that the flag does not stay behind in the caller's state dict.
+        local = {} if self.metadata is None else dict(self.metadata.get(prefix[:-1], {}))
+        if self.assign:
+            local["assign_to_params_buffers"] = self.assign
+        return local
+
+    def refuse(self, module: torch.nn.Module, *, strict: bool) -> None:
+        """Raise all that is wrong as one error."""
+        if not (self.errors or self.missing or self.unexpected):
+            return
+        errors = [*self.errors]
+        for kind, keys in (("Unexpected", self.unexpected), ("Missing", self.missing)):
+            if strict and keys:
+                quoted = ", ".join(f'"{key}"' for key in keys)
+                errors.insert(0, f"{kind} key(s) in state_dict: {quoted}. ")
+        if errors:
+            listed = "\n\t".join(errors)
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{listed}"
+            )
+
+
+class Plan:
+    """All that a load will write, in torch's order.
+
+    Attributes:
+        entries: Each entry to write, and the text of each error found.
+        unsure: The keys of entries that may fail.
+        added: The number of errors that belong to no key.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+        self.unsure: set[str] = set()
+        self.added = 0
+
+    def check(self, loading: Load, *, strict: bool) -> None:
+        """Collect the errors, those among them that torch would meet while writing."""
+        if not (self.unsure or self.added):
+            return
+        assign = loading.assign
+        refused = strict and bool(loading.missing or loading.unexpected)
+        refused = refused or any(isinstance(entry, str) for entry in self.entries)
+        for entry in self.entries:
+            if isinstance(entry, str):
+                loading.errors.append(entry)
+            elif entry[3] in self.unsure:
+                warn_if_meta(entry, assign=assign, stacklevel=5)
+                # Trying out a tensor subclass, a shard for instance, may take as long as loading it.
+                # That is spent only if the load is refused anyway, or if a plain tensor gets an odd
+                # value.
+                if refused or assign or type(entry[4]) in PLAIN:
+                    loading.errors += try_out(entry, assign=assign)
+
+    def write(self, loading: Load) -> None:
+        """Write all entries, which are without errors."""
+        if self.entries:
+            with torch.no_grad():
+                (self._assign_all if loading.assign else self._copy_all)(loading)
+
+    def _copy_all(self, loading: Load) -> None:
+        unsure = self.unsure
+        # A tensor in several places ends up with its last value.
+        sure = {id(entry[4]): entry for entry in self.entries if entry[3] not in unsure}.values()
+        if sure:
+            foreach_copy_([entry[4] for entry in sure], [entry[5] for entry in sure])
+        for entry in self.entries if unsure else ():
+            if entry[3] in unsure:
+                loading.errors += write(entry, assign=False, ties=None)
+
+    def _assign_all(self, loading: Load) -> None:
+        uses = Counter(id(entry[4]) for entry in self.entries)
+        classes = _SettingClasses()
+        announced = (
+            module_globals._global_parameter_registration_hooks
+            or module_globals._global_buffer_registration_hooks
+        )
+        ties: Ties = {}
+        plain = torch.Tensor
+        last, direct = None, False
+        for entry in self.entries:
+            module, members, name, key, target, value = entry
+            if module is not last:
+                last, direct = module, not announced and _registers_directly(module, classes)
+            tied = uses[id(target)] > 1
+            if type(value) is plain and direct and key not in self.unsure:
+                # The essence of registering, if nothing else takes part.
+                if type(target) is Parameter and not tied and members is module._parameters:
+                    members[name] = make_parameter(value, target.requires_grad)
+                    continue
+                is_buffer = type(target) is plain and members is module._buffers
+                if is_buffer and not isinstance(value, Buffer):
+                    members[name] = value
+                    continue
+            loading.errors += write(entry, assign=True, ties=ties if tied else None)
+
+
+_SettingClasses: Final = standard_classes(
+    "__setattr__", "__getattr__", "register_parameter", "register_buffer"
+)
+
+
+def _registers_directly(module: torch.nn.Module, classes: StandardClasses) -> bool:
+    """Return True if registering a member of ``module`` is no more than entering it in a dict."""
+    own = module.__dict__
+    parameters = own["_parameters"]
+    return (
+        classes[type(module)]
+        and "register_parameter" not in own
+        and "register_buffer" not in own
+        # A plain attribute, buffer or child with a parameter's name is deleted by an assignment.
+        and own.keys().isdisjoint(parameters)
+        and module._non_persistent_buffers_set.isdisjoint(parameters)
+        and module._buffers.keys().isdisjoint(parameters)
+        and module._modules.keys().isdisjoint(parameters)
+    )
+
+
+class _NotPlannedError(Exception):
+    """A class or a hook takes part in loading, or one key may belong to two tensors."""
+
+
+def may_plan(module: torch.nn.Module) -> bool:
+    """Return False if it is certain, before any entry is looked at, that there will be no plan."""
+    return (
+        not _has_loading_hooks(module.__dict__)
+        and TorchModule._load_from_state_dict is TORCH_LOAD
+        and TorchModule.set_extra_state is _TORCH_SET_EXTRA_STATE
+        and TorchModule.__getattr__ is _TORCH_GETATTR
+        and not torch.__future__.get_swap_module_params_on_conversion()
+    )
+
+
+def _has_loading_hooks(state: dict[str, Any]) -> bool:
+    """Return True if a hook or an override of the instance takes part, or if it is uninitialized."""
+    return (
+        "_modules" not in state
+        or state["_load_state_dict_pre_hooks"]
+        or state["_load_state_dict_post_hooks"]
+        or "_load_from_state_dict" in state
+    )
+
+
+def make_plan(module: torch.nn.Module, loading: Load) -> Plan | None:
+    """Check all entries and write none; return None if a class or a hook takes part in loading.
+
+    Then ``loading`` is used up: layers may have migrated entries.
+    """
+    plan = Plan()
+    classes = _PlannedClasses()
+    met = {id(module)}
+
+    def enter(name: str, child: torch.nn.Module, parent_prefix: str) -> str:
+        # ``setattr`` accepts a name with a dot, and its keys may be those of another child.
+        if "." in name:
+            raise _NotPlannedError
+        if loading.assign:
+            # A member assigned under a first name is there when the second name is loaded.
+            if id(child) in met:
+                raise _NotPlannedError
+            met.add(id(child))
+        prefix = f"{parent_prefix}{name}."
+        _plan_one(child, prefix, loading, plan, classes)
+        return prefix
+
+    try:
+        _plan_one(module, "", loading, plan, classes)
+        if module._modules:
+            descend(module, "", enter)
+    except _NotPlannedError:
+        return None
+    return plan
+
+
+_MIGRATING: Final[set[object]] = set(layer_loaders)
+
+
+def only_migrates(loader: FunctionT) -> FunctionT:
+    """Mark a ``_load_from_state_dict`` that edits its entries, writes no tensor, and calls super's."""
+    _MIGRATING.add(loader)
+    return loader
+
+
+class _PlannedClasses(dict[type, tuple[object, ...] | None]):
+    """Caches for one walk how each class is planned for.
+
+    Empty: its entries are checked here. None: it takes part in loading, so nothing can be planned.
+    Else the versions of the classes behind it whose own methods migrate entries first.
+    """
+
+    def __missing__(self, cls: type[torch.nn.Module]) -> tuple[object, ...] | None:
+        """Check a class that this walk has not met before."""
+        found: tuple[object, ...] | None = None
+        if getattr(cls, "set_extra_state", None) is _TORCH_SET_EXTRA_STATE:
+            found = ()
+            bases = cls.__mro__
+            if cls._load_from_state_dict in STANDARD and bases[-2] is TorchModule:
+                # Ours or torch's, and no class behind torch's has another one.
+                bases = ()
+            for base in bases:
+                loader = base.__dict__.get("_load_from_state_dict", TORCH_LOAD)
+                if loader in STANDARD:
+                    continue
+                if loader not in _MIGRATING:
+                    found = None
+                    break
+                found += (getattr(base, "_version", None),)
+        self[cls] = found
+        return found
+
+
+def _plan_one(
+    module: torch.nn.Module, prefix: str, loading: Load, plan: Plan, classes: _PlannedClasses
+) -> None:
+    """Check the entries of one module, and add them to the plan."""
+    migrating = classes[type(module)]
+    if migrating is None or _has_loading_hooks(module.__dict__):
+        raise _NotPlannedError
+    if migrating:
+        written = (loading.metadata or {}).get(prefix[:-1])
+        if not written or migrating.count(written.get("version")) < len(migrating):
+            try:
+                _migrate(module, prefix, loading, plan)
+            except Exception as error:
+                # It is raised again where torch meets it.
+                raise _NotPlannedError from error
+    if module._parameters or module._buffers:
+        check_own(
+            module, loading.entries, prefix, plan.entries, loading.missing, plan, loading.assign
+        )
+
+
+def _migrate(module: torch.nn.Module, prefix: str, loading: Load, plan: Plan) -> None:
+    """Let a layer's own method update the entries of an old checkpoint, on a stand-in without members."""
+    local = loading.local_metadata(prefix)
+    stand_in: Any = object.__new__(type(module))
+    state = {**module._parameters, **module._buffers, **module.__dict__}
+    stand_in.__dict__.update(state, _parameters={}, _buffers={}, _modules={})
+    problems: list[str] = []
+    stand_in._load_from_state_dict(loading.entries, prefix, local, True, [], [], problems)
+    plan.entries += problems
+    plan.added += len(problems)
+
+
+def check_own(
+    module: torch.nn.Module,
+    entries: Mapping[str, Any],
+    prefix: str,
+    checked: list[Entry | str],
+    missing: list[str],
+    plan: Plan | None = None,
+    assign: bool = False,
+) -> None:
+    """Add the entries for one module's tensors, or their problems; and missing or unsure keys."""
+    state = module.__dict__
+    places: tuple[tuple[Any, Any], ...] = ((state["_parameters"], ()),)
+    if state["_buffers"]:
+        places = (*places, (state["_buffers"], state["_non_persistent_buffers_set"]))
+    for members, transient in places:
+        for name, target in members.items():
+            if target is None or name in transient:
+                continue
+            if plan is not None and "." in name:
+                # Torch loads it, and then may take the key for that of a child as well.
+                raise _NotPlannedError
+            key = prefix + name
+            value = entries.get(key, _MISSING)
+            if type(value) in PLAIN and type(target) in PLAIN and value.shape == target.shape:
+                checked.append((module, members, name, key, target, value))
+                if plan is not None and may_fail(target, value, assign):
+                    plan.unsure.add(key)
+            elif value is _MISSING:
+                missing.append(key)
+            else:
+                value, problem = check(key, target, value)
+                entry = (module, members, name, key, target, value)
+                checked.append(entry if problem is None else problem)
+                if plan is not None:
+                    plan.unsure.add(key)
+
+
+def own_names(module: torch.nn.Module) -> set[str]:
+    """Return the names of the tensors that a module saves and loads itself."""
+    transient = module._non_persistent_buffers_set
+    buffers = (item for item in module._buffers.items() if item[0] not in transient)
+    members = (*module._parameters.items(), *buffers)
+    return {name for name, tensor in members if tensor is not None}
