@@ -49,6 +49,8 @@ def test_a_shared_module_is_no_cycle(impl: Implementation, call: str) -> None:
     """A module in many places, on many levels, is visited on every path."""
     module = tree(impl)
     module.left.other = module.left.inner.other = module.again
+    module.outer = impl.Module()
+    module.outer.left = module.left
 
     assert run(call, module) is not None
     assert torch.is_tensor(module.again.mean)
