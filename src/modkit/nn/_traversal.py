@@ -1,4 +1,8 @@
-"""Iterating over the modules, parameters and buffers of a tree."""
+"""Iterating over the modules, parameters and buffers of a tree.
+
+``named_modules`` and ``_standard_modules`` have a descent of their own beside that of ``_tree.py``: they
+are generators, and the loop around each optimizer step runs them, so a call for each module would show.
+"""
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import dropwhile
