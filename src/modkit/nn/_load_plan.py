@@ -170,22 +170,14 @@ class _NotPlannedError(Exception):
 
 def may_plan(module: torch.nn.Module) -> bool:
     """Return False if it is certain, before any entry is looked at, that there will be no plan."""
+    state = module.__dict__
     return (
-        not _has_loading_hooks(module.__dict__)
+        not state.get("_load_state_dict_post_hooks")
+        and not state.get("_load_state_dict_pre_hooks")
         and TorchModule._load_from_state_dict is TORCH_LOAD
         and TorchModule.set_extra_state is _TORCH_SET_EXTRA_STATE
         and TorchModule.__getattr__ is _TORCH_GETATTR
         and not torch.__future__.get_swap_module_params_on_conversion()
-    )
-
-
-def _has_loading_hooks(state: dict[str, Any]) -> bool:
-    """Return True if a hook or an override of the instance takes part, or if it is uninitialized."""
-    return (
-        "_modules" not in state
-        or state["_load_state_dict_pre_hooks"]
-        or state["_load_state_dict_post_hooks"]
-        or "_load_from_state_dict" in state
     )
 
 
@@ -262,8 +254,17 @@ def _plan_one(
 ) -> None:
     """Check the entries of one module, and add them to the plan."""
     migrating = classes[type(module)]
-    if migrating is None or _has_loading_hooks(module.__dict__):
+    if migrating is None:
         raise _NotPlannedError
+    state = module.__dict__
+    if (
+        "_modules" not in state
+        or state["_load_state_dict_pre_hooks"]
+        or state["_load_state_dict_post_hooks"]
+        or "_load_from_state_dict" in state
+    ):
+        raise _NotPlannedError
+
     if migrating:
         written = (loading.metadata or {}).get(prefix[:-1])
         if not written or migrating.count(written.get("version")) < len(migrating):
@@ -272,7 +273,8 @@ def _plan_one(
             except Exception as error:
                 # It is raised again where torch meets it.
                 raise _NotPlannedError from error
-    if module._parameters or module._buffers:
+
+    if state["_parameters"] or state["_buffers"]:
         check_own(
             module, loading.entries, prefix, plan.entries, loading.missing, plan, loading.assign
         )

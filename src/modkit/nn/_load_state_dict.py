@@ -53,6 +53,7 @@ def load(
             loading.refuse(self, strict=False)
             return IncompatibleKeys(loading.missing, loading.unexpected)
 
+    # A new one: layers may have migrated entries before another module turned out to take part.
     loading = Load(state_dict, assign=assign)
     _load_in_order(self, loading)
     loading.refuse(self, strict=strict)
