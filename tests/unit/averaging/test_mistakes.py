@@ -274,3 +274,23 @@ def test_snapshots_of_post_hoc_averages(tmp_path: Any) -> None:
         averages.update()
 
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_model_that_contains_itself_is_named():
+    """The walk over the names ends at once, and not in a bare overflow of the stack."""
+    model = nn.Sequential(nn.Linear(1, 1))
+    model[0].back = model
+
+    with pytest.raises(RecursionError, match="the module Sequential contains itself"):
+        modkit.EMA(model)
+
+
+def test_a_model_deeper_than_the_recursion_limit_has_an_average():
+    """Depth is not limited: the walk over the names does not recurse."""
+    model = nn.Linear(1, 1)
+    for _ in range(3000):
+        model = nn.Sequential(model)
+    ema = modkit.EMA(model)
+    ema.update()
+
+    assert len(list(ema.named_averages())) == 2
