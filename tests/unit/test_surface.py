@@ -94,9 +94,8 @@ def test_methods_are_plain_functions(name: str) -> None:
     member = inspect.getattr_static(OURS, name)
 
     assert inspect.isfunction(member)
-    # Not torch's function of now: dynamo has put another one there once it has compiled anything.
-    names = {"forward": "_forward_unimplemented", "__call__": "_wrapped_call_impl"}
-    assert member.__name__ == names.get(name, name)
+    # Dynamo has put functions of other names into torch's class once it has compiled anything.
+    assert member.__name__ == name or member is inspect.getattr_static(BASE, name)
 
 
 @for_each(
