@@ -1,4 +1,3 @@
-import ctypes
 import os
 import re
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 from modkit.averaging.posthoc import find_snapshots, reconstruct, save_snapshot
 from modkit.schedules import Power
 from tests.cases import for_each
+from tests.processes import python
 
 
 def walk(steps, size):
@@ -219,29 +219,41 @@ def test_other_files(tmp_path):
         reconstruct(tmp_path, 0.1)
 
 
+# A process that has not freed memory, since reusing it would not be counted.
+MEASURED = """
+import re, sys
+from pathlib import Path
+from modkit.averaging.posthoc import reconstruct
+
+def resident(line):
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(re.search(rf"{line}:\\s+(\\d+) kB", text)[1]) * 1024
+
+reconstruct(sys.argv[2], 0.15, max_error=1)  # loads the code that it needs
+Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+before = resident("VmRSS")
+result = reconstruct(sys.argv[1], 0.15, max_error=1)
+print(len(result.snapshots), resident("VmHWM") - before)
+"""
+
+
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="reads Linux's memory counters"
 )
 def test_peak_memory(tmp_path):
     """Combining twelve snapshots takes the memory of the result and of one of them."""
     numel = 4_000_000
+    large, small = tmp_path / "large", tmp_path / "small"
     for step in range(100, 700, 100):
         for sigma_rel in (0.05, 0.1):
             tensors = {f"weight{i}": torch.full((numel // 4,), float(step)) for i in range(4)}
-            save_snapshot(tmp_path, tensors, step=step, sigma_rel=sigma_rel)
-    del tensors
-
-    def resident(line):
-        text = Path("/proc/self/status").read_text(encoding="ascii")
-        return int(re.search(rf"{line}:\s+(\d+) kB", text)[1]) * 1024
-
-    # Return freed memory to the system, since reusing it would not be counted.
-    getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before = resident("VmRSS")
-    result = reconstruct(tmp_path, 0.15, max_error=1)
-    peak = resident("VmHWM") - before
+            save_snapshot(large, tensors, step=step, sigma_rel=sigma_rel)
+            save_snapshot(small, {"weight": torch.ones(1)}, step=step, sigma_rel=sigma_rel)
+    script = tmp_path / "measure.py"
+    script.write_text(MEASURED, encoding="utf-8")
+    found = python(script, large, small)
+    count, peak = map(int, found.stdout.split())
 
     size = numel * 4
-    assert len(result.snapshots) == 12
+    assert count == 12
     assert size / 2 <= peak <= 2.75 * size

@@ -1,5 +1,6 @@
 """The code blocks of each page, saved as a script: what an interpreter prints as it ends counts, too."""
 
+import re
 from contextlib import suppress
 from pathlib import Path
 from unittest import SkipTest
@@ -60,4 +61,6 @@ def test_a_page_runs_as_a_script(tmp_path, monkeypatch, name, code):
 
     found = python(script, finalize=True)
 
-    assert (found.returncode, found.stderr) == (0, "")
+    # Torch 2.8 warns about itself where it writes a distributed checkpoint.
+    printed = re.sub(r".*TypedStorage is deprecated.*\n.*\n", "", found.stderr)
+    assert (found.returncode, printed) == (0, "")
