@@ -96,8 +96,7 @@ def override_on_instance(side: Any, module: Any, method: str) -> None:
 
     def logging(self: Any, *args: Any, **kwargs: Any) -> Any:
         keywords = [(name, summary(value)) for name, value in kwargs.items()]
-        told = [*args[:3], None, *args[4:]] if method == "_load_from_state_dict" else args
-        LOG.append((f"own {method}", [summary(value) for value in told], keywords))
+        LOG.append((f"own {method}", [summary(value) for value in args], keywords))
         return getattr(type(self), method)(self, *args, **kwargs)
 
     setattr(module, method, types.MethodType(logging, module))

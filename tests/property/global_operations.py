@@ -5,8 +5,9 @@ from typing import Any, Final
 
 import torch.nn.modules.module as torch_module
 
+import modkit
 from tests.property import choices
-from tests.property.hook_objects import GLOBAL_REGISTRARS, OPTIONS, Hook
+from tests.property.hook_objects import GLOBAL_OPTIONS, GLOBAL_REGISTRARS, Hook
 from tests.property.node_tools import LOG, override, summary
 from tests.property.nodes import OVERRIDDEN
 from tests.property.operations import Skipped, operation
@@ -16,13 +17,11 @@ from tests.property.worlds import METHODS, TABLES, home_of
 
 
 REGISTRATION: Final = ("parameter", "buffer", "module")
-# In torch a global hook that is always called does not get the keyword arguments after an error.
-LISTED: Final = {"with_kwargs", "always_call"}
 GLOBAL_HOOKS: Final = choices.one_of(
     *(
         choices.tuples(
             choices.just(kind),
-            choices.optional({o: choices.booleans() for o in OPTIONS[kind] if o != "prepend"}),
+            choices.optional({o: choices.booleans() for o in GLOBAL_OPTIONS.get(kind, ())}),
             EFFECTS,
         )
         for kind in GLOBAL_REGISTRARS
@@ -34,8 +33,6 @@ GLOBAL_HOOKS: Final = choices.one_of(
 def add_global_hook(side: Any, module: Any, form: Any) -> None:
     """Register a hook for all modules, which stays for the operations that follow."""
     kind, options, effect = form
-    if LISTED <= {name for name, is_set in options.items() if is_set} or "forward" not in kind:
-        options = {}
     hook = Hook(100 + len(side.handles), kind, effect)
     side.handles.append(getattr(side.impl, GLOBAL_REGISTRARS[kind])(hook, **options))
 
@@ -78,14 +75,21 @@ PATCHES: Final = choices.sampled_from([f"TorchModule.{name}" for name in METHODS
 )
 
 
+def saved_before(dotted: str, patches: list[str]) -> bool:
+    """Return True if another patch has saved a method of modkit's: a listed difference."""
+    home, _, name = dotted.partition(".")
+    overridden = name in vars(modkit.nn.Module)
+    return home == "TorchModule" and overridden and any(p.endswith(f".{name}") for p in patches)
+
+
 @operation(PATCHES)
 def patch_class(side: Any, module: Any, dotted: str) -> list[str]:
     """Patch a method of a class for the operations that follow; undo all at the third."""
     patches: list[str] = side.world.patches
     if dotted in patches or len(patches) >= 2:
         patches.clear()
-    elif dotted.startswith("TorchModule.") and any(p.endswith(dotted[11:]) for p in patches):
-        raise Skipped  # the other patch has saved the method before: a listed difference
+    elif saved_before(dotted, patches):
+        raise Skipped
     else:
         patches.append(dotted)
     return patches

@@ -57,9 +57,9 @@ class Hook:
             state[f"{prefix}added"] = torch.ones(1)
 
     def _load_pre(self, module: Any, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
-        _strict, *reports = rest
+        strict, *reports = rest
         found = [list(report) for report in reports]
-        self._note(type(module).__name__, list(state), prefix, metadata, found)
+        self._note(type(module).__name__, list(state), prefix, metadata, strict, found)
         if self.changes:
             state.pop(f"{prefix}added", None)
 
@@ -92,6 +92,7 @@ OPTIONS = {
     "backward_pre": ("prepend",),
     "backward": ("prepend",),
 }
+GLOBAL_OPTIONS = {"forward": ("with_kwargs", "always_call")}
 GLOBAL_REGISTRARS = {
     "forward_pre": "register_module_forward_pre_hook",
     "forward": "register_module_forward_hook",

@@ -14,9 +14,7 @@ def override(base: type, method: str) -> type:
 
     def logging(self: Any, *args: Any, **kwargs: Any) -> Any:
         keywords = [(name, summary(value)) for name, value in kwargs.items()]
-        # The `strict` that an override gets is a listed difference.
-        told = [*args[:3], None, *args[4:]] if method == "_load_from_state_dict" else args
-        LOG.append((method, [summary(value) for value in told], keywords))
+        LOG.append((method, [summary(value) for value in args], keywords))
         return getattr(super(overriding, self), method)(*args, **kwargs)
 
     overriding = type("Overriding", (base,), {method: logging})

@@ -186,16 +186,12 @@ ODD: Final = choices.sampled_from(
 @operation(ODD, choices.sampled_from([None, 3, "text", 1.5, (1, 2), [1], {"a": 1}, True]))
 def set_odd_name(side: Any, module: Any, name: str, value: Any) -> None:
     """Set a plain attribute of an unusual name."""
-    if name in {"_compiled_call_impl", "_is_full_backward_hook"}:
-        value = None
     setattr(module, name, value)
 
 
 @operation(ODD)
 def delete_odd_name(side: Any, module: Any, name: str) -> None:
-    """Delete an attribute of an unusual name, unless no module works without it."""
-    if name in {"_is_full_backward_hook", "training"}:
-        raise Skipped
+    """Delete an attribute of an unusual name."""
     delattr(module, name)
 
 

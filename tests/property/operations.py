@@ -9,7 +9,6 @@ import torch
 from tests.property import choices
 from tests.property.observation import distinct_modules, positions
 from tests.property.trees import (
-    ODD_NAMES,
     Builder,
     all_names,
     layers,
@@ -82,23 +81,6 @@ def sequences(kinds: choices.Choice[Operation], least: int, most: int) -> Any:
     return choices.lists(kinds, min_size=least, max_size=most).strategy()
 
 
-def members_of(module: Any) -> set[str]:
-    """Return the names of the module's own members, plain attributes included."""
-    return {*module.__dict__, *module._parameters, *module._buffers, *module._modules}
-
-
-def refuse_destructive_assignment(module: Any, name: str) -> None:
-    """Skip the assignment of a parameter that torch refuses only after deleting the old member."""
-    if name not in members_of(module) and name not in module.__dict__:
-        return
-    # A `__getattr__` of the class may find the name in a child, too.
-    searches = type(module).__getattr__ is not torch.nn.Module.__getattr__
-    found = searches and any(hasattr(child, name) for child in module._modules.values())
-    # A property of the class blocks the name once the member is gone.
-    if found or hasattr(type(module), name) or (name in ODD_NAMES and name in members_of(module)):
-        raise Skipped
-
-
 def is_tied(side: Any) -> bool:
     """Return True if a parameter is in more than one place of the tree."""
     found = [
@@ -159,7 +141,6 @@ def register_wrong_thing(side: Any, module: Any, method: str, name: Any, value: 
 @operation(all_names, tensors)
 def assign_parameter(side: Any, module: Any, name: str, spec: Any) -> None:
     """Assign a new parameter."""
-    refuse_destructive_assignment(module, name)
     setattr(module, name, Builder(side.impl).parameter(spec))
 
 
@@ -169,7 +150,7 @@ def assign_buffer(side: Any, module: Any, name: str, spec: Any, persistent: bool
     setattr(module, name, side.impl.nn.Buffer(spec.build(), persistent=persistent))
 
 
-@operation(valid_names, tensors)
+@operation(all_names, tensors)
 def assign_tensor(side: Any, module: Any, name: str, spec: Any) -> None:
     """Assign a tensor, which is a plain attribute unless the name is a buffer's."""
     setattr(module, name, spec.build())
@@ -181,7 +162,7 @@ def assign_module(side: Any, module: Any, name: str, spec: Any) -> None:
     setattr(module, name, Builder(side.impl).module(spec))
 
 
-@operation(valid_names, plain_values)
+@operation(all_names, plain_values)
 def assign_plain(side: Any, module: Any, name: str, value: Any) -> None:
     """Assign a plain value, which members refuse unless it is None."""
     setattr(module, name, value)
@@ -190,7 +171,6 @@ def assign_plain(side: Any, module: Any, name: str, value: Any) -> None:
 @operation(all_names, choices.integers(0, 9))
 def tie(side: Any, module: Any, name: str, number: int) -> None:
     """Assign a parameter that exists already."""
-    refuse_destructive_assignment(module, name)
     existing = [p for _, place in positions(side.model) for p in place._parameters.values()]
     if existing:
         setattr(module, name, existing[number % len(existing)])

@@ -14,7 +14,7 @@ import modkit
 from tests.property import choices
 from tests.property.node_tools import LOG
 from tests.property.observation import distinct_modules, observe
-from tests.property.operations import Skipped, refuse_destructive_assignment
+from tests.property.operations import Skipped
 from tests.property.scoped_calls import make_input, result_of, scoped
 from tests.property.scoped_trees import ScopedBuilder
 from tests.property.trees import TensorSpec
@@ -126,7 +126,6 @@ def write_tensor(side: Any, module: Any, number: int, way: str) -> None:
 @scoped(NAMES, choices.sampled_from([(), (3,), (3, 3), (3, 3, 3, 3)]), choices.booleans())
 def assign_member(side: Any, module: Any, name: str, shape: Any, buffer: bool) -> None:
     """Assign a parameter, or a tensor to the name of a buffer."""
-    refuse_destructive_assignment(module, name)
     spec = TensorSpec(shape, torch.float32, 2)
     made = spec.build() if buffer else ScopedBuilder(side.impl).parameter(spec)
     setattr(module, name, made)
@@ -135,7 +134,6 @@ def assign_member(side: Any, module: Any, name: str, shape: Any, buffer: bool) -
 @scoped(NAMES, LAYERS)
 def assign_layer(side: Any, module: Any, name: str, spec: int) -> None:
     """Assign a new layer."""
-    refuse_destructive_assignment(module, name)
     setattr(module, name, side.build(spec))
 
 

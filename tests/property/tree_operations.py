@@ -180,14 +180,8 @@ def find(side: Any, module: Any, method: str, number: int, end: str) -> Any:
 
 @operation(choices.integers(0, 9), PATH_ENDS, layers, choices.booleans())
 def set_submodule(side: Any, module: Any, number: int, end: str, spec: Any, strict: bool) -> None:
-    """Put a new module at a path, unless the child there is None, which torch refuses."""
+    """Put a new module at a path."""
     path = path_to(side, number, end)
-    for place, parent in positions(side.model):
-        tensors = parent._parameters.keys() | parent._buffers.keys()
-        plain = {k: value for k, value in parent.__dict__.items() if k not in tensors}
-        for name, value in (*parent._modules.items(), *plain.items()):
-            if value is None and ".".join([*place, name]) == ("" if path == "." else path):
-                raise Skipped
     side.model.set_submodule(path, Builder(side.impl).module(spec), strict)
 
 
@@ -224,13 +218,8 @@ def several(kind: str) -> choices.Choice[tuple[str, list[tuple[dict[str, bool], 
 
 @operation(choices.one_of(*map(several, REGISTRARS)))
 def add_hooks(side: Any, module: Any, form: Any) -> None:
-    """Register a few hooks of one kind on one module.
-
-    In torch a removed backward hook still blocks the other kind, a listed difference.
-    """
+    """Register a few hooks of one kind on one module."""
     kind, hooks = form
-    if module._is_full_backward_hook is (kind == "old_backward") and not module._backward_hooks:
-        raise Skipped
     for options, effect in hooks:
         hook = Hook(len(side.handles), kind, effect)
         side.handles.append(getattr(module, REGISTRARS[kind])(hook, **options))
