@@ -290,7 +290,12 @@ def train(self: ModuleT, mode: bool = True) -> ModuleT:
     if not has_no_children(self):
 
         def set_mode(child: torch.nn.Module) -> None:
-            child.__dict__["training"] = mode
+            state = child.__dict__
+            # A member of this name, which a module may have, is not in the dict, and refuses the mode.
+            if "training" in state:
+                state["training"] = mode
+            else:
+                child.training = mode
 
         walk(self, train, mode, standard=_TrainClasses(), enter=set_mode)
     return self

@@ -506,6 +506,18 @@ def test_a_class_behind_module_sees_the_mode_being_set(impl: Implementation) -> 
     assert seen == [("training", False)]
 
 
+@pytest.mark.parametrize("kind", ["Tanh", "Parameter"])
+def test_a_member_named_training_refuses_the_mode(impl: Implementation, kind: str) -> None:
+    """`train` sets the attribute by assignment, which refuses to replace a member by a bool."""
+    net = plain(impl)()
+    net.child = plain(impl)()
+    net.child.training = getattr(impl.nn, kind)(*[torch.ones(1)] * (kind == "Parameter"))
+
+    with pytest.raises(TypeError, match=r"cannot assign 'bool' .*'training'"):
+        net.eval()
+    assert not isinstance(net.child.training, bool)
+
+
 def watched(impl: Implementation):
     """Return a module whose class has a `__getattr__`, and the names that it is asked for."""
 
