@@ -8,7 +8,7 @@ import torch
 from tests.property import choices
 from tests.property.node_tools import LOG, summary
 from tests.property.observation import Ordinals
-from tests.property.operations import operation
+from tests.property.operations import is_in_another_table, operation
 from tests.property.trees import valid_names
 
 
@@ -21,9 +21,10 @@ WALKS = choices.sampled_from(
 
 
 def change_structure(side: Any, module: Any, change: str, name: str) -> None:
-    """Add, delete or replace a member by the plainest means; one name stays in one table."""
+    """Add, delete or replace a member by the plainest means."""
     tables = (module._modules, module._parameters, module._buffers)
-    if change.startswith("add") and any(name in table for table in tables):
+    added = {"add child": "_modules", "add parameter": "_parameters", "add buffer": "_buffers"}
+    if change in added and is_in_another_table(module, added[change], name):
         return
     if change == "add child":
         module._modules[name] = side.impl.nn.Tanh()

@@ -3,7 +3,9 @@
 import types
 from typing import Any, Final
 
+import torch
 import torch.nn.modules.module as torch_module
+from torch.nn.parameter import is_lazy
 
 import modkit
 from tests.property import choices
@@ -12,7 +14,7 @@ from tests.property.node_tools import LOG, override, summary
 from tests.property.nodes import OVERRIDDEN
 from tests.property.operations import Skipped, operation
 from tests.property.scoped_calls import PATCHED
-from tests.property.tree_operations import EFFECTS
+from tests.property.tree_operations import CALL_EFFECTS
 from tests.property.worlds import METHODS, TABLES, home_of
 
 
@@ -22,7 +24,7 @@ GLOBAL_HOOKS: Final = choices.one_of(
         choices.tuples(
             choices.just(kind),
             choices.optional({o: choices.booleans() for o in GLOBAL_OPTIONS.get(kind, ())}),
-            EFFECTS,
+            CALL_EFFECTS,
         )
         for kind in GLOBAL_REGISTRARS
     )
@@ -37,15 +39,74 @@ def add_global_hook(side: Any, module: Any, form: Any) -> None:
     side.handles.append(getattr(side.impl, GLOBAL_REGISTRARS[kind])(hook, **options))
 
 
-@operation(choices.sampled_from(REGISTRATION))
-def add_registration_hook(side: Any, module: Any, kind: str) -> None:
-    """Register a hook that sees new members of one kind."""
+def replacement(side: Any, value: Any) -> Any:
+    """Return another member of the same kind."""
+    if isinstance(value, torch.nn.Module):
+        return side.impl.nn.Tanh()
+    if not isinstance(value, torch.Tensor) or is_lazy(value):
+        return value
+    copied = value.detach().clone()
+    if isinstance(value, torch.nn.Parameter):
+        return side.impl.nn.Parameter(copied, requires_grad=value.requires_grad)
+    return copied
 
-    def see(owner: Any, name: str, value: Any) -> None:
+
+def registration_hook(side: Any, kind: str, effect: str) -> Any:
+    """Register a hook that sees new members of one kind; return its handle."""
+
+    def see(owner: Any, name: str, value: Any) -> Any:
         LOG.append((f"new {kind}", type(owner).__name__, name, summary(value)))
+        if effect == "raise":
+            raise LookupError(f"{kind} {name}")
+        if effect == "remove":
+            handle.remove()
+        if effect == "text":
+            return "text"
+        return replacement(side, value) if effect == "replace" else None
 
-    register = getattr(side.impl, f"register_module_{kind}_registration_hook")
-    side.handles.append(register(see))
+    handle = getattr(side.impl, f"register_module_{kind}_registration_hook")(see)
+    return handle
+
+
+@operation(choices.sampled_from(REGISTRATION), choices.sampled_from(["note", "replace"]))
+def add_registration_hook(side: Any, module: Any, kind: str, effect: str) -> None:
+    """Register a hook that sees new members of one kind, and may replace them."""
+    side.handles.append(registration_hook(side, kind, effect))
+
+
+# What hooks for new parameters and children of `add_module` return is checked, and they may remove
+# themselves: listed differences.
+HOOKED: Final = choices.sampled_from(
+    [
+        *(("buffer", effect, registers) for effect in ("text", "remove") for registers in (0, 1)),
+        *((kind, "raise", registers) for kind in REGISTRATION for registers in (0, 1)),
+        ("module", "text", 0),
+        ("module", "remove", 0),
+    ]
+)
+
+
+@operation(HOOKED)
+def add_under_hook(side: Any, module: Any, form: Any) -> None:
+    """Add a member for a moment, under a hook that raises, removes itself or returns a text."""
+    kind, effect, registers = form
+    value = {
+        "parameter": side.impl.nn.Parameter,
+        "buffer": side.impl.nn.Buffer,
+        "module": lambda _: side.impl.nn.Tanh(),
+    }[kind](torch.ones(1))
+    handle = registration_hook(side, kind, effect)
+    try:
+        if registers:
+            method = "add_module" if kind == "module" else f"register_{kind}"
+            getattr(module, method)("hooked", value)
+        else:
+            module.hooked = value
+    finally:
+        handle.remove()
+        tables = (vars(module), module._parameters, module._buffers, module._modules)
+        LOG.append([summary(table.pop("hooked", None)) for table in tables])
+        module._non_persistent_buffers_set.discard("hooked")
 
 
 @operation()

@@ -32,6 +32,8 @@ def unhashable(
     if operation.kind != "among_data_classes":
         return False
     kind, width, method, _ = operation.arguments
+    if method == "children":
+        return False  # torch's own
     if kind == "eq":
         refused = theirs[0] == ("raised", "TypeError", "unhashable type: 'Data'")
     else:

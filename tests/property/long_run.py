@@ -35,7 +35,7 @@ KEPT: Final = ROOT / "build" / "lockstep.json"
 # After how many operations everything is compared; after the others a glance must do.
 EVERY: Final = 10
 # A process runs so many sequences: some operations leave classes behind.
-PORTION: Final = 200
+PORTION: Final = 400
 SLOW: Final = 300
 
 TREES: Final = trees.trees()

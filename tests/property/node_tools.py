@@ -33,3 +33,8 @@ def summary(value: Any) -> Any:
         if isinstance(value, kind):
             return kind.__name__, len(value)
     return type(value).__name__
+
+
+def plain_text(message: object) -> str:
+    """Return the text of an error, with modkit's homes named like torch's."""
+    return str(message).replace("nodes_modkit", "nodes_torch").replace("modkit.nn.", "torch.nn.")

@@ -7,21 +7,21 @@ import io
 import pickle
 import re
 import weakref
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
 from tests.helpers import freeze
 from tests.property import choices, scoped_operations
+from tests.property.compiled_operations import result_or_error
 from tests.property.node_tools import LOG
 from tests.property.observation import observe, positions
 from tests.property.operations import Skipped, is_shared, is_tied, operation, refuse_tied_buffers
-from tests.property.scoped_calls import SCOPED
 from tests.property.state_operations import refuse_keys_below_none
 from tests.property.tree_operations import forward_and_backward
 
 
-CALL_IN_MODE: Final = SCOPED["call_in_mode"]
 WALKS: Final = (
     *("modules", "children", "named_modules", "parameters", "named_parameters", "buffers"),
     *("named_buffers", "state_dict", "train", "apply", "double", "zero_grad", "requires_grad_"),
@@ -258,6 +258,75 @@ def functional_call(side: Any, module: Any, buffers: bool, how: str) -> Any:
     return found, len(observe(side.model))
 
 
+RESERVED: Final = choices.sampled_from(
+    ["training", "training", "_compiled_call_impl", "call_super_init", "dump_patches", "_version"]
+)
+
+
+@operation(RESERVED, choices.sampled_from(["parameter", "buffer", "module"]), choices.booleans())
+def assign_reserved(side: Any, module: Any, name: str, kind: str, register: bool) -> None:
+    """Assign or register a member under a name of the module's own state."""
+    value: Any = side.impl.nn.Tanh()
+    if kind != "module":
+        value = torch.ones(1)
+    if kind == "parameter":
+        value = side.impl.nn.Parameter(value)
+    if register:
+        getattr(module, "add_module" if kind == "module" else f"register_{kind}")(name, value)
+    elif kind == "buffer":
+        setattr(module, name, side.impl.nn.Buffer(value))
+    else:
+        setattr(module, name, value)
+
+
+USES: Final[dict[str, Callable[[Any], Any]]] = {
+    "call": lambda made: made(torch.ones(2, 3)),
+    "assign parameter": lambda made: setattr(made, "a", torch.nn.Parameter(torch.ones(1))),
+    "assign buffer": lambda made: setattr(made, "a", torch.nn.Buffer(torch.ones(1))),
+    "assign tensor": lambda made: setattr(made, "a", torch.ones(1)),
+    "assign module": lambda made: setattr(made, "a", torch.nn.Tanh()),
+    "assign plain": lambda made: setattr(made, "a", 3),
+    "delete": lambda made: delattr(made, "a"),
+    "read": lambda made: made.a,
+    "dir": dir,
+    "repr": repr,
+    "register parameter": lambda made: made.register_parameter("a", None),
+    "register buffer": lambda made: made.register_buffer("a", None),
+    "register module": lambda made: made.add_module("a", None),
+    "train": lambda made: made.train(),
+    "double": lambda made: made.double(),
+    "to": lambda made: made.to("cpu"),
+    "apply": lambda made: made.apply(str),
+    "state_dict": lambda made: made.state_dict(),
+    "load_state_dict": lambda made: made.load_state_dict({}),
+    "modules": lambda made: len([*made.modules()]),
+    "children": lambda made: [*made.children()],
+    "parameters": lambda made: [*made.parameters()],
+    "named_modules": lambda made: len([*made.named_modules()]),
+    "named_parameters": lambda made: [*made.named_parameters()],
+    "named_buffers": lambda made: [*made.named_buffers()],
+    "requires_grad_": lambda made: made.requires_grad_(),
+    "zero_grad": lambda made: made.zero_grad(),
+    "hook": lambda made: made.register_forward_hook(print),
+    "backward hook": lambda made: made.register_full_backward_hook(print),
+    "copy": lambda made: vars(copy.copy(made)),
+    "deepcopy": lambda made: vars(copy.deepcopy(made)),
+    "pickle": lambda made: vars(pickle.loads(pickle.dumps(made))),
+    "get_submodule": lambda made: made.get_submodule("a"),
+    "set_submodule": lambda made: made.set_submodule("a", torch.nn.Tanh()),
+}
+
+
+@operation(choices.lists(choices.sampled_from(sorted(USES)), min_size=1, max_size=3))
+def use_without_init(side: Any, module: Any, uses: list[str]) -> Any:
+    """Use a module of the same class whose `__init__` has not run."""
+    made = type(module).__new__(type(module))
+    found = [result_or_error(lambda use=use: USES[use](made)) for use in uses]
+    # Which methods are called before the first error is not compared.
+    LOG.clear()
+    return found, sorted(made.__dict__)
+
+
 @operation(choices.integers(0, 9), choices.sampled_from(["__init__", "__setstate__", "update"]))
 def again(side: Any, module: Any, number: int, how: str) -> Any:
     """Initialize a module again, or give it its own state again."""
@@ -295,15 +364,6 @@ def forward_that_fails(side: Any, module: Any, kind: str, late: bool) -> Any:
             module.__dict__.pop("forward", None)
         else:
             module.forward = own
-
-
-@operation(*CALL_IN_MODE.arguments)
-def call_in_mode(side: Any, module: Any, *arguments: Any) -> Any:
-    """Call the root or a module in one of torch's modes, without counting attribute reads."""
-    try:
-        return CALL_IN_MODE.function(side, module, *arguments)
-    finally:
-        LOG[:] = [entry for entry in LOG if entry[:2] != ("function", "__get__")]
 
 
 @operation(*scoped_operations.LOADING)

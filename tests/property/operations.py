@@ -215,6 +215,15 @@ def list_attributes(side: Any, module: Any) -> list[str]:
     return [name for name in dir(module) if name not in dir(type(module))]
 
 
+def is_in_another_table(module: Any, table: str, name: str) -> bool:
+    """Return True if the name would be in two tables, which no method of a module allows.
+
+    Modkit loads a tensor into the table that it is in, and torch assigns the name.
+    """
+    others = {"_parameters", "_buffers", "_modules"} - {table}
+    return any(name in getattr(module, other) for other in others)
+
+
 @operation(
     choices.sampled_from(["_parameters", "_buffers", "_modules"]),
     valid_names,
@@ -226,7 +235,7 @@ def write_table(side: Any, module: Any, table: str, name: str, spec: Any, remove
     members = getattr(module, table)
     if remove:
         members.pop(name, None)
-    elif any(name in getattr(module, other) for other in ("_parameters", "_buffers", "_modules")):
+    elif is_in_another_table(module, table, name):
         raise Skipped
     elif table == "_modules":
         members[name] = side.impl.nn.Tanh()

@@ -50,7 +50,8 @@ class ScopedSide(Side):
 
     def __post_init__(self) -> None:
         seed_everything()
-        self.model = ScopedBuilder(self.impl).module(self.spec)
+        with self.world.entered(self):
+            self.model = ScopedBuilder(self.impl).module(self.spec)
         self.note_modules()
 
     def build(self, number: int) -> torch.nn.Module:

@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers import MODKIT, TORCH, Implementation, freeze, seed_everything
 from tests.property import known
-from tests.property.node_tools import LOG
+from tests.property.node_tools import LOG, plain_text
 from tests.property.observation import Glances, distinct_modules, observe
 from tests.property.operations import OPERATIONS, Kind, Operation, Skipped
 from tests.property.trees import LAYERS, Builder, ModuleSpec
@@ -35,7 +35,8 @@ class Side:
 
     def __post_init__(self) -> None:
         seed_everything()
-        self.model = Builder(self.impl).module(self.spec)
+        with self.world.entered(self):
+            self.model = Builder(self.impl).module(self.spec)
         self.glances = Glances()
 
     def build(self, number: int) -> torch.nn.Module:
@@ -61,11 +62,6 @@ class Side:
             except Exception as error:
                 result = ("raised", type(error).__name__, plain_text(error))
         return result, [(w.category.__name__, plain_text(w.message)) for w in caught], [*LOG]
-
-
-def plain_text(message: object) -> str:
-    """Return the text of an error, with modkit's homes named like torch's."""
-    return str(message).replace("nodes_modkit", "nodes_torch").replace("modkit.nn.", "torch.nn.")
 
 
 @dataclass

@@ -39,6 +39,19 @@ def test_sequences_that_once_differed(spec, operations) -> None:
     lockstep(spec, [Operation(*operation) for operation in operations])
 
 
+def test_compiled_and_traced_calls_in_lockstep() -> None:
+    """A tree is compiled and traced on both sides, without an exception and to one graph."""
+    layers = (Member("child", "m", ModuleSpec("Linear")), Member("child", "a", ModuleSpec("Tanh")))
+    operations = [Operation("compile_in_place", 0, (1,)), Operation("trace_module", 0, ())]
+    run = lockstep(ModuleSpec("Node", members=layers), operations)
+    (_, (_, parts)), _, _ = run.sides[1].run(Operation("call_compiled", 0, (1, True)))
+    (_, results), (_, codes) = parts
+
+    assert run.kinds == [operation.kind for operation in operations]
+    assert results[0][0] == "tuple"
+    assert len(codes) == 1
+
+
 def test_lockstep_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operation that differs on modkit is reported by name."""
 

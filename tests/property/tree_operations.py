@@ -2,13 +2,12 @@
 
 import copy
 import pickle
-import types
 from typing import Any
 
 import torch
 
 from tests.property import choices
-from tests.property.hook_objects import GLOBAL_REGISTRARS, OPTIONS, REGISTRARS, Hook
+from tests.property.hook_objects import CALL_TABLES, GLOBAL_REGISTRARS, OPTIONS, REGISTRARS, Hook
 from tests.property.node_tools import LOG
 from tests.property.observation import Ordinals, positions
 from tests.property.operations import Skipped, is_shared, is_tied, operation, refuse_tied_buffers
@@ -198,21 +197,21 @@ def copied(side: Any, module: Any, route: str) -> None:
     elif getattr(side, "scopes", None):
         raise Skipped  # see shallow_copy
     else:
-        # Hooks and methods bound to the original continue to use the original.
-        if any(isinstance(value, types.MethodType) for value in vars(side.model).values()):
-            raise Skipped
         side.originals.append(side.model)
         side.model = copy.copy(side.model)
 
 
-EFFECTS = choices.sampled_from(["note", "change", "change", "raise"])
+EFFECTS = choices.sampled_from(["note", "change", "change", "change", "raise", "odd"])
+# That hooks of states and loads may remove themselves is a listed difference.
+CALL_EFFECTS = EFFECTS | choices.sampled_from(["remove", "clear", "note", "change"])
 
 
 def several(kind: str) -> choices.Choice[tuple[str, list[tuple[dict[str, bool], str]]]]:
     """Draw a few hooks of one kind: their options and effects."""
     options = choices.optional({o: choices.booleans() for o in OPTIONS.get(kind, ())})
+    effects = CALL_EFFECTS if kind in CALL_TABLES else EFFECTS
     return choices.tuples(
-        choices.just(kind), choices.lists(choices.tuples(options, EFFECTS), min_size=1, max_size=3)
+        choices.just(kind), choices.lists(choices.tuples(options, effects), min_size=1, max_size=3)
     )
 
 
@@ -254,9 +253,20 @@ def forward_and_backward(side: Any, dtype: torch.dtype, kwargs: Any) -> Any:
     """Call the root with a tensor that requires grad; return the output and its gradient."""
     x = (torch.arange(6, dtype=dtype) / 4).reshape(2, 3).requires_grad_()
     output = side.model(x, **kwargs)
-    if output.requires_grad:
-        output.sum().backward()
+    total = sum_of(output)
+    if isinstance(total, torch.Tensor) and total.requires_grad:
+        total.backward()
     return output, x.grad, len(LOG)
+
+
+def sum_of(output: Any) -> Any:
+    """Return the sum of all tensors of an output, which hooks may have replaced."""
+    if isinstance(output, torch.Tensor):
+        return output.sum()
+    found = [*output.values()] if isinstance(output, dict) else output
+    if not isinstance(found, (list, tuple)):
+        return 0
+    return sum(tensor.sum() for tensor in found if isinstance(tensor, torch.Tensor))
 
 
 @operation(several("forward"), choices.booleans(), choices.integers(0, 9), choices.booleans())

@@ -7,7 +7,9 @@ from tests.property import (
     average_operations,
     changing_operations,
     choices,
+    compiled_operations,
     global_operations,
+    hook_operations,
     object_operations,
     operations,
     scoped_operations,
@@ -21,7 +23,9 @@ from tests.property.scoped_calls import SCOPED
 FILES: Final = (
     average_operations,
     changing_operations,
+    compiled_operations,
     global_operations,
+    hook_operations,
     object_operations,
     operations,
     scoped_operations,
@@ -31,6 +35,7 @@ FILES: Final = (
 # Operations of the sequences inside `fast_inference` that apply to any tree.
 SHARED: Final = (
     "call_functionally",
+    "call_in_mode",
     "change_class",
     "change_container",
     "change_during_call",
@@ -44,6 +49,7 @@ SHARED: Final = (
     "shallow_copy",
     "step_optimizer",
     "trace_with_fx",
+    "trace_with_jit",
     "use_average",
     "write_tensor",
 )
@@ -51,8 +57,17 @@ OPERATIONS.update({kind: SCOPED[kind] for kind in SHARED})
 # Those that take long.
 RARE: Final = {
     *("copy_and_call", "in_cycle", "is_freed", "list_attributes", "make_averaged_model"),
-    *("save_file", "share_memory", "trace_with_fx", "trace_with_jit", "differentiate_functionally"),
+    *(
+        "save_file",
+        "share_memory",
+        "trace_module",
+        "trace_with_fx",
+        "trace_with_jit",
+        "differentiate_functionally",
+    ),
 }
+# Those that take longer still.
+RAREST: Final = {"call_compiled", "compile_in_place"}
 # Some kernels leave memory uninitialized where an argument is on the meta device.
 NOT_IN_SCOPES: Final = {"to_meta", "list_attributes"}
 CALLS: Final = (
@@ -62,18 +77,25 @@ CALLS: Final = (
 SCOPES: Final = ("enter_scope", "enter_scope", "enter_scope", "leave_scope")
 
 
+def weight(kind: str) -> int:
+    """Return how often a kind is entered into the list that is drawn from."""
+    if kind in RAREST:
+        return 1
+    return 2 if kind in RARE else 6
+
+
 def weighted(kinds: Iterable[str]) -> list[str]:
-    """Add rare kinds once, and common kinds three times."""
-    return [kind for kind in sorted(kinds) for _ in range(1 if kind in RARE else 3)]
+    """Add kinds as often as their weight says."""
+    return [kind for kind in sorted(kinds) for _ in range(weight(kind))]
 
 
 def drawn() -> choices.Choice[Operation]:
     """Draw an operation of any kind."""
-    kinds = [*weighted(OPERATIONS), *FAVOURED * 3, *["leave_average"] * 3]
+    kinds = [*weighted(OPERATIONS), *FAVOURED * 6, *["leave_average"] * 6]
     return choices.one_of(*map(of_kind, kinds))
 
 
 def drawn_in_scopes(table: dict[str, Kind]) -> choices.Choice[Operation]:
     """Draw an operation for a sequence inside `fast_inference`."""
-    kinds = [*weighted({*table} - NOT_IN_SCOPES), *CALLS * 4, *SCOPES * 2]
+    kinds = [*weighted({*table} - NOT_IN_SCOPES), *CALLS * 8, *SCOPES * 4]
     return choices.one_of(*(of_kind(kind, table) for kind in kinds))

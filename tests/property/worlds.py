@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.modules.module as torch_module
+from torch.utils.hooks import RemovableHandle as HookIds
 
 from tests.property.mixed_nodes import Lora, Plain
 from tests.property.node_tools import LOG, summary
@@ -41,10 +42,14 @@ class World:
         # Tables that an operation has substituted for torch's.
         self._tables: dict[str, Any] = {}
         self._full: bool | None = None
+        # Hooks are told apart by a number that the process counts.
+        self._next_hook_id = 0
 
     @contextmanager
     def entered(self, side: Any) -> Iterator[None]:
         """Install the tables and patches, and remove them on exit."""
+        next_hook_id = HookIds.next_id
+        HookIds.next_id = self._next_hook_id
         torch_module._global_is_full_backward_hook = self._full
         for name, hooks in self._hooks.items():
             TABLES[name].update(hooks)
@@ -56,6 +61,8 @@ class World:
                     stack.enter_context(patched(side, dotted))
                 yield
         finally:
+            self._next_hook_id = HookIds.next_id
+            HookIds.next_id = next_hook_id
             self._full = torch_module._global_is_full_backward_hook
             torch_module._global_is_full_backward_hook = None
             self._hooks, self._tables = {}, {}
