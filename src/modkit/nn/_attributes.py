@@ -109,10 +109,10 @@ def register_parameter(self: torch.nn.Module, name: str, param: Parameter | None
     if (
         TorchModule.register_parameter is not _TORCH_REGISTER_PARAMETER
         or parameters is None
-        or not _is_free(self, name, parameters)
         or not (
             param is None or (isinstance(cast("object", param), Parameter) and not param.grad_fn)
         )
+        or not _is_free(self, name, parameters)
     ):
         TorchModule.register_parameter(self, name, param)
         return

@@ -348,3 +348,21 @@ def test_a_name_that_is_taken_is_asked_for_once(impl: Implementation, kind, aske
         register("weight", None)
 
     assert reads == ["weight"]
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "module"])
+def test_a_name_is_asked_for_once_for_a_value_that_is_refused(impl: Implementation, kind) -> None:
+    """A `__getattr__` of the class sees each lookup, of which torch makes at most one."""
+    reads = []
+
+    class Watched(impl.Module):
+        def __getattr__(self, name):
+            reads.append(name)
+            return super().__getattr__(name)
+
+    register = getattr(Watched(), f"register_{kind}")
+    reads.clear()
+    with pytest.raises(TypeError):
+        register("weight", "text")
+
+    assert reads == (["weight"] if kind != "module" else [])
