@@ -52,6 +52,10 @@ FIXED = {
     "registering a parameter, buffer or child read a property of that name twice": (
         "tests/parity/module/test_registration.py::test_a_name_that_is_taken_is_asked_for_once"
     ),
+    "`register_parameter()` looked up the name of a value that it refuses twice": (
+        "tests/parity/module/test_registration.py"
+        "::test_a_name_is_asked_for_once_for_a_value_that_is_refused"
+    ),
     "`to()` reported another missing attribute of a parameter that is not a tensor": (
         "tests/parity/module/test_conversion.py::test_what_is_not_a_tensor_cannot_be_converted"
     ),
@@ -67,6 +71,8 @@ FIXED = {
         "tests/parity/module/test_traversal.py"
         "::test_modules_names_an_override_below_a_parent_that_grows"
     ),
+    "`train()` set the mode of a module that has a member named `training`": CONTRACT
+    + "test_a_member_named_training_refuses_the_mode",
 }
 TEXT = """\
 ## Random operations
@@ -79,9 +85,9 @@ the trees are compared bitwise.
 Python {python}; {commits}). `nox -s lockstep` runs 2,000,000 operations. A seed determines the tree and the
 operations of a sequence.
 
-The {kinds} kinds of operations cover members, calls with hooks of every kind, states, conversions, copies, pickles, patched
-methods of `torch.nn.Module`, global hooks, parametrizations, optimizers, `AveragedModel`, `EMA` and `fast_inference`, on
-trees with layers, containers, lazy layers and {classes} user classes. {skipped:,} more did not apply or concern a listed
+The {kinds} kinds of operations cover members, calls with hooks of every kind, `torch.compile`, `torch.fx`, states,
+conversions, copies, pickles, patched methods of `torch.nn.Module`, global hooks, parametrizations, optimizers,
+`AveragedModel`, `EMA` and `fast_inference`, on trees with layers, containers, lazy layers and {classes} user classes. {skipped:,} more did not apply or concern a listed
 difference. Where a listed difference was drawn on purpose, torch and modkit must do exactly what its row says: {rows}.
 
 This run and those before it found {fixed} bugs in modkit, each fixed with a test. The sequences that showed one count
