@@ -8,7 +8,7 @@ import torch
 from tests.property import choices
 from tests.property.node_tools import LOG, summary
 from tests.property.observation import Ordinals
-from tests.property.operations import is_in_another_table, operation
+from tests.property.operations import is_taken, operation
 from tests.property.trees import valid_names
 
 
@@ -24,7 +24,7 @@ def change_structure(side: Any, module: Any, change: str, name: str) -> None:
     """Add, delete or replace a member by the plainest means."""
     tables = (module._modules, module._parameters, module._buffers)
     added = {"add child": "_modules", "add parameter": "_parameters", "add buffer": "_buffers"}
-    if change in added and is_in_another_table(module, added[change], name):
+    if change in added and is_taken(module, added[change], name):
         return
     if change == "add child":
         module._modules[name] = side.impl.nn.Tanh()

@@ -13,6 +13,7 @@ import faulthandler
 import json
 import platform
 import random
+import resource
 import runpy
 import subprocess
 import sys
@@ -34,6 +35,8 @@ ROOT: Final = Path(__file__).parents[2]
 KEPT: Final = ROOT / "build" / "lockstep.json"
 # After how many operations everything is compared; after the others a glance must do.
 EVERY: Final = 10
+# A sequence that takes more memory is a difference, and does not exhaust the machine.
+MEMORY: Final = 8 * 2**30
 # A process runs so many sequences: some operations leave classes behind.
 PORTION: Final = 400
 SLOW: Final = 300
@@ -222,6 +225,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.portion is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         print(json.dumps(portion(given.portion, PORTION)))
         return
     if given.only is not None:

@@ -215,13 +215,13 @@ def list_attributes(side: Any, module: Any) -> list[str]:
     return [name for name in dir(module) if name not in dir(type(module))]
 
 
-def is_in_another_table(module: Any, table: str, name: str) -> bool:
-    """Return True if the name would be in two tables, which no method of a module allows.
+def is_taken(module: Any, table: str, name: str) -> bool:
+    """Return True if a property or another table has the name, which no method of a module allows.
 
     Modkit loads a tensor into the table that it is in, and torch assigns the name.
     """
     others = {"_parameters", "_buffers", "_modules"} - {table}
-    return any(name in getattr(module, other) for other in others)
+    return hasattr(type(module), name) or any(name in getattr(module, other) for other in others)
 
 
 @operation(
@@ -235,7 +235,7 @@ def write_table(side: Any, module: Any, table: str, name: str, spec: Any, remove
     members = getattr(module, table)
     if remove:
         members.pop(name, None)
-    elif is_in_another_table(module, table, name):
+    elif is_taken(module, table, name):
         raise Skipped
     elif table == "_modules":
         members[name] = side.impl.nn.Tanh()
