@@ -74,8 +74,8 @@ def add_registration_hook(side: Any, module: Any, kind: str, effect: str) -> Non
     side.handles.append(registration_hook(side, kind, effect))
 
 
-# What hooks for new parameters and children of `add_module` return is checked, and they may remove
-# themselves: listed differences.
+# Values that hooks for new parameters and children of `add_module` return are checked, and such hooks
+# may remove themselves: listed differences.
 HOOKED: Final = choices.sampled_from(
     [
         *(("buffer", effect, registers) for effect in ("text", "remove") for registers in (0, 1)),

@@ -19,7 +19,7 @@ from tests.property.observation import Ordinals, describe, distinct_modules, obs
 from tests.property.operations import OPERATIONS, Kind, Operation
 from tests.property.scoped_calls import SCOPED
 from tests.property.scoped_trees import IMAGES, VECTORS, ScopedBuilder, Tree
-from tests.property.sides import Side, compare
+from tests.property.sides import Side, compare, reproducible
 from tests.property.trees import ModuleSpec
 
 
@@ -202,20 +202,16 @@ def lockstep(
     every: int = 1,
 ) -> Lockstep:
     """Run the operations outside and inside scopes, and compare everything observable."""
-    torch_always_warns = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)
-    torch.use_deterministic_algorithms(True)  # see sides.lockstep
-    both = Lockstep.of(impls, tree, every)
     last = Operation("end", 0, ())
-    try:
-        for operation in operations:
-            both.step(operation)
-        for operation in closing(both.fast):
-            both.step(operation)
-        both.compare_trees(last)
-    finally:
-        while both.fast.scopes:
-            both.fast.scopes.pop().__exit__(None, None, None)
-        torch.use_deterministic_algorithms(False)
-        torch.set_warn_always(torch_always_warns)
+    with reproducible():
+        both = Lockstep.of(impls, tree, every)
+        try:
+            for operation in operations:
+                both.step(operation)
+            for operation in closing(both.fast):
+                both.step(operation)
+            both.compare_trees(last)
+        finally:
+            while both.fast.scopes:
+                both.fast.scopes.pop().__exit__(None, None, None)
     return both

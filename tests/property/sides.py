@@ -1,6 +1,9 @@
 """One implementation's half of a lockstep run, and the run itself."""
 
+import gc
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -106,13 +109,28 @@ class Run:
             compare(operation, [side.glances.of(side.model) for side in self.sides])
 
 
-def lockstep(spec: ModuleSpec, operations: list[Operation], every: int = 1) -> Run:
-    """Run the operations on both implementations, and compare everything observable after each."""
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """Switch off what makes two equal runs differ."""
     torch_always_warns = torch.is_warn_always_enabled()
+    collects = gc.isenabled()
     torch.set_warn_always(True)
     # Uninitialized memory, as of a lazy layer that fails to initialize, is compared too.
     torch.use_deterministic_algorithms(True)
+    # A hook that is bound to a module notices when the collector frees the module.
+    gc.disable()
     try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+        torch.use_deterministic_algorithms(False)
+        torch.set_warn_always(torch_always_warns)
+
+
+def lockstep(spec: ModuleSpec, operations: list[Operation], every: int = 1) -> Run:
+    """Run the operations on both implementations, and compare everything observable after each."""
+    with reproducible():
         run = Run(spec, every)
         for operation in [*operations]:
             run.step(operation)
@@ -120,9 +138,6 @@ def lockstep(spec: ModuleSpec, operations: list[Operation], every: int = 1) -> R
             run.step(operation)
         run.compare_trees("end")
         return run
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.set_warn_always(torch_always_warns)
 
 
 def closing(side: Side) -> list[Operation]:

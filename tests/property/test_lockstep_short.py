@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -73,6 +75,17 @@ def test_lockstep_sees_a_change_of_state(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(OPERATIONS, "evaluate", type(OPERATIONS["evaluate"])(broken, ()))
     with pytest.raises(AssertionError, match="differ after"):
         lockstep(ModuleSpec("Node"), [Operation("evaluate", 0, ())])
+
+
+def test_the_collector_rests_during_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When Python frees modules in reference cycles does not depend on what ran before."""
+    seen = []
+    entry = type(OPERATIONS["evaluate"])(lambda side, module: seen.append(gc.isenabled()), ())
+    monkeypatch.setitem(OPERATIONS, "evaluate", entry)
+    lockstep(ModuleSpec("Node"), [Operation("evaluate", 0, ())])
+
+    assert seen == [False, False]
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("module", vocabulary.FILES, ids=lambda file: file.__name__.split(".")[-1])
