@@ -562,15 +562,6 @@ ROWS: Final = (
         "tests/parity/module/test_override_contract.py::test_a_saved_method_does_not_call_a_later_patch",
     ),
     _row(
-        "modkit",
-        "A hook that a submodule gets after compiling is missed unless "
-        "`torch._dynamo.config.skip_nnmodule_hook_guards` is False | It runs, after a "
-        "recompilation",
-        NO_ISSUE,
-        "tests/integration/torch_compile/test_changes.py::test_a_later_hook_of_a_submodule_is_missed",
-        torch=">=2.14",
-    ),
-    _row(
         "torch",
         "`modules()` has no `remove_duplicate` | It has it, as in newer torch",
         NO_ISSUE,

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.helpers import Implementation
@@ -39,6 +40,8 @@ def user_net(impl: Implementation) -> torch.nn.Module:
     return net
 
 
+# Torch 2.15 records modules with stacks.
+@pytest.mark.filterwarnings("ignore:with_modules is deprecated")
 def test_a_trace_names_the_modules_of_the_user(tmp_path: Path) -> None:
     """A chrome trace with stacks and modules has an entry for each call of each module, as torch's."""
 
