@@ -209,7 +209,8 @@ def _places(
         return []
     places = [("", model)]
 
-    def enter(name: str, child: torch.nn.Module, parent_prefix: str) -> str | None:
+    # Dynamo of torch 2.8 traces this, and does not know a union among the annotations.
+    def enter(name: str, child: torch.nn.Module, parent_prefix: str) -> Any:
         if child is leave_out:
             return None
         prefix = f"{parent_prefix}{name}."
