@@ -1,6 +1,7 @@
 """Operations on whole trees: modes, conversion, walks, paths, copies, calls."""
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -111,10 +112,12 @@ def walk_arguments(*flags: str) -> choices.Choice[dict[str, Any]]:
     return choices.optional(optional)
 
 
+# ``remove_duplicate`` since torch 2.11; before, a listed difference.
+MODULES_FLAGS = tuple(inspect.signature(torch.nn.Module.modules).parameters)[1:]
 WALKS = choices.one_of(
     choices.tuples(choices.just("parameters"), walk_arguments("recurse")),
     choices.tuples(choices.just("buffers"), walk_arguments("recurse")),
-    choices.tuples(choices.just("modules"), walk_arguments("remove_duplicate")),
+    choices.tuples(choices.just("modules"), walk_arguments(*MODULES_FLAGS)),
     choices.tuples(choices.just("children"), walk_arguments()),
     choices.tuples(choices.just("named_children"), walk_arguments()),
     choices.tuples(choices.just("named_modules"), walk_arguments("prefix", "remove_duplicate")),
