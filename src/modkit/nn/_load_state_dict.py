@@ -14,13 +14,7 @@ from modkit._tree import descend
 from modkit._upstream import EXTRA_STATE_KEY, IncompatibleKeys
 from modkit.nn._load_plan import TORCH_LOAD, Load, check_own, make_plan, may_plan, own_names
 from modkit.nn._load_tensor import Entry, Ties, warn_if_meta, write
-from modkit.nn._overrides import (
-    TorchModule,
-    is_dynamo_compiling,
-    is_standard,
-    patchable,
-    standard,
-)
+from modkit.nn._overrides import TorchModule, is_dynamo_compiling, is_standard, patchable, standard
 
 
 # The ties of the running loads that assign, by the identity of the list of errors that is handed to

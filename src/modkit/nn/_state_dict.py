@@ -8,11 +8,7 @@ import torch
 
 from modkit._messages import text_of
 from modkit._tree import descend
-from modkit.nn._overrides import (
-    is_standard,
-    patchable,
-    standard_classes,
-)
+from modkit.nn._overrides import is_standard, patchable, standard_classes
 
 
 # A class that overrides none of these saves no more than its tensors.
