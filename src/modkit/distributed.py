@@ -12,7 +12,8 @@ from torch import Tensor
 
 from modkit._namespace import publish_all
 from modkit.averaging.ema import EMA
-from modkit.averaging.named_tensors import NamedTensors, canonical_name, canonical_names
+from modkit.averaging.named_tensors import NamedTensors
+from modkit.averaging.names import canonical_name, canonical_names
 from modkit.averaging.precision import compact
 from modkit.averaging.sharding import is_sharded, whole_tensor
 from modkit.averaging.state import with_empty_parts

@@ -61,17 +61,25 @@ _AVERAGES = {
     "callback": "test_callback test_attach",
     "checkpoints": "test_checkpoints",
     "ema": "test_ema_update test_ema_swap test_ema_module test_attach test_ema_resume test_broken_states",
+    "copies": "test_ema_update test_watch test_both_faces test_averaged_model_options",
     "engine": "test_ema_update test_watch test_masked_steps test_ema_rebind test_ema_to test_ema_resume "
     "test_both_faces test_ema_swap test_averaged_model_options",
+    "foreign_states": "test_load_averages test_other_libraries test_broken_states",
     "named_tensors": "test_ema_update test_watch test_load_averages test_ema_rebind test_both_faces "
     "test_ema_module test_sharded",
+    "names": "test_ema_update test_watch test_load_averages test_ema_rebind",
+    "options": "test_ema_update test_both_faces test_averaged_model_options test_ema_to",
+    "plan": "test_ema_update test_watch test_masked_steps test_flat_buffers test_both_faces "
+    "test_averaged_model_options",
     "posthoc": "test_posthoc_files test_posthoc_fit test_posthoc_training",
     "precision": "test_ema_precision test_masked_steps test_ema_update test_averaged_model_options "
     "test_posthoc_files",
     "schedules": "test_schedules test_schedules_in_ema",
     "sharding": "test_sharded test_export_average",
     "state": "test_broken_states test_load_averages test_ema_resume test_other_libraries",
+    "state_checks": "test_broken_states test_load_averages test_other_libraries",
     "swap": "test_ema_swap test_ema_module test_callback test_sharded",
+    "watch": "test_watch test_ema_update test_ema_rebind test_ema_swap",
 }
 # The tests of each part and file, which alone are run for its mutants.
 PARTS = {

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from modkit._upstream import foreach_copy_
-from modkit.averaging.named_tensors import PLAIN, Options, is_averaged
-from modkit.averaging.precision import full_value, is_rounded
+from modkit.averaging.options import Options
+from modkit.averaging.precision import full_value, is_averaged, is_rounded
 from modkit.averaging.sharding import local_shard, shards_of
+from modkit.averaging.watch import PLAIN
 
 
 Tensors: TypeAlias = Mapping[str, Tensor]

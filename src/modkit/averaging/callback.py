@@ -8,8 +8,10 @@ import torch
 from typing_extensions import TypeVar, Unpack
 
 from modkit._namespace import publish
-from modkit.averaging.ema import EMA, Decays, Device, EMAOptions
-from modkit.averaging.named_tensors import NamedTensors, Options
+from modkit.averaging.ema import EMA, Device, EMAOptions
+from modkit.averaging.named_tensors import NamedTensors
+from modkit.averaging.options import Options
+from modkit.averaging.schedules import Decays
 from modkit.averaging.swap import exchanged, pairs_for
 
 
@@ -24,7 +26,11 @@ NO_AVERAGES: Final = (
 
 def check_options(decay: Decays, index: int, options: EMAOptions) -> None:
     """Raise the error with which ``EMA`` would refuse the options, without a model."""
-    Options(options.get("include"), options.get("exclude"), options.get("buffers", "copy"))
+    Options(
+        include=options.get("include"),
+        exclude=options.get("exclude"),
+        buffers=options.get("buffers", "copy"),
+    )
     # The names of the model are not known yet.
     probe: EMAOptions = {**options, "include": None, "exclude": None, "buffers": "copy"}
     EMA(torch.nn.Linear(1, 1), decay, **probe)._engine.check_index(index)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from modkit._namespace import publish
-from modkit.averaging.named_tensors import check_match, is_averaged
-from modkit.averaging.precision import kept_dtype
+from modkit.averaging.names import check_match
+from modkit.averaging.precision import is_averaged, kept_dtype
 from modkit.errors import shown
 from modkit.files.checkpoint_files import Checkpoint
 

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Generic, TypeAlias, TypedDict, cast
+from typing import Any, Generic, TypeAlias, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from modkit.averaging import batch_norm, state as ema_state
 from modkit.averaging.averaged_copy import AveragedCopy
 from modkit.averaging.engine import Engine
 from modkit.averaging.interrupts import uninterrupted
-from modkit.averaging.named_tensors import Buffers, NamedTensors, Names, Options
+from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.optimizer_steps import OptimizerSteps, check_optimizer
+from modkit.averaging.options import Buffers, CheckedCount, Names, Options, checked_count
 from modkit.averaging.precision import OnNonfinite, Precision
-from modkit.averaging.schedules import Decay, Schedule, as_list, as_schedule
+from modkit.averaging.schedules import Decay, Decays, Schedule, schedules_of
 from modkit.averaging.sharding import resharded, shards_of
 from modkit.averaging.swap import (
     any_swapped,
@@ -36,10 +37,6 @@ __all__ = ["EMA", "EMAOptions"]
 ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
 
 Device: TypeAlias = int | str | torch.device | None
-Decays: TypeAlias = float | Sequence[Decay] | None
-DEFAULT_DECAY: Final = 0.999
-# Below it a decay is more likely a momentum, which is one minus the decay.
-_LEAST_PLAUSIBLE: Final = 0.1
 
 
 class EMAOptions(TypedDict, total=False):
@@ -56,25 +53,6 @@ class EMAOptions(TypedDict, total=False):
     trainable_only: bool
     on_nonfinite: OnNonfinite
     seed: int
-
-
-class CheckedCount:
-    """An attribute that is an int of at least ``least``, validated each time that it is set."""
-
-    def __init__(self, least: int) -> None:
-        self.least = least
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, instance: object, owner: type | None = None) -> int:
-        if instance is None:
-            raise AttributeError(self.name)
-        value: int = vars(instance)[self.name]
-        return value
-
-    def __set__(self, instance: object, value: int) -> None:
-        vars(instance)[self.name] = checked_count(self.name, value, self.least)
 
 
 class EMA(Generic[ModelT]):
@@ -170,9 +148,16 @@ class EMA(Generic[ModelT]):
         self.step = 0
         self.n_averaged = 0
         self._start: int | None = None
-        place = None if device is None else torch.device(device)
-        chosen = include, exclude, buffers, trainable_only
-        options = Options(*chosen, precision, place, on_nonfinite, seed)
+        options = Options(
+            include=include,
+            exclude=exclude,
+            buffers=buffers,
+            trainable_only=trainable_only,
+            precision=precision,
+            device=None if device is None else torch.device(device),
+            on_nonfinite=on_nonfinite,
+            seed=seed,
+        )
         self._engine = Engine(model, len(self.schedules), options)
         # Training weights that store() keeps, and the model's tensors that copy_to() then wrote to,
         # with their versions: until restore() the model holds an average.
@@ -691,32 +676,6 @@ def _write(model: torch.nn.Module, values: Mapping[str, Tensor]) -> None:
     named = NamedTensors(model)
     for name, value in values.items():
         write(named.tensor(name), value)
-
-
-def checked_count(name: str, value: int, least: int) -> int:
-    """Return a number of steps, or raise TypeError or ValueError if it is not an int >= least."""
-    if isinstance(cast("object", value), bool) or not isinstance(cast("object", value), int):
-        raise TypeError(f"EMA: {name} must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"EMA: {name} must be {least} or more, got {value}")
-    return value
-
-
-def schedules_of(decay: Decays, schedule: Decay | Sequence[Decay] | None) -> list[Schedule]:
-    """Return one schedule for each average that is asked for."""
-    if schedule is not None and decay is not None:
-        raise ValueError(f"EMA: give decay or schedule, not both: got {decay!r} and {schedule!r}")
-    name, chosen = ("decay", decay) if schedule is None else ("schedule", schedule)
-    if chosen is None:
-        chosen = DEFAULT_DECAY
-    several = as_list(chosen)
-    if not several:
-        raise ValueError(f"EMA: {name} must not be an empty list")
-    for one in several:
-        if isinstance(one, (int, float)) and 0 < one < _LEAST_PLAUSIBLE:
-            text = f"EMA: decay={one} keeps {one:.2%} of the average in each update. If that is a "
-            warnings.warn(f"{text}momentum, pass decay={1 - one:g}.", stacklevel=3)
-    return [as_schedule(one, f"EMA: {name}") for one in several]
 
 
 publish("modkit", EMA)

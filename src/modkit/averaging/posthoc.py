@@ -16,8 +16,9 @@ from torch import Tensor
 
 from modkit._namespace import publish
 from modkit.averaging.ema import EMA
-from modkit.averaging.named_tensors import NamedTensors, check_match, is_averaged, shapes_of
-from modkit.averaging.precision import compact
+from modkit.averaging.named_tensors import NamedTensors
+from modkit.averaging.names import check_match, shapes_of
+from modkit.averaging.precision import compact, is_averaged
 from modkit.averaging.schedules import Power, gamma_of
 from modkit.errors import FileError, shown
 from modkit.files.checkpoint_files import state_dict_at

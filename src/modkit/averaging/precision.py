@@ -33,6 +33,11 @@ CHUNK: Final = 1 << 20
 _ROUNDED: Final = {torch.bfloat16: 16, torch.float16: 13}
 
 
+def is_averaged(tensor: Tensor) -> bool:
+    """Return True for floating-point and complex tensors: integers have no average."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def kept_dtype(dtype: torch.dtype, precision: Precision) -> torch.dtype:
     """Return the dtype in which the average of a tensor of ``dtype`` is kept."""
     if not (dtype.is_floating_point or dtype.is_complex):

@@ -6,6 +6,7 @@ Everything in ``__all__`` is public as :mod:`modkit.schedules`, whose docstring 
 import math
 import numbers
 import operator
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -43,6 +44,11 @@ __all__ = [
 ]
 
 Decay: TypeAlias = float | Callable[[int], float]
+Decays: TypeAlias = float | Sequence[Decay] | None
+
+_DEFAULT_DECAY: Final = 0.999
+# Below it a decay is more likely a momentum, which is one minus the decay.
+_LEAST_PLAUSIBLE: Final = 0.1
 
 # The relative width of the equal average, the limit for power functions.
 _WIDEST: Final = 1 / math.sqrt(12)
@@ -330,6 +336,26 @@ def as_list(decays: Decay | Sequence[Decay]) -> Sequence[Decay]:
     if isinstance(decays, Sequence) and not isinstance(decays, (str, bytes)):
         return decays
     return [cast("Decay", decays)]
+
+
+def schedules_of(decay: Decays, schedule: Decay | Sequence[Decay] | None) -> list[Schedule]:
+    """Return one schedule for each average that is asked for."""
+    if schedule is not None and decay is not None:
+        raise ValueError(f"EMA: give decay or schedule, not both: got {decay!r} and {schedule!r}")
+    name, chosen = ("decay", decay) if schedule is None else ("schedule", schedule)
+    if chosen is None:
+        chosen = _DEFAULT_DECAY
+    several = as_list(chosen)
+    if not several:
+        raise ValueError(f"EMA: {name} must not be an empty list")
+    for one in several:
+        if isinstance(one, (int, float)) and 0 < one < _LEAST_PLAUSIBLE:
+            warnings.warn(
+                f"EMA: decay={one} keeps {one:.2%} of the average in each update. If that is a momentum, "
+                f"pass decay={1 - one:g}.",
+                stacklevel=3,
+            )
+    return [as_schedule(one, f"EMA: {name}") for one in several]
 
 
 def is_constant(schedule: Schedule) -> bool:

@@ -26,8 +26,10 @@ from modkit._messages import (
     add_note,
 )
 from modkit.averaging.interrupts import critical
-from modkit.averaging.named_tensors import NamedTensors, Snapshot, check_match, shapes_of
+from modkit.averaging.named_tensors import NamedTensors
+from modkit.averaging.names import check_match, shapes_of
 from modkit.averaging.sharding import is_sharded, local_shard, reshard, sharded_places
+from modkit.averaging.watch import Snapshot
 
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)

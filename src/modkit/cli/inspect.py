@@ -9,7 +9,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from modkit import files
-from modkit.averaging.state import recognise
+from modkit.averaging.foreign_states import recognise
 from modkit.cli import _tables as ui
 from modkit.files.checkpoint_files import file_in
 from modkit.files.kinds import SAFETENSORS, SHARDED, parse_digest

@@ -21,9 +21,11 @@ from modkit.averaging.callback import (
     swap_at_end,
     training_weights,
 )
-from modkit.averaging.ema import EMA, Decays
-from modkit.averaging.named_tensors import NamedTensors, check_choice
+from modkit.averaging.ema import EMA
+from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.optimizer_steps import check_optimizer
+from modkit.averaging.options import check_choice
+from modkit.averaging.schedules import Decays
 from modkit.averaging.swap import any_swapped, pairs_for, write
 from modkit.errors import shown
 from modkit.files.atomic_write import remove_stale

@@ -1,10 +1,9 @@
 """``AveragedModel``: torch's face of the averaging engine."""
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import update_wrapper
-from typing import Any, Generic, TypeAlias, TypeGuard, cast
+from typing import Any, Generic, cast
 
 import torch
 from torch import Tensor
@@ -18,78 +17,32 @@ from typing_extensions import TypeVar, override
 from modkit._messages import add_note
 from modkit._upstream import foreach_devices, make_parameter
 from modkit.averaging.averages import Average, flat_buffers
-from modkit.averaging.engine import Cache, Group, Plan
+from modkit.averaging.copies import Copies
 from modkit.averaging.interrupts import uninterrupted
-from modkit.averaging.named_tensors import (
-    Buffers,
-    Copies,
-    Member,
-    NamedTensors,
-    Names,
-    Options,
-    canonical_names,
-    check_match,
-    is_averaged,
-)
+from modkit.averaging.named_tensors import Member, NamedTensors
+from modkit.averaging.names import canonical_names, check_match
+from modkit.averaging.options import Buffers, Names, Options
+from modkit.averaging.plan import Cache, Group, Plan
 from modkit.averaging.precision import (
     OnNonfinite,
     Precision,
-    TensorList,
     Weight,
     check_finite,
     first_nonfinite,
+    is_averaged,
     lerp_one_,
     reads_are_free,
     where_,
 )
 from modkit.averaging.swap import copy_of
 from modkit.nn.module import Module
+from modkit.optim.averaging_functions import AvgFn, MultiAvgFn, is_known
 
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
-AvgFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | int], Tensor]
-MultiAvgFn: TypeAlias = Callable[[TensorList, TensorList, Tensor | int], None]
 
 _swa_ = get_swa_multi_avg_fn()
 _swa_of = get_swa_avg_fn()
-
-
-class AveragingFunction:
-    """Calls torch's function, and shows and pickles how it was made."""
-
-    def __init__(self, name: str, decay: float | None = None) -> None:
-        self.name, self.decay = name, decay
-        self._arguments = () if "swa" in name else (decay,)
-        self._function = getattr(torch.optim.swa_utils, name)(*self._arguments)
-        # The name and the signature of torch's, which loggers and configuration tools show.
-        update_wrapper(self, self._function)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    @override
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AveragingFunction) and repr(self) == repr(other)
-
-    @override
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
-    @override
-    def __repr__(self) -> str:
-        return f"{self.name}({f'decay={self.decay}' if self._arguments else ''})"
-
-    @override
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[float | None, ...]]:
-        # The public function: pickles stay readable if this class moves.
-        from modkit.optim import swa_utils
-
-        return getattr(swa_utils, self.name), self._arguments
-
-
-def is_known(function: object) -> TypeGuard[AveragingFunction]:
-    """Return True for the ``multi_avg_fn`` of this library, which the engine has kernels for."""
-    return isinstance(function, AveragingFunction) and "multi" in function.name
 
 
 class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):

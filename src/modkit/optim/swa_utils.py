@@ -13,7 +13,13 @@ from modkit._namespace import publish_all
 from modkit.averaging import batch_norm
 from modkit.averaging.precision import TensorList
 from modkit.averaging.swap import any_swapped
-from modkit.optim._averaged_model import AveragedModel, AveragingFunction, AvgFn, MultiAvgFn
+from modkit.optim._averaged_model import AveragedModel
+from modkit.optim.averaging_functions import (
+    get_ema_avg_fn,
+    get_ema_multi_avg_fn,
+    get_swa_avg_fn,
+    get_swa_multi_avg_fn,
+)
 
 
 __all__ = [
@@ -27,54 +33,6 @@ __all__ = [
 ]
 
 PARAM_LIST: TypeAlias = TensorList
-
-
-def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
-    """Return the exponential moving average of lists of tensors, a ``multi_avg_fn``.
-
-    It computes ``decay * average + (1 - decay) * current`` in place, with fused kernels.
-
-    modkit: The function can be pickled, and its ``repr`` shows the rule and the decay.
-
-    Raises:
-        ValueError: If ``decay`` is outside [0, 1].
-
-    Example:
-        >>> import torch
-        >>> from modkit.optim.swa_utils import get_ema_multi_avg_fn
-        >>> averaged, current = [torch.tensor([1.0])], [torch.tensor([2.0])]
-        >>> get_ema_multi_avg_fn(0.75)(averaged, current, 1)
-        >>> averaged
-        [tensor([1.2500])]
-    """
-    return AveragingFunction("get_ema_multi_avg_fn", decay)
-
-
-def get_swa_multi_avg_fn() -> MultiAvgFn:
-    """Return the equal average of lists of tensors, a ``multi_avg_fn``, which works in place.
-
-    modkit: The function can be pickled, and its ``repr`` shows the rule.
-    """
-    return AveragingFunction("get_swa_multi_avg_fn")
-
-
-def get_ema_avg_fn(decay: float = 0.999) -> AvgFn:
-    """Return the exponential moving average of one tensor, an ``avg_fn``.
-
-    modkit: The function can be pickled, and its ``repr`` shows the rule and the decay.
-
-    Raises:
-        ValueError: If ``decay`` is outside [0, 1].
-    """
-    return AveragingFunction("get_ema_avg_fn", decay)
-
-
-def get_swa_avg_fn() -> AvgFn:
-    """Return the equal average of one tensor, an ``avg_fn``.
-
-    modkit: The function can be pickled, and its ``repr`` shows the rule.
-    """
-    return AveragingFunction("get_swa_avg_fn")
 
 
 def update_bn(

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import modkit
-from modkit.averaging.state import convert
+from modkit.averaging.foreign_states import convert
 from modkit.schedules import InverseGamma, PerUpdate
 from tests.integration.averaging_peers.peers import (
     Diffusers,

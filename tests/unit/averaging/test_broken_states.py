@@ -11,7 +11,7 @@ from torch import nn
 
 import modkit
 from modkit import schedules
-from modkit.averaging import state as states
+from modkit.averaging import state as states, state_checks
 from tests.cases import for_each
 from tests.helpers import freeze
 from tests.unit.averaging.recipes import diffusers_state, network, set_to
@@ -485,4 +485,4 @@ def test_messages_stay_short() -> None:
     with pytest.raises(ValueError, match=r"step must be an int .*x\.\.\.\. Nothing") as raised:
         ema.load_state_dict(state)
     assert len(str(raised.value)) < 300
-    assert states._shown(SimpleNamespace()) == "namespace()"
+    assert state_checks.described(SimpleNamespace()) == "namespace()"

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import modkit
-from modkit.averaging.state import convert, recognise
+from modkit.averaging.foreign_states import convert, recognise
 from modkit.schedules import Constant, CountWarmup, InverseGamma
 from tests.cases import for_each
 from tests.unit.averaging.recipes import diffusers_state

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from modkit.averaging.named_tensors import NamedTensors, Watch, canonical_name
+from modkit.averaging.named_tensors import NamedTensors
+from modkit.averaging.names import canonical_name
+from modkit.averaging.watch import Watch
 from tests.cases import for_each
 
 
@@ -120,7 +122,7 @@ def test_a_change_is_seen(
 ) -> None:
     """Whatever changes which tensors a model has is seen, with dynamo's guards and without."""
     if not guarded:
-        monkeypatch.setattr("modkit.averaging.named_tensors.tensor_guard", lambda tensors: None)
+        monkeypatch.setattr("modkit.averaging.watch.tensor_guard", lambda tensors: None)
     net = Net()
     watch = watch_of(net)
     before = watch.changed()
@@ -134,7 +136,7 @@ def test_a_change_is_seen(
 def test_new_values_are_no_change(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training, loading, data that are set, and buffers that are replaced leave all as it is."""
     if not guarded:
-        monkeypatch.setattr("modkit.averaging.named_tensors.tensor_guard", lambda tensors: None)
+        monkeypatch.setattr("modkit.averaging.watch.tensor_guard", lambda tensors: None)
     net = Net()
     watch = watch_of(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -1,0 +1,68 @@
+"""Names of tensors: canonical names, names with one more prefix, and the check that names match."""
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from modkit.errors import NameMismatchError
+
+
+# The parts of a name that ``torch.compile``, FSDP and activation checkpointing add.
+_WRAPPERS: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+def canonical_name(name: str) -> str:
+    """Return a tensor's name without the parts that compilers and distributed wrappers add."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while len(parts) > 1 and parts[0] == "module":
+        del parts[0]
+    return ".".join(parts)
+
+
+def canonical_names(names: Iterable[str]) -> dict[str, str]:
+    """Map each name to its canonical name, or to itself if two names would collide."""
+    # They collide where a user's model has a child that is called ``module``.
+    found = {name: canonical_name(name) for name in names}
+    return found if len(set(found.values())) == len(found) else {name: name for name in found}
+
+
+def _prefix_between(longer: set[str], shorter: set[str]) -> str:
+    """Return the one prefix, such as ``"net."``, that turns the shorter names into the longer; or ""."""
+    if not longer or not shorter:
+        return ""
+    # A common prefix leaves the alphabetical order as it is, so the first names are a pair.
+    prefix = min(longer).removesuffix(min(shorter))
+    fits = prefix.endswith(".") and longer == {prefix + name for name in shorter}
+    return prefix if fits else ""
+
+
+def names_like(mine: set[str], names: dict[str, str], theirs: set[str]) -> dict[str, str]:
+    """Return the names of a model without, or with, the prefix by which its parameters differ."""
+    surplus, lacking = _prefix_between(mine, theirs), _prefix_between(theirs, mine)
+    renamed = {key: lacking + name.removeprefix(surplus) for key, name in names.items()}
+    # They collide where a wrapper has a buffer of the name of one of its network.
+    return renamed if len(set(renamed.values())) == len(names) else names
+
+
+def check_match(
+    what: str,
+    expected: Mapping[str, torch.Size | None],
+    found: Mapping[str, torch.Size | None],
+) -> None:
+    """Raise NameMismatchError unless names and shapes agree; None stands for any shape."""
+    missing = [name for name in expected if name not in found]
+    unexpected = [name for name in found if name not in expected]
+    shapes: list[str] = []
+    for name, wanted in expected.items():
+        shape = found.get(name)
+        if wanted is not None and shape is not None and shape != wanted:
+            shapes.append(f"{name} ({tuple(shape)} instead of {tuple(wanted)})")
+    if missing or unexpected or shapes:
+        raise NameMismatchError(what, missing=missing, unexpected=unexpected, shapes=shapes)
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Return the shapes of named tensors."""
+    return {name: tensor.shape for name, tensor in tensors.items()}

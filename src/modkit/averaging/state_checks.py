@@ -1,0 +1,122 @@
+"""Checks of saved states: each value is validated where it is read, and named in the error.
+
+A state comes from a file, so nothing in it is trusted. ``CheckedMapping`` knows the path of each
+value in the state, and errors show it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import Tensor
+
+from modkit.averaging.precision import is_averaged
+from modkit.errors import shown
+
+
+# The name of this library's states in errors.
+OWN: Final = "modkit.EMA"
+
+_LONGEST_REPR: Final = 80
+
+
+def invalid_state(text: str) -> ValueError:
+    """Return the error for a state that cannot be loaded."""
+    return ValueError(shown(f"EMA: {text}. Nothing has been changed."))
+
+
+def described(value: object) -> str:
+    """Return a value as errors show it: in one line, and tensors without their elements."""
+    if isinstance(value, Tensor):
+        return f"a tensor of dtype {value.dtype} and shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= _LONGEST_REPR else f"{text[:_LONGEST_REPR]}..."
+
+
+KINDS: Final[dict[str, Callable[[Any], bool]]] = {
+    "a mapping": lambda value: isinstance(value, Mapping),
+    "a list": lambda value: isinstance(value, (list, tuple)),
+    "True or False": lambda value: isinstance(value, int) and value in (0, 1),
+    "a tensor": lambda value: isinstance(value, Tensor),
+    "a dense tensor with data": lambda value: value.layout == torch.strided and not value.is_meta,
+    "of a floating point or complex dtype": is_averaged,
+}
+# Each of these kinds is tested only if the ones before it hold.
+TENSOR: Final = ("a tensor", "a dense tensor with data")
+AVERAGE: Final = (*TENSOR, "of a floating point or complex dtype")
+
+
+@dataclass(frozen=True)
+class CheckedMapping:
+    """A mapping within a state, whose methods return valid values or raise.
+
+    Attributes:
+        source: The library that the state is from, as errors name it.
+        values: The entries, which may be anything.
+        path: Path of the mapping in the state, such as ``averages[0]['tensors']``.
+    """
+
+    source: str
+    values: Mapping[Any, Any]
+    path: str = ""
+
+    def key(self, name: object) -> str:
+        """Return the path of an entry."""
+        return f"{self.path}[{name!r}]" if self.path else str(name)
+
+    def refuse(self, name: object, wanted: str) -> NoReturn:
+        """Raise the ValueError that says what an entry must be."""
+        got = described(self.values[name])
+        raise invalid_state(
+            f"the state of {self.source} is invalid: {self.key(name)} must be {wanted}, got {got}"
+        )
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise ValueError unless there is an entry of each name."""
+        missing = [self.key(name) for name in names if name not in self.values]
+        if missing:
+            raise invalid_state(f"the state of {self.source} has no {', '.join(missing)}")
+
+    def get(self, name: Any, kind: str | None = None) -> Any:
+        """Return an entry, which must be there, and of a kind if one is given."""
+        self.require([name])
+        value = self.values[name]
+
+        # Other libraries may save a number as a tensor with one element.
+        is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
+        if is_number and self.source != OWN:
+            value = value.item()
+
+        if kind is not None and not KINDS[kind](value):
+            self.refuse(name, kind)
+        return value
+
+    def integer(self, name: str, least: int = 0, most: float = math.inf) -> int:
+        """Return an entry that must be an int between two limits."""
+        value = self.get(name)
+        if type(value) is not int or not least <= value <= most:
+            limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+            self.refuse(name, f"an int {limits}")
+        return value
+
+    def inside(self, name: Any) -> "CheckedMapping":
+        """Return an entry that must be a mapping."""
+        return CheckedMapping(self.source, self.get(name, "a mapping"), self.key(name))
+
+    def each(self, name: str) -> "list[CheckedMapping]":
+        """Return an entry that must be a list of mappings."""
+        entries = dict(enumerate(self.get(name, "a list")))
+        numbered = CheckedMapping(self.source, entries, self.key(name))
+        return [numbered.inside(index) for index in entries]
+
+    def tensors(self, kinds: Iterable[str] = TENSOR) -> dict[str, Tensor]:
+        """Return all entries, which must be tensors of these kinds under names of type ``str``."""
+        for name, value in self.values.items():
+            if not isinstance(name, str):
+                self.refuse(name, "a tensor under a name of type str")
+            for kind in kinds:
+                if not KINDS[kind](value):
+                    self.refuse(name, kind)
+        return dict(self.values)

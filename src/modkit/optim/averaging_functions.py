@@ -1,0 +1,100 @@
+"""The averaging functions of ``torch.optim.swa_utils``, which can be pickled and compared here."""
+
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any, TypeAlias, TypeGuard
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from modkit.averaging.precision import TensorList
+
+
+AvgFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | int], Tensor]
+MultiAvgFn: TypeAlias = Callable[[TensorList, TensorList, Tensor | int], None]
+
+
+class AveragingFunction:
+    """Calls torch's function, and shows and pickles how it was made."""
+
+    def __init__(self, name: str, decay: float | None = None) -> None:
+        self.name, self.decay = name, decay
+        self._arguments = () if "swa" in name else (decay,)
+        self._function = getattr(torch.optim.swa_utils, name)(*self._arguments)
+        # The name and the signature of torch's, which loggers and configuration tools show.
+        update_wrapper(self, self._function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call torch's function."""
+        return self._function(*args, **kwargs)
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AveragingFunction) and repr(self) == repr(other)
+
+    @override
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    @override
+    def __repr__(self) -> str:
+        return f"{self.name}({f'decay={self.decay}' if self._arguments else ''})"
+
+    @override
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[float | None, ...]]:
+        # The public function: pickles stay readable if this class moves.
+        return globals()[self.name], self._arguments
+
+
+def is_known(function: object) -> TypeGuard[AveragingFunction]:
+    """Return True for the ``multi_avg_fn`` of this library, which the engine has kernels for."""
+    return isinstance(function, AveragingFunction) and "multi" in function.name
+
+
+def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
+    """Return the exponential moving average of lists of tensors, a ``multi_avg_fn``.
+
+    It computes ``decay * average + (1 - decay) * current`` in place, with fused kernels.
+
+    modkit: The function can be pickled, and its ``repr`` shows the rule and the decay.
+
+    Raises:
+        ValueError: If ``decay`` is outside [0, 1].
+
+    Example:
+        >>> import torch
+        >>> from modkit.optim.swa_utils import get_ema_multi_avg_fn
+        >>> averaged, current = [torch.tensor([1.0])], [torch.tensor([2.0])]
+        >>> get_ema_multi_avg_fn(0.75)(averaged, current, 1)
+        >>> averaged
+        [tensor([1.2500])]
+    """
+    return AveragingFunction("get_ema_multi_avg_fn", decay)
+
+
+def get_swa_multi_avg_fn() -> MultiAvgFn:
+    """Return the equal average of lists of tensors, a ``multi_avg_fn``, which works in place.
+
+    modkit: The function can be pickled, and its ``repr`` shows the rule.
+    """
+    return AveragingFunction("get_swa_multi_avg_fn")
+
+
+def get_ema_avg_fn(decay: float = 0.999) -> AvgFn:
+    """Return the exponential moving average of one tensor, an ``avg_fn``.
+
+    modkit: The function can be pickled, and its ``repr`` shows the rule and the decay.
+
+    Raises:
+        ValueError: If ``decay`` is outside [0, 1].
+    """
+    return AveragingFunction("get_ema_avg_fn", decay)
+
+
+def get_swa_avg_fn() -> AvgFn:
+    """Return the equal average of one tensor, an ``avg_fn``.
+
+    modkit: The function can be pickled, and its ``repr`` shows the rule.
+    """
+    return AveragingFunction("get_swa_avg_fn")
