@@ -13,7 +13,7 @@ from modkit._upstream import foreach_copy_
 from modkit.averaging.options import Options
 from modkit.averaging.precision import full_value, is_averaged, is_rounded
 from modkit.averaging.sharding import local_shard, shards_of
-from modkit.averaging.watch import PLAIN
+from modkit.averaging.watch import PLAIN, Placement
 
 
 Tensors: TypeAlias = Mapping[str, Tensor]
@@ -47,7 +47,7 @@ class FlatBuffer:
     own (``frombuffer``, a slice of a storage, DLPack, a pointer) without an allocator. Tensors with
     ordinary storages would have to be scattered after each step, which takes as long as stepping
     them one by one. Moving one elsewhere (``tensor.data = ...``, ``share_memory()``) ends the
-    sharing, which :meth:`intact` detects once ``exposed``: code outside the engine has the tensors.
+    sharing, which :meth:`is_intact` detects once ``exposed``: code outside the engine has the tensors.
     ``likes`` are runs of the same trailing shape; ``wrap`` is applied to each tensor that is made.
     """
 
@@ -72,8 +72,7 @@ class FlatBuffer:
             tensor = torch.frombuffer(memory, dtype=dtype, count=size, offset=offset)
             self.tensors.append(wrap(name, tensor.view(shape)))
             offset += size * dtype.itemsize
-        self._pointers = list(map(Tensor.data_ptr, self.tensors))
-        self._matrices = [tensor for tensor in self.tensors if tensor.dim() > 1]
+        self.placement = Placement(self.tensors)
 
     def rename(self, names: Mapping[int, str]) -> None:
         """Give the tensors the names that they have now, by the ``id`` of the tensor.
@@ -86,17 +85,15 @@ class FlatBuffer:
         """Copy the values of other tensors, by name."""
         foreach_copy_(self.tensors, [sources[name] for name in self.names])
 
-    def intact(self) -> bool:
+    def is_intact(self) -> bool:
         """Return True if all tensors are still where they were made, in the same order of elements."""
-        if not self.exposed:
-            return True
-        # ``tensor.data = tensor.data.t()`` keeps the pointer.
-        contiguous = all(map(Tensor.is_contiguous, self._matrices))
-        return contiguous and list(map(Tensor.data_ptr, self.tensors)) == self._pointers
+        return not (self.exposed and self.placement.changed())
 
     def holds(self, tensors: Tensors) -> bool:
         """Return True if the named tensors are those of this buffer."""
-        return self.intact() and all(map(operator.is_, map(tensors.get, self.names), self.tensors))
+        return self.is_intact() and all(
+            map(operator.is_, map(tensors.get, self.names), self.tensors)
+        )
 
 
 def flat_buffers(

@@ -1,18 +1,28 @@
 """Copies of the tensors that are not averaged, such as integer buffers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from modkit._upstream import foreach_copy_
 from modkit.averaging.named_tensors import Member
-from modkit.averaging.watch import Snapshot, metadata_guard
+from modkit.averaging.watch import Watch
 
 
 class Copies:
-    """Tensors that are copied rather than averaged, planned once and then copied list by list."""
+    """Tensors that are copied rather than averaged, planned once and then copied list by list.
+
+    Args:
+        pairs: For each copy the table that holds it, its name there, and the member it is a copy of.
+        device: Device of the copies. Default: that of each source.
+        follow: Whether copies get the device and dtype of their source. An averaged model does not
+            follow: its buffers stay where the user moved the averaged model to.
+
+    Attributes:
+        lists: Lists of targets and sources that have one device and dtype each. Valid until ``watch``
+            has noticed a change: then call :meth:`plan`.
+    """
 
     def __init__(
         self,
@@ -22,57 +32,59 @@ class Copies:
         follow: bool = True,
     ) -> None:
         self.pairs: list[tuple[dict[str, Any], str, Member]] = list(pairs)
+        self.lists: list[tuple[list[Tensor], list[Tensor]]] = []
+        self.watch = Watch(unknown=bool(self.pairs))
         self._device = device
         self._follow = follow
-        self._tables: Snapshot | None = None
-        # Without pairs there is nothing to plan.
-        self._alike: Callable[[], bool] = lambda: not self.pairs
-        self._lists: list[tuple[list[Tensor], list[Tensor]]] = []
 
-    def sources(self) -> list[Any]:
-        """Return what is registered now: forwards may replace buffers, also by None."""
-        return [member.registry.get(member.key) for _, _, member in self.pairs]
-
-    def run(self) -> None:
-        """Bring all copies up to date. A copy is replaced if its source has another shape."""
-        changed = self._tables is not None and self._tables.changed()
-        if changed or not self._alike():
-            self._plan(self.sources())
-        for kept, found in self._lists:
-            foreach_copy_(kept, found)
-
-    def _plan(self, sources: list[Any]) -> None:
+    def plan(self) -> None:
+        """Find the sources, make copies that do not fit anew, and group both for the kernels."""
+        sources = [_source_of(member) for _, _, member in self.pairs]
         lists: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
         for (registry, key, _), source in zip(self.pairs, sources, strict=True):
-            kept = self._target(registry, key, source)
-            if kept is None:
+            target = self._target(registry, key, source)
+            if target is None or source is None:
                 continue
-            place = kept.device, kept.dtype, source.device, source.dtype
-            to, by = lists.setdefault(place, ([], []))
-            to.append(kept)
-            by.append(source)
-        self._lists = list(lists.values())
+            place = target.device, target.dtype, source.device, source.dtype
+            target_list, source_list = lists.setdefault(place, ([], []))
+            target_list.append(target)
+            source_list.append(source)
+        self.lists = list(lists.values())
+
         targets = [registry.get(key) for registry, key, _ in self.pairs]
-        self._alike = metadata_guard([one for one in sources + targets if one is not None])
-        tables = {id(t): t for to, _, member in self.pairs for t in (to, member.registry)}
-        self._tables = Snapshot(tables.values())
+        tensors = [tensor for tensor in sources + targets if tensor is not None]
+        tables = {
+            id(table): table
+            for registry, _, member in self.pairs
+            for table in (registry, member.registry)
+        }
+        self.watch = Watch(tensors=tensors, tables=tables.values())
 
     def run_traced(self) -> None:
         """Bring all copies up to date in operations that can be compiled."""
-        for (registry, key, _), source in zip(self.pairs, self.sources(), strict=True):
-            kept = self._target(registry, key, source)
-            if kept is not None:
-                kept.detach().copy_(source.detach())
+        for registry, key, member in self.pairs:
+            source = _source_of(member)
+            target = self._target(registry, key, source)
+            if target is not None and source is not None:
+                target.detach().copy_(source.detach())
 
     def _target(self, registry: dict[str, Any], key: str, source: Tensor | None) -> Tensor | None:
         """Return the tensor to copy into, made anew if it does not fit; None if there is none."""
-        kept: Tensor | None = registry.get(key)
-        if source is None or kept is source:
+        target: Tensor | None = registry.get(key)
+        if source is None or target is source:
             registry[key] = source
             return None
+
         device, dtype = self._device or source.device, source.dtype
-        if kept is not None and not self._follow:
-            device, dtype = kept.device, kept.dtype
-        if kept is None or (kept.shape, kept.device, kept.dtype) != (source.shape, device, dtype):
-            registry[key] = kept = source.detach().to(device, dtype, copy=True)
-        return kept
+        if target is not None and not self._follow:
+            device, dtype = target.device, target.dtype
+        place = source.shape, device, dtype
+        if target is None or (target.shape, target.device, target.dtype) != place:
+            registry[key] = target = source.detach().to(device, dtype, copy=True)
+        return target
+
+
+def _source_of(member: Member) -> Tensor | None:
+    """Return what is registered now: forwards may replace buffers, also by None."""
+    source: Tensor | None = member.registry.get(member.key)
+    return source

@@ -19,6 +19,7 @@ from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.optimizer_steps import OptimizerSteps, check_optimizer
 from modkit.averaging.options import Buffers, CheckedCount, Names, Options, checked_count
 from modkit.averaging.precision import OnNonfinite, Precision
+from modkit.averaging.rules import Ema
 from modkit.averaging.schedules import Decay, Decays, Schedule, schedules_of
 from modkit.averaging.sharding import resharded, shards_of
 from modkit.averaging.swap import (
@@ -245,28 +246,30 @@ class EMA(Generic[ModelT]):
                 ``on_nonfinite="raise"``, is not finite.
         """
         source = self.model if model is None else model
-        self._check_restored("EMA.update()", source)
-        if source is self.model:
+        if self._overwritten or any_swapped(source):
+            self._check_restored("EMA.update()", source)
+        if source is self.model and self._steps.optimizers:
             self._steps.warn_if_updated()
+
         step, start, every = self.step + 1, self._start, self.update_every
-        early = start is None and step <= self.update_after_step
-        if early or (start is not None and (step - start) % every != 0):
+        count = 0 if start is None else step - start
+        is_due = step > self.update_after_step if start is None else count % every == 0
+        if not is_due:
             self.step = step
             return
+
         # In this order: leaving inference mode turns gradients on.
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
-            plan = self._engine.bind(source)
-            if start is not None:
-                weights = [1.0 - one.over(step - start, every) for one in self.schedules]
-                if self._engine.step(plan, weights):
-                    self.n_averaged += 1
-                else:
-                    # Schedules count from here, so that a skipped step has no part in any of them.
-                    self._start = start + every
-            elif self._engine.begin(plan):
-                self._start = step
+            weights = [1.0 - schedule.over(count, every) for schedule in self.schedules]
+            taken = self._engine.step(source, Ema(weights), count)
+            if taken:
+                self._start = step if start is None else start
                 self.n_averaged += 1
-            self._follow()
+            elif start is not None:
+                # Schedules count from here, so that a skipped step has no part in any of them.
+                self._start = start + every
+            if self._module is not None:
+                self._follow()
             self.step = step
 
     def rebind(self) -> None:

@@ -1,7 +1,5 @@
 """The engine of ``EMA``: averages in tensors of their own, matched with the tensors of models by name."""
 
-import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, SupportsIndex, cast
 
@@ -16,6 +14,7 @@ from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.names import check_match, shapes_of
 from modkit.averaging.options import Options
 from modkit.averaging.plan import Cache, Plan
+from modkit.averaging.rules import Rule
 from modkit.averaging.sharding import local_shard, reshard
 from modkit.averaging.swap import Pairs, Registered, pairs_for
 from modkit.averaging.watch import Watch
@@ -23,19 +22,13 @@ from modkit.errors import NameMismatchError
 
 
 class Pairing:
-    """The pairs of an average with the tensors of a model, valid while neither changes."""
+    """The pairs of an average with the tensors of a model, valid until ``watch`` notices a change."""
 
-    def __init__(self, named: NamedTensors, model: torch.nn.Module, values: Tensors) -> None:
+    def __init__(self, named: NamedTensors, values: Tensors) -> None:
         self.pairs: Pairs = pairs_for(named, values)
         self.registered: Registered = Registered(named)
-        self._model = weakref.ref(model)
         tensors = [tensor for _, tensor, _ in self.pairs]
-        self._lazy = named.has_lazy()
-        self._watch = Watch([named], () if self._lazy else tensors, buffers=True)
-
-    def is_for(self, model: torch.nn.Module) -> bool:
-        """Return True if the pairs are still those of the model."""
-        return self._model() is model and not self._lazy and not self._watch.changed()
+        self.watch = Watch([named], tensors, buffers=True, unknown=named.has_lazy())
 
 
 class Engine:
@@ -47,16 +40,28 @@ class Engine:
         self.begun: bool = False
         self.averages: list[Average] = [Average(options) for _ in range(count)]
         self._copies: dict[str, Any] = {}
-        self._plans, self._swaps = Cache(), Cache()
+        self._plans: Cache[Plan] = Cache()
+        self._swaps: Cache[Pairing] = Cache()
         # The model's tensors when they were last seen under these names, each with its address.
         self._seen: dict[str, tuple[Tensor, int]] = {}
 
-    def bind(self, model: torch.nn.Module) -> Plan:
-        """Return the plan for a model's tensors, which must be those that are averaged."""
-        plan: Plan = self._plans.get(model, None, lambda: self._plan(model))
-        if self.options.on_nonfinite == "raise":
-            precision.check_finite("EMA", plan.currents)
-        return plan
+    def step(self, model: torch.nn.Module, rule: Rule, count: int) -> bool:
+        """Take one step towards a model's tensors, which must be those that are averaged.
+
+        Args:
+            model: The model, or another one of the same names and shapes.
+            rule: How the averages move.
+            count: Number of steps since the averages were copies of the model; they are at 0.
+
+        Returns:
+            False if the step is known to be skipped; an accelerator keeps that to itself.
+        """
+        plan = self._plans.get(model, None, lambda: self._plan(model))
+        taken = plan.step(rule, count) is not False
+        self.begun = self.begun or taken
+        for average in self.averages:
+            average.statistics = {}
+        return taken
 
     def _named(self, model: torch.nn.Module) -> NamedTensors:
         """Return the tensors of a model under the names of those that are averaged."""
@@ -86,7 +91,7 @@ class Engine:
         copies = Copies([(self._copies, one.name, one) for one in copied], self.options.device)
         parameters = named.parameters.items() if self.options.trainable_only else ()
         frozen = [one.tensor for name, one in parameters if name not in averaged]
-        return Plan(model, self.averages, averaged, copies, [named], frozen=frozen)
+        return Plan(self.options, self.averages, averaged, copies, [named], frozen=frozen)
 
     def _check_known(self, averaged: Tensors) -> None:
         """Raise NameMismatchError unless these tensors are those that are averaged."""
@@ -96,33 +101,6 @@ class Engine:
         except NameMismatchError as error:
             add_note(error, MSG_REBIND)
             raise
-
-    def begin(self, plan: Plan) -> bool:
-        """Copy the values; return False if that would copy values that are to be skipped."""
-        skips = self.options.on_nonfinite == "skip"
-        # This is the only host sync of an update.
-        if skips and precision.first_nonfinite(plan.currents) is not None:
-            return False
-        self.begun = True
-        plan.step(lambda group, _: group.step([1.0] * len(self.averages), None), "ignore")
-        self._copy_rest(plan)
-        return True
-
-    def step(self, plan: Plan, weights: Sequence[float]) -> bool:
-        """Move each average by its weight towards the present values.
-
-        Returns:
-            False if the step is known to be skipped; an accelerator keeps that to itself.
-        """
-        policy = self.options.on_nonfinite
-        taken = plan.step(lambda group, finite: group.step(weights, finite), policy)
-        self._copy_rest(plan)
-        return taken is not False
-
-    def _copy_rest(self, plan: Plan) -> None:
-        plan.copies.run()
-        for average in self.averages:
-            average.statistics = {}
 
     def check_index(self, index: int) -> None:
         """Raise IndexError unless there is an average of this index, and TypeError unless it is an int."""
@@ -159,10 +137,7 @@ class Engine:
         values = self.named(index)
         # The pairing keeps the tensors alive, so no other tensor can get the id of one.
         key = (*values, *map(id, values.values()))
-        pairing: Pairing = self._swaps.get(
-            model, key, lambda: Pairing(self._named(model), model, values)
-        )
-        return pairing
+        return self._swaps.get(model, key, lambda: Pairing(self._named(model), values))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages and the copies. Tensors are not copied."""

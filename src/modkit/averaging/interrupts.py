@@ -41,23 +41,21 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
         self._handlers: dict[int, Any] = {}
         self._replaced: list[int] = []
         self._waiting: list[tuple[int, FrameType | None]] = []
-        if threading.get_ident() == threading.main_thread().ident:
-            try:
-                self._replace()
-            except BaseException:
-                # A signal arrived before its own handler was replaced, and after that of another one.
-                self.__exit__()
-                raise
+        if threading.get_ident() != threading.main_thread().ident:
+            return self
+        try:
+            for number in _DEFERRED:
+                handler = _signals.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    # In this order: restoring a handler that was not replaced has no effect.
+                    self._replaced.append(number)
+                    _signals.signal(number, self._wait)
+        except BaseException:
+            # A signal arrived before its own handler was replaced, and after that of another one.
+            self.__exit__()
+            raise
         return self
-
-    def _replace(self) -> None:
-        for number in _DEFERRED:
-            handler = _signals.getsignal(number)
-            if callable(handler):
-                self._handlers[number] = handler
-                # In this order: restoring a handler that was not replaced has no effect.
-                self._replaced.append(number)
-                _signals.signal(number, self._wait)
 
     def _restore(self) -> None:
         while self._replaced:
@@ -71,9 +69,10 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
     def __exit__(self, *_: object) -> None:
         try:
             self._restore()
-        finally:
+        except BaseException:
             # A signal that has its handler back may raise before the next one has.
             self._restore()
+            raise
         for number, frame in self._waiting:
             self._handlers[number](number, frame)
 

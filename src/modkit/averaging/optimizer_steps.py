@@ -17,7 +17,7 @@ from modkit._upstream import (
     step_hooks,
     steps_in_progress,
 )
-from modkit.averaging.precision import reads_are_free
+from modkit.averaging.precision import HOST_DEVICES
 from modkit.averaging.sharding import local_shard
 
 
@@ -127,7 +127,7 @@ class OptimizerSteps:
             return False
         # A GradScaler sets the flag of a fused optimizer, whose kernel then does nothing.
         flag = getattr(optimizer, "found_inf", None)
-        if isinstance(flag, torch.Tensor) and reads_are_free(flag.device) and bool(flag.any()):
+        if isinstance(flag, torch.Tensor) and flag.device.type in HOST_DEVICES and flag.any():
             return False
         is_without_closure = "closure" in keywords and keywords["closure"] is None
         return not (is_without_closure and is_allocating_state())

@@ -1,171 +1,52 @@
-"""How averages follow a model: their tensors grouped for the kernels, and the steps of the groups.
+"""How averages follow a model: its tensors and theirs, grouped for the kernels, and their steps.
 
 A plan is made once and reused until something changes. ``EMA`` and ``AveragedModel`` differ in where the
 averages live: in tensors of their own, or in the parameters of a copy of the model.
 """
 
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from typing import Any
+from typing import Any, Generic, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from typing_extensions import Self, override
+from typing_extensions import Self, TypeVar, override
 
+from modkit._upstream import foreach_copy_
 from modkit.averaging import precision
-from modkit.averaging.averages import Average, Tensors, can_share
+from modkit.averaging.averages import Average, Tensors
 from modkit.averaging.copies import Copies
+from modkit.averaging.groups import Group, grouped
 from modkit.averaging.named_tensors import NamedTensors
-from modkit.averaging.precision import OnNonfinite, Weight
-from modkit.averaging.sharding import local_shard, meshes_of, true_everywhere
+from modkit.averaging.options import Options
+from modkit.averaging.rules import Count, Rule, copy
+from modkit.averaging.sharding import meshes_of, true_everywhere
 from modkit.averaging.watch import Watch
 
 
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
-
-
-class _Gather:
-    """Copies small tensors into one flat tensor, with one ``torch.cat`` for each trailing shape."""
-
-    def __init__(self, sources: Sequence[Tensor]) -> None:
-        runs: dict[tuple[bool, torch.Size], list[Tensor]] = {}
-        for source in sources:
-            runs.setdefault((source.dim() == 0, source.shape[1:]), []).append(source)
-        total = sum(map(Tensor.numel, sources))
-        self.data: Tensor = torch.empty(total, dtype=sources[0].dtype, device="cpu")
-        self._calls: list[tuple[Any, list[Tensor], Tensor]] = []
-        start = 0
-        for (is_scalar, trailing), run in runs.items():
-            stop = start + sum(map(Tensor.numel, run))
-            view = self.data[start:stop].view((-1,) if is_scalar else (-1, *trailing))
-            self._calls.append((torch.stack if is_scalar else torch.cat, run, view))
-            start = stop
-
-    def __call__(self) -> None:
-        with torch.inference_mode():
-            for gather, sources, view in self._calls:
-                gather(sources, out=view)
-
-
-@dataclass
-class Group:
-    """Tensors that the kernels take together: of one device and dtype in averages and model."""
-
-    owners: list[Average]
-    averages: list[list[Tensor]]
-    errors: list[list[Tensor]]
-    currents: list[Tensor] = field(default_factory=list)
-    gather: _Gather | None = None
-
-    def add(self, name: str, current: Tensor) -> None:
-        """Add a tensor of the model and its averages."""
-        self.currents.append(local_shard(current))
-        for owner, tensors, errors in zip(self.owners, self.averages, self.errors, strict=True):
-            tensors.append(local_shard(owner.tensors[name]))
-            if name in owner.errors:
-                errors.append(local_shard(owner.errors[name]))
-
-    def step(
-        self, weights: Sequence[Weight], taken: Tensor | None, first: Tensor | None = None
-    ) -> None:
-        """Move each average by its weight towards the current values; a weight of 1 copies.
-
-        Flags in the memory of an accelerator decide there what is done: where ``first`` is True, the
-        values are copied, and else, where ``taken`` is False, nothing changes.
-        """
-        if taken is None:
-            self._step(weights)
-            return
-        undone = ~taken.to(self.averages[0][0].device)
-        for part in precision.parts(
-            *self.averages, *(one for one in self.errors if one), self.currents
-        ):
-            # An unwanted step is undone, because not taking it would need a host sync.
-            kept = [tensor for tensors in part[:-1] for tensor in tensors]
-            before = [tensor.clone() for tensor in kept]
-            count = len(self.owners)
-            errors = list(part[count:-1]) or [[] for _ in self.owners]
-            Group(self.owners, list(part[:count]), errors, part[-1])._step(weights)
-            precision.where_(undone, kept, before)
-            if first is not None:
-                for averages in part[:count]:
-                    precision.where_(first, averages, part[-1])
-                for error in chain.from_iterable(errors):
-                    error.masked_fill_(first, 0)
-
-    def _step(self, weights: Sequence[Weight]) -> None:
-        lerped: list[tuple[list[Tensor], Weight]] = []
-        for owner, averages, errors, weight in zip(
-            self.owners, self.averages, self.errors, weights, strict=True
-        ):
-            first = averages[0]
-            if isinstance(weight, float) and weight == 1.0:
-                precision.copy_(averages, errors, self.currents)
-            elif errors:
-                precision.compensated_(averages, errors, self.currents, weight)
-            elif owner.options.precision == "stochastic" and precision.is_rounded(first.dtype):
-                precision.stochastic_(
-                    averages, self.currents, weight, owner.generator(first.device)
-                )
-            else:
-                lerped.append((averages, weight))
-        if lerped:
-            precision.lerp_(
-                [one for one, _ in lerped], self.currents, [weight for _, weight in lerped]
-            )
-
-
-def _grouped(owners: list[Average], currents: Tensors, *, flat: bool) -> list[Group]:
-    """Group tensors of a model, and their averages, by device and dtype."""
-    found = _flat_groups(owners, currents) if flat else []
-    taken = {name for names, _ in found for name in names}
-    groups: dict[tuple[Any, ...], Group] = {}
-    first = owners[0]
-    for name, current in currents.items():
-        if name not in taken:
-            mine = first.tensors[name]
-            key = (mine.device, mine.dtype, current.device, current.dtype, name in first.errors)
-            if key not in groups:
-                groups[key] = Group(owners, [[] for _ in owners], [[] for _ in owners])
-            groups[key].add(name, current)
-    return [group for _, group in found] + list(groups.values())
-
-
-def _flat_groups(owners: list[Average], currents: Tensors) -> list[tuple[list[str], Group]]:
-    found: list[tuple[list[str], Group]] = []
-    for index, flat in enumerate(owners[0].flats):
-        names = flat.names
-        sources = [currents[name] for name in names if name in currents]
-        alike = all(map(can_share, sources)) and len({source.dtype for source in sources}) == 1
-        if len(sources) < len(names) or not alike:
-            continue
-        pairs = [(one.flats[index], one.tensors) for one in owners if index < len(one.flats)]
-        usable = all(flat.names == names and flat.holds(own) for flat, own in pairs)
-        if usable and len(pairs) == len(owners):
-            gather = _Gather(sources)
-            memory = [[flat.data] for flat, _ in pairs]
-            group = Group(owners, memory, [[] for _ in owners], [gather.data], gather)
-            found.append((names, group))
-    return found
-
-
 class Plan:
-    """One model's tensors with their averages, grouped; valid until something about them changes.
+    """One model's tensors with their averages, grouped; valid until ``watch`` notices a change.
 
-    It does not keep the model alive. Replaced tensors of ``models`` end it, buffers too with
-    ``buffers``, changed metadata of ``currents`` and ``more``, and ``frozen`` parameters that
-    require gradients. With ``flat``, small tensors are gathered into flat buffers.
+    It does not keep the model alive.
+
+    Args:
+        options: The options of the averages, of which ``owner`` and ``on_nonfinite`` are used.
+        averages: The averages, which all have the names of ``currents``.
+        currents: The tensors of the model that are averaged, by name.
+        copies: The tensors that are copied.
+        models: The models whose tensors end the plan if they are replaced.
+        more: Further tensors that end the plan if their metadata change.
+        flat: Whether small tensors are gathered into flat buffers.
+        buffers: Whether all buffers end the plan if they are replaced; else those that are averaged.
+        frozen: Parameters that end the plan if they begin to require gradients.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        averages: list[Average],
+        options: Options,
+        averages: Sequence[Average],
         currents: Tensors,
         copies: Copies,
         models: Sequence[NamedTensors],
@@ -175,72 +56,109 @@ class Plan:
         buffers: bool = False,
         frozen: Iterable[Tensor] = (),
     ) -> None:
-        self.copies = copies
-        self.currents = currents
-        self.groups: list[Group] = _grouped(averages, currents, flat=flat)
+        self._options = options
+        self._currents = currents
+        self._copies = copies
+        self._groups: list[Group] = grouped(averages, currents, flat=flat)
         self._meshes = meshes_of(currents.values())
-        self._model = weakref.ref(model)
-        self._flats = [flat_ for one in averages for flat_ in one.flats if flat_.holds(one.tensors)]
-        names = set(currents)
-        self._buffers = [m for one in models for m in one.buffers.values() if m.name in names]
-        flat_ones = {id(one) for each in self._flats for one in each.tensors}
-        watched = [one for one in more if id(one) not in flat_ones]
-        self._watch = Watch(models, [*currents.values(), *watched], buffers=buffers)
-        self._frozen = [tensor for tensor in frozen if not tensor.requires_grad]
+        self._flats = [flat for one in averages for flat in one.flats if flat.holds(one.tensors)]
 
-    def is_for(self, model: torch.nn.Module) -> bool:
-        """Return True if the plan can still be used for a model."""
-        return (
-            self._model() is model
-            and not self._watch.changed()
-            and all(member.current() is member.tensor for member in self._buffers)
-            and all(flat.intact() for flat in self._flats)
-            and not any(map(_REQUIRES_GRAD, self._frozen))
+        in_flats = {id(tensor) for flat in self._flats for tensor in flat.tensors}
+        self.watch = Watch(
+            models,
+            [*currents.values(), *(tensor for tensor in more if id(tensor) not in in_flats)],
+            buffers=buffers,
+            members=[
+                one for model in models for one in model.buffers.values() if one.name in currents
+            ],
+            frozen=frozen,
+            shared=self._flats,
         )
 
-    def mark_written(self) -> None:
-        """Count a write to the tensors in flat buffers, which autograd and guards compare."""
-        for flat in self._flats:
-            increment_version(flat.tensors)
+    def step(self, rule: Rule, count: Count) -> bool | Tensor:
+        """Take one step of all averages, and bring the copies up to date.
 
-    def step(
-        self, take: Callable[[Group, Tensor | None], None], on_nonfinite: OnNonfinite
-    ) -> bool | Tensor:
-        """Take one step of all groups: ``take`` gets a group, and a flag that masks it if given.
+        Args:
+            rule: How the averages move. At 0 they are copies, whatever the rule.
+            count: Number of models averaged so far. Below 0 nothing moves, as in torch.
 
         Returns:
-            Whether the step was taken: a flag in device memory where reading it is a host sync.
+            Whether the values were averaged: a flag in device memory where reading it is a host sync.
+
+        Raises:
+            RuntimeError: If a value is not finite, with ``on_nonfinite="raise"``.
         """
-        for group in self.groups:
-            if group.gather is not None:
-                group.gather()
-        finite: Tensor | None = None
-        if on_nonfinite == "skip":
-            flag = precision.all_finite(
-                [tensor for group in self.groups for tensor in group.currents]
-            )
-            finite = true_everywhere(flag, self._meshes)
-            if precision.reads_are_free(finite.device):
-                if not finite:
-                    return False
-                finite = None
-        for group in self.groups:
-            take(group, finite)
-        return True if finite is None else finite
+        finite: bool | Tensor = True
+        is_first = not isinstance(count, Tensor) and count == 0
+        if self._options.on_nonfinite == "raise":
+            precision.check_finite(self._options.owner, self._currents)
+        elif self._options.on_nonfinite == "skip" and is_first and not self._starts_finite():
+            return False
+
+        if self._copies.watch.changed():
+            self._copies.plan()
+        for group in self._groups:
+            for gather, sources, memory in group.gathers:
+                with torch.inference_mode():
+                    gather(sources, out=memory)
+        if self._options.on_nonfinite == "skip" and not is_first:
+            finite = self._all_finite()
+
+        on_device = isinstance(count, Tensor) or isinstance(finite, Tensor)
+        with torch.no_grad():
+            if finite is not False and (on_device or count >= 0):
+                for group in self._groups:
+                    if on_device:
+                        rule.step_on_device(group, count, finite)
+                    elif is_first:
+                        copy(group)
+                    else:
+                        rule.step(group, count)
+                for flat in self._flats:
+                    # Autograd and guards compare versions, and the step wrote to the flat buffer alone.
+                    if flat.exposed:
+                        increment_version(flat.tensors)
+            for targets, sources in self._copies.lists:
+                foreach_copy_(targets, sources)
+        return finite
+
+    def _starts_finite(self) -> bool:
+        """Return True if all values are finite: the only flag of a device that is read on the host."""
+        return precision.first_nonfinite(self._currents) is None
+
+    def _all_finite(self) -> bool | Tensor:
+        """Return whether all values are finite on all ranks; a tensor where reading it is a host sync."""
+        tensors = [tensor for group in self._groups for tensor in group.currents]
+        flag = true_everywhere(precision.all_finite(tensors), self._meshes)
+        return bool(flag) if flag.device.type in precision.HOST_DEVICES else flag
 
 
-class Cache:
+class Watched(Protocol):
+    """A value that is valid until something changes."""
+
+    watch: Watch
+
+
+ValueT = TypeVar("ValueT", bound=Watched)
+
+
+class Cache(Generic[ValueT]):
     """A value cached for the latest model, without keeping that model alive. Copies are empty."""
 
     def __init__(self) -> None:
-        self._value: Any = None
+        self._value: ValueT | None = None
         self._key: object = None
-        self._model: object = None
+        self._model: Callable[[], object] | None = None
 
-    def get(self, model: torch.nn.Module, key: object, make: Callable[[], Any]) -> Any:
+    def get(self, model: torch.nn.Module, key: object, make: Callable[[], ValueT]) -> ValueT:
         """Return the cached value, made anew if the model, or the key, has changed."""
         value = self._value
-        if value is None or self._key != key or not value.is_for(model):
+        if (
+            value is None
+            or self._key != key
+            or cast("Any", self._model)() is not model
+            or value.watch.changed()
+        ):
             self._value = None
             self._value = value = make()
             self._key = key
@@ -253,8 +171,8 @@ class Cache:
         return type(self), ()
 
 
-def _clear(cache: weakref.ref[Cache], _: object) -> None:
+def _clear(cache: weakref.ref[Cache[Any]], _: object) -> None:
     # No global name: as the interpreter exits, those of this module may be None before the model dies.
-    found = cache()
-    if found is not None:
-        found._value = found._key = found._model = None
+    owner = cache()
+    if owner is not None:
+        owner._value = owner._key = owner._model = None

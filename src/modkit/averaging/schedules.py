@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from itertools import accumulate, pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, cast
 
 from typing_extensions import override
 
@@ -111,18 +111,18 @@ class Schedule(ABC):
 
     def __call__(self, n: int) -> float:
         """Return the decay of step ``n``, which must be from 0 to 1; 0 for the copy and before."""
-        return self._checked_decay(self.decay_at(n), n) if n > 0 else 0.0
+        decay = self.decay_at(n) if n > 0 else 0.0
+        return float(decay) if 0.0 <= decay <= 1.0 else self._refuse(decay, n)
 
-    def _checked_decay(self, decay: float, n: int) -> float:
-        if 0.0 <= decay <= 1.0:
-            return float(decay)
+    def _refuse(self, decay: float, n: int) -> NoReturn:
         raise ValueError(f"{self}: the decay of step {n} must be between 0 and 1, got {decay!r}")
 
     def over(self, n: int, k: int) -> float:
         """Return the decay of an update after ``k`` steps, 1 or more; 0 with the copy."""
         if k < 1:
             raise ValueError(f"{type(self).__name__}: k must be 1 or more, got {k}")
-        return self._checked_decay(self.decay_over(n, k), n) if n >= k else 0.0
+        decay = self.decay_over(n, k) if n >= k else 0.0
+        return float(decay) if 0.0 <= decay <= 1.0 else self._refuse(decay, n)
 
     def to_config(self) -> dict[str, Any]:
         """Return the name of the class and its fields, as a checkpoint stores them."""

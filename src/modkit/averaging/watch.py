@@ -1,19 +1,25 @@
-"""Whether the tensors of models are still as they were: the one mechanism that notices changes."""
+"""Whether the tensors of models are still as they were: the one mechanism that notices changes.
+
+An update runs these checks before each step, so they consist of loops in C.
+"""
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from modkit._upstream import tensor_guard
-from modkit.averaging.named_tensors import NamedTensors, Registry
+from modkit.averaging.named_tensors import Member, NamedTensors, Registry
 from modkit.averaging.sharding import is_sharded, local_shard
 
 
 PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+_requires_grad: Final = operator.attrgetter("requires_grad")
 
 
 class Snapshot:
@@ -39,50 +45,114 @@ class Snapshot:
         )
 
 
-class Watch:
-    """Detects tensors that were added, removed, replaced, tied, renamed, moved, cast or reshaped.
+class Placement:
+    """The memory of tensors at one moment.
 
-    It runs before each update, so it consists of loops in C. Assigning to ``parameter.data`` is not
-    a change if the metadata of ``tensors`` stay. Buffers may be replaced, unless ``buffers``.
+    Torch's guards compare shapes and strides, but no addresses: ``tensor.data = ...`` is allowed wherever
+    no memory is shared with a flat buffer.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._pointers = list(map(Tensor.data_ptr, tensors))
+        self._matrices = [tensor for tensor in tensors if tensor.dim() > 1]
+
+    def changed(self) -> bool:
+        """Return True if a tensor has other memory, or its elements are in another order."""
+        # ``tensor.data = tensor.data.t()`` keeps the pointer.
+        contiguous = all(map(Tensor.is_contiguous, self._matrices))
+        return not contiguous or list(map(Tensor.data_ptr, self._tensors)) != self._pointers
+
+
+class Shared(Protocol):
+    """Memory that several tensors share, which matters once code outside the engine has them."""
+
+    exposed: bool
+    placement: Placement
+
+
+class Watch:
+    """Notices that tensors were added, removed, replaced, tied, renamed, moved, cast or reshaped.
+
+    Assigning to ``parameter.data`` is not a change if the metadata stay.
+
+    Args:
+        models: The models whose tables of parameters and children are compared.
+        tensors: Tensors whose metadata are compared.
+        buffers: Whether buffers count too: otherwise forwards may replace them under the same names.
+        tables: Further tables.
+        members: Buffers that must still be registered.
+        frozen: Parameters that must not begin to require gradients.
+        shared: Memory that tensors must still have.
+        unknown: Whether it is not known what there was, so that everything is a change.
     """
 
     def __init__(
-        self, models: Iterable[NamedTensors], tensors: Iterable[Tensor], *, buffers: bool = False
+        self,
+        models: Sequence[NamedTensors] = (),
+        tensors: Iterable[Tensor] = (),
+        *,
+        buffers: bool = False,
+        tables: Iterable[Registry] = (),
+        members: Sequence[Member] = (),
+        frozen: Iterable[Tensor] = (),
+        shared: Sequence[Shared] = (),
+        unknown: bool = False,
     ) -> None:
-        models = list(models)
         # A scripted model cannot be watched, so it is walked again each time.
-        self._unknown = any(model.scripted for model in models)
-        registries = [table for model in models for table in model.registries]
+        self._unknown = unknown or any(model.scripted for model in models)
+        registries = [*tables, *(table for model in models for table in model.registries)]
         named = [table for model in models for table in model.buffer_registries]
         if buffers:
             registries, named = registries + named, []
+
         # Most tables are empty, and those are checked together.
         self._empty = [table for table in (*registries, *named) if not table]
         self._filled = Snapshot(table for table in registries if table)
         self._named = [table for table in named if table]
         self._names = list(chain.from_iterable(self._named))
-        self._alike = metadata_guard(list(tensors))
+        self._alike = metadata_guard([] if self._unknown else list(tensors))
+
+        self._members = [member.tensor for member in members]
+        self._registries = [member.registry for member in members]
+        self._keys = [member.key for member in members]
+        self._frozen = [tensor for tensor in frozen if not tensor.requires_grad]
+        self._shared = shared
 
     def changed(self) -> bool:
         """Return True if anything is not as it was."""
-        return (
+        if (
             self._unknown
             or self._filled.changed()
             or any(self._empty)
             or list(chain.from_iterable(self._named)) != self._names
             or not self._alike()
-        )
+        ):
+            return True
+
+        current = map(operator.getitem, self._registries, self._keys)
+        if not all(map(operator.is_, current, self._members)):
+            return True
+
+        for memory in self._shared:
+            if memory.exposed and memory.placement.changed():
+                return True
+        return any(map(_requires_grad, self._frozen))
 
 
 def metadata_guard(tensors: list[Tensor]) -> Callable[[], bool]:
     """Return a function that returns True while the tensors have their present metadata."""
+    if not tensors:
+        return partial(bool, True)
     sharded = [tensor for tensor in tensors if is_sharded(tensor)]
     if sharded:
         return _alike_with_shards(tensors, sharded)
+
     if all(type(tensor) in PLAIN and tensor.layout is torch.strided for tensor in tensors):
         guard = tensor_guard(tensors)
         if guard is not None:
             return guard
+
     facts = _facts_of(tensors)
     return lambda: _facts_of(tensors) == facts
 

@@ -1,48 +1,32 @@
 """``AveragedModel``: torch's face of the averaging engine."""
 
-import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Generic, cast
 
 import torch
 from torch import Tensor
-from torch.optim.swa_utils import (
-    AveragedModel as _TorchAveragedModel,
-    get_swa_avg_fn,
-    get_swa_multi_avg_fn,
-)
+from torch.optim.swa_utils import AveragedModel as _TorchAveragedModel
 from typing_extensions import TypeVar, override
 
 from modkit._messages import add_note
-from modkit._upstream import foreach_devices, make_parameter
+from modkit._upstream import make_parameter
 from modkit.averaging.averages import Average, flat_buffers
 from modkit.averaging.copies import Copies
+from modkit.averaging.groups import Group
 from modkit.averaging.interrupts import uninterrupted
 from modkit.averaging.named_tensors import Member, NamedTensors
 from modkit.averaging.names import canonical_names, check_match
 from modkit.averaging.options import Buffers, Names, Options
-from modkit.averaging.plan import Cache, Group, Plan
-from modkit.averaging.precision import (
-    OnNonfinite,
-    Precision,
-    Weight,
-    check_finite,
-    first_nonfinite,
-    is_averaged,
-    lerp_one_,
-    reads_are_free,
-    where_,
-)
+from modkit.averaging.plan import Cache, Plan
+from modkit.averaging.precision import HOST_DEVICES, OnNonfinite, Precision, is_averaged
+from modkit.averaging.rules import Count, Rule, Swa, UserFunction
 from modkit.averaging.swap import copy_of
 from modkit.nn.module import Module
-from modkit.optim.averaging_functions import AvgFn, MultiAvgFn, is_known
+from modkit.optim.averaging_functions import AveragingFunction, AvgFn, MultiAvgFn
 
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
-
-_swa_ = get_swa_multi_avg_fn()
-_swa_of = get_swa_avg_fn()
 
 
 class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
@@ -151,7 +135,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         self.avg_fn = avg_fn
         self.multi_avg_fn = multi_avg_fn
         self.use_buffers = use_buffers
-        if precision in {"stochastic", "compensated"} and self._has_own_function():
+        is_own = isinstance(self._rule(), UserFunction)
+        if precision in {"stochastic", "compensated"} and is_own:
             raise ValueError(
                 f"AveragedModel: precision={precision!r} works with get_ema_multi_avg_fn(), "
                 "get_swa_multi_avg_fn() or no averaging function"
@@ -166,17 +151,13 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                 members = {} if named.has_lazy() else named.all()
                 self._errors_for({name: member.tensor for name, member in members.items()})
 
-    def _has_own_function(self) -> bool:
-        """Return True for averaging functions that the engine has no kernel for."""
-        rule = self.multi_avg_fn
-        return self.avg_fn is not None if rule is None else not is_known(rule)
-
     def _copy_of(self, model: ModelT) -> ModelT:
         """Return a copy of the model, on the device and in the dtypes of the average."""
         options = self._runtime.options
         precision = options.precision
         copies: dict[int, Tensor] = {}
-        is_flat = precision not in {"compensated", "stochastic"} and not self._has_own_function()
+        is_flat = precision not in {"compensated", "stochastic"}
+        is_flat = is_flat and not isinstance(self._rule(), UserFunction)
         if is_flat and str(self._device) in {"None", "cpu"} and hasattr(model, "parameters"):
             plain = {
                 str(number): parameter
@@ -228,115 +209,54 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             RuntimeError: If a value is not finite, with ``on_nonfinite="raise"``.
             TypeError: If ``model`` has parameters, but is not a module.
         """
-        # Whatever has no parameters is refused in torch's words.
+        # An object without parameters is refused in torch's words.
         model.parameters  # noqa: B018
         if torch.compiler.is_compiling():
             self._update_traced(model)
             return
-        runtime, counter = self._runtime, self.n_averaged
+
+        runtime, counter, rule = self._runtime, self.n_averaged, self._rule()
         # Writes through ``.data``, by collectives and other processes leave no trace, so no number on the
         # host can stand for the buffer. Where reading it is a host sync, the device decides.
-        on_device = not (reads_are_free(counter.device) or counter.is_meta)
-        count: Any = counter.detach() if on_device else counter.item()
-        first_on_host = not on_device and count == 0
-        # Functions of the user get the tensors one by one, or as lists.
-        flat = not self._has_own_function()
-        key = id(self.module), self.use_buffers, flat
-        plan: Plan = runtime.plans.get(model, key, lambda: self._plan(model, flat=flat))
-        options = runtime.options
-        policy = options.on_nonfinite
-        if policy == "raise":
-            check_finite("AveragedModel", plan.currents)
-        elif policy == "skip" and first_on_host and first_nonfinite(plan.currents) is not None:
-            # The first update of an average is the only one that reads a flag on the host.
-            return
-        if options.precision == "stochastic":
-            # A seed for each step is all the state that there is.
-            runtime.average.seed(options.seed + runtime.counter.read(counter))
-
-        taken: bool | Tensor = True
+        on_device = counter.device.type not in HOST_DEVICES and not counter.is_meta
+        count: Count = counter.detach() if on_device else int(counter)
         with uninterrupted():
-            # As in torch, an update copies at zero, averages above, and only counts below.
-            if on_device or count >= 0:
-                taken = plan.step(lambda group, finite: self._step(group, count, finite), policy)
-                plan.mark_written()
-            with torch.no_grad():
-                plan.copies.run()
+            # Functions of the user get the tensors one by one, or as lists.
+            flat = not isinstance(rule, UserFunction)
+            key = id(self.module), self.use_buffers, flat
+            plan = runtime.plans.get(model, key, lambda: self._plan(model, flat=flat))
+            if runtime.seeds is not None:
+                runtime.average.seed(runtime.seeds.next(counter))
+
+            taken = plan.step(rule, count)
             # A count on the host does not wait for a flag on the device.
-            runtime.counter.advance(counter, taken if on_device else taken is not False)
+            counter.add_(taken if on_device else taken is not False)
 
-    def _step(self, group: Group, count: int | Tensor, finite: Tensor | None) -> None:
-        """Take one step of a group; a count or a flag in device memory is not read on the host."""
-        averages, currents = group.averages[0], group.currents
-        device = averages[0].device
-        first, taken = None, finite
-        weight: Weight | None = 1.0
-        number = self.n_averaged
-        if isinstance(count, Tensor):
-            first, taken = _flags(count, finite, device)
-            # Other counts are masked: what is computed for them is not used.
-            number = count = count.clamp(min=1).to(device)
-        if first is not None or count > 0:
-            weight = self._weight(count, averages[0])
-
-        if weight is not None:
-            with torch.no_grad():
-                group.step([weight], taken, first)
-            return
-
-        before = [] if taken is None else [one.detach().clone() for one in averages]
-        targets = [one.detach() for one in averages]
-        sources = [
-            one.detach().to(target.device) for one, target in zip(currents, targets, strict=True)
-        ]
-        if self.multi_avg_fn is not None:
-            self.multi_avg_fn(targets, sources, number.to(device, copy=True))
-        elif self.avg_fn is not None:
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(self.avg_fn(target, source, number.to(device, copy=True)))
-        elif has_foreach_kernels(device):
-            _swa_(averages, currents, number)
-        else:
-            _swa_step(averages, currents, count)
-
-        if taken is not None:
-            where_(~taken.to(device), targets, before)
-        if first is not None:
-            where_(first, targets, sources)
-
-    def _weight(self, count: Tensor | int, average: Tensor) -> Weight | None:
-        """Return how far a step moves; None for other functions and torch's rule on CPU."""
-        rule = self.multi_avg_fn
-        if not is_averaged(average) or self._has_own_function():
-            return None
-        if is_known(rule):
-            return _swa_weight(count) if rule.decay is None else 1 - rule.decay
-        exact = self._runtime.options.precision in {"stochastic", "compensated"}
-        fused = has_foreach_kernels(average.device)
-        return _swa_weight(count) if fused or exact else None
+    def _rule(self) -> Rule:
+        """Return how the average moves: the functions may be replaced at any time."""
+        function = self.multi_avg_fn
+        if isinstance(function, AveragingFunction) and function.rule is not None:
+            return function.rule
+        if function is None and self.avg_fn is None:
+            return self._runtime.default_rule
+        return UserFunction(self.avg_fn, function, with_grad=torch.is_grad_enabled())
 
     def _update_traced(self, model: torch.nn.Module) -> None:
-        """Take a first or a later step in operations that can be compiled: nothing reads the count."""
+        """Take a step in operations that can be compiled: nothing reads the count."""
         averages, currents, copies, _ = self._paired(model)
-        counter = self.n_averaged
-        for name, found in currents.items():
-            target = averages[name].detach()
-            source = found.detach().to(target.device)
-            first, later = _flags(counter, None, target.device)
-            # Other counts are masked: what is computed for them is not used.
-            count = counter.clamp(min=1).to(target.device)
-            weight = self._weight(count, target)
-            before, value = target.clone(), target
-            if weight is not None:
-                lerp_one_(target, source, weight)
-            elif self.multi_avg_fn is not None:
-                self.multi_avg_fn([target], [source], count)
-            else:
-                value = (self.avg_fn or _swa_of)(target, source, count)
-            value = torch.where(later, value, before)
-            target.copy_(torch.where(first, source.to(value.dtype), value))
+        average = self._runtime.average
+        is_compensated = self._runtime.options.precision == "compensated"
+        errors = self._errors_for(averages) if is_compensated else {}
+        rule = self._rule()
+        with torch.no_grad():
+            for name, current in currents.items():
+                terms = [errors[name]] if name in errors else []
+                target = averages[name]
+                group = Group([average], [[target]], [terms], [current.detach()])
+                group.has_average = is_averaged(target)
+                rule.step_on_device(group, self.n_averaged)
         copies.run_traced()
-        counter.add_(1)
+        self.n_averaged.add_(1)
 
     def _plan(self, model: torch.nn.Module, *, flat: bool) -> Plan:
         if NamedTensors(self.module).has_lazy() and not NamedTensors(model, self).has_lazy():
@@ -354,7 +274,14 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             flat_buffer.rename(names)
         more, buffers = averages.values(), self.use_buffers
         return Plan(
-            model, [average], currents, copies, models, more=more, flat=flat, buffers=buffers
+            self._runtime.options,
+            [average],
+            currents,
+            copies,
+            models,
+            more=more,
+            flat=flat,
+            buffers=buffers,
         )
 
     def _paired(
@@ -426,8 +353,11 @@ class _Runtime:
         # Parameters that ``trainable_only`` leaves out.
         self.frozen = frozen
         self.average = Average(options)
-        self.plans = Cache()
-        self.counter = _Counter()
+        self.plans: Cache[Plan] = Cache()
+        # These precisions have kernels for a step by a weight only.
+        self.default_rule = Swa(by_weight=options.precision in {"stochastic", "compensated"})
+        # A seed for each step is all the state that stochastic rounding has.
+        self.seeds = _Seeds(options.seed) if options.precision == "stochastic" else None
 
     @override
     def __reduce__(self) -> tuple[type["_Runtime"], tuple[Options, frozenset[str]]]:
@@ -457,65 +387,28 @@ def _check_pairs(kept: NamedTensors, found: NamedTensors) -> None:
     check_match(what, {}, dict.fromkeys(untied))
 
 
-class _Counter:
-    """The number of updates on the host, read again where that is free or the buffer has changed.
+class _Seeds:
+    """The seed of each step: the first one plus the count, which is read on the host where that is free.
 
-    Writes to the buffer of an accelerator can be missed, so it only seeds random numbers. It counts a
-    step that the accelerator skips, and the buffer does not: a run that is resumed after one draws
-    other numbers.
+    A write to the count of an accelerator can be missed, so the count only seeds. Steps that the
+    accelerator skips are counted here, and not in the buffer: a run that is resumed after one draws other
+    numbers.
     """
 
-    def __init__(self) -> None:
-        self._value = 0
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._count = 0
         self._facts: tuple[Any, ...] = ()
 
-    def read(self, buffer: Tensor) -> int:
-        """Return the number that ``buffer`` holds."""
-        if reads_are_free(buffer.device) or buffer.is_inference() or self._facts != _facts(buffer):
-            self._value = int(buffer)
-        return self._value
-
-    def advance(self, buffer: Tensor, taken: bool | Tensor) -> None:
-        """Count one update in ``buffer`` if it was taken, and here."""
-        buffer.add_(taken.to(buffer.device) if isinstance(taken, Tensor) else taken)
-        self._value += 1
-        self._facts = () if buffer.is_inference() else _facts(buffer)
-
-
-def _flags(count: Tensor, finite: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return whether an update is the first one, and whether it is a later one, on a device."""
-    first, later = count == 0, count > 0
-    if finite is not None:
-        finite = finite.to(count.device)
-        first, later = first & finite, later & finite
-    return first.to(device), later.to(device)
-
-
-def _facts(buffer: Tensor) -> tuple[Any, ...]:
-    return id(buffer), buffer.data_ptr(), buffer._version
-
-
-def _swa_weight(count: Tensor | int) -> Weight:
-    """Return ``1 / (count + 1)``, rounded as torch rounds it: to the default dtype."""
-    if isinstance(count, Tensor):
-        return 1 / (count + 1)
-    if torch.get_default_dtype() is torch.float32:
-        # Several times faster than with a tensor.
-        return float(struct.unpack("f", struct.pack("f", 1 / (count + 1)))[0])
-    return (1 / torch.tensor(count + 1, device="cpu")).item()
-
-
-def _swa_step(averages: list[Tensor], currents: list[Tensor], count: int | Tensor) -> None:
-    """Take one step of the equal average in the form that torch uses on CPU."""
-    plain = averages[0].dtype == currents[0].dtype and averages[0].device == currents[0].device
-    with torch.no_grad():
-        for target, source in zip(averages, currents, strict=True):
-            if plain and is_averaged(target):
-                target.add_(source.sub(target).div_(count + 1))
-            else:
-                target.copy_(_swa_of(target, source.to(target.device), count))
-
-
-def has_foreach_kernels(device: torch.device) -> bool:
-    """Return True if lists of tensors have fused kernels on a device; torch's default depends on it."""
-    return device.type in foreach_devices()
+    def next(self, counter: Tensor) -> int:
+        """Return the seed of the step that follows ``counter`` updates."""
+        # The step adds one to the count, which is one more version.
+        facts = (
+            () if counter.is_inference() else (id(counter), counter.data_ptr(), counter._version)
+        )
+        if counter.device.type in HOST_DEVICES or not facts or facts != self._facts:
+            self._count = int(counter)
+        seed = self._seed + self._count
+        self._count += 1
+        self._facts = (*facts[:2], facts[2] + 1) if facts else ()
+        return seed

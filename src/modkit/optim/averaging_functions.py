@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from functools import update_wrapper
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from modkit.averaging.precision import TensorList
+from modkit.averaging.rules import Ema, Rule, Swa
 
 
 AvgFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | int], Tensor]
@@ -24,6 +25,13 @@ class AveragingFunction:
         self._function = getattr(torch.optim.swa_utils, name)(*self._arguments)
         # The name and the signature of torch's, which loggers and configuration tools show.
         update_wrapper(self, self._function)
+
+        self.rule: Rule | None = None
+        """The steps that the engine takes instead of calling the function, with kernels of its own."""
+        if name == "get_ema_multi_avg_fn" and decay is not None:
+            self.rule = Ema((1 - decay,), self._function)
+        elif name == "get_swa_multi_avg_fn":
+            self.rule = Swa(function=self._function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call torch's function."""
@@ -45,11 +53,6 @@ class AveragingFunction:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[float | None, ...]]:
         # The public function: pickles stay readable if this class moves.
         return globals()[self.name], self._arguments
-
-
-def is_known(function: object) -> TypeGuard[AveragingFunction]:
-    """Return True for the ``multi_avg_fn`` of this library, which the engine has kernels for."""
-    return isinstance(function, AveragingFunction) and "multi" in function.name
 
 
 def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-import modkit.optim._averaged_model
+from modkit.averaging import rules
 from modkit.optim import swa_utils
 from tests.cases import for_each
 from tests.helpers import Implementation, same
@@ -224,7 +224,7 @@ def test_default_update_with_grouped_kernels_is_that_of_torch(monkeypatch) -> No
     monkeypatch.setattr(
         "torch.optim.swa_utils._get_foreach_kernels_supported_devices", lambda: ["cpu"]
     )
-    monkeypatch.setattr(modkit.optim._averaged_model, "has_foreach_kernels", lambda device: True)
+    monkeypatch.setattr(rules, "has_foreach_kernels", lambda device: True)
 
     def scenario(impl: Implementation):
         model = normed_net(impl)
@@ -245,7 +245,7 @@ def test_default_update_with_grouped_kernels_is_that_of_torch(monkeypatch) -> No
 def test_devices_with_grouped_kernels_are_those_of_torch(kind: str) -> None:
     """The default update is grouped on exactly the device types that torch groups on."""
     supported = torch.utils._foreach_utils._get_foreach_kernels_supported_devices()
-    grouped = modkit.optim._averaged_model.has_foreach_kernels(torch.device(kind))
+    grouped = rules.has_foreach_kernels(torch.device(kind))
 
     assert grouped == (kind in supported)
 

@@ -52,7 +52,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: in
 def as_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let averages treat the CPU as an accelerator, where reading an element is a host sync."""
     for module in ("averaging.precision", "optim._averaged_model"):
-        monkeypatch.setattr(f"modkit.{module}.reads_are_free", lambda device: False)
+        monkeypatch.setattr(f"modkit.{module}.HOST_DEVICES", frozenset())
 
 
 class CountCalls(TorchDispatchMode):

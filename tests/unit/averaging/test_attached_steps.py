@@ -432,7 +432,7 @@ def test_a_skipped_step_does_not_end_a_training_step() -> None:
 
 def test_the_flag_is_not_read_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     """There it would be a host sync, so the steps that the kernel skips count."""
-    monkeypatch.setattr(optimizer_steps, "reads_are_free", lambda device: False)
+    monkeypatch.setattr(optimizer_steps, "HOST_DEVICES", frozenset())
     net = network()
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     ema = modkit.EMA(net).attach(optimizer)

@@ -1,0 +1,132 @@
+"""Groups of tensors that the kernels take together."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from modkit.averaging import precision
+from modkit.averaging.averages import Average, Tensors, can_share
+from modkit.averaging.sharding import local_shard
+
+
+# ``torch.cat`` or ``torch.stack``, the tensors that it gathers, and the memory that it gathers them in.
+Gather: TypeAlias = tuple[Callable[..., Any], list[Tensor], Tensor]
+
+
+@dataclass
+class Group:
+    """Tensors that the kernels take together: of one device and dtype in averages and model.
+
+    Attributes:
+        owners: The averages that the group is a part of, several with several decays.
+        averages: The averaged tensors, in a list for each owner.
+        errors: Their error terms, in a list for each owner; empty lists without error terms.
+        currents: The tensors of the model, in the order of each of these lists. In the group of a flat
+            buffer it is one tensor, which ``gathers`` fill.
+        gathers: Calls that copy the tensors of the model into the one tensor in ``currents``.
+        has_average: Whether the averages are floating-point or complex: integers have no average.
+    """
+
+    owners: Sequence[Average]
+    averages: list[list[Tensor]]
+    errors: list[list[Tensor]]
+    currents: list[Tensor] = field(default_factory=list)
+    gathers: list[Gather] = field(default_factory=list)
+    has_average: bool = True
+
+    @classmethod
+    def like(cls, owners: Sequence[Average], average: Tensor) -> "Group":
+        """Return a group without tensors, for averages of the dtype of ``average``."""
+        return cls(
+            owners,
+            averages=[[] for _ in owners],
+            errors=[[] for _ in owners],
+            has_average=precision.is_averaged(average),
+        )
+
+    def add(self, name: str, current: Tensor) -> None:
+        """Add a tensor of the model and its averages."""
+        self.currents.append(local_shard(current))
+        for owner, tensors, errors in zip(self.owners, self.averages, self.errors, strict=True):
+            tensors.append(local_shard(owner.tensors[name]))
+            if name in owner.errors:
+                errors.append(local_shard(owner.errors[name]))
+
+    def parts(self) -> Iterator["Group"]:
+        """Cut the group into groups of a bounded number of elements, which share its memory."""
+        errors = [terms for terms in self.errors if terms]
+        count = len(self.owners)
+        for lists in precision.parts(*self.averages, *errors, self.currents):
+            yield Group(
+                self.owners,
+                averages=list(lists[:count]),
+                errors=list(lists[count:-1]) or [[] for _ in self.owners],
+                currents=lists[-1],
+                has_average=self.has_average,
+            )
+
+
+def grouped(owners: Sequence[Average], currents: Tensors, *, flat: bool) -> list[Group]:
+    """Group tensors of a model, and their averages, by device and dtype.
+
+    Args:
+        owners: The averages, which have the same names.
+        currents: The tensors of the model by name.
+        flat: Whether tensors whose averages are in flat buffers are gathered.
+    """
+    flat_groups = _flat_groups(owners, currents) if flat else []
+    taken = {name for names, _ in flat_groups for name in names}
+    groups: dict[tuple[Any, ...], Group] = {}
+    first = owners[0]
+    for name, current in currents.items():
+        if name in taken:
+            continue
+        average = first.tensors[name]
+        has_error = name in first.errors
+        key = average.device, average.dtype, current.device, current.dtype, has_error
+        if key not in groups:
+            groups[key] = Group.like(owners, average)
+        groups[key].add(name, current)
+    return [group for _, group in flat_groups] + list(groups.values())
+
+
+def _flat_groups(owners: Sequence[Average], currents: Tensors) -> list[tuple[list[str], Group]]:
+    """Return the group of each flat buffer that all averages, and the model, still have the tensors of."""
+    groups: list[tuple[list[str], Group]] = []
+    for index, flat in enumerate(owners[0].flats):
+        names = flat.names
+        sources = [currents[name] for name in names if name in currents]
+        alike = all(map(can_share, sources)) and len({source.dtype for source in sources}) == 1
+        if len(sources) < len(names) or not alike:
+            continue
+
+        pairs = [(one.flats[index], one.tensors) for one in owners if index < len(one.flats)]
+        usable = all(flat.names == names and flat.holds(own) for flat, own in pairs)
+        if usable and len(pairs) == len(owners):
+            group = Group.like(owners, flat.data)
+            group.averages = [[flat.data] for flat, _ in pairs]
+            data, group.gathers = _gathers(sources)
+            group.currents = [data]
+            groups.append((names, group))
+    return groups
+
+
+def _gathers(sources: Sequence[Tensor]) -> tuple[Tensor, list[Gather]]:
+    """Return a flat tensor, and one call for each trailing shape that gathers small tensors in it."""
+    runs: dict[tuple[bool, torch.Size], list[Tensor]] = {}
+    for source in sources:
+        runs.setdefault((source.dim() == 0, source.shape[1:]), []).append(source)
+
+    total = sum(map(Tensor.numel, sources))
+    data = torch.empty(total, dtype=sources[0].dtype, device="cpu")
+    gathers: list[Gather] = []
+    start = 0
+    for (is_scalar, trailing), run in runs.items():
+        stop = start + sum(map(Tensor.numel, run))
+        view = data[start:stop].view((-1,) if is_scalar else (-1, *trailing))
+        gathers.append((torch.stack if is_scalar else torch.cat, run, view))
+        start = stop
+    return data, gathers

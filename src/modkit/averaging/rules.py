@@ -1,0 +1,237 @@
+"""How an average moves: the one definition of a step, for eager and for compiled updates.
+
+The first update of an average copies, whatever its rule. Later ones are steps of its rule, which
+computes the weight of the step, or calls a function.
+
+Steps of ``AveragedModel`` are bitwise identical to torch's, which computes the equal average in two forms:
+``a + (b - a) / (n + 1)`` tensor by tensor, and ``lerp`` with the weight ``1 / (n + 1)`` where lists of
+tensors have fused kernels.
+"""
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_swa_avg_fn, get_swa_multi_avg_fn
+from typing_extensions import override
+
+from modkit._upstream import foreach_devices
+from modkit.averaging import precision
+from modkit.averaging.groups import Group
+from modkit.averaging.precision import Weight, where_
+
+
+# The number of models averaged so far: a tensor where it is in the memory of an accelerator, and reading it
+# on the host would wait for the device.
+Count: TypeAlias = int | Tensor
+
+_swa_: Final = get_swa_multi_avg_fn()
+_swa_of: Final = get_swa_avg_fn()
+
+
+class Rule(ABC):
+    """How the averages of a group move towards the values of a model."""
+
+    # Whether a step may be taken in parts of a group.
+    can_be_cut: bool = True
+
+    @abstractmethod
+    def step(self, group: Group, count: Count) -> None:
+        """Take a later step of a group.
+
+        Args:
+            group: Tensors of one device and dtype.
+            count: Number of models averaged so far, 1 or more; a tensor is on the device of the averages.
+        """
+
+    def step_on_device(self, group: Group, count: Count, finite: bool | Tensor = True) -> None:
+        """Take the step of a group as flags decide that are not read on the host.
+
+        Where ``count`` is 0 the values are copied. Where it is negative, or ``finite`` is False, nothing
+        changes: the step is taken and undone, because not taking it would need a host sync.
+
+        Args:
+            group: The group.
+            count: Number of models averaged so far.
+            finite: Whether the values may be averaged.
+        """
+        device = group.averages[0][0].device
+        if isinstance(count, Tensor):
+            first, later = _flags(count, finite, device)
+            # What is computed for other counts is not used.
+            count = count.clamp(min=1).to(device)
+        else:
+            first, later = None, torch.as_tensor(finite, device=device)
+
+        for part in group.parts() if self.can_be_cut else [group]:
+            tensors = [*chain.from_iterable(part.averages), *chain.from_iterable(part.errors)]
+            before = [tensor.detach().clone() for tensor in tensors]
+            self.step(part, count)
+            where_(~later, tensors, before)
+            if first is not None:
+                for averages in part.averages:
+                    where_(first, averages, part.currents)
+                for error in chain.from_iterable(part.errors):
+                    error.masked_fill_(first, 0)
+
+
+def _flags(count: Tensor, finite: bool | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return whether a step is the first one, and whether it is a later one, on a device."""
+    first, later = count == 0, count > 0
+    if isinstance(finite, Tensor):
+        finite = finite.to(count.device)
+        first, later = first & finite, later & finite
+    return first.to(device), later.to(device)
+
+
+class Ema(Rule):
+    """The exponential average: ``average + weight * (current - average)``, ``weight = 1 - decay``.
+
+    Args:
+        weights: The weight of each average in this step.
+        function: Torch's function for lists of tensors, which integers need: they have no ``lerp``.
+    """
+
+    def __init__(
+        self, weights: Sequence[float], function: Callable[..., None] | None = None
+    ) -> None:
+        self._weights = weights
+        self._function = function
+
+    @override
+    def step(self, group: Group, count: Count) -> None:
+        if group.has_average:
+            _move(group, self._weights)
+        else:
+            assert self._function is not None
+            _call(self._function, group, count)
+
+
+class Swa(Rule):
+    """The equal average of all models, in the forms that torch has.
+
+    Args:
+        by_weight: Whether each step is a ``lerp``, also where torch's default is another form.
+        function: Torch's function for lists of tensors, if that was chosen.
+    """
+
+    def __init__(
+        self, *, by_weight: bool = False, function: Callable[..., None] | None = None
+    ) -> None:
+        self._by_weight = by_weight or function is not None
+        self._function = function
+
+    @override
+    def step(self, group: Group, count: Count) -> None:
+        has_kernels = has_foreach_kernels(group.averages[0][0].device)
+        if group.has_average and (self._by_weight or has_kernels):
+            _move(group, (_equal_weight(count),))
+        elif self._function is not None or has_kernels:
+            _call(self._function or _swa_, group, count)
+        else:
+            _swa_one_by_one(group, count)
+
+
+def _swa_one_by_one(group: Group, count: Count) -> None:
+    """Take a step of the equal average in the form that torch uses on CPU."""
+    averages, currents = group.averages[0], group.currents
+    device, dtype = averages[0].device, averages[0].dtype
+    is_plain = group.has_average and (device, dtype) == (currents[0].device, currents[0].dtype)
+    for average, current in zip(averages, currents, strict=True):
+        if is_plain:
+            average.add_(current.sub(average).div_(count + 1))
+        else:
+            average.copy_(_swa_of(average, current.to(device), count))
+
+
+class UserFunction(Rule):
+    """An averaging function of the user.
+
+    Args:
+        avg_fn: Returns the average of one tensor.
+        multi_avg_fn: Averages lists of tensors in place, and is used instead of ``avg_fn``.
+        with_grad: Whether gradients are recorded where the update is called: functions may depend on it.
+    """
+
+    # It gets all tensors of a group at once.
+    can_be_cut = False
+
+    def __init__(
+        self,
+        avg_fn: Callable[..., Tensor] | None,
+        multi_avg_fn: Callable[..., None] | None,
+        *,
+        with_grad: bool,
+    ) -> None:
+        self._avg_fn = avg_fn
+        self._multi_avg_fn = multi_avg_fn
+        self._with_grad = with_grad
+
+    @override
+    def step(self, group: Group, count: Count) -> None:
+        with torch.set_grad_enabled(self._with_grad):
+            _call(self._multi_avg_fn or self._call_one_by_one, group, count)
+
+    def _call_one_by_one(
+        self, averages: list[Tensor], currents: list[Tensor], count: Tensor
+    ) -> None:
+        assert self._avg_fn is not None
+        for average, current in zip(averages, currents, strict=True):
+            average.copy_(self._avg_fn(average, current, count.clone()))
+
+
+def _call(function: Callable[..., None], group: Group, count: Count) -> None:
+    """Call a function of torch's kind: detached tensors of one device, and a count of its own to keep."""
+    device = group.averages[0][0].device
+    averages = [average.detach() for average in group.averages[0]]
+    currents = [current.detach().to(device) for current in group.currents]
+    # As in torch, the count is a tensor: with an int, torch's functions round integers otherwise.
+    number = count.clone() if isinstance(count, Tensor) else torch.tensor(count, device=device)
+    function(averages, currents, number)
+
+
+def copy(group: Group) -> None:
+    """Copy the current values of a group."""
+    for averages, errors in zip(group.averages, group.errors, strict=True):
+        precision.copy_(averages, errors, group.currents)
+
+
+def _move(group: Group, weights: Sequence[Weight]) -> None:
+    """Move each average by its weight towards the current values, in its precision."""
+    lerped: list[list[Tensor]] = []
+    lerp_weights: list[Weight] = []
+    for index, weight in enumerate(weights):
+        owner, averages, errors = group.owners[index], group.averages[index], group.errors[index]
+        if isinstance(weight, float) and weight == 1.0:
+            # A lerp from an infinite average would be NaN.
+            precision.copy_(averages, errors, group.currents)
+        elif errors:
+            precision.compensated_(averages, errors, group.currents, weight)
+        elif owner.options.precision == "stochastic" and precision.is_rounded(averages[0].dtype):
+            generator = owner.generator(averages[0].device)
+            precision.stochastic_(averages, group.currents, weight, generator)
+        else:
+            lerped.append(averages)
+            lerp_weights.append(weight)
+
+    if lerped:
+        precision.lerp_(lerped, group.currents, lerp_weights)
+
+
+def _equal_weight(count: Count) -> Weight:
+    """Return ``1 / (count + 1)``, rounded as torch rounds it: to the default dtype."""
+    if isinstance(count, Tensor):
+        return 1 / (count + 1)
+    if torch.get_default_dtype() is torch.float32:
+        # Several times faster than with a tensor.
+        return float(struct.unpack("f", struct.pack("f", 1 / (count + 1)))[0])
+    return (1 / torch.tensor(count + 1, device="cpu")).item()
+
+
+def has_foreach_kernels(device: torch.device) -> bool:
+    """Return True if lists of tensors have fused kernels on a device; torch's default depends on it."""
+    return device.type in foreach_devices()
