@@ -26,7 +26,7 @@ from modkit.averaging.precision import Weight, where_
 
 
 # The number of models averaged so far: a tensor where it is in the memory of an accelerator, and reading it
-# on the host would wait for the device.
+# on the host would be a host sync.
 Count: TypeAlias = int | Tensor
 
 _swa_: Final = get_swa_multi_avg_fn()
@@ -62,7 +62,7 @@ class Rule(ABC):
         device = group.averages[0][0].device
         if isinstance(count, Tensor):
             first, later = _flags(count, finite, device)
-            # What is computed for other counts is not used.
+            # Results for other counts are not used.
             count = count.clamp(min=1).to(device)
         else:
             first, later = None, torch.as_tensor(finite, device=device)
