@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel as _TorchAveragedModel
 from typing_extensions import TypeVar, override
 
 from modkit._messages import add_note
-from modkit._upstream import make_parameter
+from modkit._upstream import make_parameter, never_compiled
 from modkit.averaging.averages import Average, flat_buffers
 from modkit.averaging.copies import Copies
 from modkit.averaging.groups import Group
@@ -211,10 +211,13 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         """
         # An object without parameters is refused in torch's words.
         model.parameters  # noqa: B018
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and self._runtime.can_be_traced:
             self._update_traced(model)
-            return
+        else:
+            self._update(model)
 
+    @never_compiled
+    def _update(self, model: torch.nn.Module) -> None:
         runtime, counter, rule = self._runtime, self.n_averaged, self._rule()
         # Writes through ``.data``, by collectives and other processes leave no trace, so no number on the
         # host can stand for the buffer. Where reading it is a host sync, the device decides.
@@ -356,6 +359,9 @@ class _Runtime:
         self.plans: Cache[Plan] = Cache()
         # These precisions have kernels for a step by a weight only.
         self.default_rule = Swa(by_weight=options.precision in {"stochastic", "compensated"})
+        # A generator cannot be traced, and neither can a step that depends on the values. Such updates are
+        # a graph break in compiled code.
+        self.can_be_traced = options.precision != "stochastic" and options.on_nonfinite == "ignore"
         # A seed for each step is all the state that stochastic rounding has.
         self.seeds = _Seeds(options.seed) if options.precision == "stochastic" else None
 

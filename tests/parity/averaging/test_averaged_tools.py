@@ -1,6 +1,9 @@
+from typing import Any
+
 import pytest
 import torch
 
+from modkit.optim import swa_utils
 from tests.helpers import TORCH, Implementation, outcome, same
 from tests.parity.averaging.networks import RULES, normed_net, training_states
 
@@ -58,6 +61,39 @@ def test_update_of_a_compiled_caller(rule: str) -> None:
 
     assert same(scenario) == eager
     assert eager[0] == "returned"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "compensated"},
+        {"precision": "stochastic"},
+        {"precision": "fp32", "on_nonfinite": "skip"},
+    ],
+    ids=str,
+)
+def test_options_hold_in_compiled_code(options: dict[str, Any]) -> None:
+    """A compiled update has the precision, and skips what is not finite, as an eager one does."""
+    states = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(16, 16).to(torch.bfloat16)
+        averaged = swa_utils.AveragedModel(
+            model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.99), **options
+        )
+        update = averaged.update_parameters
+        for step in range(6):
+            with torch.no_grad():
+                model.weight.copy_(torch.randn(16, 16))
+                if step == 3 and "on_nonfinite" in options:
+                    model.weight[0, 0] = torch.nan
+            (torch.compile(update, backend="eager") if is_compiled else update)(model)
+        states.append(averaged.state_dict())
+
+    eager, compiled = states
+    assert eager["n_averaged"] == 6 - ("on_nonfinite" in options)
+    assert eager.keys() == compiled.keys()
+    assert all(torch.equal(eager[name], compiled[name]) for name in eager)
 
 
 def test_optimizers_train_an_averaged_model(impl: Implementation) -> None:
