@@ -17,7 +17,7 @@ PAGE = ROOT / "CONTRIBUTING.md"
 # Files and folders of each capability. Everything else counts as the foundation.
 CAPABILITIES = {
     "`Module`": ("nn",),
-    "`EMA`, schedules, `EMACallback`, `PostHocEMA`": ("averaging", "schedules.py"),
+    "`EMA`, schedules, `EMACallback`, `PostHocEMA`": ("averaging", "schedules.py", "posthoc.py"),
     "`torch.optim.swa_utils`": ("optim",),
     "sharded averages": ("distributed.py",),
     "Lightning, transformers": ("integrations",),

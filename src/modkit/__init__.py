@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         jit as jit,
         models as models,
         optim as optim,
+        posthoc as posthoc,
         schedules as schedules,
     )
     from modkit.averaging.callback import EMACallback as EMACallback
@@ -53,6 +54,7 @@ __all__ = [
     "models",
     "nn",
     "optim",
+    "posthoc",
     "save_checkpoint",
     "schedules",
 ]

@@ -323,8 +323,8 @@ _AVERAGING: Final = [
     Bug(
         "states: a number that other libraries save as a tensor",
         "averaging/state_checks.py",
-        "is_number and self.source != OWN",
-        "is_number and self.source == OWN",
+        "is_number and self.source not in (OWN, OWN_POSTHOC)",
+        "is_number and self.source in (OWN, OWN_POSTHOC)",
         _EMA + "/test_other_libraries.py",
     ),
     Bug(
@@ -379,8 +379,8 @@ _AVERAGING: Final = [
     Bug(
         "states: more updates than steps",
         "averaging/state.py",
-        'part.integer("n_averaged", 0, values["step"] - start + 1)',
-        'part.integer("n_averaged", 0, values["step"])',
+        'checked.integer("n_averaged", 0, counts["step"] - start + 1)',
+        'checked.integer("n_averaged", 0, counts["step"])',
         _EMA + "/test_broken_states.py",
     ),
     Bug(

@@ -17,9 +17,8 @@ from tests.processes import python
 NAMESPACES = {
     **dict.fromkeys(["modkit", "modkit.distributed", "modkit.errors", "modkit.files"]),
     **dict.fromkeys(["modkit.integrations.lightning", "modkit.integrations.transformers"]),
-    **dict.fromkeys(
-        ["modkit.models", "modkit.optim", "modkit.optim.swa_utils", "modkit.schedules"]
-    ),
+    **dict.fromkeys(["modkit.models", "modkit.optim", "modkit.optim.swa_utils"]),
+    **dict.fromkeys(["modkit.posthoc", "modkit.schedules"]),
     "modkit.nn": ["Module"],
     "modkit.jit": sorted(type(modkit.jit).__own__),
 }

@@ -620,16 +620,6 @@ class EMA(Generic[ModelT]):
         self._check_restored("EMA.load_state_dict()", self.model)
         if step is not None:
             checked_count("step", step, 0)
-        if isinstance(cast("object", state_dict), Mapping) and not state_dict:
-            if step is not None:
-                raise ValueError(f"EMA: load_state_dict() got step={step} and an empty state")
-            warnings.warn("EMA: the state is empty, so averaging starts anew", stacklevel=2)
-            with uninterrupted():
-                self.step, self.n_averaged, self._start = 0, 0, None
-                self._engine.reset()
-                self._follow()
-                self._steps.load(())
-            return
         loaded = ema_state.read(
             state_dict,
             self.model,
@@ -639,6 +629,16 @@ class EMA(Generic[ModelT]):
             on_nonfinite=self._engine.options.on_nonfinite,
             step=step,
         )
+        self._load(loaded)
+        if loaded.raw:
+            warnings.warn(
+                "EMA: the state was saved inside applied(), or between copy_to() and restore(); its "
+                "training weights are loaded into the model",
+                stacklevel=2,
+            )
+
+    def _load(self, loaded: ema_state.LoadedState) -> None:
+        """Load a valid state; names and shapes are compared with the model before anything changes."""
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             named = NamedTensors(self.model)
             raw = [(named.tensor(name), value) for name, value in loaded.raw.items()]
@@ -649,17 +649,12 @@ class EMA(Generic[ModelT]):
             for tensor, value in raw:
                 write(tensor, shards_of(value, tensor))
             self._follow()
+
             self.step, self._start, self.n_averaged = loaded.step, loaded.start, loaded.n_averaged
             self.schedules = loaded.schedules
             self.update_every = loaded.update_every
             self.update_after_step = loaded.update_after_step
             self._steps.load(loaded.stepped)
-        if raw:
-            warnings.warn(
-                "EMA: the state was saved inside applied(), or between copy_to() and restore(); its "
-                "training weights are loaded into the model",
-                stacklevel=2,
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         # A copied model does not hold the average any more: it gets the training weights.

@@ -1,7 +1,6 @@
-"""Post-hoc EMA: choose the width after training (Karras et al. 2024, arXiv 2312.02696).
+"""Post-hoc EMA: choose the width after training (Karras et al. 2024, https://arxiv.org/abs/2312.02696).
 
-Training keeps a narrow and a wide power average, and saves a snapshot of each at intervals. Then
-the average of nearly any width, at nearly any step, is a linear combination of snapshots.
+Everything in ``__all__`` is public as :mod:`modkit.posthoc`, and ``PostHocEMA`` as ``modkit.PostHocEMA``.
 """
 
 import math
@@ -9,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,10 +19,22 @@ from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.names import check_match, shapes_of
 from modkit.averaging.precision import compact, is_averaged
 from modkit.averaging.schedules import Power, gamma_of
+from modkit.averaging.state import LoadedState, stored_average
+from modkit.averaging.state_checks import AVERAGE, OWN_POSTHOC, CheckedMapping
 from modkit.errors import FileError, shown
 from modkit.files.checkpoint_files import state_dict_at
 from modkit.files.torch_files import read_mapped, save_checkpoint
 
+
+__all__ = [
+    "Fit",
+    "Reconstruction",
+    "Snapshot",
+    "find_snapshots",
+    "fit_power",
+    "reconstruct",
+    "save_snapshot",
+]
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -33,7 +44,16 @@ _LAST_STEP: Final = 2**53
 
 @dataclass(frozen=True, order=True)
 class Snapshot:
-    """A file with a power average of ``step`` steps, the initial copy included, and width ``sigma_rel``."""
+    """A file with one power average. Snapshots are ordered by step, then width.
+
+    The file is a dict that ``torch.load(weights_only=True)`` reads: ``step``, ``sigma_rel``,
+    ``averages`` and ``buffers``, the last two with tensors by name.
+
+    Attributes:
+        step: Number of training steps that the average spans, the initial copy included.
+        sigma_rel: Relative width of the average, as in :class:`modkit.schedules.Power`.
+        path: The file.
+    """
 
     step: int
     sigma_rel: float
@@ -48,30 +68,75 @@ def save_snapshot(
     sigma_rel: float,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> Snapshot:
-    """Write an average, and buffers that are not averaged, atomically to a file in a directory."""
+    """Write a power average to a file in a directory, atomically.
+
+    ``PostHocEMA`` calls it. Use it for averages that something else has computed. A file of the same
+    step and width is replaced.
+
+    Args:
+        directory: Folder of the snapshots, created if missing.
+        averages: Floating-point or complex tensors by name. They are written in their dtypes.
+        step: Number of training steps that the average spans, the initial copy included.
+        sigma_rel: Relative width of the average.
+        buffers: Tensors that are not averaged, by name. Default: none.
+
+    Returns:
+        The snapshot, with the path of the file.
+
+    Raises:
+        OSError: If the file cannot be written.
+
+    Example:
+        >>> import torch
+        >>> from modkit.posthoc import save_snapshot
+        >>> weights = {"weight": torch.ones(2)}
+        >>> save_snapshot(tmp_path, weights, step=100, sigma_rel=0.05).path.name
+        'ema-0000000100-0.05.pt'
+    """
     step, sigma_rel = int(step), float(sigma_rel)
     path = Path(directory) / f"ema-{step:010d}-{sigma_rel:.6g}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
+
     content: dict[str, Any] = {"step": step, "sigma_rel": sigma_rel}
-    for part, tensors in (("averages", averages), ("buffers", buffers or {})):
-        content[part] = {name: compact(one.detach().cpu()) for name, one in tensors.items()}
+    for key, tensors in (("averages", averages), ("buffers", buffers or {})):
+        content[key] = {name: compact(tensor.detach().cpu()) for name, tensor in tensors.items()}
     save_checkpoint(content, path)
     return Snapshot(step, sigma_rel, path)
 
 
 def find_snapshots(directory: PathLike) -> list[Snapshot]:
-    """Return the snapshots in a directory, ordered by step and width."""
-    return sorted(map(_read_facts, Path(directory).glob("ema-*.pt")))
+    """Return the snapshots in a directory, without reading their tensors.
+
+    Args:
+        directory: Folder of the snapshots. Its subfolders are not searched.
+
+    Returns:
+        The snapshots, ordered by step and width; an empty list if there are none.
+
+    Raises:
+        FileError: If a file named like a snapshot is not one, or is corrupt. The error names it.
+
+    Example:
+        >>> import torch
+        >>> from modkit.posthoc import find_snapshots, save_snapshot
+        >>> folder = tmp_path / "snapshots"
+        >>> for step in (200, 100):
+        ...     _ = save_snapshot(folder, {"weight": torch.ones(1)}, step=step, sigma_rel=0.05)
+        >>> [snapshot.step for snapshot in find_snapshots(folder)]
+        [100, 200]
+    """
+    return sorted(map(_read_header, Path(directory).glob("ema-*.pt")))
 
 
-def _read_facts(path: Path) -> Snapshot:
+def _read_header(path: Path) -> Snapshot:
+    """Return the step and the width in a file, which come from outside and are validated."""
     content = read_mapped(path)[0]
-    facts = content if isinstance(content, Mapping) else {}
-    missing = [key for key in ("step", "sigma_rel", "averages", "buffers") if key not in facts]
+    header = content if isinstance(content, Mapping) else {}
+    missing = [key for key in ("step", "sigma_rel", "averages", "buffers") if key not in header]
     if missing:
         raise FileError(f"{path} is not a snapshot of an average: it has no {missing[0]!r}")
 
-    step, sigma_rel = facts["step"], facts["sigma_rel"]
+    step, sigma_rel = header["step"], header["sigma_rel"]
     if type(step) is not int or not 0 < step <= _LAST_STEP:
         raise FileError(f"{path} is corrupt: its step is not a number from 1 to {_LAST_STEP}")
     if type(sigma_rel) is not float:
@@ -86,22 +151,28 @@ def _read_facts(path: Path) -> Snapshot:
 def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield each name, its verified tensor, and True if it is averaged; one in memory at a time."""
     content, checksums = read_mapped(path)
-    parts = {part: state_dict_at(content, path, part)[1] for part in ("averages", "buffers")}
-    for part, tensors in parts.items():
-        for name, tensor in tensors.items():
-            if part == "averages" and not is_averaged(tensor):
-                raise FileError(f"{path} is corrupt: its average {name!r} has integers")
-            checksums.check(name, tensor)
-            yield name, tensor, part == "averages"
+    averages, buffers = (state_dict_at(content, path, key)[1] for key in ("averages", "buffers"))
+    for name, tensor in averages.items():
+        if not is_averaged(tensor):
+            raise FileError(f"{path} is corrupt: its average {name!r} has integers")
+        checksums.check(name, tensor)
+        yield name, tensor, True
+
+    for name, tensor in buffers.items():
+        checksums.check(name, tensor)
+        yield name, tensor, False
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How well a combination of averages approximates the wanted one; the coefficients sum to 1.
+    """How well a combination of power averages approximates the requested one.
 
-    ``error`` is the root mean square over time of the difference of the profiles, relative to that
-    of the wanted one: 0.01 is very good. ``bound`` limits the error of a parameter, in units of the
-    root mean square of its distance to the wanted average over all steps.
+    Attributes:
+        coefficients: The factor of each average. Their sum is 1; some may be negative.
+        error: Root mean square over time of the difference of the two profiles, relative to that of
+            the requested profile. 0 is exact, 0.01 is very good.
+        bound: Largest error of a parameter, in units of the root mean square, over all steps, of its
+            distance to its requested average.
     """
 
     coefficients: tuple[float, ...]
@@ -110,13 +181,34 @@ class Fit:
 
 
 def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int) -> Fit:
-    """Find the combination of power averages that is nearest to another one (section 3.2).
+    """Find the combination of power averages that is nearest to another power average.
 
     The power average at step ``T`` with exponent ``g`` weighs the model of time ``t`` by
-    ``(g + 1) / T * (t / T) ** g``. ``averages`` holds the ``sigma_rel`` and step of each; later ones
-    get the coefficient 0.
+    ``(g + 1) / T * (t / T) ** g``. The combination has the least squared distance to that profile,
+    as in section 3.2 and Algorithm 3 of https://arxiv.org/abs/2312.02696. Use it before training, to
+    see which snapshots a width needs. It is exact for averages that are updated in every step.
+
+    Args:
+        averages: ``sigma_rel`` and step of each average that is there. Those of later steps than
+            ``step`` get the coefficient 0.
+        sigma_rel: Requested relative width, above 0 and below 0.2886.
+        step: Step of the requested average, 1 or more.
+
+    Returns:
+        The coefficients, in the order of ``averages``, and the errors.
+
+    Raises:
+        ValueError: If a step is below 1, a width is out of range, no average is from ``step`` or
+            before it, or two averages are equal or too similar to combine.
+
+    Example:
+        >>> from modkit.posthoc import fit_power
+        >>> fit_power([(0.05, 500), (0.05, 1000), (0.1, 500), (0.1, 1000)], 0.1, 1000).coefficients
+        (0.0, 0.0, 0.0, 1.0)
+        >>> round(fit_power([(0.05, 1000), (0.1, 1000)], 0.08, 1000).error, 2)
+        0.05
     """
-    if min([step, *(at for _, at in averages)]) < 1:
+    if min([step, *(end for _, end in averages)]) < 1:
         raise ValueError("steps must be 1 or more: at step 1, an average is the first model")
     used = [pair for pair in averages if pair[1] <= step]
     if not used:
@@ -126,27 +218,37 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
     if (sigma_rel, step) in used:
         return Fit(tuple(float(pair == (sigma_rel, step)) for pair in averages), 0.0, 0.0)
 
-    # Time is measured in units of the wanted step, which keeps the numbers near 1.
-    profiles = [(gamma_of(width), at / step) for width, at in used]
+    # Time is measured in units of the requested step, which keeps the numbers near 1.
+    profiles = [(gamma_of(width), end / step) for width, end in used]
     gammas, ends = torch.tensor(profiles, dtype=torch.float64, device="cpu").T
     gamma, end = torch.tensor([gamma_of(sigma_rel), 1.0], dtype=torch.float64, device="cpu")
-    between = _products(gammas[:, None], ends[:, None], gammas, ends)
-    wanted = _products(gammas, ends, gamma, end)
-    solution = torch.linalg.solve_ex(between, wanted).result
+    between = _inner_products(gammas[:, None], ends[:, None], gammas, ends)
+    with_requested = _inner_products(gammas, ends, gamma, end)
+
+    solution = torch.linalg.solve_ex(between, with_requested).result
     solution = solution / solution.sum()
     if not solution.isfinite().all():
         raise ValueError("some averages are too similar to combine: leave out snapshots")
 
-    size = _products(gamma, end, gamma, end)
-    rest = solution @ between @ solution - 2 * (solution @ wanted) + size
+    # The squared distance |A x - b|^2, multiplied out, has the products that are there already.
+    requested_norm = _inner_products(gamma, end, gamma, end)
+    squared = solution @ between @ solution - 2 * (solution @ with_requested) + requested_norm
+    distance = math.sqrt(max(0.0, float(squared)))
+
     shares = dict(zip(used, solution.tolist(), strict=True))
     coefficients = tuple(shares.get(pair, 0.0) for pair in averages)
-    distance = math.sqrt(max(0.0, float(rest)))
-    return Fit(coefficients, distance / math.sqrt(float(size)), distance)
+    return Fit(coefficients, distance / math.sqrt(float(requested_norm)), distance)
 
 
-def _products(gammas: Tensor, ends: Tensor, other_gammas: Tensor, other_ends: Tensor) -> Tensor:
-    # The integrals of products of two profiles; exponents and ends broadcast.
+def _inner_products(
+    gammas: Tensor, ends: Tensor, other_gammas: Tensor, other_ends: Tensor
+) -> Tensor:
+    """Return the integrals of products of two profiles, for exponents and ends that broadcast.
+
+    This is equation 151 of the paper. It integrates ``(g + 1) / T * (t / T) ** g`` times
+    ``(h + 1) / U * (t / U) ** h`` up to the smaller end ``m = min(T, U)``:
+    ``(g + 1) * (h + 1) / (g + h + 1) * (m / T) ** (g + 1) * (m / U) ** (h + 1) / m``.
+    """
     common = torch.minimum(ends, other_ends)
     powers = (common / ends) ** (gammas + 1) * (common / other_ends) ** (other_gammas + 1)
     return (gammas + 1) * (other_gammas + 1) / (gammas + other_gammas + 1) * powers / common
@@ -154,7 +256,16 @@ def _products(gammas: Tensor, ends: Tensor, other_gammas: Tensor, other_ends: Te
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """An average of ``snapshots``, in float32 or wider, with the buffers of the latest of them."""
+    """A power average that was combined from snapshots.
+
+    Attributes:
+        averages: Averaged tensors by name, on the CPU, in float32 or wider.
+        buffers: Tensors that are not averaged, from the latest of the snapshots used.
+        sigma_rel: Relative width of the average.
+        step: Step of the average.
+        fit: The coefficients and the error of the combination.
+        snapshots: The snapshots, in the order of ``fit.coefficients``.
+    """
 
     averages: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -165,11 +276,18 @@ class Reconstruction:
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module) -> None:
-        """Write the average and the buffers into a model with the same names and shapes."""
-        own, found = {**self.averages, **self.buffers}, _persistent(model)
-        check_match("the snapshots", shapes_of(own), shapes_of(found))
-        for name, tensor in found.items():
-            tensor.copy_(own[name])
+        """Write the average and the buffers into a model.
+
+        Args:
+            model: Model with the same parameters and persistent buffers, of any dtype and device.
+
+        Raises:
+            NameMismatchError: If names or shapes differ. The model is unchanged.
+        """
+        values, tensors = {**self.averages, **self.buffers}, _persistent(model)
+        check_match("the snapshots", shapes_of(values), shapes_of(tensors))
+        for name, tensor in tensors.items():
+            tensor.copy_(values[name])
 
 
 def reconstruct(
@@ -179,81 +297,129 @@ def reconstruct(
     *,
     max_error: float = 0.1,
 ) -> Reconstruction:
-    """Combine snapshots into the average of another width, reading one tensor at a time.
+    """Combine snapshots into the power average of another width, or at another step.
+
+    It needs neither the model nor the ``PostHocEMA`` of the training. Memory holds the sum and one
+    tensor of a file.
 
     Args:
-        snapshots: A directory, or the files.
-        sigma_rel: The wanted width, below 0.2886, and not below the narrowest of the snapshots.
-        step: The step of the wanted average, within those of the snapshots. Default: the last.
-        max_error: The largest accepted ``Fit.error``; it is large between the snapshots' steps.
+        snapshots: A directory, or the files or snapshots of one run.
+        sigma_rel: Requested width, below 0.2886, and not below the narrowest of the snapshots.
+        step: Step of the requested average, within those of the snapshots. Default: the last.
+        max_error: Largest accepted ``Fit.error``. The error is large between the snapshots' steps.
+
+    Returns:
+        The average, with the error of its fit.
+
+    Raises:
+        FileNotFoundError: If there are no snapshots.
+        FileError: If a file is not a snapshot, or is corrupt.
+        ValueError: If the width is narrower than all snapshots or too wide, the step is outside of
+            theirs, the error is above ``max_error``, or the files hold other tensors than the first.
+
+    Example:
+        >>> import torch
+        >>> from modkit.posthoc import reconstruct, save_snapshot
+        >>> folder = tmp_path / "run"
+        >>> for step in (500, 1000):
+        ...     for width in (0.05, 0.1):
+        ...         average = {"weight": torch.tensor([1.0])}
+        ...         _ = save_snapshot(folder, average, step=step, sigma_rel=width)
+        >>> reconstruct(folder, 0.08).averages["weight"]
+        tensor([1.])
     """
     if isinstance(snapshots, (str, os.PathLike)):
-        found = find_snapshots(snapshots)
+        available = find_snapshots(snapshots)
     else:
-        found = sorted(s if isinstance(s, Snapshot) else _read_facts(Path(s)) for s in snapshots)
-    if not found:
+        available = sorted(
+            entry if isinstance(entry, Snapshot) else _read_header(Path(entry))
+            for entry in snapshots
+        )
+    if not available:
         raise FileNotFoundError(f"no snapshots of averages in {snapshots!r}")
-    first, last = found[0].step, found[-1].step
+
+    first, last = available[0].step, available[-1].step
     step = last if step is None else step
-    least = min(snapshot.sigma_rel for snapshot in found)
-    if sigma_rel < least and not math.isclose(sigma_rel, least):
-        raise ValueError(f"sigma_rel={sigma_rel} is narrower than all snapshots: {least} or more")
+    narrowest = min(snapshot.sigma_rel for snapshot in available)
+    if sigma_rel < narrowest and not math.isclose(sigma_rel, narrowest):
+        raise ValueError(
+            f"sigma_rel={sigma_rel} is narrower than all snapshots: {narrowest} or more"
+        )
     if not first <= step <= last:
-        span = f"which are from {first} to {last}"
-        raise ValueError(f"step {step} is outside of the snapshots, {span}")
-    usable = [snapshot for snapshot in found if snapshot.step <= step]
-    fit = fit_power([(each.sigma_rel, each.step) for each in usable], sigma_rel, step)
+        raise ValueError(
+            f"step {step} is outside of the snapshots, which are from {first} to {last}"
+        )
+
+    usable = [snapshot for snapshot in available if snapshot.step <= step]
+    fit = fit_power([(snapshot.sigma_rel, snapshot.step) for snapshot in usable], sigma_rel, step)
     if not fit.error <= max_error:
         raise ValueError(
             f"the average with sigma_rel={sigma_rel} at step {step} can be met with a relative "
             f"error of {fit.error:.2g} only, more than max_error={max_error}. The nearest earlier "
             f"snapshot is of step {usable[-1].step}; more frequent snapshots make the error smaller"
         )
+
     result = Reconstruction({}, {}, sigma_rel, step, fit, tuple(usable))
-    used = [pair for pair in zip(usable, fit.coefficients, strict=True) if pair[1]]
-    for snapshot, share in used:
-        _add(result, snapshot.path, share)
+    for snapshot, coefficient in zip(usable, fit.coefficients, strict=True):
+        if coefficient:
+            _add(result, snapshot.path, coefficient)
     return result
 
 
 def _add(result: Reconstruction, path: Path, coefficient: float) -> None:
     """Add the averaged tensors of a file, times its coefficient, and replace the buffers."""
-    sums, seen = result.averages, set[str]()
+    sums = result.averages
+    names = set[str]()
     is_first = not sums
     for name, tensor, averaged in _read_tensors(path):
         if not averaged:
             result.buffers[name] = tensor.clone()
             continue
-        seen.add(name)
+
+        names.add(name)
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         if is_first:
             sums[name] = wide * coefficient
         elif name in sums and sums[name].shape == wide.shape:
             sums[name].add_(wide, alpha=coefficient)
         else:
-            text = f"{path} has another tensor {name!r} than the snapshots before it"
-            raise ValueError(shown(text))
-    if missing := sums.keys() - seen:
+            raise ValueError(
+                shown(f"{path} has another tensor {name!r} than the snapshots before it")
+            )
+
+    if missing := sums.keys() - names:
         raise ValueError(shown(f"{path} has no tensor {min(missing)!r}"))
 
 
 def _persistent(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers of a model by name; tied tensors once."""
     members = NamedTensors(model).all().items()
     return {name: member.current() for name, member in members if member.persistent}
 
 
 class PostHocEMA:
-    """Power averages of a model in training, with snapshots at intervals.
+    """Power averages of a model in training, with snapshots from which other widths are made later.
+
+    Training keeps a narrow and a wide power average, and saves a snapshot of each at intervals. Then
+    the average of nearly any width, at nearly any step, is a linear combination of snapshots (Karras
+    et al. 2024, section 3, https://arxiv.org/abs/2312.02696). Call :meth:`update` after each step of
+    the optimizer. Averages are in float32 or wider. To combine snapshots without a model in training,
+    use :func:`modkit.posthoc.reconstruct`.
 
     Args:
-        model: Model in training.
+        model: Model in training. It is neither copied nor modified.
         directory: Folder of the snapshots, created if missing.
-        sigma_rels: Relative widths, below 0.2886; no narrower average can be reconstructed.
+        sigma_rels: Relative widths, above 0 and below 0.2886; no narrower average can be reconstructed.
         snapshot_every: Number of steps between snapshots, a multiple of ``update_every``; ten or
             more in a run make the error small. None saves in calls of :meth:`snapshot` only.
         update_every: Number of steps between updates; the width does not depend on it.
 
+    Raises:
+        ValueError: If there is no width, a width is out of range, ``update_every`` is below 1, or
+            ``snapshot_every`` is not a multiple of it.
+
     Attributes:
+        directory: Folder of the snapshots.
         step: Number of steps so far.
 
     Example:
@@ -262,8 +428,9 @@ class PostHocEMA:
         >>> for step in range(1, 1001):
         ...     weight = torch.nn.init.constant_(model.weight, step)
         ...     averages.update()
-        >>> round(averages.reconstruct(sigma_rel=0.15).averages["weight"].item())
-        821
+        >>> wide = averages.reconstruct(sigma_rel=0.15)
+        >>> wide.step, round(wide.averages["weight"].item()), round(wide.fit.error, 3)
+        (1000, 821, 0.022)
     """
 
     directory: Path
@@ -293,26 +460,41 @@ class PostHocEMA:
 
     @property
     def snapshot_every(self) -> int | None:
-        """Number of steps between snapshots, a multiple of ``update_every``, or None."""
+        """Number of steps between snapshots, a multiple of ``update_every``, or None.
+
+        Setting it to something else raises ``ValueError``.
+        """
         return self._snapshot_every
 
     @snapshot_every.setter
     def snapshot_every(self, value: int | None) -> None:
         if value is not None and (value < 1 or value % self._update_every):
-            text = f"a multiple of update_every={self._update_every}, got {value}"
-            raise ValueError(f"PostHocEMA: snapshot_every must be {text}")
+            raise ValueError(
+                "PostHocEMA: snapshot_every must be a multiple of "
+                f"update_every={self._update_every}, got {value}"
+            )
         self._snapshot_every = value
 
     def __repr__(self) -> str:
         options = f"sigma_rels={self._sigma_rels}, step={self.step}"
         return f"{type(self).__name__}({type(self._ema.model).__name__}, {options})"
 
-    def _tensors(self) -> list[dict[str, Tensor]]:
-        averages = self._ema.state_dict()["averages"] if self._ema.n_averaged else []
-        return [average["tensors"] for average in averages]
+    def _averages(self) -> list[dict[str, Tensor]]:
+        """Return the tensors of each average by name; an empty list before the first update."""
+        if not self._ema.n_averaged:
+            return []
+        return [dict(average.values()) for average in self._ema._engine.averages]
 
     def update(self) -> None:
-        """Count a step of training; call it after each step of the optimizer."""
+        """Count a step of training, update the averages, and save snapshots if they are due.
+
+        Call it after each step of the optimizer.
+
+        Raises:
+            NameMismatchError: If names or shapes of the model have changed. The step is not counted.
+            RuntimeError: If an average is swapped into the model, or a parameter has no values yet.
+            OSError: If a snapshot cannot be written. The step is counted.
+        """
         if (self.step + 1) % self._update_every == 0:
             self._ema.update()
         self.step += 1
@@ -320,74 +502,105 @@ class PostHocEMA:
             self.snapshot()
 
     def snapshot(self) -> list[Snapshot]:
-        """Save each average to a file of its own, with the step of the latest update."""
-        averages = self._tensors()
+        """Save each average to a file of its own.
+
+        Returns:
+            The snapshots, in the order of ``sigma_rels``. Their step is that of the latest update.
+
+        Raises:
+            RuntimeError: Before the first update.
+            OSError: If a file cannot be written.
+        """
+        averages = self._averages()
         if not averages:
             raise RuntimeError("PostHocEMA: there is no average to save before the first update")
-        saved = _persistent(self._ema.model)
-        buffers = {name: saved[name] for name in saved if name not in averages[0]}
+
+        tensors = _persistent(self._ema.model)
+        buffers = {name: tensors[name] for name in tensors if name not in averages[0]}
         step = self.step - self.step % self._update_every
         return [
-            save_snapshot(self.directory, tensors, step=step, sigma_rel=width, buffers=buffers)
-            for tensors, width in zip(averages, self._sigma_rels, strict=True)
+            save_snapshot(self.directory, average, step=step, sigma_rel=width, buffers=buffers)
+            for average, width in zip(averages, self._sigma_rels, strict=True)
         ]
 
     def reconstruct(
         self, sigma_rel: float, step: int | None = None, *, max_error: float = 0.1
     ) -> Reconstruction:
-        """Combine the snapshots up to the present step, as ``modkit.averaging.posthoc.reconstruct``."""
-        found = [each for each in find_snapshots(self.directory) if each.step <= self.step]
-        return reconstruct(found, sigma_rel, step, max_error=max_error)
+        """Combine the snapshots in :attr:`directory` into the average of another width.
+
+        Snapshots of later steps than the present one are ignored: they are of a run that was resumed
+        from an earlier checkpoint.
+
+        Args:
+            sigma_rel: Requested width, below 0.2886, and not below the narrowest of ``sigma_rels``.
+            step: Step of the requested average, within those of the snapshots. Default: the last.
+            max_error: Largest accepted ``Fit.error``. The error is large between the snapshots' steps.
+
+        Returns:
+            The average, a :class:`modkit.posthoc.Reconstruction`: ``averages`` and ``buffers`` by
+            name, the error of its ``fit``, and ``copy_to(model)``.
+
+        Raises:
+            FileNotFoundError: If there are no snapshots.
+            FileError: If a file is not a snapshot, or is corrupt.
+            ValueError: If the width is narrower than all snapshots or too wide, the step is outside
+                of theirs, or the error is above ``max_error``.
+        """
+        snapshots = find_snapshots(self.directory)
+        reached = [snapshot for snapshot in snapshots if snapshot.step <= self.step]
+        return reconstruct(reached, sigma_rel, step, max_error=max_error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume from."""
+        """Return the state to resume from.
+
+        Returns:
+            A dict of numbers, lists and tensors, which ``torch.load(weights_only=True)`` reads:
+            ``step``, ``update_every``, ``sigma_rels``, and in ``averages`` a dict of tensors for
+            each width, empty before the first update. Tensors are not copied.
+        """
         return {
             "step": self.step,
             "update_every": self._update_every,
             "sigma_rels": [*self._sigma_rels],
-            "averages": self._tensors(),
+            "averages": self._averages(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from a state of :meth:`state_dict`.
+        """Resume from a state of :meth:`state_dict`, with bitwise identical results.
 
         Args:
-            state_dict: The state of averages with equal options, of the same model.
+            state_dict: The state of averages with equal options, of the same model. It is validated
+                completely before anything changes. Tensors are copied.
 
         Raises:
-            ValueError: The state is invalid or has other options, or does not fit the model. Nothing
-                has been changed.
+            ValueError: If the state is invalid, or is of averages with other options.
+            NameMismatchError: If names or shapes do not fit the model. It is a ``ValueError``.
+            RuntimeError: If an average is swapped into the model.
         """
-        _check_state(state_dict)
-        for key, own in (("sigma_rels", self._sigma_rels), ("update_every", self._update_every)):
-            if state_dict[key] != own:
-                found = f"{key}={state_dict[key]!r}"
-                raise ValueError(f"the state is of averages with {found}, not {own!r}")
-        updates = state_dict["step"] // self._update_every
-        averages = state_dict["averages"] or [{} for _ in self._sigma_rels]
-        state = self._ema.state_dict()
-        state |= {"step": updates, "start": 1 if updates else None, "n_averaged": updates}
-        state["averages"] = [{"tensors": one, "rests": {}, "generators": {}} for one in averages]
-        self._ema.load_state_dict(state)
-        self.step = state_dict["step"]
+        self._ema._check_restored("PostHocEMA.load_state_dict()", self._ema.model)
+        checked = CheckedMapping(OWN_POSTHOC, state_dict, owner="PostHocEMA")
+        step = checked.integer("step", 0, _LAST_STEP)
+        for name, own in (("update_every", self._update_every), ("sigma_rels", self._sigma_rels)):
+            # As text, since 1.0 and True equal 1, and a tensor in the state may have no truth value.
+            if repr(checked.get(name)) != repr(own):
+                checked.refuse(name, f"{own!r}, as in this object")
 
+        updates = step // self._update_every
+        averages = [average.tensors(AVERAGE) for average in checked.each("averages")]
+        count = len(self._sigma_rels) if updates else 0
+        if len(averages) != count:
+            checked.refuse("averages", f"a list of {count} at step {step}")
 
-def _check_state(state: Mapping[str, Any]) -> None:
-    """Raise ValueError if a state of ``PostHocEMA`` lacks an entry, or has one of another type."""
-    text = "PostHocEMA: the state is invalid"
-    if not isinstance(cast("object", state), Mapping):
-        raise ValueError(f"{text}: it is a {type(state).__name__}, not a mapping")  # noqa: TRY004
-    kinds = {"step": int, "update_every": int, "sigma_rels": list, "averages": list}
-    for key, kind in kinds.items():
-        found = type(state.get(key))
-        if found is not kind:
-            raise ValueError(
-                f"{text}: {key!r} must be of type {kind.__name__}, not {found.__name__}"
-            )
-    if not 0 <= state["step"] <= _LAST_STEP:
-        raise ValueError(f"{text}: its step must be a number from 0 to {_LAST_STEP}")
-    if not all(type(width) is float for width in state["sigma_rels"]):
-        raise ValueError(f"{text}: 'sigma_rels' must hold numbers of type float")
+        loaded = LoadedState(
+            step=updates,
+            start=1 if updates else None,
+            n_averaged=updates,
+            schedules=self._ema.schedules,
+            averages=list(map(stored_average, averages)),
+        )
+        self._ema._load(loaded)
+        self.step = step
 
 
 publish("modkit", PostHocEMA)
+publish("modkit.posthoc", *(globals()[_name] for _name in __all__))

@@ -6,8 +6,8 @@ is a ``ValueError``, raised before anything changes.
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, cast
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -22,24 +22,45 @@ from modkit.averaging.schedules import Schedule
 from modkit.averaging.state_checks import AVERAGE, OWN, CheckedMapping, described, invalid_state
 
 
+# The version of the format. States of version 1 hold the keys that ``_read_own`` requires, and since
+# later releases "raw", "stepped" and "statistics" if there are any.
 VERSION: Final = 1
 
 
 @dataclass
 class LoadedState:
-    """A valid state, whose names and shapes :func:`matched` compares with the model."""
+    """A valid state, whose names and shapes :func:`matched` compares with the model.
+
+    Attributes:
+        step: Number of calls of ``EMA.update()`` so far.
+        start: The call that copied the model, or None before it.
+        n_averaged: Number of models in the average, including the initial copy.
+        schedules: The schedule of each average.
+        averages: What is stored of each, as :func:`stored_average` has it; not used if ``start`` is None.
+        update_every: Number of calls between averaged models.
+        update_after_step: Number of calls before the first one.
+        buffers: Copied tensors by name.
+        raw: Training weights, if the state was saved while the model held an average.
+        stepped: Indices of the attached optimizers that had stepped in an unfinished training step.
+        foreign: True for states of other libraries, which may hold tensors that are not averaged.
+    """
 
     step: int
     start: int | None
     n_averaged: int
-    update_every: int
-    update_after_step: int
     schedules: list[Schedule]
     averages: list[Mapping[str, Any]]
-    buffers: Mapping[str, Tensor]
-    raw: Mapping[str, Tensor]
+    update_every: int = 1
+    update_after_step: int = 0
+    buffers: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    raw: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     stepped: frozenset[int] = frozenset()
     foreign: bool = False
+
+
+def stored_average(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what a state holds of an average without error terms and random generators."""
+    return {"tensors": tensors, "rests": {}, "generators": {}}
 
 
 def read(
@@ -52,181 +73,233 @@ def read(
     on_nonfinite: str = "ignore",
     step: int | None = None,
 ) -> LoadedState:
-    """Read and validate a state for an ``EMA`` that averages ``model`` with these options."""
-    if not isinstance(cast("object", state), Mapping):
-        raise invalid_state(f"the state must be a mapping, got {described(state)}")
+    """Read and validate a state for an ``EMA`` that averages ``model`` with these options.
+
+    An empty state starts anew, with a warning.
+
+    Raises:
+        ValueError: If the state is of another kind, version or number of averages, if an entry is
+            missing or invalid, or not finite unless ``on_nonfinite`` is ``"ignore"``, or if ``step``
+            is given for a state that has its own counter.
+        NameMismatchError: If the training weights in the state do not fit the model.
+    """
+    checked = CheckedMapping(OWN, state)
+    if not state:
+        if step is not None:
+            raise invalid_state(f"load_state_dict() got step={step} and an empty state")
+        warnings.warn("EMA: the state is empty, so averaging starts anew", stacklevel=3)
+        nothing = Converted("nothing", {}, n_averaged=0)
+        return _started(nothing, schedules, every=update_every, after=update_after_step)
+
     foreign = "version" not in state and not {"averages", "schedules"} <= state.keys()
     if foreign:
-        found = convert(state, model)
-        loaded = _started(found, schedules, update_every, update_after_step, step)
-        if step is None and not found.has_counter:
-            _warn_of_no_counter(found.source, loaded)
+        converted = convert(state, model)
+        loaded = _started(
+            converted, schedules, every=update_every, after=update_after_step, step=step
+        )
+        if step is None and not converted.has_counter:
+            _warn_of_no_counter(converted.source, loaded)
     elif step is not None:
         raise invalid_state(
             f"load_state_dict() got step={step}, but a state of {OWN} holds its own counter. Load it "
             "without step"
         )
     else:
-        loaded = _read_own(state, model, schedules)
+        loaded = _read_own(checked, model, schedules)
+
     if on_nonfinite != "ignore" and loaded.start is not None:
         _check_finite(loaded.averages, on_nonfinite)
-    pairs: list[tuple[str, Any, Any]] = [
-        *(("the schedule", *pair) for pair in zip(loaded.schedules, schedules, strict=True)),
-        ("update_every", loaded.update_every, update_every),
-        ("update_after_step", loaded.update_after_step, update_after_step),
-    ]
-    for name, new, old in pairs:
-        if new != old and not foreign:
-            text = f"EMA: {name} is {new} from here on, as in the loaded state, and not {old}"
-            warnings.warn(text, stacklevel=3)
+    if not foreign:
+        names = [*["the schedule"] * len(schedules), "update_every", "update_after_step"]
+        saved = [*loaded.schedules, loaded.update_every, loaded.update_after_step]
+        given = [*schedules, update_every, update_after_step]
+        for name, new, old in zip(names, saved, given, strict=True):
+            if new != old:
+                warnings.warn(
+                    f"EMA: {name} is {new} from here on, as in the loaded state, and not {old}",
+                    stacklevel=3,
+                )
     return loaded
 
 
-def _read_own(state: State, model: torch.nn.Module, schedules: list[Schedule]) -> LoadedState:
-    part = CheckedMapping(OWN, state)
-    counts = {"step": 0, "n_averaged": 0, "update_every": 1, "update_after_step": 0}
-    part.require(("version", *counts, "start", "schedules", "averages", "buffers"))
-    version = part.integer("version", 1)
+def _read_own(
+    checked: CheckedMapping, model: torch.nn.Module, schedules: list[Schedule]
+) -> LoadedState:
+    state = checked.values
+    least = {"step": 0, "n_averaged": 0, "update_every": 1, "update_after_step": 0}
+    checked.require(("version", *least, "start", "schedules", "averages", "buffers"))
+    version = checked.integer("version", 1)
     if version > VERSION:
         raise invalid_state(f"the state has version {version}, newer than {VERSION}; update modkit")
-    values: dict[str, Any] = {name: part.integer(name, least) for name, least in counts.items()}
+
+    counts: dict[str, Any] = {name: checked.integer(name, least[name]) for name in least}
     start: int | None = None
-    if values["n_averaged"]:
-        start = part.integer("start", 1, values["step"])
-        part.integer("n_averaged", 0, values["step"] - start + 1)
+    if counts["n_averaged"]:
+        start = checked.integer("start", 1, counts["step"])
+        checked.integer("n_averaged", 0, counts["step"] - start + 1)
     elif state["start"] is not None:
-        part.refuse("start", "None, as n_averaged is 0")
-    configs, averages = part.each("schedules"), part.each("averages")
+        checked.refuse("start", "None, as n_averaged is 0")
+
+    configs, averages = checked.each("schedules"), checked.each("averages")
     if not configs:
-        part.refuse("schedules", "a list that is not empty")
+        checked.refuse("schedules", "a list that is not empty")
     if len(configs) != len(schedules):
         raise invalid_state(
             f"the state holds {len(configs)} averages, and this object {len(schedules)}"
         )
     if len(averages) != len(schedules):
-        part.refuse("averages", f"a list of {len(schedules)}, one for each schedule")
-    saved = [_schedule(*pair) for pair in zip(configs, schedules, strict=True)]
+        checked.refuse("averages", f"a list of {len(schedules)}, one for each schedule")
+
     return LoadedState(
-        **values,
+        **counts,
         start=start,
-        schedules=saved,
-        averages=[_average(one) for one in averages],
-        buffers=part.inside("buffers").tensors(),
-        raw=_raw(part.inside("raw"), model) if "raw" in state else {},
-        stepped=_stepped(part) if "stepped" in state else frozenset(),
+        schedules=[_schedule(*pair) for pair in zip(configs, schedules, strict=True)],
+        averages=list(map(_average, averages)),
+        buffers=checked.inside("buffers").tensors(),
+        raw=_raw(checked.inside("raw"), model) if "raw" in state else {},
+        stepped=_stepped(checked) if "stepped" in state else frozenset(),
     )
 
 
-def _stepped(part: CheckedMapping) -> frozenset[int]:
+def _stepped(checked: CheckedMapping) -> frozenset[int]:
     """Return the indices of attached optimizers that had stepped in an unfinished training step."""
-    indices = part.get("stepped", "a list")
+    indices = checked.get("stepped", "a list")
     if any(type(index) is not int or index < 0 for index in indices):
-        part.refuse("stepped", "a list of indices of optimizers")
+        checked.refuse("stepped", "a list of indices of optimizers")
     if len(set(indices)) != len(indices):
-        part.refuse("stepped", "a list without duplicates")
+        checked.refuse("stepped", "a list without duplicates")
     return frozenset(indices)
 
 
 def _plain(value: object) -> object:
     """Return the value as JSON has it: lists for tuples, dicts for mappings."""
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-def _schedule(part: CheckedMapping, own: Schedule) -> Schedule:
+def _schedule(checked: CheckedMapping, own: Schedule) -> Schedule:
     """Return the ``EMA``'s schedule if the state has an equal one, or else that of the state."""
-    config = _plain(part.values)
+    config = _plain(checked.values)
     try:
         if config == _plain(own.to_config()):
             return own
-        saved = decays.from_config(part.values)
+        saved = decays.from_config(checked.values)
         error: object = f"its fields must be those of {saved}"
         if config == _plain(saved.to_config()):
             return saved
     except (TypeError, ValueError, OverflowError, RuntimeError) as failed:
         # A tensor has no truth value, and an int may be too large for a float.
         error = failed
-    remedy = "If it was a function or a subclass of Schedule, pass an equal one to EMA as schedule="
-    what = f"{part.path} of the state, {described(dict(part.values))}, cannot be created"
-    raise invalid_state(f"{what}: {error}. {remedy}; this one has {own}")
+
+    raise invalid_state(
+        f"{checked.path} of the state, {described(dict(checked.values))}, cannot be created: {error}. "
+        "If it was a function or a subclass of Schedule, pass an equal one to EMA as schedule=; this "
+        f"one has {own}"
+    )
 
 
-def _average(part: CheckedMapping) -> dict[str, Any]:
-    part.require(("tensors", "rests", "generators"))
-    tensors = part.inside("tensors").tensors(AVERAGE)
-    rests = part.inside("rests")
+def _average(checked: CheckedMapping) -> dict[str, Any]:
+    checked.require(("tensors", "rests", "generators"))
+    tensors = checked.inside("tensors").tensors(AVERAGE)
+    rests = checked.inside("rests")
     for key, value in rests.tensors(AVERAGE).items():
         if key not in tensors:
             rests.refuse(key, "absent, as there is no average of this name")
         if value.shape != tensors[key].shape:
             rests.refuse(key, f"of shape {tuple(tensors[key].shape)}, that of the average")
-    generators = _generators(part.inside("generators"))
-    found = {"tensors": tensors, "rests": dict(rests.values), "generators": generators}
-    if "statistics" in part.values:
-        found["statistics"] = part.inside("statistics").tensors()
-    return found
+
+    average = {
+        "tensors": tensors,
+        "rests": dict(rests.values),
+        "generators": _generators(checked.inside("generators")),
+    }
+    if "statistics" in checked.values:
+        average["statistics"] = checked.inside("statistics").tensors()
+    return average
 
 
-def _generators(part: CheckedMapping) -> dict[str, Tensor]:
+def _generators(checked: CheckedMapping) -> dict[str, Tensor]:
     """Return the states of random generators, without those of devices that do not exist here."""
-    found = part.tensors()
-    for name, value in [*found.items()]:
+    states: dict[str, Tensor] = {}
+    for name, value in checked.tensors().items():
         if value.dtype != torch.uint8 or value.dim() != 1:
-            part.refuse(name, "a one-dimensional tensor of dtype torch.uint8")
+            checked.refuse(name, "a one-dimensional tensor of dtype torch.uint8")
         try:
             device = torch.device(name)
         except RuntimeError:
-            part.refuse(name, "under the name of a device")
+            checked.refuse(name, "under the name of a device")
+
         try:
             generator = torch.Generator(device=device)
         except RuntimeError:
-            del found[name]
+            # A state that was saved on a machine with an accelerator loads on one without it.
             continue
         try:
             generator.set_state(value.cpu())
         except RuntimeError as error:
-            part.refuse(name, f"the state of a generator ({str(error).splitlines()[0]})")
-    return found
+            checked.refuse(name, f"the state of a generator ({str(error).splitlines()[0]})")
+        states[name] = value
+    return states
 
 
-def _raw(part: CheckedMapping, model: torch.nn.Module) -> dict[str, Tensor]:
+def _raw(checked: CheckedMapping, model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the training weights of a state from inside ``applied``, which go into the model."""
-    found = part.tensors()
-    members = NamedTensors(model).all() if found else {}
-    known = {name: members[name] for name in found if name in members}
+    weights = checked.tensors()
+    members = NamedTensors(model).all() if weights else {}
+    members = {name: members[name] for name in weights if name in members}
+
     # A buffer may have had another shape.
-    expected = {n: one.tensor.shape if one.is_parameter else None for n, one in known.items()}
-    what = "EMA: the training weights of the state do not fit the model"
-    check_match(what, expected, shapes_of(found))
-    for name, member in known.items():
-        if found[name].is_complex() != member.tensor.is_complex():
-            part.refuse(name, f"of a dtype like {member.tensor.dtype}")
-    return found
+    expected = {
+        name: member.tensor.shape if member.is_parameter else None
+        for name, member in members.items()
+    }
+    check_match(
+        "EMA: the training weights of the state do not fit the model", expected, shapes_of(weights)
+    )
+    for name, member in members.items():
+        if weights[name].is_complex() != member.tensor.is_complex():
+            checked.refuse(name, f"of a dtype like {member.tensor.dtype}")
+    return weights
 
 
 def with_empty_parts(state: dict[str, Any]) -> dict[str, Any]:
-    """Restore the empty dicts of a state, which flat checkpoints leave out."""
-    given, schedules = state.get("averages", []), state.get("schedules")
-    if "version" not in state or not isinstance(given, list) or not isinstance(schedules, list):
+    """Restore the empty dicts and lists of a state, which flat checkpoints leave out."""
+    saved, schedules = state.get("averages", []), state.get("schedules")
+    if "version" not in state or not isinstance(saved, list) or not isinstance(schedules, list):
+        # Not a state of this library; ``read`` says what is wrong with it.
         return state
-    averages = given if len(given) == len(schedules) else [{}] * len(schedules)
-    empty: dict[str, Any] = {"tensors": {}, "rests": {}, "generators": {}}
-    full = [{**empty, **one} if isinstance(one, Mapping) else one for one in averages]
-    return {"buffers": {}, **state, "averages": full}
+
+    averages = saved if len(saved) == len(schedules) else [{}] * len(schedules)
+    empty = stored_average({})
+    filled = [{**empty, **one} if isinstance(one, Mapping) else one for one in averages]
+    return {"buffers": {}, **state, "averages": filled}
 
 
 def matched(
     loaded: LoadedState, members: NamedTensors, options: Options
 ) -> tuple[dict[str, Tensor], set[str], list[dict[str, Tensor]]]:
-    """Return the averaged tensors, names of copied buffers and tensors of each average."""
+    """Compare the names and shapes of a state with those of a model.
+
+    A lazy model has no shapes yet, and takes every name of the state.
+
+    Returns:
+        The model's averaged tensors by name, or the saved ones for a lazy model; the names of copied
+        buffers; and the tensors of each average.
+
+    Raises:
+        NameMismatchError: If names or shapes of an average, or of its statistics, are not those of
+            the model.
+        ValueError: If an average is complex and its parameter real, or the other way round.
+    """
     averaged: dict[str, Tensor] = dict(loaded.averages[0]["tensors"])
     copied = set(loaded.buffers)
     if not members.has_lazy():
         averaged, others = options.split(members, averaged)
         copied = {member.name for member in others}
-    found = [dict(average["tensors"]) for average in loaded.averages]
-    for tensors in found:
+
+    tensors_of_each = [dict(average["tensors"]) for average in loaded.averages]
+    for tensors in tensors_of_each:
         if loaded.foreign:
             # Other libraries save tied tensors under each name, and tensors that are not averaged.
             for alias, name in members.aliases.items():
@@ -234,26 +307,30 @@ def matched(
                     tensors.setdefault(name, tensors[alias])
             for name in tensors.keys() & (members.names() - averaged.keys()):
                 del tensors[name]
-        what = "EMA: the state does not fit the model"
-        check_match(what, shapes_of(averaged), shapes_of(tensors))
-        for name, tensor in averaged.items():
-            one = tensors[name]
-            if not is_averaged(one) or one.is_complex() != tensor.is_complex():
-                what = f"the average of {name} must be of a dtype like {tensor.dtype}"
+
+        check_match(
+            "EMA: the state does not fit the model", shapes_of(averaged), shapes_of(tensors)
+        )
+        for name, member in averaged.items():
+            average = tensors[name]
+            if not is_averaged(average) or average.is_complex() != member.is_complex():
                 raise invalid_state(
-                    f"the state does not fit the model: {what}, got {described(one)}"
+                    f"the state does not fit the model: the average of {name} must be of a dtype like "
+                    f"{member.dtype}, got {described(average)}"
                 )
+
     if not members.has_lazy():
-        for average in loaded.averages:
-            _check_statistics(average.get("statistics", {}), members)
-    return averaged, copied, found
+        for stored in loaded.averages:
+            _check_statistics(stored.get("statistics", {}), members)
+    return averaged, copied, tensors_of_each
 
 
 def _check_statistics(statistics: Mapping[str, Tensor], members: NamedTensors) -> None:
     """Raise NameMismatchError unless batch normalization statistics have the shapes of the model's."""
-    known = {name: one for name, one in statistics.items() if name in members.buffers}
-    expected = {name: members.buffers[name].tensor.shape for name in known}
-    check_match("EMA: the state does not fit the model", expected, shapes_of(known))
+    # The model may have lost a layer since; its statistics are dropped.
+    present = {name: value for name, value in statistics.items() if name in members.buffers}
+    expected = {name: members.buffers[name].tensor.shape for name in present}
+    check_match("EMA: the state does not fit the model", expected, shapes_of(present))
 
 
 def _check_finite(averages: list[Mapping[str, Any]], on_nonfinite: str) -> None:
@@ -263,21 +340,28 @@ def _check_finite(averages: list[Mapping[str, Any]], on_nonfinite: str) -> None:
         for part in ("tensors", "rests")
         for name, tensor in average[part].items()
     }
-    bad = first_nonfinite(tensors)
-    if bad is not None:
-        wanted = f"the loaded averages must be finite with on_nonfinite={on_nonfinite!r}"
-        raise invalid_state(f"{wanted}: {bad} contains inf or nan")
+    path = first_nonfinite(tensors)
+    if path is not None:
+        raise invalid_state(
+            f"the loaded averages must be finite with on_nonfinite={on_nonfinite!r}: {path} contains "
+            "inf or nan"
+        )
 
 
 def _started(
-    found: Converted, own: list[Schedule], every: int, after: int, step: int | None
+    converted: Converted,
+    schedules: list[Schedule],
+    *,
+    every: int,
+    after: int,
+    step: int | None = None,
 ) -> LoadedState:
-    """Return the state of an ``EMA`` with these options whose averages have been converted.
+    """Return the state of an ``EMA`` with these options that continues averages of another library.
 
     ``step`` is the number of calls of ``update()`` so far, if the user has given it.
     """
-    if found.update_after_step is not None:
-        after = found.update_after_step
+    if converted.update_after_step is not None:
+        after = converted.update_after_step
     first = after + 1
 
     def count_at(calls: int) -> int:
@@ -285,16 +369,15 @@ def _started(
 
     if step is not None:
         calls = step
-    elif found.step is not None and found.n_averaged in (None, count_at(found.step)):
-        calls = found.step
+    elif converted.step is not None and converted.n_averaged in (None, count_at(converted.step)):
+        calls = converted.step
     else:
         # Lightning saves both numbers, and its steps are not calls where a ``should_update()`` of the
         # user skips some.
-        known = 1 if found.n_averaged is None else found.n_averaged
-        calls = first + (known - 1) * every if known else 0
-    count = count_at(calls)
+        models = 1 if converted.n_averaged is None else converted.n_averaged
+        calls = first + (models - 1) * every if models else 0
 
-    average = {"tensors": found.averages, "rests": {}, "generators": {}}
+    count = count_at(calls)
     return LoadedState(
         step=calls,
         # Until the first update there is no average: what the library holds is a copy of the weights.
@@ -302,10 +385,9 @@ def _started(
         n_averaged=count,
         update_every=every,
         update_after_step=after,
-        schedules=[found.schedule or one for one in own],
-        averages=[average] * len(own),
-        buffers=found.averages,
-        raw={},
+        schedules=[converted.schedule or schedule for schedule in schedules],
+        averages=[stored_average(converted.averages)] * len(schedules),
+        buffers=converted.averages,
         foreign=True,
     )
 
@@ -315,10 +397,10 @@ def _warn_of_no_counter(source: str, loaded: LoadedState) -> None:
     after = loaded.update_after_step
     if not after and all(map(decays.is_constant, loaded.schedules)):
         return
-    what = "plain weights hold" if source == "weights" else f"the state of {source} holds"
+    state_holds = "plain weights hold" if source == "weights" else f"the state of {source} holds"
     schedules = ", ".join(map(str, loaded.schedules))
     warnings.warn(
-        f"EMA: {what} no counter, so it is taken for that of the first update (step={after + 1}), from "
+        f"EMA: {state_holds} no counter, so it is taken for that of the first update (step={after + 1}), from "
         f"which {schedules} continues. After more updates pass the number of calls of update(), as in "
         "load_state_dict(state, step=1000).",
         stacklevel=4,

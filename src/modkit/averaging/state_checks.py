@@ -6,8 +6,8 @@ value in the state, and errors show it.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, Final, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -16,15 +16,16 @@ from modkit.averaging.precision import is_averaged
 from modkit.errors import shown
 
 
-# The name of this library's states in errors.
+# The sources of states that this library saved, as errors name them.
 OWN: Final = "modkit.EMA"
+OWN_POSTHOC: Final = "modkit.PostHocEMA"
 
 _LONGEST_REPR: Final = 80
 
 
-def invalid_state(text: str) -> ValueError:
-    """Return the error for a state that cannot be loaded."""
-    return ValueError(shown(f"EMA: {text}. Nothing has been changed."))
+def invalid_state(text: str, owner: str = "EMA") -> ValueError:
+    """Return the error for a state that cannot be loaded into an object of the class ``owner``."""
+    return ValueError(shown(f"{owner}: {text}. Nothing has been changed."))
 
 
 def described(value: object) -> str:
@@ -55,12 +56,21 @@ class CheckedMapping:
     Attributes:
         source: The library that the state is from, as errors name it.
         values: The entries, which may be anything.
-        path: Path of the mapping in the state, such as ``averages[0]['tensors']``.
+        path: Path of the mapping in the state, such as ``averages[0]['tensors']``; empty for the
+            state itself.
+        owner: The class that loads the state, with which errors begin.
     """
 
     source: str
     values: Mapping[Any, Any]
     path: str = ""
+    owner: str = "EMA"
+
+    def __post_init__(self) -> None:
+        """Refuse a state that is not a mapping; within one, :meth:`inside` has tested that."""
+        if not isinstance(cast("object", self.values), Mapping):
+            got = described(self.values)
+            raise invalid_state(f"the state must be a mapping, got {got}", self.owner)
 
     def key(self, name: object) -> str:
         """Return the path of an entry."""
@@ -70,14 +80,16 @@ class CheckedMapping:
         """Raise the ValueError that says what an entry must be."""
         got = described(self.values[name])
         raise invalid_state(
-            f"the state of {self.source} is invalid: {self.key(name)} must be {wanted}, got {got}"
+            f"the state of {self.source} is invalid: {self.key(name)} must be {wanted}, got {got}",
+            self.owner,
         )
 
     def require(self, names: Iterable[str]) -> None:
         """Raise ValueError unless there is an entry of each name."""
         missing = [self.key(name) for name in names if name not in self.values]
         if missing:
-            raise invalid_state(f"the state of {self.source} has no {', '.join(missing)}")
+            names_missing = ", ".join(missing)
+            raise invalid_state(f"the state of {self.source} has no {names_missing}", self.owner)
 
     def get(self, name: Any, kind: str | None = None) -> Any:
         """Return an entry, which must be there, and of a kind if one is given."""
@@ -86,7 +98,7 @@ class CheckedMapping:
 
         # Other libraries may save a number as a tensor with one element.
         is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
-        if is_number and self.source != OWN:
+        if is_number and self.source not in (OWN, OWN_POSTHOC):
             value = value.item()
 
         if kind is not None and not KINDS[kind](value):
@@ -103,12 +115,12 @@ class CheckedMapping:
 
     def inside(self, name: Any) -> "CheckedMapping":
         """Return an entry that must be a mapping."""
-        return CheckedMapping(self.source, self.get(name, "a mapping"), self.key(name))
+        return replace(self, values=self.get(name, "a mapping"), path=self.key(name))
 
     def each(self, name: str) -> "list[CheckedMapping]":
         """Return an entry that must be a list of mappings."""
         entries = dict(enumerate(self.get(name, "a list")))
-        numbered = CheckedMapping(self.source, entries, self.key(name))
+        numbered = replace(self, values=entries, path=self.key(name))
         return [numbered.inside(index) for index in entries]
 
     def tensors(self, kinds: Iterable[str] = TENSOR) -> dict[str, Tensor]:

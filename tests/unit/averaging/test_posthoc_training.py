@@ -275,3 +275,87 @@ def test_update_reads_no_values(tmp_path):
 
     assert "aten::_foreach_lerp_.Scalar" in names
     assert "aten::_local_scalar_dense" not in names
+
+
+STATE = {
+    "step": 1,
+    "update_every": 1,
+    "sigma_rels": [0.05, 0.1],
+    "averages": [{"weight": torch.ones(1, 1), "bias": torch.ones(1)}] * 2,
+}
+
+
+@for_each(
+    ("changes", "text"),
+    [
+        ({"step": "7"}, "step must be an int from 0 to 9007199254740992, got '7'"),
+        ({"step": torch.tensor(1)}, "step must be an int from 0 to 9007199254740992, got a tensor"),
+        ({"update_every": 2}, "update_every must be 1, as in this object, got 2"),
+        ({"update_every": True}, "update_every must be 1, as in this object, got True"),
+        ({"sigma_rels": [0.05]}, "sigma_rels must be [0.05, 0.1], as in this object, got [0.05]"),
+        ({"averages": []}, "averages must be a list of 2 at step 1, got []"),
+        ({"averages": 3}, "averages must be a list, got 3"),
+        (
+            {"averages": [{"weight": torch.ones(1, 1), "bias": 5}] * 2},
+            "averages[0]['bias'] must be a tensor, got 5",
+        ),
+    ],
+    ids=str,
+)
+def test_invalid_states_are_refused_in_the_words_of_the_class(tmp_path, changes, text):
+    """The error names PostHocEMA, the entry of its state, what it must be and what it is."""
+    averages = PostHocEMA(nn.Linear(1, 1), tmp_path)
+
+    with pytest.raises(ValueError, match="PostHocEMA") as raised:
+        averages.load_state_dict({**STATE, **changes})
+
+    expected = f"the state of modkit.PostHocEMA is invalid: {text}"
+    assert str(raised.value).startswith(f"PostHocEMA: {expected}")
+    assert str(raised.value).endswith(". Nothing has been changed.")
+    assert averages.step == 0
+
+
+def test_states_that_are_no_mapping_or_lack_an_entry(tmp_path):
+    """Both are errors of the state of PostHocEMA, and change nothing."""
+    averages = PostHocEMA(nn.Linear(1, 1), tmp_path)
+
+    with pytest.raises(ValueError, match=r"^PostHocEMA: the state must be a mapping, got 3"):
+        averages.load_state_dict(3)
+    with pytest.raises(
+        ValueError, match=r"^PostHocEMA: the state of modkit\.PostHocEMA has no step"
+    ):
+        averages.load_state_dict({})
+    assert averages.step == 0
+
+
+def test_load_inside_applied(tmp_path):
+    """A state is not loaded while the model holds the average of another object."""
+    model = nn.Linear(1, 1)
+    ema = modkit.EMA(model)
+    ema.update()
+    averages = PostHocEMA(model, tmp_path)
+
+    with ema.applied(), pytest.raises(RuntimeError, match=r"^PostHocEMA\.load_state_dict\(\) was"):
+        averages.load_state_dict(STATE)
+    assert averages.step == 0
+
+
+def test_a_state_is_loaded_into_tensors_of_its_own(tmp_path):
+    """Averages of a loaded state are copies, and those of a saved state are the averages themselves."""
+    averages = PostHocEMA(nn.Linear(1, 1), tmp_path)
+    averages.load_state_dict(STATE)
+
+    state = averages.state_dict()
+    averages.update()
+
+    assert list(state) == ["step", "update_every", "sigma_rels", "averages"]
+    assert STATE["averages"][0]["weight"].item() == 1
+    assert state["averages"][0]["weight"].item() != 1
+    assert (state["step"], averages.step) == (1, 2)
+
+
+def test_public_names():
+    """Functions that need no model in training, and what they return, are public."""
+    assert modkit.posthoc.reconstruct.__module__ == "modkit.posthoc"
+    assert modkit.posthoc.find_snapshots is find_snapshots
+    assert "PostHocEMA" not in dir(modkit.posthoc)
