@@ -50,7 +50,8 @@ _DEFAULT_DECAY: Final = 0.999
 # Below it a decay is more likely a momentum, which is one minus the decay.
 _LEAST_PLAUSIBLE: Final = 0.1
 
-# The relative width of the equal average, the limit for power functions.
+# The relative width of the equal average, the limit for power functions: the standard deviation of the
+# uniform distribution on [0, 1].
 _WIDEST: Final = 1 / math.sqrt(12)
 
 _LIMITS: Final[dict[str, tuple[str, Callable[[Any, float], bool]]]] = {
@@ -62,7 +63,33 @@ _LIMITS: Final[dict[str, tuple[str, Callable[[Any, float], bool]]]] = {
 
 
 def bounds(**limits: float) -> dict[str, Any]:
-    """Return metadata that limits a dataclass field: ``at_least``, ``above``, ``at_most``, ``below``."""
+    """Return metadata that limits a field of a schedule.
+
+    A field with limits must be a number. Without this metadata, a field may be anything, and a number
+    must be finite.
+
+    Args:
+        **limits: Any of ``at_least``, ``above``, ``at_most`` and ``below``, each a number.
+
+    Returns:
+        The ``metadata`` of ``dataclasses.field``.
+
+    Raises:
+        KeyError: If a limit has another name.
+
+    Example:
+        >>> from dataclasses import dataclass, field
+        >>> from modkit import schedules
+        >>> @dataclass(frozen=True)
+        ... class Linear(schedules.Schedule):
+        ...     steps: float = field(default=1000, metadata=schedules.bounds(above=0))
+        ...
+        ...     def decay_at(self, n):
+        ...         return min(0.999, n / self.steps)
+        >>> Linear(steps=0)
+        Traceback (most recent call last):
+        ValueError: Linear: steps must be more than 0, got 0
+    """
     return {"bounds": [(*_LIMITS[name], limit) for name, limit in limits.items()]}
 
 
@@ -78,9 +105,10 @@ def _checked(owner: str, declared: "Field[Any]", value: Any) -> Any:
             raise TypeError(f"{owner}: {declared.name} must be a number, got {value!r}")
         return value
     if not math.isfinite(value) or not all(allows(value, limit) for _, allows, limit in limits):
-        text = " and ".join(f"{words} {limit:g}" for words, _, limit in limits)
-        wanted = text or "a finite number"
-        raise ValueError(f"{owner}: {declared.name} must be {wanted}, got {value!r}")
+        required = " and ".join(f"{words} {limit:g}" for words, _, limit in limits)
+        raise ValueError(
+            f"{owner}: {declared.name} must be {required or 'a finite number'}, got {value!r}"
+        )
     if isinstance(value, numbers.Integral) and not limits:
         return int(value)
     return float(value)
@@ -92,10 +120,31 @@ class Schedule(ABC):
 
     Fields that are numbers must be finite, and :func:`bounds` limits them further. To resume an
     average, create it with an equal schedule: :func:`from_config` knows modkit's own classes only.
+
+    Raises:
+        TypeError: If a field with limits is not a number.
+        ValueError: If a number is not finite, or not within its limits.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from modkit import schedules
+        >>> @dataclass(frozen=True)
+        ... class Linear(schedules.Schedule):
+        ...     steps: float
+        ...
+        ...     def decay_at(self, n):
+        ...         return min(0.999, n / self.steps)
+        >>> Linear(steps=1000)(250)
+        0.25
     """
 
     def __post_init__(self) -> None:
-        """Validate the fields and convert numbers to plain Python numbers."""
+        """Validate the fields and convert numbers to plain Python numbers.
+
+        Raises:
+            TypeError: If a field with limits is not a number.
+            ValueError: If a number is not finite, or not within its limits.
+        """
         for declared in fields(self):
             if declared.init:
                 value = _checked(type(self).__name__, declared, getattr(self, declared.name))
@@ -103,14 +152,41 @@ class Schedule(ABC):
 
     @abstractmethod
     def decay_at(self, n: int) -> float:
-        """Return the decay of step ``n``, which is 1 or more."""
+        """Return the decay of a step. A subclass implements it; users call the schedule itself.
+
+        Args:
+            n: Number of the step, 1 or more (see :mod:`modkit.schedules`).
+
+        Returns:
+            The decay, which the caller tests: it must be from 0 to 1.
+        """
 
     def decay_over(self, n: int, k: int) -> float:
-        """Return the decay of ``k`` steps together, for ``1 <= k <= n``."""
+        """Return the decay of ``k`` steps together: the product of their decays.
+
+        A subclass may implement it by a formula. Users call :meth:`over`.
+
+        Args:
+            n: Number of the last of the steps.
+            k: Number of steps, from 1 to ``n``.
+
+        Returns:
+            The decay, which the caller tests: it must be from 0 to 1.
+        """
         return math.prod(self(step) for step in range(n - k + 1, n + 1))
 
     def __call__(self, n: int) -> float:
-        """Return the decay of step ``n``, which must be from 0 to 1; 0 for the copy and before."""
+        """Return the decay of a step.
+
+        Args:
+            n: Number of the step (see :mod:`modkit.schedules`).
+
+        Returns:
+            The decay, from 0 to 1; 0 for the copy (``n = 0``) and before it.
+
+        Raises:
+            ValueError: If :meth:`decay_at` returns a number that is not from 0 to 1.
+        """
         decay = self.decay_at(n) if n > 0 else 0.0
         return float(decay) if 0.0 <= decay <= 1.0 else self._refuse(decay, n)
 
@@ -118,14 +194,38 @@ class Schedule(ABC):
         raise ValueError(f"{self}: the decay of step {n} must be between 0 and 1, got {decay!r}")
 
     def over(self, n: int, k: int) -> float:
-        """Return the decay of an update after ``k`` steps, 1 or more; 0 with the copy."""
+        """Return the decay of an update every ``k`` steps, which ``EMA`` uses for ``update_every=k``.
+
+        The average spans as many steps as one that is updated in every step, except with
+        :class:`PerUpdate`; :class:`Equal` gives each averaged model the same weight.
+
+        Args:
+            n: Number of the step at which the average is updated (see :mod:`modkit.schedules`).
+            k: Number of steps since the last update, 1 or more.
+
+        Returns:
+            The decay, from 0 to 1; 0 if the copy (step 0) is among the ``k`` steps.
+
+        Raises:
+            ValueError: If ``k`` is below 1, or :meth:`decay_over` returns a number that is not from 0
+                to 1.
+
+        Example:
+            >>> from modkit import schedules
+            >>> schedules.Constant(0.9).over(100, 2) == 0.9**2
+            True
+        """
         if k < 1:
             raise ValueError(f"{type(self).__name__}: k must be 1 or more, got {k}")
         decay = self.decay_over(n, k) if n >= k else 0.0
         return float(decay) if 0.0 <= decay <= 1.0 else self._refuse(decay, n)
 
     def to_config(self) -> dict[str, Any]:
-        """Return the name of the class and its fields, as a checkpoint stores them."""
+        """Return the name of the class and its fields, as a checkpoint stores them.
+
+        Returns:
+            ``"name"`` and each field that is not None: numbers, and dicts for schedules.
+        """
         config: dict[str, Any] = {"name": type(self).__name__}
         for declared in fields(self):
             value = getattr(self, declared.name)
@@ -152,8 +252,10 @@ class _Clamped(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_decay > self.decay:
-            text = f"min_decay must not exceed decay={self.decay}, got {self.min_decay}"
-            raise ValueError(f"{type(self).__name__}: {text}")
+            name = type(self).__name__
+            raise ValueError(
+                f"{name}: min_decay must not exceed decay={self.decay}, got {self.min_decay}"
+            )
 
     def _clamped(self, decay: float) -> float:
         return max(self.min_decay, min(self.decay, decay))
@@ -161,7 +263,23 @@ class _Clamped(Schedule):
 
 @dataclass(frozen=True)
 class Constant(_ClosedForm):
-    """A constant decay, 0 to 1; the average spans about ``1 / (1 - decay)`` steps."""
+    """A constant decay: the usual exponential moving average, ``d = decay``.
+
+    The average spans about ``1 / (1 - decay)`` steps. It is the formula of
+    ``torch.optim.swa_utils.get_ema_multi_avg_fn``.
+
+    Args:
+        decay: The decay of each step, from 0 to 1.
+
+    Raises:
+        TypeError: If ``decay`` is not a number.
+        ValueError: If ``decay`` is not from 0 to 1.
+
+    Example:
+        >>> from modkit import schedules
+        >>> schedules.Constant(0.9)(5)
+        0.9
+    """
 
     decay: float = field(default=0.999, metadata=_FRACTION)
 
@@ -172,7 +290,23 @@ class Constant(_ClosedForm):
 
 @dataclass(frozen=True)
 class HalfLife(_ClosedForm):
-    """A decay that halves a weight in ``half_life`` steps: ``d = 2 ** (-1 / half_life)``."""
+    """A constant decay by its half-life, ``d = 2 ** (-1 / half_life)``.
+
+    It is the formula of ``EMA(half_life=)`` in MosaicML's Composer
+    (https://github.com/mosaicml/composer/blob/main/composer/algorithms/ema/ema.py).
+
+    Args:
+        half_life: Number of steps in which the weight of a model is halved, above 0.
+
+    Raises:
+        TypeError: If ``half_life`` is not a number.
+        ValueError: If ``half_life`` is not above 0.
+
+    Example:
+        >>> from modkit import schedules
+        >>> round(schedules.HalfLife(100).over(100, 100), 6)
+        0.5
+    """
 
     half_life: float = field(metadata=_POSITIVE)
 
@@ -183,10 +317,28 @@ class HalfLife(_ClosedForm):
 
 @dataclass(frozen=True)
 class InverseGamma(_Clamped):
-    """A decay that approaches 1 by an inverse power: ``d = 1 - (1 + n / inv_gamma) ** -power``.
+    """A decay that approaches 1 by an inverse power, ``d = 1 - (1 + n / inv_gamma) ** -power``.
 
-    It is clamped to ``min_decay`` and ``decay``, as in k-diffusion. Use a power of 2/3 for runs of a
-    million steps, 3/4 for shorter ones.
+    The decay is clamped to ``min_decay`` and ``decay``. It is the formula of ``EMAWarmup`` in
+    k-diffusion (https://github.com/crowsonkb/k-diffusion/blob/master/k_diffusion/utils.py), also in
+    ema-pytorch, diffusers and timm. Use a power of 2/3 for runs of a million steps (0.999 after
+    31,600 steps), 3/4 for shorter ones (0.999 after 10,000 steps).
+
+    Args:
+        inv_gamma: Number of steps after which ``d`` is ``1 - 2 ** -power``, above 0; a larger one slows
+            the growth.
+        power: Exponent, above 0; a larger one speeds up the growth.
+        min_decay: Smallest decay, from 0 to ``decay``.
+        decay: Largest decay, from 0 to 1.
+
+    Raises:
+        TypeError: If a field is not a number.
+        ValueError: If a field is out of range, or ``min_decay`` exceeds ``decay``.
+
+    Example:
+        >>> from modkit import schedules
+        >>> [round(schedules.InverseGamma()(n), 3) for n in (1, 10, 31_600, 10**7)]
+        [0.37, 0.798, 0.999, 1.0]
     """
 
     inv_gamma: float = field(default=1.0, metadata=_POSITIVE)
@@ -201,9 +353,27 @@ class InverseGamma(_Clamped):
 
 @dataclass(frozen=True)
 class CountWarmup(_Clamped):
-    """TensorFlow's warm-up, also in torch_ema, diffusers and d2go: ``d = (1 + n) / (offset + n)``.
+    """A warm-up by the number of steps, ``d = (1 + n) / (offset + n)``.
 
-    It is clamped to ``min_decay`` and ``decay``; 0.999 is reached after 9,000 steps.
+    The decay is clamped to ``min_decay`` and ``decay``. It is the formula of TensorFlow's
+    ``tf.train.ExponentialMovingAverage(num_updates=)``
+    (https://www.tensorflow.org/api_docs/python/tf/train/ExponentialMovingAverage), also in torch_ema,
+    diffusers and d2go. With the default offset, which is TensorFlow's, 0.999 is reached after 9,000
+    steps, and 0.9999 after 90,000.
+
+    Args:
+        decay: Largest decay, from 0 to 1.
+        offset: Number of steps plus 2 after which ``d`` is 0.5, 1 or more; a larger one slows the growth.
+        min_decay: Smallest decay, from 0 to ``decay``.
+
+    Raises:
+        TypeError: If a field is not a number.
+        ValueError: If a field is out of range, or ``min_decay`` exceeds ``decay``.
+
+    Example:
+        >>> from modkit import schedules
+        >>> [round(schedules.CountWarmup()(n), 3) for n in (1, 8, 1000, 9000)]
+        [0.182, 0.5, 0.991, 0.999]
     """
 
     decay: float = field(default=0.999, metadata=_FRACTION)
@@ -217,9 +387,15 @@ class CountWarmup(_Clamped):
 
 @dataclass(frozen=True)
 class Equal(_ClosedForm):
-    """The mean of all models that the average has seen (SWA): ``d = n / (n + 1)``.
+    """The mean of all models that the average has seen, ``d = n / (n + 1)``.
 
+    It is stochastic weight averaging (SWA, https://arxiv.org/abs/1803.05407). With ``update_every=k``,
     ``over(n, k)`` is ``n / (n + k)``: the copy and the model of each update have the same weight.
+
+    Example:
+        >>> from modkit import schedules
+        >>> schedules.Equal()(1), schedules.profile(schedules.Equal(), 3)
+        (0.5, [0.25, 0.25, 0.25, 0.25])
     """
 
     @override
@@ -229,11 +405,30 @@ class Equal(_ClosedForm):
 
 @dataclass(frozen=True)
 class Power(_ClosedForm):
-    """An average that spans a fixed part of the run, from Karras et al. 2024 (EDM2).
+    """An average that spans a fixed part of the run, ``d = (1 - 1 / (n + 1)) ** (gamma + 1)``.
 
-    The model of training step ``t`` has a weight proportional to ``t ** gamma``. Give ``gamma`` or
-    ``sigma_rel``, the standard deviation of that profile divided by the length of the run: below
-    0.288675, that of the equal average; 0.05 and 0.1 are usual.
+    The model of training step ``t`` has a weight proportional to ``t ** gamma``, where ``t = n + 1``,
+    since the copy is the first model. The decay of ``k`` steps is ``(1 - k / t) ** (gamma + 1)``:
+    equation 127 of Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion
+    Models" (EDM2), https://arxiv.org/abs/2312.02696. Give either ``sigma_rel`` or ``gamma``.
+
+    Args:
+        sigma_rel: Standard deviation of the profile ``t ** gamma``, divided by the length of the run:
+            above 0 and below 0.288675, that of the equal average. 0.05 and 0.1 are usual.
+        gamma: Exponent of the profile, 0 or more.
+
+    Attributes:
+        exponent: The exponent, whichever of the two was given.
+
+    Raises:
+        TypeError: If neither or both are given, or not a number.
+        ValueError: If a field is out of range.
+
+    Example:
+        >>> from modkit import schedules
+        >>> narrow = schedules.Power(sigma_rel=0.05)
+        >>> round(narrow.exponent, 2), round(narrow(1000), 4)
+        (16.97, 0.9822)
     """
 
     sigma_rel: float | None = field(default=None, metadata=bounds(above=0, below=_WIDEST))
@@ -255,7 +450,23 @@ class Power(_ClosedForm):
 
 @dataclass(frozen=True)
 class PerUpdate(_ClosedForm):
-    """A schedule whose decay counts once per update, as in ema-pytorch, for any ``update_every``."""
+    """A schedule whose decay counts once per update, for any ``update_every``.
+
+    With ``update_every=k``, the update at step ``n`` uses ``schedule(n)``, and not
+    ``schedule.over(n, k)``: the average of every k-th model spans k times as many steps. This is what
+    ema-pytorch does (``EMA(update_every=)``, https://github.com/lucidrains/ema-pytorch).
+
+    Args:
+        schedule: A schedule, a decay or a function of ``n``.
+
+    Raises:
+        TypeError: If ``schedule`` is none of the three.
+
+    Example:
+        >>> from modkit import schedules
+        >>> schedules.PerUpdate(0.9).over(100, 10)
+        0.9
+    """
 
     schedule: Decay
 
@@ -271,9 +482,21 @@ class PerUpdate(_ClosedForm):
 
 @dataclass(frozen=True)
 class Custom(Schedule):
-    """A function of ``n``, 1 or more, to a decay; it is called with the steps in any order.
+    """A decay by a function of ``n``, which ``EMA(schedule=function)`` makes from the function.
 
-    It must depend on ``n`` only. A checkpoint does not contain it.
+    A checkpoint does not contain the function. To resume, create the ``EMA`` with an equal one.
+
+    Args:
+        function: Takes ``n``, 1 or more, and returns a decay from 0 to 1. It is called with the steps
+            in any order, so it must depend on ``n`` only.
+
+    Raises:
+        TypeError: If ``function`` is not callable, or is a class.
+
+    Example:
+        >>> from modkit import schedules
+        >>> schedules.Custom(lambda n: min(0.999, n / (n + 3)))(3)
+        0.5
     """
 
     function: Callable[[int], float]
@@ -295,18 +518,38 @@ class Custom(Schedule):
 
 
 def from_config(config: Mapping[str, Any]) -> Schedule:
-    """Return the schedule that ``to_config()`` described; ValueError if it is not modkit's own."""
-    given = dict(config)
-    name = given.pop("name", None)
+    """Return the schedule that :meth:`Schedule.to_config` described.
+
+    Args:
+        config: ``"name"``, the class, and its fields.
+
+    Returns:
+        A schedule equal to the one described.
+
+    Raises:
+        ValueError: If the class is not one of this module, or is :class:`Custom`, whose function is
+            not in a checkpoint; also if a field is out of range.
+        TypeError: If the fields are not those of the class, or one is not a number.
+
+    Example:
+        >>> from modkit import schedules
+        >>> schedules.from_config(schedules.Power(0.05).to_config())
+        Power(sigma_rel=0.05, gamma=None)
+    """
+    options = dict(config)
+    name = options.pop("name", None)
     # Only classes of this module: a checkpoint must not choose code to run.
-    known = [one for one in __all__ if one[0].isupper() and one not in ("Schedule", "Custom")]
-    if name not in known:
-        names = ", ".join(known)
+    allowed = [
+        public for public in __all__ if public[0].isupper() and public not in ("Schedule", "Custom")
+    ]
+    if name not in allowed:
+        names = ", ".join(allowed)
         raise ValueError(f"no schedule to make from {config!r}: the name must be one of {names}")
-    if isinstance(given.get("schedule"), Mapping):
-        given["schedule"] = from_config(given["schedule"])
+    if isinstance(options.get("schedule"), Mapping):
+        options["schedule"] = from_config(options["schedule"])
+
     try:
-        return cast("Schedule", globals()[name](**given))
+        return cast("Schedule", globals()[name](**options))
     except TypeError as error:
         raise TypeError(f"{name} cannot be made from {config!r}: {error}") from error
 
@@ -315,47 +558,67 @@ def as_schedule(decay: Decay, name: str = "decay") -> Schedule:
     """Return the schedule of a constant decay, a schedule or a function of the step's number.
 
     Args:
-        decay: One of the three.
-        name: The argument, as a TypeError names it.
+        decay: A decay from 0 to 1, a schedule, or a function of ``n``.
+        name: The argument, as errors name it.
+
+    Returns:
+        The schedule itself, or a :class:`Constant` or :class:`Custom` one.
+
+    Raises:
+        TypeError: If ``decay`` is something else, such as a class.
+        ValueError: If a constant decay is not from 0 to 1.
+
+    Example:
+        >>> from modkit import schedules
+        >>> schedules.as_schedule(0.99)
+        Constant(decay=0.99)
     """
     if isinstance(decay, Schedule):
         return decay
     if isinstance(decay, type):
-        example = f"{decay.__name__}(...)"
-        raise TypeError(f"{name} must be an instance, such as {example}, got the class {decay!r}")
+        raise TypeError(
+            f"{name} must be an instance, such as {decay.__name__}(...), got the class {decay!r}"
+        )
     if callable(decay):
         return Custom(decay)
     if isinstance(decay, bool) or not isinstance(cast("object", decay), numbers.Real):
-        wanted = "a number, a schedule or a function of the step"
-        raise TypeError(f"{name} must be {wanted}, got {decay!r}")
+        raise TypeError(
+            f"{name} must be a number, a schedule or a function of the step, got {decay!r}"
+        )
     return Constant(decay)
 
 
 def as_list(decays: Decay | Sequence[Decay]) -> Sequence[Decay]:
-    """Return several decays, or one in a list. A string is one, and no schedule."""
+    """Return several decays, or one in a list. A string counts as one, which is refused later."""
     if isinstance(decays, Sequence) and not isinstance(decays, (str, bytes)):
         return decays
     return [cast("Decay", decays)]
 
 
 def schedules_of(decay: Decays, schedule: Decay | Sequence[Decay] | None) -> list[Schedule]:
-    """Return one schedule for each average that is asked for."""
+    """Return one schedule for each average that the arguments of ``EMA`` ask for.
+
+    Raises:
+        TypeError: If a decay is not a number, a schedule or a function.
+        ValueError: If both arguments are given, a list is empty, or a decay is not from 0 to 1.
+    """
     if schedule is not None and decay is not None:
         raise ValueError(f"EMA: give decay or schedule, not both: got {decay!r} and {schedule!r}")
     name, chosen = ("decay", decay) if schedule is None else ("schedule", schedule)
     if chosen is None:
         chosen = _DEFAULT_DECAY
-    several = as_list(chosen)
-    if not several:
+    decays = as_list(chosen)
+    if not decays:
         raise ValueError(f"EMA: {name} must not be an empty list")
-    for one in several:
-        if isinstance(one, (int, float)) and 0 < one < _LEAST_PLAUSIBLE:
+
+    for value in decays:
+        if isinstance(value, (int, float)) and 0 < value < _LEAST_PLAUSIBLE:
             warnings.warn(
-                f"EMA: decay={one} keeps {one:.2%} of the average in each update. If that is a momentum, "
-                f"pass decay={1 - one:g}.",
+                f"EMA: decay={value} keeps {value:.2%} of the average in each update. If that is a "
+                f"momentum, pass decay={1 - value:g}.",
                 stacklevel=3,
             )
-    return [as_schedule(one, f"EMA: {name}") for one in several]
+    return [as_schedule(value, f"EMA: {name}") for value in decays]
 
 
 def is_constant(schedule: Schedule) -> bool:
@@ -366,12 +629,34 @@ def is_constant(schedule: Schedule) -> bool:
 
 
 def profile(decay: Decay, n: int, update_every: int = 1) -> list[float]:
-    """Return the weight of each update's model in the average after ``n`` steps, the copy first.
+    """Return the weight of each update's model in the average, the copy first.
 
-    ``profile(0.5, 2)`` is ``[0.25, 0.25, 0.5]``. The sum is 1.
+    Args:
+        decay: A decay from 0 to 1, a schedule, or a function of ``n``.
+        n: Number of steps since the copy, 0 or more (see :mod:`modkit.schedules`).
+        update_every: Number of steps between updates, 1 or more.
+
+    Returns:
+        ``n // update_every + 1`` weights, from 0 to 1. Their sum is 1.
+
+    Raises:
+        TypeError: If ``decay`` is not a number, a schedule or a function.
+        ValueError: If ``n`` or ``update_every`` is too small, or a decay is not from 0 to 1.
+
+    Example:
+        >>> from modkit import schedules
+        >>> schedules.profile(0.5, 2)
+        [0.25, 0.25, 0.5]
     """
-    schedule, last = as_schedule(decay, "profile: decay"), n - n % update_every
+    schedule = as_schedule(decay, "profile: decay")
+    if n < 0 or update_every < 1:
+        raise ValueError(
+            "profile: n must be 0 or more and update_every 1 or more, "
+            f"got n={n} and update_every={update_every}"
+        )
+
     # From the last update to the copy: how much of the average is older than each update.
+    last = n - n % update_every
     decays = [schedule.over(step, update_every) for step in range(last, 0, -update_every)]
     older = [1.0, *accumulate(decays, operator.mul)]
     return [older[-1], *(new - old for old, new in pairwise(reversed(older)))]
@@ -386,36 +671,76 @@ def plot(
 ) -> "Figure":
     """Plot the :func:`profile` of schedules, relative to the equal average (extra ``plot``).
 
-    Long runs are drawn in about a thousand points. A dict of schedules gives the labels.
+    A value of 1 is the weight that the model has in the plain mean. Long runs are drawn in about a
+    thousand points, each the mean of several updates.
+
+    Args:
+        schedules: A decay, schedule or function of ``n``; a list of them; or a dict of them by label.
+        n: Number of steps since the copy, 1 or more (see :mod:`modkit.schedules`).
+        update_every: Number of steps between updates, 1 or more.
+        axes: Axes of matplotlib to draw into. Default: those of a new figure.
+
+    Returns:
+        The figure. ``figure.savefig("weights.png")`` saves it.
+
+    Raises:
+        ImportError: If matplotlib is not installed and ``axes`` is not given.
+        TypeError: If a decay is not a number, a schedule or a function.
+        ValueError: If ``n`` or ``update_every`` is below 1, or a decay is not from 0 to 1.
     """
     if min(n, update_every) < 1:
         raise ValueError(f"plot: n and update_every must be 1 or more, got {n} and {update_every}")
     if not isinstance(schedules, Mapping):
-        several = as_list(schedules)
-        schedules = {str(as_schedule(one, "plot: schedules")): one for one in several}
+        decays = as_list(schedules)
+        schedules = {str(as_schedule(decay, "plot: schedules")): decay for decay in decays}
     if axes is None:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError(f"plot: matplotlib is needed. {install_extra('plot')}") from error
         axes = Figure(layout="constrained").subplots()
+
     for label, schedule in schedules.items():
         weights = profile(schedule, n, update_every)
         # The copy is a point of its own.
         edges = [0, *range(1, len(weights), max(1, len(weights) // 1000)), len(weights)]
-        heights = [fmean(weights[a:b]) * len(weights) for a, b in pairwise(edges)]
+        heights = [fmean(weights[start:end]) * len(weights) for start, end in pairwise(edges)]
         steps = [(edge - 1) * update_every for edge in edges[1:]]
         axes.plot(steps, heights, label=label, drawstyle="steps-mid")
+
     axes.set(xlabel="step", ylabel="weight, relative to the equal average", yscale="log")
     axes.legend()
     return cast("Figure", axes.figure)
 
 
 def gamma_of(sigma_rel: float) -> float:
-    """Return the exponent of the power function with the relative width ``sigma_rel``."""
+    """Return the exponent of the power function with a relative width; :func:`sigma_rel_of` reversed.
+
+    It is the positive root of ``x**3 + 7 * x**2 + (16 - s) * x + 12 - s`` with ``s = sigma_rel**-2``:
+    equation 126 and Algorithm 2 of https://arxiv.org/abs/2312.02696.
+
+    Args:
+        sigma_rel: Standard deviation of the profile ``t ** gamma``, divided by the length of the run:
+            above 0 and below 0.2886.
+
+    Returns:
+        The exponent ``gamma``, 0 or more.
+
+    Raises:
+        ValueError: If ``sigma_rel`` is out of range.
+
+    Example:
+        >>> from modkit import schedules
+        >>> round(schedules.gamma_of(0.1), 2)
+        6.94
+    """
     if not 0 < sigma_rel < _WIDEST:
         raise ValueError(f"sigma_rel must be above 0 and below 0.2886, got {sigma_rel!r}")
-    # 1 / sigma_rel is above the root, where the cubic is convex: Newton's steps only decrease.
+
+    # ``sigma_rel_of`` squared is (x + 1) / ((x + 2)**2 * (x + 3)), and so (x + 2)**2 * (x + 3) is
+    # s * (x + 1). Expanded, that is the cubic below; 3, 14 and 16 are those of its derivative. It makes
+    # s greater than (x + 2)**2, so 1 / sigma_rel is above the root, where the cubic is convex: Newton's
+    # steps only decrease, and end where rounding stops them.
     s = sigma_rel**-2
     gamma, below = math.inf, 1 / sigma_rel
     while below < gamma:
@@ -426,7 +751,25 @@ def gamma_of(sigma_rel: float) -> float:
 
 
 def sigma_rel_of(gamma: float) -> float:
-    """Return the relative width of the power function with this exponent, 0 or more."""
+    """Return the relative width of the power function with an exponent; :func:`gamma_of` reversed.
+
+    It is ``sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2)``, the standard deviation of a density
+    proportional to ``t ** gamma`` on [0, 1]: equation 123 of https://arxiv.org/abs/2312.02696.
+
+    Args:
+        gamma: Exponent of the profile ``t ** gamma``, 0 or more.
+
+    Returns:
+        The relative width, above 0 and at most 0.288675, which is ``1 / sqrt(12)``.
+
+    Raises:
+        ValueError: If ``gamma`` is below 0.
+
+    Example:
+        >>> from modkit import schedules
+        >>> schedules.sigma_rel_of(1.0) == 1 / 18**0.5
+        True
+    """
     if not gamma >= 0:
         raise ValueError(f"gamma must be 0 or more, got {gamma!r}")
     return math.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2)
