@@ -204,8 +204,8 @@ _AVERAGING: Final = [
     Bug(
         "averages: a model on another device is not followed",
         "averaging/averages.py",
-        "                if name in kept and kept[name].device != device:",
-        "                if name in kept and kept[name].device.type == device:",
+        "                if name in stored and stored[name].device != device:",
+        "                if name in stored and stored[name].device.type == device:",
         _EMA + "/test_devices.py",
     ),
     Bug(

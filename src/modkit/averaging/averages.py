@@ -47,8 +47,18 @@ class FlatBuffer:
     own (``frombuffer``, a slice of a storage, DLPack, a pointer) without an allocator. Tensors with
     ordinary storages would have to be scattered after each step, which takes as long as stepping
     them one by one. Moving one elsewhere (``tensor.data = ...``, ``share_memory()``) ends the
-    sharing, which :meth:`is_intact` detects once ``exposed``: code outside the engine has the tensors.
-    ``likes`` are runs of the same trailing shape; ``wrap`` is applied to each tensor that is made.
+    sharing, which :meth:`is_intact` detects.
+
+    Args:
+        likes: Tensors of one dtype by name, in runs of the same trailing shape.
+        dtype: Dtype of the buffer.
+        wrap: Applied to the name and each tensor that is made.
+
+    Attributes:
+        data: All elements.
+        names: Names of the tensors, in the order of the memory; "" for one that is no longer averaged.
+        tensors: The tensors, in the same order.
+        exposed: Whether code outside of the engine has the tensors, and so may move them.
     """
 
     def __init__(
@@ -101,7 +111,13 @@ def flat_buffers(
     options: Options,
     wrap: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> list[FlatBuffer]:
-    """Make flat buffers for those tensors that are small enough, alike and in host memory."""
+    """Make flat buffers for those tensors that are small enough, alike and in host memory.
+
+    Args:
+        likes: Tensors by name.
+        options: They give the dtype of each buffer.
+        wrap: Applied to the name and each tensor that is made, such as to make it a parameter.
+    """
     runs: dict[tuple[Any, ...], dict[str, Tensor]] = {}
     for name, like in likes.items():
         if can_share(like):
@@ -111,11 +127,20 @@ def flat_buffers(
     for (dtype, *_), run in runs.items():
         if len(run) >= _LEAST_RUN:
             flat.setdefault(dtype, {}).update(run)
-    return [FlatBuffer(found, options.kept_dtype(dtype), wrap) for dtype, found in flat.items()]
+    return [FlatBuffer(tensors, options.kept_dtype(dtype), wrap) for dtype, tensors in flat.items()]
 
 
 class Average:
-    """The average of named tensors: its tensors, error terms, flat buffers and generators."""
+    """The average of named tensors: what is stored of it, and what a checkpoint holds of it.
+
+    Attributes:
+        options: Options of the average.
+        tensors: Averages by name.
+        errors: Low-order error terms by name, with ``precision="compensated"``.
+        flats: Flat buffers, of which small tensors are parts.
+        generators: Generators of the stochastic rounding, by device.
+        statistics: Batch normalization statistics that were computed for this average, by name.
+    """
 
     def __init__(self, options: Options) -> None:
         self.options: Options = options
@@ -144,15 +169,18 @@ class Average:
         is_flat = self.options.precision not in {"compensated", "stochastic"}
         if is_flat and (device is None or device.type == "cpu"):
             self.flats = flat_buffers(members, self.options)
-        shared = {
-            n: t for flat in self.flats for n, t in zip(flat.names, flat.tensors, strict=True)
-        }
+        shared: dict[str, Tensor] = {}
+        for flat in self.flats:
+            shared.update(zip(flat.names, flat.tensors, strict=True))
+
         for name, member in members.items():
             dtype = self.options.kept_dtype(member.dtype)
-            if name not in shared:
-                new = torch.empty_like(member, dtype=dtype, device=device, requires_grad=False)
-                shared[name] = new
-            self.tensors[name] = shared[name]
+            if name in shared:
+                self.tensors[name] = shared[name]
+            else:
+                self.tensors[name] = torch.empty_like(
+                    member, dtype=dtype, device=device, requires_grad=False
+                )
             wants_error = self.options.precision == "compensated" and is_averaged(member)
             if wants_error and (dtype == member.dtype or is_rounded(dtype)):
                 self.errors[name] = torch.zeros_like(self.tensors[name])
@@ -161,26 +189,31 @@ class Average:
         """Follow a model that was moved, unless the average has a device of its own."""
         for name, current in members.items():
             device = self.options.device or current.device
-            for kept in (self.tensors, self.errors):
-                if name in kept and kept[name].device != device:
-                    kept[name] = kept[name].to(device)
+            for stored in (self.tensors, self.errors):
+                if name in stored and stored[name].device != device:
+                    stored[name] = stored[name].to(device)
 
     def resized(
         self, members: Tensors, options: Options, former_names: Mapping[str, str]
     ) -> "Average":
-        """Return the average of other members: known values are kept, new ones start as a copy.
+        """Return the average of other members, or of the same ones in another dtype or device.
 
-        ``former_names`` has the names here of those that are known.
+        Args:
+            members: Tensors of the model by name.
+            options: Options of the new average.
+            former_names: Maps names of known members to their names here. Others start as a copy, and
+                so do those of another shape.
         """
         new = Average(options)
         new.start(members)
         for name, tensor in new.tensors.items():
             former = former_names.get(name, "")
-            kept = self.tensors.get(former)
-            if kept is None or kept.shape != tensor.shape:
+            known = self.tensors.get(former)
+            if known is None or known.shape != tensor.shape:
                 new._take_over(name, members[name], None)
             else:
-                new._take_over(name, kept, self.errors.get(former))
+                new._take_over(name, known, self.errors.get(former))
+
         new.generators = self.generators
         new.set_statistics(self.statistics)
         return new

@@ -20,7 +20,16 @@ Registry: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A tensor of a model, and the registry and key under which its module has it."""
+    """A tensor of a model, and where it is registered.
+
+    Attributes:
+        name: Canonical name.
+        tensor: What was registered when the model was walked; None in an empty slot.
+        registry: ``_parameters`` or ``_buffers`` of its module.
+        key: Its key there.
+        is_parameter: Whether it is a parameter, and not a buffer.
+        persistent: Whether ``state_dict()`` has it.
+    """
 
     name: str
     tensor: Any
@@ -38,10 +47,24 @@ class Member:
 class NamedTensors:
     """All parameters and buffers of a model by canonical name, at one moment.
 
-    Tied tensors are listed once, under their first name; ``aliases`` maps further names to it.
-    ``empty`` holds buffers that are None. The child ``leave_out`` is skipped. If all parameters of the
-    model differ by one prefix from those of ``like``, since one of the two wraps the other, the names
-    are those of ``like``.
+    Tied tensors are listed once, under their first name. Of a sharded model these are the shards.
+
+    Args:
+        model: The model.
+        leave_out: A module below it that is skipped, with all that it contains.
+        like: Another model. If all parameters of the two differ by one prefix, because one wraps the
+            other, the names are those of ``like``.
+
+    Attributes:
+        modules: All modules, in the order of the walk.
+        parameters: Parameters by name.
+        buffers: Buffers by name, including those that are not persistent.
+        aliases: Maps each further name of a tied tensor to its first name.
+        empty: Buffers that are None, by name.
+        registries: Tables of children and parameters, which are watched for replaced objects.
+        buffer_registries: Tables of buffers, which forwards may replace.
+        scripted: True if a module is scripted: C++ makes new tables at each access.
+        parameter_names: All names of parameters, further names of tied ones included.
     """
 
     def __init__(

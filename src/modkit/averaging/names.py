@@ -14,7 +14,12 @@ _WRAPPERS: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_
 
 
 def canonical_name(name: str) -> str:
-    """Return a tensor's name without the parts that compilers and distributed wrappers add."""
+    """Return a tensor's name without the parts that compilers and distributed wrappers add.
+
+    Example:
+        >>> canonical_name("module._orig_mod.layers.0._checkpoint_wrapped_module.weight")
+        'layers.0.weight'
+    """
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     while len(parts) > 1 and parts[0] == "module":
         del parts[0]
@@ -24,8 +29,10 @@ def canonical_name(name: str) -> str:
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
     """Map each name to its canonical name, or to itself if two names would collide."""
     # They collide where a user's model has a child that is called ``module``.
-    found = {name: canonical_name(name) for name in names}
-    return found if len(set(found.values())) == len(found) else {name: name for name in found}
+    canonical = {name: canonical_name(name) for name in names}
+    if len(set(canonical.values())) < len(canonical):
+        return {name: name for name in canonical}
+    return canonical
 
 
 def _prefix_between(longer: set[str], shorter: set[str]) -> str:
@@ -39,7 +46,17 @@ def _prefix_between(longer: set[str], shorter: set[str]) -> str:
 
 
 def names_like(mine: set[str], names: dict[str, str], theirs: set[str]) -> dict[str, str]:
-    """Return the names of a model without, or with, the prefix by which its parameters differ."""
+    """Return the names of a model without, or with, the prefix by which its parameters differ.
+
+    Args:
+        mine: Names of the model's parameters.
+        names: The names to adapt: all names of the model, by key.
+        theirs: Names of the parameters of the other model, whose prefix is taken.
+
+    Example:
+        >>> names_like({"net.weight"}, {"net.weight": "net.weight"}, {"weight"})
+        {'net.weight': 'weight'}
+    """
     surplus, lacking = _prefix_between(mine, theirs), _prefix_between(theirs, mine)
     renamed = {key: lacking + name.removeprefix(surplus) for key, name in names.items()}
     # They collide where a wrapper has a buffer of the name of one of its network.
@@ -51,7 +68,17 @@ def check_match(
     expected: Mapping[str, torch.Size | None],
     found: Mapping[str, torch.Size | None],
 ) -> None:
-    """Raise NameMismatchError unless names and shapes agree; None stands for any shape."""
+    """Compare names and shapes.
+
+    Args:
+        what: What was done or does not fit, with which the error begins.
+        expected: Shapes by name; None stands for any shape.
+        found: Shapes by name; None stands for any shape.
+
+    Raises:
+        NameMismatchError: If they differ. It lists the names that are missing, unexpected, or of
+            another shape.
+    """
     missing = [name for name in expected if name not in found]
     unexpected = [name for name in found if name not in expected]
     shapes: list[str] = []

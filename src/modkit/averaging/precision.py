@@ -3,6 +3,18 @@
 An average moves by a small fraction of a small difference. In bf16 and fp16 that is often below the
 rounding error, and the average stalls: bf16 from a decay of 0.99 on, fp32 from about 0.99999 on.
 
+=============== =====================================================================================
+``precision``   how the average is kept
+=============== =====================================================================================
+same            in the dtype of the parameter
+fp32            in float32 or wider (float64 stays)
+fp64            in float64
+stochastic      in the dtype of the parameter, with stochastic rounding (bf16, fp16; others as fp32)
+compensated     in the dtype of the parameter, with a low-order error term (Kahan compensation)
+=============== =====================================================================================
+
+8-bit floating-point dtypes have no arithmetic, so their averages are in float32 or float64.
+
 Steps of :class:`~modkit.optim.swa_utils.AveragedModel` are bitwise identical to torch's, so each function
 computes in torch's form: ``a + (b - a) / n``, ``lerp`` and ``w * a + (1 - w) * b`` round differently.
 """
@@ -63,9 +75,13 @@ def copy_(averages: list[Tensor], errors: list[Tensor], currents: list[Tensor]) 
 def lerp_(
     averages: Sequence[list[Tensor]], currents: list[Tensor], weights: Sequence[Weight]
 ) -> None:
-    """Move each average by its weight towards the current values, in place; 1 copies.
+    """Move each average by its weight towards the current values, in place.
 
-    ``averages`` have one device and dtype, and ``currents`` one that may differ.
+    Args:
+        averages: Averages, each a list of tensors; all of one device and dtype.
+        currents: Current values of one device and dtype, which may differ from those of the averages.
+        weights: How far each average moves: 0 stays, 1 copies. A number, or a tensor of one element in
+            the memory of the device.
     """
     like, current = averages[0][0], currents[0]
     if like.dtype == current.dtype and like.device == current.device:
@@ -122,6 +138,9 @@ def parts(*lists: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     """Cut parallel lists of tensors into parts of at most ``CHUNK`` elements, which bounds temporaries.
 
     Small tensors are batched, and large ones are cut into flat views if they are contiguous.
+
+    Args:
+        lists: Lists of equal length. Tensors at the same place have the same shape.
     """
     batch: list[tuple[Tensor, ...]] = []
     size = 0
@@ -132,6 +151,7 @@ def parts(*lists: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
             for start in range(0, elements, CHUNK):
                 yield tuple([tensor[start : start + CHUNK]] for tensor in flat)
             continue
+
         if batch and size + elements > CHUNK:
             yield tuple(map(list, zip(*batch, strict=True)))
             batch, size = [], 0
@@ -144,11 +164,17 @@ def parts(*lists: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
 def stochastic_(
     averages: list[Tensor], currents: list[Tensor], weight: Weight, generator: torch.Generator
 ) -> None:
-    """Move a 16-bit average, computed in float32 and rounded stochastically."""
+    """Move a 16-bit average, computed in float32 and rounded stochastically.
+
+    A value is rounded away from zero with the probability of the part that rounding towards zero would
+    cut off, so the rounding errors of many steps cancel. See https://arxiv.org/abs/1502.02551.
+    """
     for targets, sources in parts(averages, currents):
         for average, current in zip(targets, sources, strict=True):
             wide = average.float()
             lerp_one_(wide, current, weight)
+            # Random low-order bits are added, and carry into the others with that probability. Then the
+            # low-order bits are cut off: in two's complement, -(1 << cut) has all bits set but those.
             cut = _ROUNDED[average.dtype]
             noise = torch.randint(
                 1 << cut, wide.shape, dtype=torch.int32, device=wide.device, generator=generator
@@ -170,11 +196,13 @@ def compensated_(
         for average, error, source in zip(*rows, strict=True):
             current = source.to(average.device)
             if average.dtype in _ROUNDED:
+                # float32 holds both terms, so their sum needs no compensation of its own.
                 wide = average.float().add_(error)
                 lerp_one_(wide, current, weight)
                 average.copy_(wide)
                 error.copy_(wide.sub_(average))
                 continue
+
             step = (current.to(average.dtype) - average).sub_(error).mul_(weight).add_(error)
             total = average + step
             error.copy_(step.sub_(total - average))
@@ -189,10 +217,15 @@ def full_value(average: Tensor, error: Tensor | None) -> Tensor:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return whether all elements are finite, on the device; a sum is tried first, as it is fast."""
+    """Return whether all elements are finite, as a tensor on the device: no host sync.
+
+    On CPU, where reading is free, a finite sum proves it, at a third of the time of a ``lerp_``. A sum
+    may also overflow, and only then are the elements of that tensor tested.
+    """
     real = [_as_real(tensor) for tensor in tensors if tensor.numel()]
     if all(tensor.device.type in HOST_DEVICES for tensor in real):
         return torch.tensor(all(map(_has_finite_elements, real)), device="cpu")
+
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in real:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -226,7 +259,9 @@ def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
         bad = next((name for name, one in local.items() if not bool(all_finite([one]))), None)
     flag = torch.tensor(bad is None, device="cpu")
     fine = true_everywhere(flag, meshes_of(tensors.values()))
-    return None if fine else bad or "a parameter on another rank"
+    if fine:
+        return None
+    return bad or "a parameter on another rank"
 
 
 def check_finite(owner: str, tensors: Mapping[str, Tensor]) -> None:

@@ -460,7 +460,7 @@ class PerUpdate(_ClosedForm):
         schedule: A schedule, a decay or a function of ``n``.
 
     Raises:
-        TypeError: If ``schedule`` is none of the three.
+        TypeError: If ``schedule`` is something else, such as a class.
 
     Example:
         >>> from modkit import schedules

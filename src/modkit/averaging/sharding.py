@@ -51,7 +51,15 @@ def meshes_of(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 def true_everywhere(flag: Tensor, meshes: Iterable[Any]) -> Tensor:
-    """Return True if a flag is true on all ranks: one all-reduce per dimension of the meshes."""
+    """Return True if a flag is true on all ranks: one all-reduce per dimension of the meshes.
+
+    Args:
+        flag: A tensor of one bool, on any device.
+        meshes: Device meshes of the tensors that the flag is about; without any, the flag is returned.
+
+    Returns:
+        The flag of all ranks together, on the device of ``flag``. It is not read on the host.
+    """
     number = flag
     # All ranks go through the meshes in the same order.
     for mesh in meshes:
@@ -64,7 +72,10 @@ def true_everywhere(flag: Tensor, meshes: Iterable[Any]) -> Tensor:
 
 @contextmanager
 def resharded(model: torch.nn.Module) -> Generator[None]:
-    """Reshard before and after a block: full parameters would hide what the shards hold."""
+    """Reshard before and after a block: full parameters would hide what the shards hold.
+
+    A forward in the block gathers them from the shards, and FSDP may leave them registered after it.
+    """
     reshard(model.modules())
     try:
         yield
@@ -91,7 +102,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def split_up(state: Any, members: Mapping[str, Tensor], like: Any = None) -> Any:
-    """Shard full tensors like the model's tensors of the same names."""
+    """Shard the full tensors of a state, nested dicts and lists, like the model's of the same names."""
     if isinstance(state, Tensor):
         return shards_of(state, like)
     if isinstance(state, list):

@@ -40,11 +40,19 @@ Pairs: TypeAlias = list[Pair]
 
 
 def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> Pairs:
-    """Pair values with the tensors of a model by name; only buffers may have another shape."""
-    found = {name: one for name in values if (one := named.member(name)) is not None}
-    shapes = {n: one.current().shape if one.is_parameter else None for n, one in found.items()}
+    """Pair values with the tensors of a model by name; only buffers may have another shape.
+
+    Raises:
+        NameMismatchError: If the model has no tensor of a name, or a parameter of another shape.
+    """
+    optional = {name: named.member(name) for name in values}
+    members = {name: member for name, member in optional.items() if member is not None}
+    shapes = {
+        name: member.current().shape if member.is_parameter else None
+        for name, member in members.items()
+    }
     check_match("EMA: the averages do not fit the model", shapes_of(values), shapes)
-    return [(name, found[name].current(), value) for name, value in values.items()]
+    return [(name, members[name].current(), value) for name, value in values.items()]
 
 
 class _DetachedCopies(TorchFunctionMode):
@@ -60,7 +68,15 @@ class _DetachedCopies(TorchFunctionMode):
 
 
 def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT:
-    """Return a deep copy of a model with results of autograd; ``copies`` maps ids to copies."""
+    """Return a deep copy of a model, which may hold results of autograd.
+
+    Args:
+        model: The model.
+        copies: Copies of its tensors that were made already, by the ``id`` of the tensor.
+
+    Raises:
+        AssertionError: If the model is sharded, which torch refuses to copy.
+    """
     try:
         return copy.deepcopy(model, dict(copies or {}))
     except RuntimeError:
@@ -119,16 +135,19 @@ class Registered:
     """
 
     def __init__(self, named: NamedTensors) -> None:
-        self._names = {id(one.tensor): name for name, one in named.parameters.items()}
+        self._names = {id(member.tensor): name for name, member in named.parameters.items()}
         self._before = [
             (module, type(module), dict(module._parameters), dict(module._modules))
             for module in named.modules
+            # C++ owns the registries of a scripted module, and makes new objects at each access.
             if not isinstance(module, torch.jit.ScriptModule)
         ]
+
         tables: list[Any] = [
             table for row in self._before for table in (row[0]._parameters, row[0]._modules)
         ]
         self._tables = Snapshot(table for table in tables if table)
+
         # Removing a parametrization also deletes a property of a class that the module has to itself.
         self._classes = [
             (kind, dict(vars(kind)))
@@ -146,7 +165,7 @@ class Registered:
 
         swapped = set(map(id, tensors))
         names = {key: name for key, name in self._names.items() if key in swapped}
-        first: str | None = None
+        first_name: str | None = None
         # From the leaves up, so that a child that was removed has its own members back.
         for module, kind, parameters, children in reversed(self._before):
             lost = [
@@ -157,7 +176,7 @@ class Registered:
                 for name in self._names_in(member, names)
             ]
             if lost:
-                first = lost[0]
+                first_name = lost[0]
                 _refill(module._parameters, parameters)
                 _refill(module._modules, children)
                 for key in parameters:
@@ -165,20 +184,20 @@ class Registered:
                     module.__dict__.pop(key, None)
                 module.__class__ = kind
 
-        if first is not None:
+        if first_name is not None:
             for kind, members in self._classes:
                 for name in members.keys() - vars(kind).keys():
                     setattr(kind, name, members[name])
-        return first
+        return first_name
 
     def _names_in(self, member: Any, names: Mapping[int, str]) -> list[str]:
         """Return the names of swapped parameters: of one, or of all that were below a module."""
         tensors = [member]
         if isinstance(member, torch.nn.Module):
-            beneath = set(map(id, member.modules()))
-            rows = [row for row in self._before if id(row[0]) in beneath]
-            tensors = [one for _, _, parameters, _ in rows for one in parameters.values()]
-        return [names[id(one)] for one in tensors if id(one) in names]
+            below = set(map(id, member.modules()))
+            rows = [row for row in self._before if id(row[0]) in below]
+            tensors = [tensor for _, _, parameters, _ in rows for tensor in parameters.values()]
+        return [names[id(tensor)] for tensor in tensors if id(tensor) in names]
 
 
 def _refill(table: Any, members: Mapping[str, Any]) -> None:
@@ -192,6 +211,13 @@ class Swap:
     The tensors stay the same objects, so optimizers, hooks and tied names are not affected. Data of
     the same dtype and device are exchanged as pointers; other data are cast or moved first. Creating
     a swap changes nothing; :meth:`apply` does.
+
+    Args:
+        pairs: Name, tensor of a model, and the value that it is to have.
+
+    Attributes:
+        raws: The data that :meth:`undo` restores, in the order of ``pairs``.
+        versions: Version counters after the exchange, by which writes of the user are detected.
     """
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
@@ -242,7 +268,7 @@ class Swap:
     def position(self, tensor: Tensor) -> int | None:
         """Return the index of a tensor in the lists, or None if it is not swapped."""
         if len(self._index) != len(self._tensors):
-            self._index = {id(one): place for place, one in enumerate(self._tensors)}
+            self._index = {id(held): place for place, held in enumerate(self._tensors)}
         return self._index.get(id(tensor))
 
     def undo(self, registered: Registered | None = None) -> str | None:
@@ -251,6 +277,13 @@ class Swap:
         Each step may be repeated, so calling it again completes what an exception has interrupted;
         after that it has no effect. A swap that is undone first hands its training weights to a
         later one of the same tensors, which restores them in its turn.
+
+        Args:
+            registered: The modules as they were, to put back parameters that were replaced.
+
+        Returns:
+            The message of a RuntimeError that names the first tensor that the block has changed or
+            replaced; None if there is none.
         """
         if self not in _active:
             return None
@@ -268,8 +301,12 @@ class Swap:
         return problem if replaced is None else MSG_REPLACED_INSIDE.format(name=replaced)
 
     def _undo_each(self, later: list["Swap"]) -> None:
+        """Restore the tensors that no later swap holds; the next later one gets the others' data.
+
+        What it found as training weights was the data of this swap. It now restores what this one found.
+        """
         for place, (tensor, raw) in enumerate(zip(self._tensors, self.raws, strict=True)):
-            above = next((one for one in later if one.position(tensor) is not None), None)
+            above = next((swap for swap in later if swap.position(tensor) is not None), None)
             if above is None:
                 self._set(place, raw)
             else:
@@ -280,8 +317,10 @@ class Swap:
         pointers, versions = _pointers(self._held), versions_of(self._held)
         if not self._pointers or (pointers == self._pointers and versions == self.versions):
             return None
+
         for place, (_, tensor, _) in enumerate(self._pairs):
-            if any(one.position(tensor) is not None for one in later):
+            if any(swap.position(tensor) is not None for swap in later):
+                # The later swap exchanged its data on purpose, and compares what it noted.
                 continue
             if pointers[place] != self._pointers[place]:
                 return self._message(place, MSG_CONVERTED_INSIDE)
@@ -326,8 +365,9 @@ _active: list[Swap] = []
 
 def raw_value(tensor: Tensor) -> Tensor | None:
     """Return the training weights of a tensor, or None if nothing is swapped in."""
-    found = ((swap, swap.position(tensor)) for swap in tuple(_active))
-    return next((swap.raws[place] for swap, place in found if place is not None), None)
+    # The first swap of a tensor found its training weights; a later one found the average.
+    places = ((swap, swap.position(tensor)) for swap in tuple(_active))
+    return next((swap.raws[place] for swap, place in places if place is not None), None)
 
 
 def any_swapped(model: torch.nn.Module) -> bool:
@@ -380,7 +420,12 @@ def versions_of(tensors: list[Tensor]) -> list[int]:
 
 @contextmanager
 def exchanged(pairs: Iterable[Pair], registered: Registered | None = None) -> Generator[None]:
-    """Exchange data for the length of a block, which must not change or replace the tensors."""
+    """Exchange data for the length of a block, which must not change or replace the tensors.
+
+    Raises:
+        RuntimeError: At the end, if the block has changed or replaced them. If it has raised an error
+            of its own, that one gets a note.
+    """
     swap, owner = Swap(pairs), _Owner()
     owner.swap = swap
     try:
@@ -398,5 +443,6 @@ def raw_values(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the training weights of the tensors that averages are swapped into, by name."""
     if not _active:
         return {}
-    found = {name: raw_value(one.current()) for name, one in NamedTensors(model).all().items()}
-    return {name: raw for name, raw in found.items() if raw is not None}
+    members = NamedTensors(model).all().items()
+    raws = {name: raw_value(member.current()) for name, member in members}
+    return {name: raw for name, raw in raws.items() if raw is not None}

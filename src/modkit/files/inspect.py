@@ -67,8 +67,14 @@ def inspect(path: str | os.PathLike[str]) -> FileInfo:
     Args:
         path: A file, the ``.index.json`` of a sharded checkpoint, or a directory that transformers wrote.
 
+    Returns:
+        The kind of the file and its content. For a pickle that is more than plain data, ``note`` says
+        that loading it would execute code.
+
     Raises:
+        FileNotFoundError: If there is no such file, or the directory has no checkpoint.
         FileError: If the file is empty, corrupt, or not a regular file.
+        ImportError: If a safetensors file is inspected without the package safetensors.
 
     Example:
         >>> import torch
@@ -113,7 +119,9 @@ def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
         sha256: Expected SHA-256 of the file: 64 hexadecimal digits, optionally after ``sha256:``.
 
     Raises:
+        FileNotFoundError: If there is no such file, or the directory has no checkpoint.
         FileError: If the file is corrupt, has another digest or no checksums, or is of another kind.
+        ImportError: If a safetensors file is tested without the package safetensors.
 
     Example:
         >>> import torch

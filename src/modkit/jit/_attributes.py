@@ -28,7 +28,10 @@ def _refuse_addition(kind: str, added: str) -> NoReturn:
 
 
 class Tensors(TorchTensors, MutableMapping[str, Any]):  # type: ignore[misc,unused-ignore]
-    """The parameters or buffers, except None, that a C++ module has at each access."""
+    """The parameters or the buffers of a C++ module; a name whose value is None is not an entry.
+
+    Nothing is cached: each access reads C++, since compiled code may replace a tensor.
+    """
 
     def __init__(self, cpp: Any, kind: str) -> None:
         super().__init__(cpp)

@@ -534,6 +534,6 @@ def test_plot_refuses_bad_numbers(monkeypatch):
 
 @for_each(("n", "update_every"), [(-1, 1), (10, 0), (10, -2)])
 def test_profile_of_too_few_steps(n, update_every):
-    """Numbers of steps that make no sense are refused with both values."""
+    """Invalid numbers of steps are refused with both values."""
     with pytest.raises(ValueError, match=rf"n={n} and update_every={update_every}"):
         profile(0.9, n, update_every)
