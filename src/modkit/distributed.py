@@ -42,22 +42,24 @@ def export_average(
     """Write the state dict of a model, with an average as its weights, to one file, atomically.
 
     All ranks must call this. Sharded tensors are gathered one at a time. Rank 0 writes each to a
-    ``.safetensors`` file at once; for ``torch.save`` it collects them.
+    ``.safetensors`` file at once; for ``torch.save`` it collects them. All ranks return when the file is
+    complete.
 
     Args:
         ema: The averages, after one update or more.
-        path: The file; the suffix ``.safetensors`` selects that format.
+        path: The file; the suffix ``.safetensors`` selects that format, any other that of
+            ``torch.save``.
         index: Index of the average, if there are several.
-        dtype: Dtype of floating-point tensors; by default that of each tensor in the model.
-        process_group: The ranks that the model is sharded over; by default all.
+        dtype: Dtype of floating-point tensors. Default: that of each tensor in the model.
+        process_group: The ranks that the model is sharded over. Default: all.
 
     Raises:
-        IndexError: There is no such average.
-        TypeError: An entry is not plain data, which ``load_checkpoint`` reads.
-        ValueError: A safetensors file does not support an entry of the state dict.
-        RuntimeError: There has been no update, so there is no average to write.
-        OSError: On rank 0, the file cannot be written.
-        RuntimeError: On the other ranks, rank 0 could not write the file.
+        IndexError: If there is no average ``index``.
+        TypeError: If an entry of the state dict is not plain data, which ``load_checkpoint`` reads.
+        ValueError: If an entry, or a dtype, cannot be stored in a safetensors file.
+        RuntimeError: If there has been no update, so there is no average to write; on the other ranks,
+            if rank 0 could not write the file.
+        OSError: On rank 0, if the file cannot be written.
 
     Example:
         >>> import torch
@@ -73,6 +75,7 @@ def export_average(
     file = Path(path)
     contents = _Contents(ema, index, dtype, streamed=file.suffix == ".safetensors")
     gathered = contents.gathered()
+
     is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     error: Exception | None = None
     if not is_distributed or torch.distributed.get_rank(process_group) == 0:
@@ -83,6 +86,7 @@ def export_average(
     # Gathering is a collective: after an error on rank 0, the other ranks wait for it.
     for _ in gathered:
         pass
+
     messages = [None if error is None else f"{type(error).__name__}: {error}"]
     if is_distributed:
         try:
@@ -111,9 +115,10 @@ class _Contents:
                 "starts later"
             )
         members = NamedTensors(ema.model).all()
-        found = {id(member.current()): averages.get(name) for name, member in members.items()}
+        average_of = {id(member.current()): averages.get(name) for name, member in members.items()}
         state: OrderedDict[str, Any] = ema.model.state_dict(keep_vars=True)
         names = canonical_names(state)
+        # Versions of the modules, which torch reads from an attribute of the state dict.
         self._metadata: OrderedDict[str, Any] | None = getattr(state, "_metadata", None)
         if self._metadata is not None and any(names[name] != name for name in names):
             # A wrapped module comes after its wrapper, and replaces it.
@@ -124,11 +129,12 @@ class _Contents:
         self._values: dict[str, Any] = {}
         self._described: dict[str, Described] = {}
         for key, own in state.items():
-            name, average = names[key], found.get(id(own))
+            name = names[key]
+            average = average_of.get(id(own))
             self._values[name] = own if average is None else average
             if isinstance(own, Tensor):
-                cast = dtype if dtype is not None and own.is_floating_point() else own.dtype
-                self._described[name] = Described(cast, own.shape)
+                written = dtype if dtype is not None and own.is_floating_point() else own.dtype
+                self._described[name] = Described(written, own.shape)
             elif streamed:
                 raise ValueError(f"{name} is not a tensor; a safetensors file holds only tensors")
         if streamed:
@@ -144,14 +150,15 @@ class _Contents:
             with atomic_write(path) as unfinished:
                 write_safetensors(unfinished, self._described, gathered)
             return
-        found: OrderedDict[str, Any] = OrderedDict(self._values)
+
+        state: OrderedDict[str, Any] = OrderedDict(self._values)
         first: dict[int, Tensor] = {}
         for name, tensor in gathered:
             # Tied tensors stay tied.
-            found[name] = first.setdefault(id(self._values[name]), compact(tensor))
+            state[name] = first.setdefault(id(self._values[name]), compact(tensor))
         if self._metadata is not None:
-            vars(found)["_metadata"] = self._metadata
-        save_checkpoint(found, path)
+            vars(state)["_metadata"] = self._metadata
+        save_checkpoint(state, path)
 
 
 def load_averages(
@@ -170,14 +177,30 @@ def load_averages(
         ema: The averages to load into, new or in the middle of a run.
         checkpoint: The folder that ``dcp.save`` wrote, or a reader for another storage.
         key: The name that ``ema.state_dict()`` was saved as; dots separate nested dicts.
-        process_group: The ranks that load together; by default all.
+        process_group: The ranks that load together. Default: all.
 
     Raises:
-        FileNotFoundError: There is no such checkpoint, or it was not finished.
-        ValueError: Nothing was saved as ``key``, or it is not a state of averages.
-        NameMismatchError: The tensors do not fit the model. Nothing has been changed.
-        CheckpointException: An entry cannot be read, or is not plain data.
-        RuntimeError: The averages are swapped in.
+        FileNotFoundError: If there is no such checkpoint, or it was not finished.
+        ValueError: If nothing was saved as ``key``, or it is not a state of averages.
+        NameMismatchError: If the tensors do not fit the model. Nothing has been changed.
+        CheckpointException: If an entry cannot be read, or is not plain data. It is torch's.
+        RuntimeError: If the model holds an average, as inside ``EMA.applied()``.
+
+    Example:
+        >>> import warnings
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from modkit import EMA, nn
+        >>> from modkit.distributed import load_averages
+        >>> ema = EMA(nn.Linear(2, 1), decay=0.9)
+        >>> ema.update()
+        >>> folder = tmp_path / "checkpoint"
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")  # torch warns that this is a single process
+        ...     _ = dcp.save({"ema": ema.state_dict()}, checkpoint_id=folder)
+        >>> resumed = EMA(nn.Linear(2, 1), decay=0.9)
+        >>> load_averages(resumed, folder)
+        >>> resumed.n_averaged
+        1
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -189,8 +212,9 @@ def load_averages(
     prefix = tuple(key.split("."))
     paths = {name: path for name, path in saved.items() if tuple(path[: len(prefix)]) == prefix}
     if not paths:
-        found = sorted({str(path[0]) for path in saved.values()})
-        raise ValueError(shown(f"load_averages: nothing was saved as {key!r}, but {found}"))
+        keys = sorted({str(path[0]) for path in saved.values()})
+        raise ValueError(shown(f"load_averages: nothing was saved as {key!r}, but {keys}"))
+
     with torch.no_grad():
         room = _room_for(ema, {name: metadata.state_dict_metadata[name] for name in paths}, paths)
         with warnings.catch_warnings():
@@ -235,13 +259,14 @@ def _nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
     """Return the nested dicts, and lists where keys are integers, of values by their paths."""
     if () in values:
         return values[()]
+
     branches: dict[Any, dict[tuple[Any, ...], Any]] = {}
-    for (part, *rest), value in values.items():
-        branches.setdefault(part, {})[tuple(rest)] = value
-    found = {part: _nested(below) for part, below in branches.items()}
-    if all(isinstance(part, int) for part in found):
-        return [found[number] for number in sorted(found)]
-    return found
+    for (key, *rest), value in values.items():
+        branches.setdefault(key, {})[tuple(rest)] = value
+    nested = {key: _nested(below) for key, below in branches.items()}
+    if all(isinstance(key, int) for key in nested):
+        return [nested[index] for index in sorted(nested)]
+    return nested
 
 
 publish_all(globals())

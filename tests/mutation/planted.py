@@ -239,8 +239,8 @@ _AVERAGING: Final = [
     Bug(
         "average_checkpoints: the share of a file in the mean so far",
         "averaging/checkpoints.py",
-        "        part = share / total if total else 0.0",
-        "        part = share / sum(shares)",
+        "        fraction = share / total if total else 0.0",
+        "        fraction = share / sum(shares)",
         _EMA + "/test_checkpoints.py",
     ),
     Bug(

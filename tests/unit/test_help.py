@@ -109,7 +109,7 @@ def test_options_that_torch_lacks_are_documented() -> None:
     """After torch's docstring, the further arguments and errors of modkit are described."""
     averaged, load = map(inspect.getdoc, (swa_utils.AveragedModel, modkit.jit.load))
 
-    assert averaged.index("avg_fn (") < averaged.index("precision: See")
+    assert averaged.index("avg_fn (") < averaged.index("precision: ``")
     assert "sha256: Expected digest" in load
     assert "FileError: The file is corrupt" in load
 

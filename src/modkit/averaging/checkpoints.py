@@ -32,24 +32,34 @@ def average_checkpoints(
 ) -> dict[str, Tensor]:
     """Return the weighted average of checkpoints: a model soup, or the last checkpoints of a run.
 
-    Memory holds the sum, in float32 or wider, and one checkpoint. All names and shapes are compared
-    before the first tensor is read. Integer and boolean tensors are those of the last file. Names
-    that are tied in all files share a tensor. Sources: https://arxiv.org/abs/2203.05482 (model
-    soups), https://arxiv.org/abs/2209.14981 (LAWA).
+    The average of a tensor is ``sum(weight * tensor) / sum(weight)``. Memory holds the running mean, in
+    float32 or wider, and one checkpoint. All names and shapes are compared before the first tensor is
+    read. Sources: https://arxiv.org/abs/2203.05482 (model soups), https://arxiv.org/abs/2209.14981
+    (LAWA).
 
     Args:
         paths: Files of ``torch.save`` (loaded with ``weights_only=True``), ``.safetensors`` files,
             the ``.index.json`` of a sharded checkpoint, or directories written by transformers.
-        weights: Weight of each file, normalized by their sum. Default: equal weights.
+        weights: Weight of each file, 0 or more, normalized by their sum. Default: equal weights.
         key: Path of the state dict in a torch file: ``"model"``, ``"ema.averages.0.tensors"``.
-        dtype: Dtype of the averages. Default: that of each tensor in the first file.
-        device: Device of the sums.
+        dtype: Dtype of the averages. Default: that of each tensor in the first file. A real dtype is not
+            applied to complex tensors, nor a complex one to real tensors.
+        device: Device of the averages.
         progress: Called after each tensor with the fraction of all tensors that has been read.
 
+    Returns:
+        The tensors by name, in the order of the first file. Integer and boolean tensors are those of
+        the last file. Names that are tied in all files share a tensor. If the files hold the versions
+        of modules, so does the dict, which is an ``OrderedDict`` then.
+
     Raises:
+        TypeError: If ``paths`` is a single path.
+        FileNotFoundError: If a file, or a shard of one, is missing.
+        FileError: If a file is not an intact state dict. It is a ``ValueError``.
         NameMismatchError: If a file does not have the names and shapes of the first one.
-        ValueError: If a file is not an intact state dict, has other kinds of dtypes, a value is too
-            large for the dtype, or the weights are not one per file, finite, and positive in sum.
+        ValueError: If there is no file, a file has other kinds of dtypes, a value is too large for the
+            dtype, or the weights are not one per file, finite, 0 or more, and positive in sum.
+        ImportError: If a file is in the safetensors format, and the package is not installed.
 
     Example:
         >>> import torch
@@ -68,43 +78,47 @@ def average_checkpoints(
     if len(shares) != len(files):
         raise ValueError(f"average_checkpoints: {len(shares)} weights for {len(files)} files")
     if not all(math.isfinite(share) and share >= 0 for share in shares) or sum(shares) <= 0:
-        wanted = "finite, 0 or more, and not all 0"
-        raise ValueError(f"average_checkpoints: weights must be {wanted}, got {shares!r}")
+        raise ValueError(
+            f"average_checkpoints: weights must be finite, 0 or more, and not all 0, got {shares!r}"
+        )
+
     opened = Checkpoint(files[0], key)
     shapes, dtypes, versions = opened.shapes, opened.dtypes, opened.versions
     fitting = partial(_fitting, key=key, first=files[0], shapes=shapes, dtypes=dtypes)
     second_names = dict(_ties(opened).intersection(*(_ties(fitting(path)) for path in files[1:])))
     # The metadata outlives the open file.
     del opened
+
     names = [name for name in shapes if name not in second_names]
     averages: dict[str, Tensor] = {}
     total = 0.0
     for index, (path, share) in enumerate(zip(files, shares, strict=True)):
         total += share
         # A running mean is exact for equal values, where a sum of parts is not.
-        part = share / total if total else 0.0
+        fraction = share / total if total else 0.0
         # Compared again: a running training job may have replaced the file since.
         checkpoint = fitting(path)
         for done, name in enumerate(names, 1):
             tensor = checkpoint.tensor(name)
-            if not is_averaged(tensor) or part == 1.0:
+            if not is_averaged(tensor) or fraction == 1.0:
                 averages[name] = tensor.to(device, kept_dtype(tensor.dtype, "fp32"), copy=True)
-            elif part:
-                averages[name].lerp_(tensor.to(device, averages[name].dtype), part)
+            elif fraction:
+                averages[name].lerp_(tensor.to(device, averages[name].dtype), fraction)
             del tensor
             if progress is not None:
                 progress((index + done / len(names)) / len(files))
         # Before the next one is opened.
         del checkpoint
+
     for name in names:
         # One at a time: the averages are not all in memory in two dtypes.
         averages[name] = _finished(name, averages[name], dtypes[name], dtype)
-    found = OrderedDict((name, averages[second_names.get(name, name)]) for name in shapes)
+    result = OrderedDict((name, averages[second_names.get(name, name)]) for name in shapes)
     if not versions:
-        return dict(found)
+        return dict(result)
     # Some modules, torchvision's MNASNet for instance, refuse to load a state without its version.
-    found._metadata = dict(versions)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
-    return found
+    result._metadata = dict(versions)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    return result
 
 
 def _fitting(
@@ -114,22 +128,29 @@ def _fitting(
     shapes: Mapping[str, torch.Size],
     dtypes: Mapping[str, str],
 ) -> Checkpoint:
-    found = Checkpoint(path, key)
-    check_match(f"{path} does not fit {first}", shapes, found.shapes)
-    floats = ("float", "bfloat", "complex")
-    for name, own in dtypes.items():
-        if own.startswith(floats) != (other := found.dtypes[name]).startswith(floats):
-            text = f"{path}: {name} is torch.{other}, and torch.{own} in the first file"
-            raise ValueError(shown(text))
-    return found
+    """Open a file; raise if it does not have the names, shapes and kinds of dtypes of the first one."""
+    checkpoint = Checkpoint(path, key)
+    check_match(f"{path} does not fit {first}", shapes, checkpoint.shapes)
+    averaged_kinds = ("float", "bfloat", "complex")
+    for name, expected in dtypes.items():
+        dtype = checkpoint.dtypes[name]
+        if expected.startswith(averaged_kinds) != dtype.startswith(averaged_kinds):
+            raise ValueError(
+                shown(f"{path}: {name} is torch.{dtype}, and torch.{expected} in the first file")
+            )
+    return checkpoint
 
 
 def _ties(checkpoint: Checkpoint) -> frozenset[tuple[str, str]]:
     """Return each name whose tensor has an earlier name, with that name."""
-    first: dict[Hashable, str] = {}
-    memories = {name: checkpoint.memory(name) for name in checkpoint.shapes}
-    ties = {name: first.setdefault(m, name) for name, m in memories.items() if m is not None}
-    return frozenset((name, other) for name, other in ties.items() if name != other)
+    first_names: dict[Hashable, str] = {}
+    ties: set[tuple[str, str]] = set()
+    for name in checkpoint.shapes:
+        memory = checkpoint.memory(name)
+        first_name = name if memory is None else first_names.setdefault(memory, name)
+        if first_name != name:
+            ties.add((name, first_name))
+    return frozenset(ties)
 
 
 def _finished(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> Tensor:
@@ -139,13 +160,14 @@ def _finished(name: str, average: Tensor, first: str, dtype: torch.dtype | None)
     if dtype is None or dtype.is_complex != average.is_complex():
         dtype = getattr(torch, first)
         assert isinstance(dtype, torch.dtype)
-    found = average.to(dtype)
+
+    result = average.to(dtype)
     if torch.finfo(dtype).max < torch.finfo(average.dtype).max:
-        lost = average.isfinite() & ~found.to(average.dtype).isfinite()
+        lost = average.isfinite() & ~result.to(average.dtype).isfinite()
         if lost.any():
-            text = f"{name} has the value {average[lost][0]}, too large for {dtype}"
-            raise ValueError(shown(text))
-    return found
+            value = average[lost][0]
+            raise ValueError(shown(f"{name} has the value {value}, too large for {dtype}"))
+    return result
 
 
 publish("modkit", average_checkpoints)

@@ -48,40 +48,54 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
 
     modkit: Tensors are paired by name, and a model that does not match is refused before anything is
     written. Integer, boolean and quantized buffers are copied, also with ``use_buffers=True``, and so
-    are buffers whose shape has changed. An update does not synchronize with the accelerator. The model
-    may be lazy, may have another dtype than the average, and may hold results of autograd or its own
+    are buffers whose shape has changed. An update does not synchronize with an accelerator, except
+    with ``on_nonfinite="raise"``, and the first one with ``"skip"``. The model may be lazy, may have another dtype than the average, and may hold results of autograd or its own
     average. With the averaging functions of this module, an average can be pickled. On CPU, small
     averages share memory, so their storages cannot be resized. ``AveragedModel[Net].module`` is a
     ``Net``.
 
     Keyword Args:
-        precision: See ``modkit.EMA``. The averaged model computes in the dtype of the average, and an
-            update after it was cast to fewer bits than ``"fp32"`` or ``"fp64"`` promise is refused;
-            ``"compensated"`` keeps the error terms in the child module ``compensation``.
-        on_nonfinite: See ``modkit.EMA``. A skipped step counts only if ``n_averaged`` is in host
-            memory and the model on an accelerator.
-        buffers: Policy of ``EMA``, instead of ``use_buffers``.
+        precision: ``"same"`` keeps the dtype of the model: bf16 and fp16 averages stall for decays
+            close to 1. ``"fp32"`` and ``"fp64"`` keep the average in at least that precision; an
+            update after it was cast to fewer bits is refused. ``"stochastic"`` rounds stochastically;
+            ``"compensated"`` keeps low-order error terms in the child module ``compensation``. The
+            averaged model computes in the dtype of the average.
+        on_nonfinite: ``"ignore"`` averages infinite and NaN weights, ``"skip"`` skips the update,
+            ``"raise"`` raises. A skipped update counts only if ``n_averaged`` is in host memory and
+            the model on an accelerator.
+        buffers: ``"copy"``, ``"average"`` or ``"ignore"`` floating-point buffers, or a dict from globs
+            of names to one of the three, instead of ``use_buffers``.
         include: Globs of names, or a predicate: parameters to average. The others are copied.
         exclude: Globs of names, or a predicate: parameters to copy.
         trainable_only: Average only parameters that require gradients now, and copy the others.
         seed: Seed for stochastic rounding.
 
     Raises:
-        AssertionError: If both averaging functions are given, as in torch.
-        ValueError: If an option is invalid, or a glob other than ``"*"`` matches no name; for a lazy model
-            the first update checks the globs.
+        AssertionError: If both averaging functions are given, as in torch; or if the model is sharded,
+            which torch refuses to copy.
+        ValueError: If an option is invalid, ``use_buffers`` and ``buffers`` are both given, the precision
+            does not work with the averaging function, or a glob other than ``"*"`` matches no name;
+            for a lazy model the first update checks the globs.
+        TypeError: If ``device`` is not a device, such as an averaging function in its place.
 
     Attributes:
         module: The averaged copy, typed by the class of ``model``.
         n_averaged: Buffer, a 0-dimensional ``int64`` tensor: number of models averaged so far. An
             update copies the model at 0, averages above, and only counts below.
+        avg_fn: The averaging function of single tensors, or None.
+        multi_avg_fn: The averaging function of lists of tensors, or None.
+        use_buffers: Whether buffers are averaged.
 
     Example:
         >>> from modkit import nn
         >>> from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
         >>> model = nn.Linear(1, 1, bias=False)
         >>> ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
-        >>> ema.update_parameters(model)
+        >>> for value in 1.0, 2.0:
+        ...     _ = nn.init.constant_(model.weight, value)
+        ...     ema.update_parameters(model)
+        >>> ema.module.weight.item(), ema.n_averaged.item()
+        (1.25, 2)
     """
 
     module: ModelT
@@ -202,12 +216,16 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         Call it after ``optimizer.step()`` (EMA) or at the end of an epoch (SWA).
 
         Args:
-            model: The model in training, or a wrapper of it.
+            model: The model in training, or a wrapper of it, on any device and in any dtype.
 
         Raises:
-            NameMismatchError: If names or shapes are not those of the average.
+            NameMismatchError: If names, shapes or ties are not those of the average. It is a
+                ``ValueError``.
+            ValueError: If the average was cast to fewer bits than ``precision`` promises, or a glob
+                matches no name of a model that was lazy before.
             RuntimeError: If a value is not finite, with ``on_nonfinite="raise"``.
             TypeError: If ``model`` has parameters, but is not a module.
+            AttributeError: If ``model`` has no parameters, in torch's words.
         """
         # An object without parameters is refused in torch's words.
         model.parameters  # noqa: B018
@@ -342,7 +360,20 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         return terms
 
     def export_state_dict(self) -> dict[str, Tensor]:
-        """Return the averaged weights and buffers under the names of the model without wrappers."""
+        """Return the averaged weights and buffers under the names of the model without wrappers.
+
+        The parts of names that ``torch.compile``, data-parallel and checkpoint wrappers add are left
+        out, so ``plain.load_state_dict(average.export_state_dict())`` works for the model inside.
+
+        Returns:
+            A new dict. The tensors are those of the average, not copies.
+
+        Example:
+            >>> from modkit import nn
+            >>> from modkit.optim.swa_utils import AveragedModel
+            >>> list(AveragedModel(nn.Linear(2, 1)).export_state_dict())
+            ['weight', 'bias']
+        """
         state: dict[str, Tensor] = self.module.state_dict()
         names = canonical_names(state)
         return {names[name]: tensor for name, tensor in state.items()}

@@ -17,7 +17,17 @@ MultiAvgFn: TypeAlias = Callable[[TensorList, TensorList, Tensor | int], None]
 
 
 class AveragingFunction:
-    """Calls torch's function, and shows and pickles how it was made."""
+    """Calls torch's function, and shows and pickles how it was made.
+
+    Torch's functions are closures, which pickle cannot find by name and which are never equal.
+
+    Args:
+        name: The function of ``torch.optim.swa_utils`` that makes the averaging function.
+        decay: Its argument, if the rule has one.
+
+    Raises:
+        ValueError: If ``decay`` is outside [0, 1], in torch's words.
+    """
 
     def __init__(self, name: str, decay: float | None = None) -> None:
         self.name, self.decay = name, decay
@@ -58,9 +68,18 @@ class AveragingFunction:
 def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
     """Return the exponential moving average of lists of tensors, a ``multi_avg_fn``.
 
-    It computes ``decay * average + (1 - decay) * current`` in place, with fused kernels.
+    It computes ``average = decay * average + (1 - decay) * current`` in place, with fused kernels.
 
-    modkit: The function can be pickled, and its ``repr`` shows the rule and the decay.
+    Args:
+        decay: Part of the average that stays in a step, from 0 to 1.
+
+    modkit: The function can be pickled and compared, and its ``repr`` shows the rule and the decay.
+
+    Returns:
+        A function of the averaged tensors, the current tensors and the number of models averaged so
+        far, which it does not use. It writes the first list in place. All tensors of a call have one
+        device and dtype, and those at the same place the same shape. The decay is applied in every
+        call: ``AveragedModel`` calls it from the second update on, as the first one copies.
 
     Raises:
         ValueError: If ``decay`` is outside [0, 1].
@@ -79,7 +98,22 @@ def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
 def get_swa_multi_avg_fn() -> MultiAvgFn:
     """Return the equal average of lists of tensors, a ``multi_avg_fn``, which works in place.
 
-    modkit: The function can be pickled, and its ``repr`` shows the rule.
+    modkit: A step computes ``average + (current - average) / (n + 1)``, where ``n`` is the number of
+    models averaged so far: the mean of all of them (https://arxiv.org/abs/1803.05407). The function
+    can be pickled and compared, and its ``repr`` shows the rule.
+
+    Returns:
+        A function of the averaged tensors, the current tensors and ``n``, an int or a tensor of one
+        element. It writes the first list in place. All tensors of a call have one device and dtype,
+        and those at the same place the same shape.
+
+    Example:
+        >>> import torch
+        >>> from modkit.optim.swa_utils import get_swa_multi_avg_fn
+        >>> averaged, current = [torch.tensor([1.0])], [torch.tensor([2.0])]
+        >>> get_swa_multi_avg_fn()(averaged, current, 3)
+        >>> averaged
+        [tensor([1.2500])]
     """
     return AveragingFunction("get_swa_multi_avg_fn")
 
@@ -87,10 +121,26 @@ def get_swa_multi_avg_fn() -> MultiAvgFn:
 def get_ema_avg_fn(decay: float = 0.999) -> AvgFn:
     """Return the exponential moving average of one tensor, an ``avg_fn``.
 
-    modkit: The function can be pickled, and its ``repr`` shows the rule and the decay.
+    It computes ``decay * average + (1 - decay) * current``. The ``multi_avg_fn`` is faster.
+
+    Args:
+        decay: Part of the average that stays in a step, from 0 to 1.
+
+    modkit: The function can be pickled and compared, and its ``repr`` shows the rule and the decay.
+
+    Returns:
+        A function of the averaged tensor, the current tensor and the number of models averaged so far,
+        which it does not use. It returns the new average, in the dtype of torch's type promotion, and
+        changes neither tensor.
 
     Raises:
         ValueError: If ``decay`` is outside [0, 1].
+
+    Example:
+        >>> import torch
+        >>> from modkit.optim.swa_utils import get_ema_avg_fn
+        >>> get_ema_avg_fn(0.75)(torch.tensor([1.0]), torch.tensor([2.0]), 1)
+        tensor([1.2500])
     """
     return AveragingFunction("get_ema_avg_fn", decay)
 
@@ -98,6 +148,18 @@ def get_ema_avg_fn(decay: float = 0.999) -> AvgFn:
 def get_swa_avg_fn() -> AvgFn:
     """Return the equal average of one tensor, an ``avg_fn``.
 
-    modkit: The function can be pickled, and its ``repr`` shows the rule.
+    modkit: A step computes ``average + (current - average) / (n + 1)``, where ``n`` is the number of
+    models averaged so far: the mean of all of them (https://arxiv.org/abs/1803.05407). The function
+    can be pickled and compared, and its ``repr`` shows the rule.
+
+    Returns:
+        A function of the averaged tensor, the current tensor and ``n``, an int or a tensor of one
+        element. It returns the new average and changes neither tensor.
+
+    Example:
+        >>> import torch
+        >>> from modkit.optim.swa_utils import get_swa_avg_fn
+        >>> get_swa_avg_fn()(torch.tensor([1.0]), torch.tensor([2.0]), 3)
+        tensor([1.2500])
     """
     return AveragingFunction("get_swa_avg_fn")

@@ -1,6 +1,19 @@
 """Weight averaging, equal (SWA) and exponential (EMA): drop-in for ``torch.optim.swa_utils``.
 
-``SWALR`` is torch's own class.
+Call ``AveragedModel.update_parameters`` after each step of the optimizer (EMA) or at the end of each
+epoch (SWA), and ``update_bn`` before the average is evaluated. ``SWALR`` is torch's own class.
+
+Example:
+    >>> import torch
+    >>> from modkit import nn
+    >>> from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    >>> for value in 1.0, 2.0:
+    ...     _ = torch.nn.init.constant_(model.weight, value)
+    ...     average.update_parameters(model)
+    >>> average.module.weight.item(), average.n_averaged.item()
+    (1.25, 2)
 """
 
 from collections.abc import Iterable
