@@ -274,8 +274,8 @@ _AVERAGING: Final = [
     Bug(
         "foreign states: the copy that torch_ema makes when it is created",
         "averaging/foreign_states.py",
-        'calls = part.integer("num_updates") + 1 if counts else None',
-        'calls = part.integer("num_updates") if counts else None',
+        'calls = checked.integer("num_updates") + 1 if counts else None',
+        'calls = checked.integer("num_updates") if counts else None',
         _EMA + "/test_other_libraries.py",
     ),
     Bug(

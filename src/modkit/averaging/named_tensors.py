@@ -43,6 +43,10 @@ class Member:
         tensor: Tensor = self.registry[self.key]
         return tensor
 
+    def required_shape(self) -> torch.Size | None:
+        """Return the shape that values must have; None for a buffer, which may have had another."""
+        return self.current().shape if self.is_parameter else None
+
 
 class NamedTensors:
     """All parameters and buffers of a model by canonical name, at one moment.

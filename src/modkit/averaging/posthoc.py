@@ -151,16 +151,12 @@ def _read_header(path: Path) -> Snapshot:
 def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield each name, its verified tensor, and True if it is averaged; one in memory at a time."""
     content, checksums = read_mapped(path)
-    averages, buffers = (state_dict_at(content, path, key)[1] for key in ("averages", "buffers"))
-    for name, tensor in averages.items():
-        if not is_averaged(tensor):
-            raise FileError(f"{path} is corrupt: its average {name!r} has integers")
-        checksums.check(name, tensor)
-        yield name, tensor, True
-
-    for name, tensor in buffers.items():
-        checksums.check(name, tensor)
-        yield name, tensor, False
+    for key, averaged in (("averages", True), ("buffers", False)):
+        for name, tensor in state_dict_at(content, path, key)[1].items():
+            if averaged and not is_averaged(tensor):
+                raise FileError(f"{path} is corrupt: its average {name!r} has integers")
+            checksums.check(name, tensor)
+            yield name, tensor, averaged
 
 
 @dataclass(frozen=True)
@@ -481,9 +477,8 @@ class PostHocEMA:
 
     def _averages(self) -> list[dict[str, Tensor]]:
         """Return the tensors of each average by name; an empty list before the first update."""
-        if not self._ema.n_averaged:
-            return []
-        return [dict(average.values()) for average in self._ema._engine.averages]
+        averages = self._ema._engine.averages if self._ema.n_averaged else []
+        return [dict(average.values()) for average in averages]
 
     def update(self) -> None:
         """Count a step of training, update the averages, and save snapshots if they are due.

@@ -47,6 +47,8 @@ Decay: TypeAlias = float | Callable[[int], float]
 Decays: TypeAlias = float | Sequence[Decay] | None
 
 _DEFAULT_DECAY: Final = 0.999
+# Schedules that a checkpoint does not describe.
+_NOT_SAVED: Final = ("Schedule", "Custom")
 # Below it a decay is more likely a momentum, which is one minus the decay.
 _LEAST_PLAUSIBLE: Final = 0.1
 
@@ -539,9 +541,7 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
     options = dict(config)
     name = options.pop("name", None)
     # Only classes of this module: a checkpoint must not choose code to run.
-    allowed = [
-        public for public in __all__ if public[0].isupper() and public not in ("Schedule", "Custom")
-    ]
+    allowed = [public for public in __all__ if public[0].isupper() and public not in _NOT_SAVED]
     if name not in allowed:
         names = ", ".join(allowed)
         raise ValueError(f"no schedule to make from {config!r}: the name must be one of {names}")

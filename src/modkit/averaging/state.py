@@ -89,14 +89,12 @@ def read(
             raise invalid_state(f"load_state_dict() got step={step} and an empty state")
         warnings.warn("EMA: the state is empty, so averaging starts anew", stacklevel=3)
         nothing = Converted("nothing", {}, n_averaged=0)
-        return _started(nothing, schedules, every=update_every, after=update_after_step)
+        return _started(nothing, schedules, update_every, update_after_step)
 
     foreign = "version" not in state and not {"averages", "schedules"} <= state.keys()
     if foreign:
         converted = convert(state, model)
-        loaded = _started(
-            converted, schedules, every=update_every, after=update_after_step, step=step
-        )
+        loaded = _started(converted, schedules, update_every, update_after_step, step=step)
         if step is None and not converted.has_counter:
             _warn_of_no_counter(converted.source, loaded)
     elif step is not None:
@@ -249,14 +247,9 @@ def _raw(checked: CheckedMapping, model: torch.nn.Module) -> dict[str, Tensor]:
     members = NamedTensors(model).all() if weights else {}
     members = {name: members[name] for name in weights if name in members}
 
-    # A buffer may have had another shape.
-    expected = {
-        name: member.tensor.shape if member.is_parameter else None
-        for name, member in members.items()
-    }
-    check_match(
-        "EMA: the training weights of the state do not fit the model", expected, shapes_of(weights)
-    )
+    shapes = {name: member.required_shape() for name, member in members.items()}
+    what = "EMA: the training weights of the state do not fit the model"
+    check_match(what, shapes, shapes_of(weights))
     for name, member in members.items():
         if weights[name].is_complex() != member.tensor.is_complex():
             checked.refuse(name, f"of a dtype like {member.tensor.dtype}")
@@ -349,12 +342,7 @@ def _check_finite(averages: list[Mapping[str, Any]], on_nonfinite: str) -> None:
 
 
 def _started(
-    converted: Converted,
-    schedules: list[Schedule],
-    *,
-    every: int,
-    after: int,
-    step: int | None = None,
+    converted: Converted, schedules: list[Schedule], every: int, after: int, step: int | None = None
 ) -> LoadedState:
     """Return the state of an ``EMA`` with these options that continues averages of another library.
 

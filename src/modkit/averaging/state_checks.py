@@ -117,18 +117,31 @@ class CheckedMapping:
         """Return an entry that must be a mapping."""
         return replace(self, values=self.get(name, "a mapping"), path=self.key(name))
 
+    def listed(self, name: Any) -> "CheckedMapping":
+        """Return an entry that must be a list, as a mapping from indices."""
+        entries = dict(enumerate(self.get(name, "a list")))
+        return replace(self, values=entries, path=self.key(name))
+
     def each(self, name: str) -> "list[CheckedMapping]":
         """Return an entry that must be a list of mappings."""
-        entries = dict(enumerate(self.get(name, "a list")))
-        numbered = replace(self, values=entries, path=self.key(name))
-        return [numbered.inside(index) for index in entries]
+        entries = self.listed(name)
+        return [entries.inside(index) for index in entries.values]
+
+    def check_names(self) -> None:
+        """Raise ValueError unless all names are of type ``str``."""
+        for name in self.values:
+            if not isinstance(name, str):
+                self.refuse(name, "a tensor under a name of type str")
+
+    def tensor(self, name: Any, kinds: Iterable[str] = TENSOR) -> Tensor:
+        """Return an entry that must be a tensor of these kinds."""
+        value: Tensor = self.values[name]
+        for kind in kinds:
+            if not KINDS[kind](value):
+                self.refuse(name, kind)
+        return value
 
     def tensors(self, kinds: Iterable[str] = TENSOR) -> dict[str, Tensor]:
         """Return all entries, which must be tensors of these kinds under names of type ``str``."""
-        for name, value in self.values.items():
-            if not isinstance(name, str):
-                self.refuse(name, "a tensor under a name of type str")
-            for kind in kinds:
-                if not KINDS[kind](value):
-                    self.refuse(name, kind)
-        return dict(self.values)
+        self.check_names()
+        return {name: self.tensor(name, kinds) for name in self.values}

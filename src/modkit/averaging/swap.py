@@ -47,10 +47,7 @@ def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> Pairs:
     """
     optional = {name: named.member(name) for name in values}
     members = {name: member for name, member in optional.items() if member is not None}
-    shapes = {
-        name: member.current().shape if member.is_parameter else None
-        for name, member in members.items()
-    }
+    shapes = {name: member.required_shape() for name, member in members.items()}
     check_match("EMA: the averages do not fit the model", shapes_of(values), shapes)
     return [(name, members[name].current(), value) for name, value in values.items()]
 

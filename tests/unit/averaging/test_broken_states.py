@@ -247,7 +247,7 @@ FOREIGN: list[tuple[State, str]] = [
     (DIFFUSERS | {"update_after_step": None}, "update_after_step must be an int"),
     ({k: v for k, v in DIFFUSERS.items() if k != "decay"}, "state of diffusers has no decay"),
     (DIFFUSERS | {"shadow_params": None}, "shadow_params must be a list, got None"),
-    (DIFFUSERS | {"shadow_params": [1.0] * 6}, "a list of tensors, which .0. is not"),
+    (DIFFUSERS | {"shadow_params": [1.0] * 6}, r"shadow_params\[0\] must be a tensor, got 1.0"),
     (DIFFUSERS | {"shadow_params": PARAMETERS[:-1]}, "5 tensors without names"),
     (DIFFUSERS | {"shadow_params": PARAMETERS[::-1]}, "its order is not that of the model"),
     (TORCH_EMA | {"decay": -1}, "its decay gives CountWarmup: decay must be .* got -1"),
