@@ -128,13 +128,14 @@ class _Contents:
             )
         self._values: dict[str, Any] = {}
         self._described: dict[str, Described] = {}
-        for key, own in state.items():
+
+        for key, value in state.items():
             name = names[key]
-            average = average_of.get(id(own))
-            self._values[name] = own if average is None else average
-            if isinstance(own, Tensor):
-                written = dtype if dtype is not None and own.is_floating_point() else own.dtype
-                self._described[name] = Described(written, own.shape)
+            average = average_of.get(id(value))
+            self._values[name] = value if average is None else average
+            if isinstance(value, Tensor):
+                written = dtype if dtype is not None and value.is_floating_point() else value.dtype
+                self._described[name] = Described(written, value.shape)
             elif streamed:
                 raise ValueError(f"{name} is not a tensor; a safetensors file holds only tensors")
         if streamed:
@@ -146,6 +147,7 @@ class _Contents:
             yield name, whole_tensor(self._values[name].detach().to(described.dtype)).cpu()
 
     def write(self, path: Path, gathered: Iterator[tuple[str, Tensor]]) -> None:
+        """Write the file, consuming the gathered tensors."""
         if self._streamed:
             with atomic_write(path) as unfinished:
                 write_safetensors(unfinished, self._described, gathered)
@@ -237,8 +239,8 @@ def _room_for(
             # The planner puts a value here that is not a tensor.
             room[name] = None
         elif member is not None and is_sharded(member.tensor) and member.tensor.shape == entry.size:
-            own = member.tensor.detach()
-            room[name] = torch.empty_like(own, dtype=entry.properties.dtype, device=ema.device)
+            shard = member.tensor.detach()
+            room[name] = torch.empty_like(shard, dtype=entry.properties.dtype, device=ema.device)
         else:
             room[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     return room

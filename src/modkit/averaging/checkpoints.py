@@ -83,7 +83,9 @@ def average_checkpoints(
         )
 
     opened = Checkpoint(files[0], key)
-    shapes, dtypes, versions = opened.shapes, opened.dtypes, opened.versions
+    shapes = opened.shapes
+    dtypes = opened.dtypes
+    versions = opened.versions
     fitting = partial(_fitting, key=key, first=files[0], shapes=shapes, dtypes=dtypes)
     second_names = dict(_ties(opened).intersection(*(_ties(fitting(path)) for path in files[1:])))
     # The metadata outlives the open file.

@@ -122,6 +122,7 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
             return Converted(
                 source, averages, step=step, schedule=schedule, update_after_step=after
             )
+
         case "torch_ema":
             # It copies when it is created, which is one call of ``EMA.update()`` more.
             counts = state["num_updates"] is not None
@@ -129,19 +130,24 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
             schedule = _decay(checked, decays.CountWarmup if counts else decays.Constant, ["decay"])
             averages = _named_in_order(checked, model)
             return Converted(source, averages, step=calls, schedule=schedule, update_after_step=0)
+
         case "lightning":
             count = checked.inside("averaging_state").integer("n_averaged")
             steps = checked.integer("global_step") if "global_step" in state else None
             return Converted(source, _below("", checked.inside("state_dict")), count, steps)
+
         case "ema_pytorch":
             # Each call is a step, also those that ``update_after_step`` and ``update_every`` skip.
             calls = checked.integer("step") if checked.get("initted", "True or False") else 0
             return Converted(source, _below("ema_model.", checked), step=calls)
+
         case "torch" | "timm":
             count = checked.integer("n_averaged") if source == "torch" else None
             return Converted(source, _below("module.", checked), count)
+
         case "weights":
             return Converted(source, _below("", checked))
+
         case _:
             begins_with = ", ".join(map(repr, list(state)[:5])) or "nothing"
             raise invalid_state(

@@ -57,7 +57,8 @@ def names_like(mine: set[str], names: dict[str, str], theirs: set[str]) -> dict[
         >>> names_like({"net.weight"}, {"net.weight": "net.weight"}, {"weight"})
         {'net.weight': 'weight'}
     """
-    surplus, lacking = _prefix_between(mine, theirs), _prefix_between(theirs, mine)
+    surplus = _prefix_between(mine, theirs)
+    lacking = _prefix_between(theirs, mine)
     renamed = {key: lacking + name.removeprefix(surplus) for key, name in names.items()}
     # They collide where a wrapper has a buffer of the name of one of its network.
     return renamed if len(set(renamed.values())) == len(names) else names
@@ -82,10 +83,10 @@ def check_match(
     missing = [name for name in expected if name not in found]
     unexpected = [name for name in found if name not in expected]
     shapes: list[str] = []
-    for name, wanted in expected.items():
+    for name, expected_shape in expected.items():
         shape = found.get(name)
-        if wanted is not None and shape is not None and shape != wanted:
-            shapes.append(f"{name} ({tuple(shape)} instead of {tuple(wanted)})")
+        if expected_shape is not None and shape is not None and shape != expected_shape:
+            shapes.append(f"{name} ({tuple(shape)} instead of {tuple(expected_shape)})")
     if missing or unexpected or shapes:
         raise NameMismatchError(what, missing=missing, unexpected=unexpected, shapes=shapes)
 

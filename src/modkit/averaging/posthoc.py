@@ -280,7 +280,8 @@ class Reconstruction:
         Raises:
             NameMismatchError: If names or shapes differ. The model is unchanged.
         """
-        values, tensors = {**self.averages, **self.buffers}, _persistent(model)
+        values = {**self.averages, **self.buffers}
+        tensors = _persistent(model)
         check_match("the snapshots", shapes_of(values), shapes_of(tensors))
         for name, tensor in tensors.items():
             tensor.copy_(values[name])
@@ -355,7 +356,9 @@ def reconstruct(
             f"snapshot is of step {usable[-1].step}; more frequent snapshots make the error smaller"
         )
 
-    result = Reconstruction({}, {}, sigma_rel, step, fit, tuple(usable))
+    result = Reconstruction(
+        averages={}, buffers={}, sigma_rel=sigma_rel, step=step, fit=fit, snapshots=tuple(usable)
+    )
     for snapshot, coefficient in zip(usable, fit.coefficients, strict=True):
         if coefficient:
             _add(result, snapshot.path, coefficient)
@@ -575,10 +578,11 @@ class PostHocEMA:
         self._ema._check_restored("PostHocEMA.load_state_dict()", self._ema.model)
         checked = CheckedMapping(OWN_POSTHOC, state_dict, owner="PostHocEMA")
         step = checked.integer("step", 0, _LAST_STEP)
-        for name, own in (("update_every", self._update_every), ("sigma_rels", self._sigma_rels)):
+        options = {"update_every": self._update_every, "sigma_rels": self._sigma_rels}
+        for name, option in options.items():
             # As text, since 1.0 and True equal 1, and a tensor in the state may have no truth value.
-            if repr(checked.get(name)) != repr(own):
-                checked.refuse(name, f"{own!r}, as in this object")
+            if repr(checked.get(name)) != repr(option):
+                checked.refuse(name, f"{option!r}, as in this object")
 
         updates = step // self._update_every
         averages = [average.tensors(AVERAGE) for average in checked.each("averages")]

@@ -83,7 +83,8 @@ def lerp_(
         weights: How far each average moves: 0 stays, 1 copies. A number, or a tensor of one element in
             the memory of the device.
     """
-    like, current = averages[0][0], currents[0]
+    like = averages[0][0]
+    current = currents[0]
     if like.dtype == current.dtype and like.device == current.device:
         # Nothing is created here, and autograd takes a tenth of the time of small tensors.
         with torch.inference_mode():
@@ -129,7 +130,7 @@ def _moved(tensors: list[Tensor], scratch: Tensor) -> list[Tensor]:
         return [tensor.to(scratch.device, scratch.dtype) for tensor in tensors]
     sizes = [tensor.numel() for tensor in tensors]
     pieces = scratch[: sum(sizes)].split(sizes)
-    views = [piece.view(one.shape) for piece, one in zip(pieces, tensors, strict=True)]
+    views = [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
     foreach_copy_(views, tensors)
     return views
 
@@ -240,7 +241,7 @@ def _has_finite_elements(tensor: Tensor) -> bool:
     total = tensor.sum(dtype=torch.float32 if tensor.dtype == torch.float16 else None)
     if math.isfinite(total):
         return True
-    return all(bool(one.isfinite().all()) for (part,) in parts([tensor]) for one in part)
+    return all(bool(view.isfinite().all()) for (views,) in parts([tensor]) for view in views)
 
 
 def _as_real(tensor: Tensor) -> Tensor:
@@ -256,7 +257,7 @@ def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
     local = {name: local_shard(tensor) for name, tensor in tensors.items()}
     bad = None
     if not bool(all_finite([*local.values()])):
-        bad = next((name for name, one in local.items() if not bool(all_finite([one]))), None)
+        bad = next((name for name in local if not bool(all_finite([local[name]]))), None)
     flag = torch.tensor(bad is None, device="cpu")
     fine = true_everywhere(flag, meshes_of(tensors.values()))
     if fine:

@@ -20,7 +20,7 @@ def sharded_places(tensors: Iterable[Tensor]) -> list[int]:
     """Return the positions of the sharded tensors."""
     if "torch.distributed.tensor" not in sys.modules:
         return []
-    return [place for place, tensor in enumerate(tensors) if is_sharded(tensor)]
+    return [index for index, tensor in enumerate(tensors) if is_sharded(tensor)]
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -248,8 +248,8 @@ def _raw(checked: CheckedMapping, model: torch.nn.Module) -> dict[str, Tensor]:
     members = {name: members[name] for name in weights if name in members}
 
     shapes = {name: member.required_shape() for name, member in members.items()}
-    what = "EMA: the training weights of the state do not fit the model"
-    check_match(what, shapes, shapes_of(weights))
+    problem = "EMA: the training weights of the state do not fit the model"
+    check_match(problem, shapes, shapes_of(weights))
     for name, member in members.items():
         if weights[name].is_complex() != member.tensor.is_complex():
             checked.refuse(name, f"of a dtype like {member.tensor.dtype}")
@@ -328,10 +328,10 @@ def _check_statistics(statistics: Mapping[str, Tensor], members: NamedTensors) -
 
 def _check_finite(averages: list[Mapping[str, Any]], on_nonfinite: str) -> None:
     tensors = {
-        f"averages[{index}][{part!r}][{name!r}]": tensor
+        f"averages[{index}][{key!r}][{name!r}]": tensor
         for index, average in enumerate(averages)
-        for part in ("tensors", "rests")
-        for name, tensor in average[part].items()
+        for key in ("tensors", "rests")
+        for name, tensor in average[key].items()
     }
     path = first_nonfinite(tensors)
     if path is not None:

@@ -32,8 +32,10 @@ def described(value: object) -> str:
     """Return a value as errors show it: in one line, and tensors without their elements."""
     if isinstance(value, Tensor):
         return f"a tensor of dtype {value.dtype} and shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= _LONGEST_REPR else f"{text[:_LONGEST_REPR]}..."
+    shown_value = repr(value)
+    if len(shown_value) <= _LONGEST_REPR:
+        return shown_value
+    return f"{shown_value[:_LONGEST_REPR]}..."
 
 
 KINDS: Final[dict[str, Callable[[Any], bool]]] = {

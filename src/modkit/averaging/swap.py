@@ -233,13 +233,13 @@ class Swap:
         self.raws = list(map(_get_data, self._tensors))
         self._held = list(self._tensors)
         values = [value for _, _, value in self._pairs]
-        for place, (raw, value) in enumerate(zip(self.raws, values, strict=True)):
-            if place in self._sharded:
+        for index, (raw, value) in enumerate(zip(self.raws, values, strict=True)):
+            if index in self._sharded:
                 # FSDP has a pointer of its own to the shard, so the elements are exchanged.
-                self.raws[place] = self._tensors[place].detach().clone()
-                self._held[place] = local_shard(self._tensors[place])
+                self.raws[index] = self._tensors[index].detach().clone()
+                self._held[index] = local_shard(self._tensors[index])
             elif value.dtype is not raw.dtype or value.device != raw.device:
-                values[place] = value.to(raw.device, raw.dtype)
+                values[index] = value.to(raw.device, raw.dtype)
 
         _active.append(self)
         self._exchange(values)
@@ -249,14 +249,14 @@ class Swap:
         if not self._sharded:
             _set_all(self._tensors, values)
             return
-        for place, value in enumerate(values):
-            self._set(place, value)
+        for index, value in enumerate(values):
+            self._set(index, value)
 
-    def _set(self, place: int, value: Tensor) -> None:
-        if place in self._sharded:
-            _write_shard(self._tensors[place], value)
+    def _set(self, index: int, value: Tensor) -> None:
+        if index in self._sharded:
+            _write_shard(self._tensors[index], value)
         else:
-            self._tensors[place].data = value
+            self._tensors[index].data = value
 
     def _note(self) -> None:
         self.versions = versions_of(self._held)
@@ -265,7 +265,7 @@ class Swap:
     def position(self, tensor: Tensor) -> int | None:
         """Return the index of a tensor in the lists, or None if it is not swapped."""
         if len(self._index) != len(self._tensors):
-            self._index = {id(held): place for place, held in enumerate(self._tensors)}
+            self._index = {id(held): index for index, held in enumerate(self._tensors)}
         return self._index.get(id(tensor))
 
     def undo(self, registered: Registered | None = None) -> str | None:
@@ -302,10 +302,10 @@ class Swap:
 
         What it found as training weights was the data of this swap. It now restores what this one found.
         """
-        for place, (tensor, raw) in enumerate(zip(self._tensors, self.raws, strict=True)):
+        for index, (tensor, raw) in enumerate(zip(self._tensors, self.raws, strict=True)):
             above = next((swap for swap in later if swap.position(tensor) is not None), None)
             if above is None:
-                self._set(place, raw)
+                self._set(index, raw)
             else:
                 above.raws[above._index[id(tensor)]] = raw
 
@@ -315,22 +315,22 @@ class Swap:
         if not self._pointers or (pointers == self._pointers and versions == self.versions):
             return None
 
-        for place, (_, tensor, _) in enumerate(self._pairs):
+        for index, (_, tensor, _) in enumerate(self._pairs):
             if any(swap.position(tensor) is not None for swap in later):
                 # The later swap exchanged its data on purpose, and compares what it noted.
                 continue
-            if pointers[place] != self._pointers[place]:
-                return self._message(place, MSG_CONVERTED_INSIDE)
-            if versions[place] != self.versions[place]:
-                return self._message(place, self._written(place))
+            if pointers[index] != self._pointers[index]:
+                return self._message(index, MSG_CONVERTED_INSIDE)
+            if versions[index] != self.versions[index]:
+                return self._message(index, self._written(index))
         return None
 
-    def _written(self, place: int) -> str:
-        (pointer,) = _pointers([local_shard(self._pairs[place][2])])
-        return MSG_WRITTEN_INSIDE if pointer == self._pointers[place] else MSG_WRITTEN_IN_VAIN
+    def _written(self, index: int) -> str:
+        (pointer,) = _pointers([local_shard(self._pairs[index][2])])
+        return MSG_WRITTEN_INSIDE if pointer == self._pointers[index] else MSG_WRITTEN_IN_VAIN
 
-    def _message(self, place: int, template: str) -> str:
-        name, tensor, _ = self._pairs[place]
+    def _message(self, index: int, template: str) -> str:
+        name, tensor, _ = self._pairs[index]
         if not isinstance(tensor, torch.nn.Parameter):
             template = f"{template}. {MSG_BUFFER_OPTION}"
         return template.format(name=name)
@@ -363,8 +363,8 @@ _active: list[Swap] = []
 def raw_value(tensor: Tensor) -> Tensor | None:
     """Return the training weights of a tensor, or None if nothing is swapped in."""
     # The first swap of a tensor found its training weights; a later one found the average.
-    places = ((swap, swap.position(tensor)) for swap in tuple(_active))
-    return next((swap.raws[place] for swap, place in places if place is not None), None)
+    positions = ((swap, swap.position(tensor)) for swap in tuple(_active))
+    return next((swap.raws[index] for swap, index in positions if index is not None), None)
 
 
 def any_swapped(model: torch.nn.Module) -> bool:
@@ -381,10 +381,10 @@ def _write_shard(tensor: Tensor, value: Tensor) -> None:
     (before,) = versions_of([held])
     held.copy_(local_shard(value))
     for swap in _active:
-        place = swap.position(tensor)
+        index = swap.position(tensor)
         # The latest swap has noted no versions yet while it writes.
-        if place is not None and swap.versions:
-            swap.versions[place] += versions_of([held])[0] - before
+        if index is not None and swap.versions:
+            swap.versions[index] += versions_of([held])[0] - before
 
 
 def _pointers(tensors: list[Tensor]) -> list[int]:
@@ -423,7 +423,8 @@ def exchanged(pairs: Iterable[Pair], registered: Registered | None = None) -> Ge
         RuntimeError: At the end, if the block has changed or replaced them. If it has raised an error
             of its own, that one gets a note.
     """
-    swap, owner = Swap(pairs), _Owner()
+    swap = Swap(pairs)
+    owner = _Owner()
     owner.swap = swap
     try:
         swap.apply()

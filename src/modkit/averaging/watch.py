@@ -170,5 +170,5 @@ def _alike_with_shards(tensors: list[Tensor], sharded: list[Tensor]) -> Callable
     return same
 
 
-def _facts_of(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
+def _metadata_of(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
     return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
