@@ -111,6 +111,8 @@ assert_type(modkit.average_checkpoints(["a.pt"], [1.0]), dict[str, torch.Tensor]
 assert_type(modkit.schedules.Power(sigma_rel=0.1).over(20, 10), float)
 assert_type(modkit.schedules.as_schedule(lambda n: n / (n + 1)), modkit.schedules.Schedule)
 wide = modkit.PostHocEMA(net, "snapshots").reconstruct(sigma_rel=0.2)
+assert_type(wide, modkit.posthoc.Reconstruction)
+assert_type(modkit.posthoc.find_snapshots("snapshots"), list[modkit.posthoc.Snapshot])
 assert_type(wide.averages, dict[str, torch.Tensor])
 assert_type(wide.fit.error, float)
 

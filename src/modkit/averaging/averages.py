@@ -169,18 +169,15 @@ class Average:
         is_flat = self.options.precision not in {"compensated", "stochastic"}
         if is_flat and (device is None or device.type == "cpu"):
             self.flats = flat_buffers(members, self.options)
-        shared: dict[str, Tensor] = {}
-        for flat in self.flats:
-            shared.update(zip(flat.names, flat.tensors, strict=True))
-
+        shared = {
+            n: t for flat in self.flats for n, t in zip(flat.names, flat.tensors, strict=True)
+        }
         for name, member in members.items():
             dtype = self.options.kept_dtype(member.dtype)
-            if name in shared:
-                self.tensors[name] = shared[name]
-            else:
-                self.tensors[name] = torch.empty_like(
-                    member, dtype=dtype, device=device, requires_grad=False
-                )
+            if name not in shared:
+                new = torch.empty_like(member, dtype=dtype, device=device, requires_grad=False)
+                shared[name] = new
+            self.tensors[name] = shared[name]
             wants_error = self.options.precision == "compensated" and is_averaged(member)
             if wants_error and (dtype == member.dtype or is_rounded(dtype)):
                 self.errors[name] = torch.zeros_like(self.tensors[name])

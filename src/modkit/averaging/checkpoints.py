@@ -75,17 +75,10 @@ def average_checkpoints(
     if not files:
         raise ValueError("average_checkpoints: there is no file to average")
     shares = [1.0] * len(files) if weights is None else weights
-    if len(shares) != len(files):
-        raise ValueError(f"average_checkpoints: {len(shares)} weights for {len(files)} files")
-    if not all(math.isfinite(share) and share >= 0 for share in shares) or sum(shares) <= 0:
-        raise ValueError(
-            f"average_checkpoints: weights must be finite, 0 or more, and not all 0, got {shares!r}"
-        )
+    _check_weights(shares, len(files))
 
     opened = Checkpoint(files[0], key)
-    shapes = opened.shapes
-    dtypes = opened.dtypes
-    versions = opened.versions
+    shapes, dtypes, versions = opened.shapes, opened.dtypes, opened.versions
     fitting = partial(_fitting, key=key, first=files[0], shapes=shapes, dtypes=dtypes)
     second_names = dict(_ties(opened).intersection(*(_ties(fitting(path)) for path in files[1:])))
     # The metadata outlives the open file.
@@ -123,6 +116,15 @@ def average_checkpoints(
     return result
 
 
+def _check_weights(weights: Sequence[float], files: int) -> None:
+    if len(weights) != files:
+        raise ValueError(f"average_checkpoints: {len(weights)} weights for {files} files")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
+        raise ValueError(
+            f"average_checkpoints: weights must be finite, 0 or more, and not all 0, got {weights!r}"
+        )
+
+
 def _fitting(
     path: Path,
     key: str | None,
@@ -145,14 +147,10 @@ def _fitting(
 
 def _ties(checkpoint: Checkpoint) -> frozenset[tuple[str, str]]:
     """Return each name whose tensor has an earlier name, with that name."""
-    first_names: dict[Hashable, str] = {}
-    ties: set[tuple[str, str]] = set()
-    for name in checkpoint.shapes:
-        memory = checkpoint.memory(name)
-        first_name = name if memory is None else first_names.setdefault(memory, name)
-        if first_name != name:
-            ties.add((name, first_name))
-    return frozenset(ties)
+    first: dict[Hashable, str] = {}
+    memories = {name: checkpoint.memory(name) for name in checkpoint.shapes}
+    pairs = [(name, first.setdefault(m, name)) for name, m in memories.items() if m is not None]
+    return frozenset((name, first_name) for name, first_name in pairs if name != first_name)
 
 
 def _finished(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> Tensor:

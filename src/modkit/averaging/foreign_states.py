@@ -142,8 +142,8 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
             return Converted(source, _below("ema_model.", checked), step=calls)
 
         case "torch" | "timm":
-            count = checked.integer("n_averaged") if source == "torch" else None
-            return Converted(source, _below("module.", checked), count)
+            models = checked.integer("n_averaged") if source == "torch" else None
+            return Converted(source, _below("module.", checked), models)
 
         case "weights":
             return Converted(source, _below("", checked))

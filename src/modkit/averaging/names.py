@@ -30,9 +30,8 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
     """Map each name to its canonical name, or to itself if two names would collide."""
     # They collide where a user's model has a child that is called ``module``.
     canonical = {name: canonical_name(name) for name in names}
-    if len(set(canonical.values())) < len(canonical):
-        return {name: name for name in canonical}
-    return canonical
+    is_unique = len(set(canonical.values())) == len(canonical)
+    return canonical if is_unique else {name: name for name in canonical}
 
 
 def _prefix_between(longer: set[str], shorter: set[str]) -> str:
@@ -57,8 +56,7 @@ def names_like(mine: set[str], names: dict[str, str], theirs: set[str]) -> dict[
         >>> names_like({"net.weight"}, {"net.weight": "net.weight"}, {"weight"})
         {'net.weight': 'weight'}
     """
-    surplus = _prefix_between(mine, theirs)
-    lacking = _prefix_between(theirs, mine)
+    surplus, lacking = _prefix_between(mine, theirs), _prefix_between(theirs, mine)
     renamed = {key: lacking + name.removeprefix(surplus) for key, name in names.items()}
     # They collide where a wrapper has a buffer of the name of one of its network.
     return renamed if len(set(renamed.values())) == len(names) else names

@@ -5,7 +5,7 @@ Everything in ``__all__`` is public as :mod:`modkit.posthoc`, and ``PostHocEMA``
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -21,7 +21,7 @@ from modkit.averaging.precision import compact, is_averaged
 from modkit.averaging.schedules import Power, gamma_of
 from modkit.averaging.state import LoadedState, stored_average
 from modkit.averaging.state_checks import AVERAGE, OWN_POSTHOC, CheckedMapping
-from modkit.errors import FileError, shown
+from modkit.errors import FileError
 from modkit.files.checkpoint_files import state_dict_at
 from modkit.files.torch_files import read_mapped, save_checkpoint
 
@@ -146,17 +146,6 @@ def _read_header(path: Path) -> Snapshot:
     except (ValueError, OverflowError) as error:
         raise FileError(f"{path} is corrupt: {error}") from error
     return Snapshot(step, sigma_rel, path)
-
-
-def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield each name, its verified tensor, and True if it is averaged; one in memory at a time."""
-    content, checksums = read_mapped(path)
-    for key, averaged in (("averages", True), ("buffers", False)):
-        for name, tensor in state_dict_at(content, path, key)[1].items():
-            if averaged and not is_averaged(tensor):
-                raise FileError(f"{path} is corrupt: its average {name!r} has integers")
-            checksums.check(name, tensor)
-            yield name, tensor, averaged
 
 
 @dataclass(frozen=True)
@@ -311,8 +300,9 @@ def reconstruct(
     Raises:
         FileNotFoundError: If there are no snapshots.
         FileError: If a file is not a snapshot, or is corrupt.
+        NameMismatchError: If a file has other tensors than the one before it. It is a ``ValueError``.
         ValueError: If the width is narrower than all snapshots or too wide, the step is outside of
-            theirs, the error is above ``max_error``, or the files hold other tensors than the first.
+            theirs, or the error is above ``max_error``.
 
     Example:
         >>> import torch
@@ -367,27 +357,26 @@ def reconstruct(
 
 def _add(result: Reconstruction, path: Path, coefficient: float) -> None:
     """Add the averaged tensors of a file, times its coefficient, and replace the buffers."""
+    content, checksums = read_mapped(path)
     sums = result.averages
-    names = set[str]()
-    is_first = not sums
-    for name, tensor, averaged in _read_tensors(path):
-        if not averaged:
-            result.buffers[name] = tensor.clone()
-            continue
+    averages = state_dict_at(content, path, "averages")[1]
+    if sums:
+        problem = f"{path} does not fit the snapshots before it"
+        check_match(problem, shapes_of(sums), shapes_of(averages))
 
-        names.add(name)
+    for name, tensor in averages.items():
+        if not is_averaged(tensor):
+            raise FileError(f"{path} is corrupt: its average {name!r} has integers")
+        checksums.check(name, tensor)
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-        if is_first:
-            sums[name] = wide * coefficient
-        elif name in sums and sums[name].shape == wide.shape:
+        if name in sums:
             sums[name].add_(wide, alpha=coefficient)
         else:
-            raise ValueError(
-                shown(f"{path} has another tensor {name!r} than the snapshots before it")
-            )
+            sums[name] = wide * coefficient
 
-    if missing := sums.keys() - names:
-        raise ValueError(shown(f"{path} has no tensor {min(missing)!r}"))
+    for name, tensor in state_dict_at(content, path, "buffers")[1].items():
+        checksums.check(name, tensor)
+        result.buffers[name] = tensor.clone()
 
 
 def _persistent(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -83,8 +83,7 @@ def lerp_(
         weights: How far each average moves: 0 stays, 1 copies. A number, or a tensor of one element in
             the memory of the device.
     """
-    like = averages[0][0]
-    current = currents[0]
+    like, current = averages[0][0], currents[0]
     if like.dtype == current.dtype and like.device == current.device:
         # Nothing is created here, and autograd takes a tenth of the time of small tensors.
         with torch.inference_mode():
@@ -260,9 +259,7 @@ def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
         bad = next((name for name in local if not bool(all_finite([local[name]]))), None)
     flag = torch.tensor(bad is None, device="cpu")
     fine = true_everywhere(flag, meshes_of(tensors.values()))
-    if fine:
-        return None
-    return bad or "a parameter on another rank"
+    return None if fine else bad or "a parameter on another rank"
 
 
 def check_finite(owner: str, tensors: Mapping[str, Tensor]) -> None:

@@ -742,8 +742,7 @@ def gamma_of(sigma_rel: float) -> float:
     # s greater than (x + 2)**2, so 1 / sigma_rel is above the root, where the cubic is convex: Newton's
     # steps only decrease, and end where rounding stops them.
     s = sigma_rel**-2
-    gamma = math.inf
-    below = 1 / sigma_rel
+    gamma, below = math.inf, 1 / sigma_rel
     while below < gamma:
         gamma = below
         value = ((gamma + 7) * gamma + 16 - s) * gamma + 12 - s

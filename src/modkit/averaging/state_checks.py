@@ -32,10 +32,8 @@ def described(value: object) -> str:
     """Return a value as errors show it: in one line, and tensors without their elements."""
     if isinstance(value, Tensor):
         return f"a tensor of dtype {value.dtype} and shape {tuple(value.shape)}"
-    shown_value = repr(value)
-    if len(shown_value) <= _LONGEST_REPR:
-        return shown_value
-    return f"{shown_value[:_LONGEST_REPR]}..."
+    line = repr(value)
+    return line if len(line) <= _LONGEST_REPR else f"{line[:_LONGEST_REPR]}..."
 
 
 KINDS: Final[dict[str, Callable[[Any], bool]]] = {
@@ -90,8 +88,9 @@ class CheckedMapping:
         """Raise ValueError unless there is an entry of each name."""
         missing = [self.key(name) for name in names if name not in self.values]
         if missing:
-            names_missing = ", ".join(missing)
-            raise invalid_state(f"the state of {self.source} has no {names_missing}", self.owner)
+            raise invalid_state(
+                f"the state of {self.source} has no {', '.join(missing)}", self.owner
+            )
 
     def get(self, name: Any, kind: str | None = None) -> Any:
         """Return an entry, which must be there, and of a kind if one is given."""

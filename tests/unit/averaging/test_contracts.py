@@ -59,7 +59,7 @@ def raises(found: Any) -> bool:
 
 @for_each("name", [name for name, found in MEMBERS.items() if raises(found)])
 def test_errors_are_described(name: str) -> None:
-    """What raises by itself says when, below ``Raises``."""
+    """A function that raises by itself states the conditions below ``Raises``."""
     assert "Raises:" in inspect.getdoc(MEMBERS[name])
 
 

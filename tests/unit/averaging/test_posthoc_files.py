@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from modkit.averaging.posthoc import find_snapshots, reconstruct, save_snapshot
+from modkit.errors import NameMismatchError
 from modkit.schedules import Power
 from tests.cases import for_each
 from tests.processes import python
@@ -193,15 +194,16 @@ def test_order_is_by_step_not_by_name(tmp_path):
 
 def test_snapshots_of_different_models(tmp_path):
     """Files that hold other tensors than the ones before are refused by name."""
-    for name, other in (
-        ("missing", {}),
-        ("more", {"weight": torch.ones(1), "bias": torch.ones(1)}),
+    for name, other, problem in (
+        ("missing", {}, "1 missing: weight"),
+        ("more", {"weight": torch.ones(1), "bias": torch.ones(1)}, "1 unexpected: bias"),
+        ("shape", {"weight": torch.ones(2)}, r"weight \(\(2,\) instead of \(1,\)\)"),
     ):
         folder = tmp_path / name
         save_snapshot(folder, {"weight": torch.ones(1)}, step=1, sigma_rel=0.1)
         save_snapshot(folder, other, step=9, sigma_rel=0.1)
 
-        with pytest.raises(ValueError, match=r"weight|bias"):
+        with pytest.raises(NameMismatchError, match=f"does not fit .* before it: .*{problem}"):
             reconstruct(folder, 0.15, max_error=5)
 
 
