@@ -73,6 +73,7 @@ class FlatBuffer:
         memory = (ctypes.c_char * self.data.nbytes).from_address(self.data.data_ptr())
         # Each tensor keeps the ctypes object alive, and that keeps the memory.
         memory.flat_buffer = self.data  # type: ignore[attr-defined]
+
         # Lists of one order, that of the memory; a tensor that is no longer averaged has the name "".
         self.names: list[str] = list(likes)
         self.tensors: list[Tensor] = []

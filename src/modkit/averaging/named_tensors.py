@@ -87,12 +87,14 @@ class NamedTensors:
         self.registries: list[Registry] = []
         self.buffer_registries: list[Registry] = []
         self.scripted: bool = False
+
         slots = [slot for prefix, module in places for slot in self._slots_of(prefix, module)]
         names = canonical_names(slot[0] for slot in slots)
         parameters = [slot[0] for slot in slots if slot[4] and slot[3] is not None]
         if like is not None:
             names = names_like({names[name] for name in parameters}, names, like.parameter_names)
         self.parameter_names: set[str] = {names[name] for name in parameters}
+
         first: dict[int, str] = {}
         for name, registry, key, tensor, is_parameter, persistent in slots:
             member = Member(names[name], tensor, registry, key, is_parameter, persistent)
@@ -120,6 +122,7 @@ class NamedTensors:
             self.registries += (module._modules, parameters)
             self.buffer_registries.append(buffers)
             transient = module._non_persistent_buffers_set
+
         for key, tensor in parameters.items():
             yield prefix + key, parameters, key, tensor, True, True
         for key, tensor in buffers.items():
