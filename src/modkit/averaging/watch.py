@@ -153,8 +153,8 @@ def metadata_guard(tensors: list[Tensor]) -> Callable[[], bool]:
         if guard is not None:
             return guard
 
-    facts = _facts_of(tensors)
-    return lambda: _facts_of(tensors) == facts
+    facts = _metadata_of(tensors)
+    return lambda: _metadata_of(tensors) == facts
 
 
 def _alike_with_shards(tensors: list[Tensor], sharded: list[Tensor]) -> Callable[[], bool]:
