@@ -61,22 +61,30 @@ class EMA(Generic[ModelT]):
 
     Call :meth:`update` after each optimizer step, or :meth:`attach` the optimizer once. To evaluate
     an average, swap it into the model with :meth:`applied`. The first update copies the parameters;
-    each later one computes ``average = decay * average + (1 - decay) * parameter``. Methods raise
-    ``NameMismatchError`` before anything changes if names or shapes of a model do not match. No
-    update synchronizes with an accelerator, except with ``on_nonfinite="raise"``, and the first one
-    with ``"skip"``.
+    each later one computes ``average = decay * average + (1 - decay) * parameter``, as mean teacher
+    does (https://arxiv.org/abs/1703.01780, section 2). With the schedule ``Equal()`` that is
+    stochastic weight averaging (https://arxiv.org/abs/1803.05407, algorithm 1).
+
+    Tensors are matched by name, without the prefixes of DDP, ``torch.compile``, FSDP and activation
+    checkpointing; tied tensors are averaged once. Methods raise ``NameMismatchError`` before anything
+    changes if names or shapes of a model do not match; :meth:`rebind` adapts the averages to a model
+    that has changed on purpose. No update synchronizes with an accelerator, except with
+    ``on_nonfinite="raise"``, and the first one with ``"skip"``.
 
     Args:
         model: Model to track. It is neither copied nor modified.
-        decay: Decay factor in [0, 1], by default 0.999. A list gives several averages, numbered by
-            ``index``.
-        schedule: Decay that changes, instead of ``decay``; see :mod:`modkit.schedules`.
-        update_after_step: Number of updates to ignore before the parameters are copied.
-        update_every: Average once every ``update_every`` updates, with ``decay ** update_every``.
+        decay: Decay factor of one step, in [0, 1], by default 0.999. An average spans about
+            ``1 / (1 - decay)`` steps. A list gives several averages, numbered by ``index`` from 0.
+        schedule: Decay that changes, instead of ``decay``: a schedule of :mod:`modkit.schedules`, a
+            function of ``n``, the number of steps since the average was a copy, or a list of them.
+        update_after_step: Number of updates to ignore before the parameters are copied, 0 or more.
+        update_every: Average once every ``update_every`` updates, 1 or more, with the product of the
+            decays of these steps, such as ``decay ** update_every``.
         precision: ``"fp32"`` and ``"fp64"`` keep the average in at least that precision, also in
             :meth:`to`. ``"same"`` keeps the parameter's dtype: bf16 and fp16 averages stall for decays
-            close to 1. ``"stochastic"`` rounds stochastically; ``"compensated"`` adds a low-order error
-            term, and 16-bit averages read as their sum in float32.
+            close to 1. ``"stochastic"`` rounds stochastically (https://arxiv.org/abs/1502.02551,
+            section 3.1); ``"compensated"`` adds a low-order error term (Kahan,
+            https://doi.org/10.1145/363707.363723), and 16-bit averages read as their sum in float32.
         device: Device of the averages. Default: that of each parameter.
         buffers: ``"copy"``, ``"average"`` or ``"ignore"`` floating-point buffers, or a dict from
             globs of names to one of the three; the first glob that matches counts. Integer buffers
@@ -84,22 +92,38 @@ class EMA(Generic[ModelT]):
             that an evaluation writes to, such as a cache or its position.
         include: Globs of names, or a predicate: parameters to average. Default: all.
         exclude: Globs of names, or a predicate: parameters not to average.
-        trainable_only: Average only parameters that require gradients at the first update.
+        trainable_only: Average only parameters that require gradients at the first update. One that
+            is frozen later is still averaged. One that is unfrozen later is a ``NameMismatchError``
+            until :meth:`rebind`.
         on_nonfinite: ``"ignore"`` averages infinite and NaN parameters, ``"skip"`` skips the step,
             ``"raise"`` raises. On CPU a skipped step has no part in ``n_averaged`` and in the
             schedule; on accelerators it counts there, because reading the flag is a host sync.
-        seed: Seed for stochastic rounding.
+        seed: Seed for stochastic rounding, of one generator per device.
 
     Raises:
-        TypeError: If ``model`` is not a module, a number of steps is not an int, or a decay is not a
-            number, a schedule or a function.
-        ValueError: If an argument is invalid, no parameter is selected, or a glob other than ``"*"``
-            matches no name; for a lazy model the first update checks the globs.
+        TypeError: If ``model`` is not a module, a number of steps is not an int, a decay is not a
+            number, a schedule or a function, or names are neither globs nor a predicate.
+        ValueError: If ``decay`` and ``schedule`` are both given, a list of them is empty, a decay is
+            outside of [0, 1], a number of steps is too small, an option is not one of its values, no
+            parameter is selected, or a glob other than ``"*"`` matches no name; for a lazy model the
+            first update checks the globs.
+        RuntimeError: If torch does not know ``device``, or a module of the model contains itself.
+
+    Warns:
+        UserWarning: If a constant decay is above 0 and below 0.1, as a momentum is.
 
     Attributes:
-        step: Number of updates that were requested.
+        model: The model in training.
+        step: Number of updates that were requested, those included that ``update_after_step`` and
+            ``update_every`` skip.
         n_averaged: Number of models averaged so far, including the initial copy; on accelerators,
             including steps that ``on_nonfinite="skip"`` has skipped.
+        schedules: The schedule of each average. An entry that is replaced counts from the next
+            update on.
+        update_after_step: The option, which counts until the first update that averages. A value
+            that the constructor would refuse raises its error.
+        update_every: The option; a new value counts from the next update on. A value that the
+            constructor would refuse raises its error.
 
     Example:
         >>> from modkit import EMA, nn
@@ -111,6 +135,8 @@ class EMA(Generic[ModelT]):
         >>> with ema.applied():
         ...     model.weight.item()
         1.25
+        >>> model.weight.item()
+        2.0
     """
 
     model: ModelT
@@ -215,13 +241,28 @@ class EMA(Generic[ModelT]):
 
         Returns:
             The tensors that were replaced, parameters and buffers, by canonical name. They are not
-            copied.
+            copied; those of a sharded model inside :meth:`applied` are the clones that will be
+            restored.
+
+        Example:
+            >>> from modkit import EMA, nn
+            >>> model = nn.Linear(1, 1, bias=False)
+            >>> ema = EMA(model)
+            >>> ema.update()
+            >>> with ema.applied():
+            ...     list(ema.training_weights())
+            ['weight']
+            >>> ema.training_weights()
+            {}
         """
         return {**raw_values(self.model), **(self._stored if self._overwritten else {})}
 
     @property
     def device(self) -> torch.device | None:
-        """Device of the averages; None if each is where its parameter is."""
+        """Device of the averages; None if each is where its parameter is.
+
+        It is read-only: :meth:`to` moves the averages.
+        """
         return self._engine.options.device
 
     def __repr__(self) -> str:
@@ -233,8 +274,11 @@ class EMA(Generic[ModelT]):
     def update(self, model: torch.nn.Module | None = None) -> None:
         """Update the averages with the present parameters; call it after ``optimizer.step()``.
 
-        In compiled code it is one graph break. If an attached optimizer has already updated the
-        averages for this step, it warns once.
+        The first update copies, each later one averages; ``update_after_step`` and ``update_every``
+        skip some. Copied buffers take the present values in each update that averages. If one of the
+        errors below is raised, nothing has changed, :attr:`step` included.
+
+        In compiled code it is one graph break.
 
         Args:
             model: Another model of the same names and shapes to take the parameters from. All of its
@@ -242,8 +286,17 @@ class EMA(Generic[ModelT]):
 
         Raises:
             NameMismatchError: If names or shapes are not those of the averages.
-            RuntimeError: If the model holds an average, if a parameter has no values yet, or, with
-                ``on_nonfinite="raise"``, is not finite.
+            RuntimeError: If the model holds an average, inside :meth:`applied` or between
+                :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
+                uninitialized (lazy) or on the meta device; if torch has no kernels that average its
+                layout; or, with ``on_nonfinite="raise"``, if a value is not finite.
+            ValueError: If a schedule returns a decay outside of [0, 1]; in the first update also if
+                ``trainable_only=True`` and no parameter requires gradients, or a glob matches no name
+                of a model that was lazy.
+
+        Warns:
+            UserWarning: Once, if an attached optimizer has already updated the averages for this
+                step.
         """
         source = self.model if model is None else model
         if self._overwritten or any_swapped(source):
@@ -277,12 +330,25 @@ class EMA(Generic[ModelT]):
 
         A parameter that has another name now, because an adapter or a parametrization wraps its layer,
         keeps its average, if it is the same object with the same memory. If only the name is the same,
-        it keeps its average too, unless the shape is another one.
+        it keeps its average too, unless the shape is another one. :attr:`step` and :attr:`n_averaged`
+        stay; statistics of :meth:`update_bn` are dropped.
 
         Raises:
-            RuntimeError: If the average is swapped in, or a parameter has no values yet; also if a new
-                one is not finite, unless ``on_nonfinite`` is ``"ignore"``.
+            RuntimeError: If the model holds an average, inside :meth:`applied` or between
+                :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
+                uninitialized (lazy) or on the meta device; or if a new one is not finite, unless
+                ``on_nonfinite`` is ``"ignore"``.
             ValueError: If no parameter is selected any more.
+
+        Example:
+            >>> from modkit import EMA, nn
+            >>> model = nn.Sequential(nn.Linear(1, 1, bias=False))
+            >>> ema = EMA(model)
+            >>> ema.update()
+            >>> _ = model.append(nn.Linear(1, 2, bias=False))
+            >>> ema.rebind()
+            >>> [name for name, _ in ema.named_averages()]
+            ['0.weight', '1.weight']
         """
         self._check_restored("EMA.rebind()", self.model)
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
@@ -296,20 +362,40 @@ class EMA(Generic[ModelT]):
         stepped, or one steps again. A state that is saved between their steps resumes there if they
         are attached in the same order.
 
-        Each outermost call of ``step()`` is one step. These do not count: ``super().step()`` in a
-        subclass, a step that raises, a step that a ``GradScaler`` skips, and the step by which
-        ``torch.distributed.checkpoint`` allocates the state of an optimizer. A fused optimizer skips
-        steps on the device: on CPU they do not count, on accelerators they do, because reading the
-        flag would be a host sync.
+        Each outermost call of ``step()`` is one step, so accumulated gradients count once. These do
+        not count: ``super().step()`` in a subclass, a step that raises, a step that a ``GradScaler``
+        skips, and the step by which ``torch.distributed.checkpoint`` allocates the state of an
+        optimizer. A fused optimizer skips steps on the device: on CPU they do not count, on
+        accelerators they do, because reading the flag would be a host sync.
+
+        While the model holds an average, inside :meth:`applied` or between :meth:`copy_to` and
+        :meth:`restore`, ``optimizer.step()`` raises RuntimeError before it changes anything, because the
+        step would be taken from the average. The errors of :meth:`update` come out of ``optimizer.step()``, after
+        the parameters have changed.
 
         Args:
             *optimizers: Optimizers of averaged parameters. Attach the optimizer itself, not a
                 wrapper such as that of ``accelerator.prepare()``.
 
+        Returns:
+            The object itself.
+
         Raises:
-            TypeError: If the steps of an object cannot be tracked.
-            ValueError: If there is no optimizer, one is attached already, or one does not train an
-                averaged parameter. None is attached then.
+            TypeError: If an object is not a ``torch.optim.Optimizer``, or does not run its hooks, so
+                that its steps cannot be tracked. None is attached then.
+            ValueError: If there is no optimizer, one is attached already or given twice, or one does
+                not train an averaged parameter. None is attached then.
+
+        Example:
+            >>> import torch
+            >>> from modkit import EMA, nn
+            >>> model = nn.Linear(1, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters())
+            >>> ema = EMA(model).attach(optimizer)
+            >>> model(torch.ones(1, 1)).sum().backward()
+            >>> optimizer.step()
+            >>> ema.n_averaged
+            1
         """
         if not optimizers:
             raise ValueError("EMA.attach() needs an optimizer")
@@ -343,14 +429,35 @@ class EMA(Generic[ModelT]):
             self._steps.note_update()
 
     def detach(self) -> None:
-        """Stop updating after the steps of attached optimizers."""
+        """Stop updating after the steps of attached optimizers; without effect if there are none.
+
+        If only some of several optimizers have stepped in this training step, it does not count.
+        """
         self._steps.detach()
 
     def named_averages(self, index: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Return pairs of name and tensor of averages and copied buffers; none before the first update.
+        """Return an iterator over names and tensors of an average, and of what is copied with it.
+
+        Args:
+            index: Index of the average.
+
+        Returns:
+            Pairs of canonical name and tensor, none before the first update: averages in the order of
+            the model's parameters and buffers, then copied buffers, then the statistics of
+            :meth:`update_bn`. Averages have the shape of the parameter, and the dtype that
+            ``precision`` or :meth:`to` gives them. They are not copied, so that a write changes the
+            average; only 16-bit averages with ``precision="compensated"`` are computed, in float32.
 
         Raises:
             IndexError: If there is no average ``index``.
+            TypeError: If ``index`` is not an int.
+
+        Example:
+            >>> from modkit import EMA, nn
+            >>> ema = EMA(nn.BatchNorm1d(1, affine=True))
+            >>> ema.update()
+            >>> [name for name, _ in ema.named_averages()]
+            ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
         """
         return iter(self._engine.named(index).items())
 
@@ -360,18 +467,24 @@ class EMA(Generic[ModelT]):
 
         The swap exchanges storage: nothing is copied unless dtype or device differ, and parameters
         stay the same objects. Before the first update the block sees the training weights. The
-        training weights are restored whatever ends the block, Ctrl-C included. If the block writes to
-        the parameters, and so to the average, or replaces them, it ends with a RuntimeError.
+        training weights are restored whatever ends the block, Ctrl-C included. A state that is saved
+        inside contains them too, and :meth:`load_state_dict` restores them.
 
         Args:
             model: Another model to swap into, such as the wrapped one in distributed training.
             index: Index of the average.
 
+        Yields:
+            Nothing: the model holds the average.
+
         Raises:
-            IndexError: If there is no such average.
+            IndexError: If there is no average ``index``.
+            TypeError: If ``index`` is not an int.
             NameMismatchError: If the model is not the one that is averaged.
-            RuntimeError: At the end, if the block has written to swapped tensors, or has replaced
-                parameters or their modules, which are put back. A block that raised gets a note instead.
+            RuntimeError: At the end, if the block has written to swapped tensors, and so to the
+                average; has cast or moved them; or has replaced parameters or their modules, which
+                are put back. The training weights are restored. A block that raised gets a note
+                instead.
         """
         target = self.model if model is None else model
         pairing = self._engine.pairing(target, index)
@@ -383,7 +496,8 @@ class EMA(Generic[ModelT]):
 
         After :meth:`store`, and until :meth:`restore`, saved states hold the training weights too,
         and updates and steps of attached optimizers are refused. Without :meth:`store` the training
-        weights are lost. Either all tensors are written, or none.
+        weights are lost. Either all tensors are written, or none. Values are cast to the dtypes of
+        the model.
 
         Args:
             model: Model to copy into, of the same names and shapes. Default: the model itself.
@@ -391,8 +505,25 @@ class EMA(Generic[ModelT]):
 
         Raises:
             IndexError: If there is no average ``index``.
+            TypeError: If ``index`` is not an int.
             NameMismatchError: If names or shapes of the model do not match.
-            RuntimeError: If a tensor of the model cannot be written to, such as an expanded one.
+            RuntimeError: If a tensor of the model cannot be written to: it is expanded, on the meta
+                device, or an inference tensor outside of inference mode.
+
+        Example:
+            >>> from modkit import EMA, nn
+            >>> model = nn.Linear(1, 1, bias=False)
+            >>> ema = EMA(model, decay=0.75)
+            >>> for value in 1.0, 2.0:
+            ...     _ = nn.init.constant_(model.weight, value)
+            ...     ema.update()
+            >>> ema.store()
+            >>> ema.copy_to()
+            >>> model.weight.item()
+            1.25
+            >>> ema.restore()
+            >>> model.weight.item()
+            2.0
         """
         target = self.model if model is None else model
         with uninterrupted(), torch.no_grad():
@@ -412,9 +543,15 @@ class EMA(Generic[ModelT]):
     def store(self) -> None:
         """Store a copy of what :meth:`copy_to` replaces, until :meth:`restore`.
 
+        That is, of all averages: averaged parameters and buffers, copied buffers, and batch
+        normalization statistics; before the first update all tensors. A second call replaces what
+        the first one has stored. See :meth:`copy_to` for an example.
+
         Raises:
             RuntimeError: If the model holds an average, inside :meth:`applied` or after
                 :meth:`copy_to`: that would be stored as the training weights.
+            NameMismatchError: If the model has lost an averaged tensor.
+            ValueError: If a parameter is uninitialized (lazy).
         """
         self._check_restored("EMA.store()", self.model)
         with uninterrupted(), torch.no_grad():
@@ -426,9 +563,14 @@ class EMA(Generic[ModelT]):
         """Copy the training weights of :meth:`store` back into the model, and drop them.
 
         If the model was trained or loaded after :meth:`copy_to`, that change is lost, with a warning.
+        See :meth:`copy_to` for an example.
 
         Raises:
             RuntimeError: If nothing is stored.
+            NameMismatchError: If the model has lost a tensor that is stored.
+
+        Warns:
+            UserWarning: If a tensor was written to after :meth:`copy_to`.
         """
         if not self._stored:
             raise RuntimeError("EMA.restore(): nothing is stored. Call store() before copy_to().")
@@ -492,8 +634,29 @@ class EMA(Generic[ModelT]):
     def averaged_model(self, index: int = 0) -> ModelT:
         """Return a copy of the model with averaged weights, in eval mode, without gradients.
 
+        It is independent of the averages. What is not averaged, and everything before the first
+        update, has the model's present values.
+
+        Args:
+            index: Index of the average.
+
+        Returns:
+            A deep copy of the model, with its class, dtypes and devices.
+
         Raises:
             IndexError: If there is no average ``index``.
+            TypeError: If ``index`` is not an int.
+            NameMismatchError: If names or shapes of the model have changed.
+            Exception: Whatever ``copy.deepcopy`` raises for the model. A sharded model cannot be
+                copied: use :meth:`applied`, or ``modkit.distributed.export_average``.
+
+        Example:
+            >>> from modkit import EMA, nn
+            >>> ema = EMA(nn.Linear(1, 1))
+            >>> ema.update()
+            >>> model = ema.averaged_model()
+            >>> model.training, model.weight.requires_grad
+            (False, False)
         """
         # Tensors that are made in inference mode could not be trained outside of it.
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
@@ -513,6 +676,22 @@ class EMA(Generic[ModelT]):
         BatchNorm statistics are those of the model, or their average: see ``buffers``. For a teacher
         in training mode, with statistics of its own, use :meth:`copy_to`; the mode that
         ``module.train()`` sets is kept.
+
+        Raises:
+            NameMismatchError: If names or shapes of the model have changed, until :meth:`rebind`.
+            Exception: Whatever ``copy.deepcopy`` raises for the model. A sharded model cannot be
+                copied: use :meth:`applied`.
+
+        Example:
+            >>> from modkit import EMA, nn
+            >>> model = nn.Linear(1, 1, bias=False)
+            >>> ema = EMA(model, decay=0.75)
+            >>> module = ema.module
+            >>> for value in 1.0, 2.0:
+            ...     _ = nn.init.constant_(model.weight, value)
+            ...     ema.update()
+            >>> module.weight.item()
+            1.25
         """
         # Tensors that are made in inference mode could not be written to outside of it.
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
@@ -543,6 +722,16 @@ class EMA(Generic[ModelT]):
 
         The outputs differ from those of a momentum teacher in training mode, which normalizes by the
         statistics of its batch: see "Momentum teachers" in the guide to weight averaging.
+
+        Args:
+            *args: Positional arguments of the model.
+            **kwargs: Keyword arguments of the model.
+
+        Returns:
+            What the model returns.
+
+        Raises:
+            Exception: Whatever reading :attr:`module`, or the model itself, raises.
         """
         return self.module(*args, **kwargs)
 
@@ -553,14 +742,26 @@ class EMA(Generic[ModelT]):
         ``averaged_model().to(dtype)``, or ``modkit.distributed.export_average(dtype=...)``.
 
         Args:
-            device: Device of the averages.
+            device: Device of the averages and of the copied buffers.
             dtype: Floating-point dtype of the averages, as wide as ``precision`` promises: ``"fp32"``
                 refuses 16 bits, and ``"fp64"`` float32. ``"same"`` stalls in bf16 or fp16. An average with
                 ``"compensated"`` reads in float32 then: it is the sum with its error term.
 
+        Returns:
+            The object itself.
+
         Raises:
             ValueError: If ``dtype`` is not a floating-point dtype of 16 bits or more, or is too narrow.
             NameMismatchError: If names or shapes of the model have changed.
+            RuntimeError: If torch does not know the device, or it has too little memory.
+
+        Example:
+            >>> import torch
+            >>> from modkit import EMA, nn
+            >>> ema = EMA(nn.Linear(1, 1)).to("cpu", torch.float64)
+            >>> ema.update()
+            >>> {name: tensor.dtype for name, tensor in ema.named_averages()}
+            {'weight': torch.float64, 'bias': torch.float64}
         """
         if dtype is not None:
             if not (dtype.is_floating_point and dtype.itemsize > 1):
@@ -579,6 +780,19 @@ class EMA(Generic[ModelT]):
 
         While the model holds an average, inside :meth:`applied` and between :meth:`copy_to` and
         :meth:`restore`, it includes the training weights.
+
+        Returns:
+            A dict that ``torch.save`` writes, and ``torch.load`` reads with ``weights_only=True``:
+
+            - ``"version"`` of the format; ``"step"``, ``"n_averaged"``, ``"update_every"`` and
+              ``"update_after_step"``; ``"start"``, the step at which the average was a copy, or None;
+            - ``"schedules"``: name and fields of each schedule;
+            - ``"averages"``: for each average its ``"tensors"``, error terms (``"rests"``), states of
+              random ``"generators"`` and, after :meth:`update_bn`, ``"statistics"``;
+            - ``"buffers"``: the copied buffers;
+            - ``"stepped"``: indices of the attached optimizers that have stepped in an unfinished
+              training step, if there is one;
+            - ``"raw"``: the training weights, if the model holds an average.
         """
         own = "step", "n_averaged", "update_every", "update_after_step"
         state: dict[str, Any] = {
@@ -605,17 +819,35 @@ class EMA(Generic[ModelT]):
         the first update, with a warning unless the schedule is constant and ``update_after_step`` 0.
 
         Args:
-            state_dict: The state; it is validated completely before anything changes.
+            state_dict: The state; it is validated completely before anything changes. Tensors are
+                copied.
             step: Number of calls of :meth:`update` so far, for a state of another library or plain
                 weights: the value of :attr:`step`, from which ``n_averaged`` follows with
                 ``update_after_step`` and ``update_every``. It replaces the counter of the state.
 
         Raises:
             TypeError: If ``step`` is not an int.
-            ValueError: If the state is invalid or unknown, ``step`` is negative, or it is given with
-                a state that is empty or of an ``EMA``, which holds its own counter.
-            NameMismatchError: If the state does not fit the model.
-            RuntimeError: If the average is swapped in.
+            ValueError: If the state is not a mapping, invalid, of an unknown kind or a newer version,
+                holds another number of averages, or values that are not finite unless
+                ``on_nonfinite="ignore"``; if ``step`` is negative, or is given with a state that is
+                empty or of an ``EMA``, which holds its own counter.
+            NameMismatchError: If names or shapes of the state are not those of the model.
+            RuntimeError: If the model holds an average, inside :meth:`applied` or between
+                :meth:`copy_to` and :meth:`restore`.
+
+        Warns:
+            UserWarning: If the state is empty, changes an option, has no counter that matters, or
+                loads training weights into the model.
+
+        Example:
+            >>> from modkit import EMA, nn
+            >>> model = nn.Linear(1, 1)
+            >>> ema = EMA(model)
+            >>> ema.update()
+            >>> resumed = EMA(model)
+            >>> resumed.load_state_dict(ema.state_dict())
+            >>> resumed
+            EMA(Linear, Constant(decay=0.999), step=1, n_averaged=1)
         """
         self._check_restored("EMA.load_state_dict()", self.model)
         if step is not None:
@@ -672,8 +904,10 @@ class EMA(Generic[ModelT]):
 
 def _write(model: torch.nn.Module, values: Mapping[str, Tensor]) -> None:
     named = NamedTensors(model)
-    for name, value in values.items():
-        write(named.tensor(name), value)
+    # All names are looked up before the first write.
+    pairs = [(named.tensor(name), value) for name, value in values.items()]
+    for tensor, value in pairs:
+        write(tensor, value)
 
 
 publish("modkit", EMA)
