@@ -13,7 +13,7 @@ from modkit._namespace import publish
 from modkit._upstream import never_compiled
 from modkit.averaging import batch_norm, state as ema_state
 from modkit.averaging.averaged_copy import AveragedCopy
-from modkit.averaging.engine import Engine
+from modkit.averaging.engine import Engine, check_model, check_not_flattened
 from modkit.averaging.interrupts import uninterrupted
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.optimizer_steps import OptimizerSteps, check_optimizer
@@ -101,7 +101,8 @@ class EMA(Generic[ModelT]):
         seed: Seed for stochastic rounding, of one generator per device.
 
     Raises:
-        TypeError: If ``model`` is not a module, a number of steps is not an int, a decay is not a
+        TypeError: If ``model`` is not a module, or contains ``FullyShardedDataParallel`` (FSDP1),
+            which flattens parameters (use ``fully_shard``); if a number of steps is not an int, a decay is not a
             number, a schedule or a function, or names are neither globs nor a predicate.
         ValueError: If ``decay`` and ``schedule`` are both given, a list of them is empty, a decay is
             outside of [0, 1], a number of steps is too small, an option is not one of its values, no
@@ -163,11 +164,7 @@ class EMA(Generic[ModelT]):
         on_nonfinite: OnNonfinite = "ignore",
         seed: int = 0,
     ) -> None:
-        if not isinstance(cast("object", model), torch.nn.Module):
-            raise TypeError(
-                f"EMA: model must be a torch.nn.Module, got {type(model).__name__}. Pass the "
-                "model, not parameters: EMA(model, decay) averages by name and swaps them itself."
-            )
+        check_model(model)
         self.model = model
         self.update_after_step = update_after_step
         self.update_every = update_every
@@ -195,7 +192,9 @@ class EMA(Generic[ModelT]):
         self._check_selection()
 
     def _check_selection(self) -> None:
-        parameters = NamedTensors(self.model).parameters.values()
+        named = NamedTensors(self.model)
+        check_not_flattened(named)
+        parameters = named.parameters.values()
         options = self._engine.options
         if not parameters:
             raise ValueError(
@@ -285,6 +284,7 @@ class EMA(Generic[ModelT]):
                 names may have one more prefix, as in a wrapper of the tracked model, or one fewer.
 
         Raises:
+            TypeError: If ``model`` is not a module, or contains ``FullyShardedDataParallel``.
             NameMismatchError: If names or shapes are not those of the averages.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
                 :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
@@ -334,6 +334,7 @@ class EMA(Generic[ModelT]):
         stay; statistics of :meth:`update_bn` are dropped.
 
         Raises:
+            TypeError: If the model contains ``FullyShardedDataParallel`` now.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
                 :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
                 uninitialized (lazy) or on the meta device; or if a new one is not finite, unless
@@ -479,7 +480,8 @@ class EMA(Generic[ModelT]):
 
         Raises:
             IndexError: If there is no average ``index``.
-            TypeError: If ``index`` is not an int.
+            TypeError: If ``index`` is not an int, or ``model`` is not a module, or contains
+                ``FullyShardedDataParallel``.
             NameMismatchError: If the model is not the one that is averaged.
             RuntimeError: At the end, if the block has written to swapped tensors, and so to the
                 average; has cast or moved them; or has replaced parameters or their modules, which
@@ -505,7 +507,8 @@ class EMA(Generic[ModelT]):
 
         Raises:
             IndexError: If there is no average ``index``.
-            TypeError: If ``index`` is not an int.
+            TypeError: If ``index`` is not an int, or ``model`` is not a module, or contains
+                ``FullyShardedDataParallel``.
             NameMismatchError: If names or shapes of the model do not match.
             RuntimeError: If a tensor of the model cannot be written to: it is expanded, on the meta
                 device, or an inference tensor outside of inference mode.

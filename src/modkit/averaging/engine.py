@@ -15,7 +15,12 @@ from modkit.averaging.names import check_match, shapes_of
 from modkit.averaging.options import Options
 from modkit.averaging.plan import Cache, Plan
 from modkit.averaging.rules import Rule
-from modkit.averaging.sharding import local_shard, reshard
+from modkit.averaging.sharding import (
+    MSG_FLAT_PARAMETERS,
+    is_flattened,
+    local_shard,
+    reshard,
+)
 from modkit.averaging.swap import Pairs, Registered, pairs_for
 from modkit.averaging.watch import Watch
 from modkit.errors import NameMismatchError
@@ -65,8 +70,11 @@ class Engine:
 
     def _named(self, model: torch.nn.Module) -> NamedTensors:
         """Return the tensors of a model under the names of those that are averaged."""
+        check_model(model)
         like = None if model is self.model else NamedTensors(self.model)
-        return NamedTensors(model, like=like)
+        named = NamedTensors(model, like=like)
+        check_not_flattened(named)
+        return named
 
     def _plan(self, model: torch.nn.Module) -> Plan:
         named = self._named(model)
@@ -132,6 +140,7 @@ class Engine:
 
     def pairing(self, model: torch.nn.Module, index: int) -> Pairing:
         """Pair an average with the tensors of a model."""
+        check_model(model)
         # Only then can it be seen whether the tensors are others.
         reshard(model.modules())
         values = self.named(index)
@@ -167,7 +176,7 @@ class Engine:
 
     def rebind(self) -> None:
         """Take in parameters that the model has got, and drop those that it has lost."""
-        named = NamedTensors(self.model)
+        named = self._named(self.model)
         _check_materialized(named)
         if not self.begun:
             self.reset()
@@ -244,6 +253,24 @@ def _address(tensor: Tensor) -> int:
         return local_shard(tensor).data_ptr()
     except RuntimeError:
         return 0
+
+
+def check_model(model: object) -> None:
+    """Raise TypeError unless the argument is a module: other libraries take parameters."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"EMA: model must be a torch.nn.Module, got {type(model).__name__}. Pass the "
+            "model, not parameters: EMA averages by name and swaps them itself."
+        )
+
+
+def check_not_flattened(named: NamedTensors) -> None:
+    """Raise TypeError if a model is sharded by ``FullyShardedDataParallel``."""
+    if is_flattened(named.modules):
+        raise TypeError(
+            f"EMA: {MSG_FLAT_PARAMETERS}. Shard the model with torch.distributed.fsdp.fully_shard, "
+            "which keeps them. Nothing has been changed."
+        )
 
 
 def _check_any(averaged: Tensors) -> None:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,22 @@ def local_shard(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         return cast("Tensor", cast("Any", tensor).to_local())
+
+
+# Where ``FullyShardedDataParallel`` is refused; the error also names what to use instead.
+MSG_FLAT_PARAMETERS: Final = (
+    "FullyShardedDataParallel flattens parameters, so they cannot be averaged by name"
+)
+
+
+def is_flattened(modules: Iterable[torch.nn.Module]) -> bool:
+    """Return True if a module is a ``FullyShardedDataParallel`` (FSDP1), without importing that class.
+
+    In a forward it gives the parameters views of other memory, so a swapped average would not be
+    seen, and with ``use_orig_params=False`` there are no parameters of the model's names.
+    """
+    flattened = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return flattened is not None and any(isinstance(module, flattened) for module in modules)
 
 
 def has_shards(model: torch.nn.Module) -> bool:

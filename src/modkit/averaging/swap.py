@@ -9,7 +9,7 @@ import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import torch
@@ -28,7 +28,15 @@ from modkit._messages import (
 from modkit.averaging.interrupts import critical
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.names import check_match, shapes_of
-from modkit.averaging.sharding import is_sharded, local_shard, reshard, sharded_places
+from modkit.averaging.sharding import (
+    MSG_FLAT_PARAMETERS,
+    has_shards,
+    is_flattened,
+    is_sharded,
+    local_shard,
+    reshard,
+    sharded_places,
+)
 from modkit.averaging.watch import Snapshot
 
 
@@ -76,13 +84,24 @@ def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT
     """
     try:
         return copy.deepcopy(model, dict(copies or {}))
-    except RuntimeError:
+    except RuntimeError as error:
         # ``weight_norm``, for one, leaves a computed tensor in its module, which torch refuses to copy.
-        with _DetachedCopies():
+        with _DetachedCopies(), suppress(Exception):
             return copy.deepcopy(model, dict(copies or {}))
-    except AssertionError as error:
-        add_note(error, "modkit.EMA averages a sharded model without a copy of it.")
+        _explain(error, model)
         raise
+    except (AssertionError, TypeError) as error:
+        _explain(error, model)
+        raise
+
+
+def _explain(error: Exception, model: torch.nn.Module) -> None:
+    """Add to the error of a copy what to do for a sharded model."""
+    if is_flattened(model.modules()):
+        remedy = "Use torch.distributed.fsdp.fully_shard and modkit.EMA."
+        add_note(error, f"{MSG_FLAT_PARAMETERS}. {remedy}")
+    elif has_shards(model):
+        add_note(error, "modkit.EMA averages a sharded model without a copy of it.")
 
 
 def check_writable(pairs: Iterable[Pair]) -> None:

@@ -28,7 +28,7 @@ from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.optimizer_steps import check_optimizer
 from modkit.averaging.options import CheckedCount, checked_count
 from modkit.averaging.schedules import Decays
-from modkit.averaging.sharding import has_shards, split_up, whole
+from modkit.averaging.sharding import MSG_FLAT_PARAMETERS, has_shards, split_up, whole
 from modkit.files.torch_files import verify_checksums, write_checkpoint
 
 
@@ -129,8 +129,8 @@ class EMACallback(Callback):
         """Start or resume averaging, with the model on its device and sharded."""
         if isinstance(trainer.strategy, _pl.strategies.FSDPStrategy):
             raise TypeError(
-                "EMACallback: FSDPStrategy (FullyShardedDataParallel) flattens parameters, so they "
-                "cannot be averaged by name. Use ModelParallelStrategy with torch's fully_shard"
+                f"EMACallback: FSDPStrategy is not supported: {MSG_FLAT_PARAMETERS}. Use "
+                "ModelParallelStrategy with torch.distributed.fsdp.fully_shard."
             )
         if has_shards(pl_module) and any(
             getattr(one, "save_weights_only", False) for one in trainer.checkpoint_callbacks

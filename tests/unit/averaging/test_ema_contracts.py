@@ -141,6 +141,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 UPDATE = [
+    (begun, lambda ema: ema.update(ema.model.parameters()), TypeError),
     (begun, lambda ema: ema.update(nn.Linear(3, 3)), NameMismatchError),
     (changed, lambda ema: ema.update(), NameMismatchError),
     (begun, inside(lambda ema: ema.update()), RuntimeError),
@@ -173,6 +174,7 @@ READ = [
     (begun, lambda ema: ema.named_averages("0"), TypeError, "named_averages"),
     (begun, enter(index=1), IndexError, "applied"),
     (begun, enter(index=True), TypeError, "applied"),
+    (begun, enter(model=[torch.ones(1)]), TypeError, "applied"),
     (begun, enter(model=nn.Linear(3, 3)), NameMismatchError, "applied"),
     (begun, lambda ema: ema.averaged_model(-1), IndexError, "averaged_model"),
     (begun, lambda ema: ema.averaged_model(0.5), TypeError, "averaged_model"),
@@ -183,6 +185,7 @@ READ = [
 COPY = [
     (begun, lambda ema: ema.copy_to(index=1), IndexError, "copy_to"),
     (begun, lambda ema: ema.copy_to(index=None), TypeError, "copy_to"),
+    (begun, lambda ema: ema.copy_to(ema.model.parameters()), TypeError, "copy_to"),
     (begun, lambda ema: ema.copy_to(nn.Linear(3, 3)), NameMismatchError, "copy_to"),
     (expanded, lambda ema: ema.copy_to(), RuntimeError, "copy_to"),
     (begun, inside(lambda ema: ema.store()), RuntimeError, "store"),

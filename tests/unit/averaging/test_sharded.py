@@ -1,15 +1,17 @@
 import copy
 import sys
+import warnings
 from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import modkit
 from modkit.averaging.sharding import has_shards, is_sharded, split_up, whole
+from tests.helpers import MODKIT, Implementation, freeze, same
 from tests.unit.averaging.recipes import averaged, network, train
 
 
@@ -52,6 +54,69 @@ def test_the_average_of_shards_is_applied(mesh, precision) -> None:
     assert all(map(torch.equal, *seen))
     assert not torch.equal(seen[0][0], seen[0][1])
     assert torch.equal(seen[0][0], seen[0][3])
+
+
+def flattened(net: nn.Module, original: bool) -> nn.Module:
+    """Return the network with flat parameters, and the parameters as views of them if ``original``."""
+    with warnings.catch_warnings():
+        # One process cannot shard, and FSDP warns about each way to say so.
+        warnings.simplefilter("ignore")
+        device = torch.device("cpu")
+        return FullyShardedDataParallel(net, device_id=device, use_orig_params=original)
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_flattened_parameters_are_refused(mesh, original) -> None:
+    """FSDP1 is named, with what to use instead, wherever it enters, and nothing changes."""
+    message = r"EMA: FullyShardedDataParallel flattens parameters.*fully_shard.*Nothing has been"
+    with pytest.raises(TypeError, match=message):
+        modkit.EMA(flattened(network(), original))
+    model = network()
+    ema = modkit.EMA(model, decay=0.5)
+    ema.update()
+    before = freeze(ema.state_dict())
+    wrapped = flattened(network(), original)
+    model[3] = flattened(nn.Linear(6, 2), original)
+    calls = [
+        lambda: ema.update(wrapped),
+        lambda: ema.applied(wrapped).__enter__(),
+        lambda: ema.copy_to(wrapped),
+        ema.update,
+        ema.rebind,
+        lambda: ema.applied().__enter__(),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=message):
+            call()
+
+    assert freeze(ema.state_dict()) == before
+    model[3] = nn.Linear(6, 2)
+    ema.rebind()
+    ema.update()
+    assert ema.n_averaged == 2
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_an_averaged_model_of_flattened_parameters(mesh, original) -> None:
+    """The error is torch's, which cannot copy the model either; a note says what to do."""
+
+    def scenario(impl: Implementation) -> object:
+        return impl.AveragedModel(flattened(network(), original))
+
+    assert same(scenario)[0] == "raised"
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        scenario(MODKIT)
+    if sys.version_info >= (3, 11):
+        assert "fully_shard" in "".join(caught.value.__notes__)
+
+
+def test_fsdp1_is_looked_for_without_importing_it(monkeypatch) -> None:
+    """Where nothing has imported the package, no model can contain it."""
+    monkeypatch.delitem(sys.modules, "torch.distributed.fsdp")
+    ema = modkit.EMA(network())
+    ema.update()
+
+    assert "torch.distributed.fsdp" not in sys.modules
 
 
 def test_a_state_from_inside_has_the_raw_shards(mesh) -> None:
