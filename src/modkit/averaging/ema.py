@@ -288,8 +288,9 @@ class EMA(Generic[ModelT]):
             NameMismatchError: If names or shapes are not those of the averages.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
                 :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
-                uninitialized (lazy) or on the meta device; if torch has no kernels that average its
-                layout; or, with ``on_nonfinite="raise"``, if a value is not finite.
+                uninitialized (lazy) or on the meta device; if torch has no kernels for the layout of a
+                tensor: sparse, nested and mkldnn parameters cannot be averaged, nested and mkldnn
+                buffers not even copied; or, with ``on_nonfinite="raise"``, if a value is not finite.
             ValueError: If a schedule returns a decay outside of [0, 1]; in the first update also if
                 ``trainable_only=True`` and no parameter requires gradients, or a glob matches no name
                 of a model that was lazy.
@@ -337,8 +338,9 @@ class EMA(Generic[ModelT]):
             TypeError: If the model contains ``FullyShardedDataParallel`` now.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
                 :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
-                uninitialized (lazy) or on the meta device; or if a new one is not finite, unless
-                ``on_nonfinite`` is ``"ignore"``.
+                uninitialized (lazy) or on the meta device; if torch has no kernels for the layout of a
+                tensor (see :meth:`update`); or if a new one is not finite, unless ``on_nonfinite`` is
+                ``"ignore"``.
             ValueError: If no parameter is selected any more.
 
         Example:
@@ -836,7 +838,8 @@ class EMA(Generic[ModelT]):
                 empty or of an ``EMA``, which holds its own counter.
             NameMismatchError: If names or shapes of the state are not those of the model.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
-                :meth:`copy_to` and :meth:`restore`.
+                :meth:`copy_to` and :meth:`restore`; or if torch has no kernels for the layout of a
+                parameter (see :meth:`update`).
 
         Warns:
             UserWarning: If the state is empty, changes an option, has no counter that matters, or

@@ -10,7 +10,7 @@ from modkit._messages import MSG_NOTHING_CHOSEN, MSG_REBIND, add_note
 from modkit.averaging import precision, state as ema_state
 from modkit.averaging.averages import Average, Tensors
 from modkit.averaging.copies import Copies
-from modkit.averaging.named_tensors import NamedTensors
+from modkit.averaging.named_tensors import Member, NamedTensors
 from modkit.averaging.names import check_match, shapes_of
 from modkit.averaging.options import Options
 from modkit.averaging.plan import Cache, Plan
@@ -81,7 +81,7 @@ class Engine:
         _check_materialized(named)
         known = self.averages[0].tensors
         averaged, copied = self.options.split(named, known)
-        _check_strided(averaged)
+        _check_layouts(averaged, copied)
         if known:
             self._check_known(averaged)
         else:
@@ -156,6 +156,7 @@ class Engine:
     def load(self, loaded: ema_state.LoadedState, named: NamedTensors) -> None:
         """Load a state; it is checked before anything is changed."""
         bound, wanted, found = ema_state.matched(loaded, named, self.options)
+        _check_layouts(bound)
         averages = [Average(self.options) for _ in self.averages]
         self._see({} if named.has_lazy() else bound)
         for average, state, tensors in zip(averages, loaded.averages, found, strict=True):
@@ -182,8 +183,9 @@ class Engine:
             self.reset()
             return
         former = self._former_names(named)
-        averaged, _ = self.options.split(named, former)
+        averaged, copied = self.options.split(named, former)
         _check_any(averaged)
+        _check_layouts(averaged, copied)
         if self.options.on_nonfinite != "ignore":
             known = shapes_of(self.averages[0].tensors)
             new = {
@@ -278,14 +280,31 @@ def _check_any(averaged: Tensors) -> None:
         raise ValueError(f"EMA: {MSG_NOTHING_CHOSEN}")
 
 
-def _check_strided(averaged: Tensors) -> None:
+def _check_layouts(averaged: Tensors, copied: Sequence[Member] = ()) -> None:
+    """Raise RuntimeError, by name, for tensors that torch's kernels do not average or copy in place."""
     for name, tensor in averaged.items():
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            policy = "copy" if _is_copyable(tensor) else "ignore"
             raise RuntimeError(
-                f"EMA: {name} has the layout {tensor.layout}, for which torch has no kernels that "
-                f"average. Leave it out with exclude={name!r}, or buffers={{{name!r}: 'copy'}} if it "
-                "is a buffer. Nothing has been changed."
+                f"EMA: {name} has {_layout_of(tensor)}, for which torch has no kernels that average. "
+                f"Leave it out with exclude={name!r}, or buffers={{{name!r}: {policy!r}}} if it is a "
+                "buffer. Nothing has been changed."
             )
+    for member in copied:
+        if not _is_copyable(member.tensor):
+            raise RuntimeError(
+                f"EMA: {member.name} has {_layout_of(member.tensor)}, which torch cannot copy in place. "
+                f"Leave it out with buffers={{{member.name!r}: 'ignore'}}. Nothing has been changed."
+            )
+
+
+def _is_copyable(tensor: Tensor) -> bool:
+    return not (tensor.is_nested or tensor.is_mkldnn)
+
+
+def _layout_of(tensor: Tensor) -> str:
+    # The older kind of nested tensors is of the strided layout.
+    return f"the {'nested ' * tensor.is_nested}layout {tensor.layout}"
 
 
 def _check_materialized(named: NamedTensors) -> None:

@@ -127,12 +127,31 @@ def enter(**arguments: Any) -> Callable[[Any], None]:
     return call
 
 
+def sparse() -> Any:
+    """Return averages of a model with a sparse parameter."""
+    model = network()
+    model.adjacency = nn.Parameter(torch.eye(2).to_sparse())
+    return modkit.EMA(model)
+
+
+def with_sparse_layer() -> Any:
+    """Return averages of a model that has a sparse parameter since."""
+    ema = begun()
+    ema.model.adjacency = nn.Parameter(torch.eye(2).to_sparse())
+    return ema
+
+
 def expanded() -> Any:
     """Return averages of a model whose weight takes no values."""
     ema = modkit.EMA(model_of(torch.ones(3)))
     ema.update()
     ema.model.weight.data = torch.ones(1).expand(3)
     return ema
+
+
+def load_dense(ema: Any) -> None:
+    """Load plain weights in which the sparse parameter is dense."""
+    ema.load_state_dict({**network().state_dict(), "adjacency": torch.eye(2)})
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -148,6 +167,7 @@ UPDATE = [
     (copied, lambda ema: ema.update(), RuntimeError),
     (lazy, lambda ema: ema.update(), RuntimeError),
     (on_meta, lambda ema: ema.update(), RuntimeError),
+    (sparse, lambda ema: ema.update(), RuntimeError),
     (schedule_of_two, lambda ema: ema.update(), ValueError),
     (frozen, lambda ema: ema.update(), ValueError),
 ]
@@ -157,6 +177,7 @@ REBIND = [
     (copied, lambda ema: ema.rebind(), RuntimeError),
     (lazy, lambda ema: ema.rebind(), RuntimeError),
     (on_meta, lambda ema: ema.rebind(), RuntimeError),
+    (with_sparse_layer, lambda ema: ema.rebind(), RuntimeError),
     (lambda: nonfinite("skip"), lambda ema: ema.rebind(), RuntimeError),
     (lambda: nonfinite("raise"), lambda ema: ema.rebind(), RuntimeError),
     (lambda: changed(include="3.*"), lambda ema: ema.rebind(), ValueError),
@@ -212,6 +233,7 @@ LOAD = [
     (begun, lambda ema: ema.load_state_dict({**ema.state_dict(), "version": 2}), ValueError),
     (changed, lambda ema: ema.load_state_dict(ema.state_dict()), NameMismatchError),
     (begun, inside(lambda ema: ema.load_state_dict({})), RuntimeError),
+    (sparse, load_dense, RuntimeError),
     (copied, lambda ema: ema.load_state_dict({}), RuntimeError),
 ]
 

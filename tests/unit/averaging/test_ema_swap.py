@@ -12,6 +12,7 @@ from torch import nn
 import modkit
 from modkit.errors import NameMismatchError
 from tests.cases import for_each
+from tests.helpers import freeze
 from tests.unit.averaging.recipes import CountCalls, averaged, model_of, network, set_to, train
 
 
@@ -690,6 +691,67 @@ def test_a_glob_for_integers_may_say_average() -> None:
     ema = half(Cached(), buffers={"*": "average"})
 
     assert dict(ema.named_averages())["position"].dtype == torch.int64
+
+
+def unusual(kind: str) -> torch.Tensor:
+    """Return a tensor that is not an array in memory with strides."""
+    ragged = [torch.ones(2, 3), torch.ones(1, 3)]
+    with warnings.catch_warnings():
+        # Sparse and nested tensors are in beta.
+        warnings.simplefilter("ignore")
+        if kind == "nested":
+            return torch.nested.nested_tensor(ragged)
+        if kind == "jagged":
+            return torch.nested.nested_tensor(ragged, layout=torch.jagged)
+        convert = getattr(torch.eye(4), f"to_{kind}")
+        return convert((2, 2)) if kind.endswith(("bsr", "bsc")) else convert()
+
+
+SPARSE = ["sparse", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"]
+OPAQUE = ["mkldnn", "nested", "jagged"]
+
+
+@for_each("kind", SPARSE + OPAQUE)
+def test_a_parameter_that_torch_cannot_average_is_refused_by_name(kind) -> None:
+    """The first update is refused, nothing has changed, and without the parameter it works."""
+    model = nn.Linear(2, 2)
+    model.odd = nn.Parameter(unusual(kind), requires_grad=False)
+    ema = modkit.EMA(model)
+    before = freeze(ema.state_dict())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"EMA: odd has the .*exclude='odd'.*Nothing has"):
+            ema.update()
+    assert freeze(ema.state_dict()) == before
+
+    other = modkit.EMA(model, exclude="odd")
+    for _ in range(3):
+        other.update()
+        with other.applied():
+            pass
+    assert other.n_averaged == 3
+    assert sorted(name for name, _ in other.named_averages()) == ["bias", "weight"]
+
+
+@for_each("kind", SPARSE + OPAQUE)
+@for_each("policy", ["copy", "average", "ignore"])
+def test_a_buffer_that_torch_cannot_average_or_copy_is_refused_by_name(kind, policy) -> None:
+    """The error names the policy that works."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("odd", unusual(kind))
+    ema = modkit.EMA(model, buffers=policy)
+    before = freeze(ema.state_dict())
+    remedy = "copy" if kind in SPARSE else "ignore"
+    if policy == "average" or (policy == "copy" and kind in OPAQUE):
+        with pytest.raises(RuntimeError, match=rf"EMA: odd has the .*{{'odd': '{remedy}'}}"):
+            ema.update()
+        assert freeze(ema.state_dict()) == before
+        ema = modkit.EMA(model, buffers={"odd": remedy})
+    for _ in range(3):
+        ema.update()
+        with ema.applied():
+            pass
+
+    assert ema.n_averaged == 3
 
 
 @for_each("layout", ["coo", "csr"])
