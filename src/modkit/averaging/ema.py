@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeAlias, TypedDict, cast
+from typing import Any, Generic, NoReturn, TypeAlias, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -255,6 +255,47 @@ class EMA(Generic[ModelT]):
             {}
         """
         return {**raw_values(self.model), **(self._stored if self._overwritten else {})}
+
+    @property
+    def decay(self) -> float:
+        """Decay of the latest step of the first average, for logs; 0.0 if that step was the copy.
+
+        After an update that averaged, ``average == decay * before + (1 - decay) * parameter`` holds
+        for it. With ``update_every=k`` it is the decay of ``k`` steps together, such as
+        ``schedule.decay ** k``, until the next update that averages. It is 0.0 before the first
+        update, while ``update_after_step`` delays it, and after it, because the first update copies. A
+        step that ``on_nonfinite="skip"`` has skipped on CPU leaves it at that of the step before.
+
+        It is computed from :attr:`schedules` at each access, without a host sync. The decay as it is
+        configured is ``ema.schedules[0]``.
+
+        Raises:
+            ValueError: If the schedule returns a decay outside of [0, 1].
+            AttributeError: If it is set: pass a schedule, or replace that of :attr:`schedules`.
+
+        Example:
+            >>> from modkit import EMA, nn
+            >>> ema = EMA(nn.Linear(1, 1), schedule=lambda n: n / (n + 1))
+            >>> decays = []
+            >>> for _ in range(4):
+            ...     ema.update()
+            ...     decays.append(ema.decay)
+            >>> decays
+            [0.0, 0.5, 0.6666666666666666, 0.75]
+        """
+        if self._start is None:
+            return 0.0
+        every = self.update_every
+        latest = (self.step - self._start) // every * every
+        return self.schedules[0].over(latest, every)
+
+    @decay.setter
+    def decay(self, value: object) -> NoReturn:
+        raise AttributeError(
+            f"EMA.decay cannot be set to {value!r}: it is the decay of the latest step. For a decay "
+            "that changes, pass EMA(model, schedule=...). For another one from the next update on, "
+            "assign a schedule, as in ema.schedules[0] = modkit.schedules.Constant(0.99)."
+        )
 
     @property
     def device(self) -> torch.device | None:

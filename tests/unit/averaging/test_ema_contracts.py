@@ -92,6 +92,13 @@ def schedule_of_two() -> Any:
     return ema
 
 
+def schedule_of_two_after_a_step() -> Any:
+    """Return averages that have got such a schedule after a step."""
+    ema = begun()
+    ema.schedules[0] = modkit.schedules.Custom(lambda n: 2.0)
+    return ema
+
+
 def nonfinite(policy: str) -> Any:
     """Return averages of a model that holds infinity in a new layer."""
     ema = begun(on_nonfinite=policy)
@@ -218,6 +225,8 @@ COPY = [
 ]
 
 MOVE = [
+    (begun, lambda ema: setattr(ema, "decay", 0.9), AttributeError, "decay"),
+    (schedule_of_two_after_a_step, lambda ema: ema.decay, ValueError, "decay"),
     (begun, lambda ema: ema.to(dtype=torch.int32), ValueError, "to"),
     (begun, lambda ema: ema.to(dtype=torch.bfloat16), ValueError, "to"),
     (begun, lambda ema: ema.to("nowhere"), RuntimeError, "to"),

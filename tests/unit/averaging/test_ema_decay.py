@@ -1,0 +1,167 @@
+"""``EMA.decay``: the decay of the latest step, for logs."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import modkit
+from modkit.schedules import (
+    Constant,
+    CountWarmup,
+    Equal,
+    HalfLife,
+    InverseGamma,
+    PerUpdate,
+    Power,
+    Schedule,
+)
+from tests.cases import for_each
+from tests.helpers import freeze
+from tests.unit.averaging.recipes import averaged, model_of, network, set_to
+
+
+SCHEDULES: list[Any] = [
+    Constant(0.9),
+    CountWarmup(0.999),
+    Equal(),
+    HalfLife(7),
+    InverseGamma(power=0.75),
+    Power(sigma_rel=0.1),
+    PerUpdate(CountWarmup(0.99)),
+    lambda n: n / (n + 2),
+]
+
+
+def values(count: int) -> list[float]:
+    """Return values for the only parameter of a model."""
+    return torch.randn(count, generator=torch.Generator().manual_seed(0)).double().tolist()
+
+
+@for_each("schedule", SCHEDULES)
+@for_each("every", [1, 3])
+@for_each("after", [0, 4])
+def test_it_is_the_decay_by_which_the_latest_step_averaged(
+    schedule: Any, every: int, after: int
+) -> None:
+    """The average before and after a step, and the parameter, tell it in float64."""
+    model = model_of(0.0, torch.float64)
+    options: dict[str, Any] = {"update_every": every, "update_after_step": after}
+    ema = modkit.EMA(model, schedule=schedule, precision="fp64", **options)
+    assert ema.decay == 0.0
+    before: Tensor | None = None
+    decay = 0.0
+    for value in values(30):
+        count = ema.n_averaged
+        set_to(model, value)
+        ema.update()
+        latest = ema.decay
+        if ema.n_averaged == count:
+            # Not due: still that of the step before.
+            assert latest == decay
+            continue
+        if before is None:
+            assert latest == 0.0
+        else:
+            mixed = latest * before + (1 - latest) * value
+            torch.testing.assert_close(averaged(ema), mixed, rtol=1e-12, atol=1e-12)
+        decay = latest
+        before = averaged(ema).clone()
+
+    assert 0 < ema.decay < 1
+
+
+def test_it_is_a_plain_number_of_the_first_average() -> None:
+    """Several averages have the decay of the first one."""
+    ema = modkit.EMA(network(), [0.5, 0.9])
+    ema.update()
+    ema.update()
+
+    assert (type(ema.decay), ema.decay) == (float, 0.5)
+
+
+def test_a_constant_decay_over_several_steps() -> None:
+    """With `update_every` it is the product."""
+    ema = modkit.EMA(network(), 0.9, update_every=4)
+    for _ in range(6):
+        ema.update()
+
+    assert ema.decay == 0.9**4
+
+
+def test_a_skipped_step_has_no_decay() -> None:
+    """On CPU a step that was skipped leaves the decay of the one before."""
+    model = model_of(1.0)
+    ema = modkit.EMA(model, schedule=Equal(), on_nonfinite="skip")
+    seen = []
+    for value in (1.0, 2.0, torch.nan, 3.0):
+        set_to(model, value)
+        ema.update()
+        seen.append(ema.decay)
+
+    assert seen == [0.0, 1 / 2, 1 / 2, 2 / 3]
+
+
+def test_it_cannot_be_set_and_the_error_has_a_remedy_that_works() -> None:
+    """A schedule that is assigned counts from the next update on."""
+    model = model_of(1.0, torch.float64)
+    ema = modkit.EMA(model, 0.5)
+    ema.update()
+    with pytest.raises(
+        AttributeError, match=r"EMA\.decay cannot be set to 0\.75.*ema\.schedules\[0\] ="
+    ):
+        ema.decay = 0.75
+    ema.schedules[0] = Constant(0.75)
+    set_to(model, 2.0)
+    ema.update()
+
+    assert ema.decay == 0.75
+    assert averaged(ema).item() == 1.25
+
+
+def by_load(ema: Any) -> Any:
+    """Return an EMA that has loaded the state."""
+    other = modkit.EMA(network(), schedule=ema.schedules[0], update_every=2)
+    other.load_state_dict(ema.state_dict())
+    return other
+
+
+@for_each("carry", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), by_load])
+def test_copies_and_loaded_states_have_it(carry: Any) -> None:
+    """It is computed from the state, and no attribute of its own."""
+    ema = modkit.EMA(network(), schedule=CountWarmup(), update_every=2)
+    for _ in range(6):
+        ema.update()
+    other = carry(ema)
+
+    assert other.decay == ema.decay == CountWarmup().over(4, 2)
+    assert "decay" not in vars(other)
+    assert "decay" not in other.state_dict()
+    assert freeze(other.state_dict()) == freeze(ema.state_dict())
+
+
+def test_foreign_states_continue_with_it() -> None:
+    """After a state of another library it is that of the library's latest step."""
+    model = nn.Linear(2, 2)
+    ema = modkit.EMA(model, schedule=CountWarmup(0.9999))
+    ema.load_state_dict(model.state_dict(), step=1000)
+
+    assert ema.decay == 1000 / 1009
+
+
+def test_it_does_not_hide_the_error_of_a_schedule() -> None:
+    """A function that fails is called where the decay is read, and its error is not swallowed."""
+
+    class Broken(Schedule):
+        def decay_at(self, n: int) -> float:
+            raise KeyError(n)
+
+    ema = modkit.EMA(network(), 0.5)
+    ema.update()
+    ema.update()
+    ema.schedules[0] = Broken()
+    with pytest.raises(KeyError):
+        _ = ema.decay
