@@ -29,8 +29,47 @@ def statistics_of(model: torch.nn.Module) -> dict[str, Tensor]:
     }
 
 
+class _WeightedMean:
+    """The statistics of one layer: means over batches, weighted by the number of samples of each.
+
+    The layer computes the statistics of one batch at a time, as ever: with its own kernel, in compiled
+    code, and as a mean over its calls if it is called several times. A batch in which it is not called
+    has no weight. Nothing is read on the host.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        dtype = torch.promote_types(layer.running_mean.dtype, torch.float32)
+        self._mean: Tensor = layer.running_mean.to(dtype, copy=True)
+        self._var: Tensor = layer.running_var.to(dtype, copy=True)
+        self._calls: Tensor = layer.num_batches_tracked.clone()
+        self._samples: Tensor = torch.zeros_like(self._calls)
+
+    def add(self, samples: int) -> None:
+        """Take in the statistics that the layer has computed, and reset it for the next batch."""
+        layer = self._layer
+        added = samples * layer.num_batches_tracked.clamp(max=1)
+        self._samples += added
+        self._calls += layer.num_batches_tracked
+
+        weight = (added / self._samples.clamp(min=1)).to(self._mean.dtype)
+        self._mean.lerp_(layer.running_mean.to(weight.dtype), weight)
+        self._var.lerp_(layer.running_var.to(weight.dtype), weight)
+        layer.reset_running_stats()
+
+    def write(self) -> None:
+        """Give the layer the means."""
+        self._layer.running_mean.copy_(self._mean)
+        self._layer.running_var.copy_(self._var)
+        self._layer.num_batches_tracked.copy_(self._calls)
+
+
 def recompute(
-    loader: Iterable[Any], model: torch.nn.Module, device: int | str | torch.device | None = None
+    loader: Iterable[Any],
+    model: torch.nn.Module,
+    device: int | str | torch.device | None = None,
+    *,
+    weight_by_samples: bool = False,
 ) -> None:
     """Replace the statistics of a model by those of the data; if anything raises, it is as before.
 
@@ -50,7 +89,8 @@ def recompute(
             # By attribute: ``train()`` may be overridden to freeze layers.
             for module, _ in modes:
                 module.training = isinstance(module, BatchNormBase)
-            _run(loader, model, device)
+            tracking = [one for one in layers if weight_by_samples and one.running_mean is not None]
+            _run(loader, model, device, [_WeightedMean(layer) for layer in tracking])
         except BaseException:
             for tensor, value in saved:
                 tensor.copy_(value)
@@ -63,12 +103,29 @@ def recompute(
 
 
 def _run(
-    loader: Iterable[Any], model: torch.nn.Module, device: int | str | torch.device | None
+    loader: Iterable[Any],
+    model: torch.nn.Module,
+    device: int | str | torch.device | None,
+    means: list[_WeightedMean],
 ) -> None:
     empty = True
     for batch in loader:
         inputs: Any = batch[0] if isinstance(batch, (list, tuple)) else batch
+        samples = _samples_of(inputs) if means else 0
         model(inputs if device is None else inputs.to(device))
+        for mean in means:
+            mean.add(samples)
         empty = False
     if empty:
         raise ValueError("update_bn: the loader is empty, so there are no statistics to compute")
+    for mean in means:
+        mean.write()
+
+
+def _samples_of(inputs: Any) -> int:
+    if not isinstance(inputs, Tensor) or inputs.dim() == 0:
+        raise TypeError(
+            "update_bn: weight_by_samples=True takes the number of samples from the first dimension of "
+            f"each batch, which must be a tensor, got {type(inputs).__name__}. Nothing has been changed."
+        )
+    return inputs.shape[0]

@@ -175,12 +175,14 @@ class EMACallback(Generic[ModelT]):
             for module, training in modes:
                 module.training = training
 
-    def update_bn(self, loader: Iterable[Any], device: Device = None) -> None:
+    def update_bn(
+        self, loader: Iterable[Any], device: Device = None, *, weight_by_samples: bool = False
+    ) -> None:
         """Compute the batch normalization statistics of the average. See ``EMA.update_bn``.
 
         Call it before :meth:`evaluating`, not inside.
         """
-        self.ema.update_bn(loader, device, index=self.index)
+        self.ema.update_bn(loader, device, index=self.index, weight_by_samples=weight_by_samples)
 
     def on_validation_start(self, *args: object, **kwargs: object) -> None:
         """Swap the average in until :meth:`on_validation_end`; a second call has no effect."""

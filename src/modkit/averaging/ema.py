@@ -634,7 +634,14 @@ class EMA(Generic[ModelT]):
                 stacklevel=2,
             )
 
-    def update_bn(self, loader: Iterable[Any], device: Device = None, *, index: int = 0) -> None:
+    def update_bn(
+        self,
+        loader: Iterable[Any],
+        device: Device = None,
+        *,
+        index: int = 0,
+        weight_by_samples: bool = False,
+    ) -> None:
         """Compute the batch normalization statistics of an average in one pass over the data.
 
         They belong to this average: :meth:`applied`, :attr:`module`, :meth:`averaged_model`,
@@ -643,15 +650,34 @@ class EMA(Generic[ModelT]):
         it before each evaluation. The model in training does not change; the pass runs on a copy. A
         model without batch normalization is left alone.
 
+        With the mean ``m_b`` and the unbiased variance ``v_b`` of a channel in batch ``b``, the
+        running mean and variance are the plain means of ``m_b`` and ``v_b`` over the batches, as in
+        ``torch.optim.swa_utils.update_bn`` (https://arxiv.org/abs/1502.03167, algorithm 2). With
+        ``weight_by_samples=True`` they are ``sum(n_b * m_b) / sum(n_b)``, the mean over all samples,
+        and ``sum(n_b * v_b) / sum(n_b)``, the mean variance within a batch, for ``n_b`` samples in
+        batch ``b``: the last batch of an epoch may be smaller. With batches of one size both are the
+        same, up to float rounding.
+
+        Each rank of a distributed run computes statistics of its own batches. Layers of
+        ``torch.nn.SyncBatchNorm`` combine those of all ranks, which must have equally many batches.
+
         Args:
             loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
             device: Device that inputs are moved to.
             index: Index of the average.
+            weight_by_samples: Weight each batch by the first dimension of its input, a tensor.
 
         Raises:
             IndexError: If there is no average ``index``.
-            RuntimeError: If the model holds an average, or before the first update.
+            TypeError: If ``index`` is not an int, the loader cannot be iterated over, or
+                ``weight_by_samples=True`` and the input of a batch is not a tensor with a first
+                dimension. Nothing has been changed.
+            RuntimeError: If the model holds an average, inside :meth:`applied` or between
+                :meth:`copy_to` and :meth:`restore`, or before the first update.
+            NameMismatchError: If names or shapes of the model have changed.
             ValueError: If the loader is empty. Nothing has been changed.
+            Exception: Whatever the loader, the model, or ``copy.deepcopy`` of it raises. Nothing has
+                been changed.
 
         Example:
             >>> import torch
@@ -662,6 +688,7 @@ class EMA(Generic[ModelT]):
             >>> ema.module.running_mean
             tensor([3.])
         """
+        self._engine.check_index(index)
         self._check_restored("EMA.update_bn()", self.model)
         if not self._engine.begun:
             raise RuntimeError(
@@ -672,7 +699,7 @@ class EMA(Generic[ModelT]):
         # Tensors that are made in inference mode could not be averaged outside of it.
         with torch.inference_mode(False), torch.no_grad():
             model = self.averaged_model(index)
-            batch_norm.recompute(loader, model, device)
+            batch_norm.recompute(loader, model, device, weight_by_samples=weight_by_samples)
             with uninterrupted():
                 self._engine.averages[index].set_statistics(batch_norm.statistics_of(model))
                 self._follow()

@@ -229,14 +229,16 @@ class EMACallback(Callback):
     on_train_batch_start = on_validation_end
     on_exception = on_validation_end
 
-    def update_bn(self, loader: Iterable[Any], device: Device = None) -> None:
+    def update_bn(
+        self, loader: Iterable[Any], device: Device = None, *, weight_by_samples: bool = False
+    ) -> None:
         """Compute the batch normalization statistics of the average. See ``EMA.update_bn``.
 
         Call it when no evaluation is running, for instance in ``on_train_epoch_end``.
         """
         if self.ema is None:
             raise RuntimeError("EMACallback.update_bn(): there are no averages. Call fit() first.")
-        self.ema.update_bn(loader, device, index=self.index)
+        self.ema.update_bn(loader, device, index=self.index, weight_by_samples=weight_by_samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Update for the latest step; :meth:`on_save_checkpoint` adds the state of the averages."""

@@ -49,7 +49,11 @@ PARAM_LIST: TypeAlias = TensorList
 
 
 def update_bn(
-    loader: Iterable[Any], model: torch.nn.Module, device: int | torch.device | None = None
+    loader: Iterable[Any],
+    model: torch.nn.Module,
+    device: int | torch.device | None = None,
+    *,
+    weight_by_samples: bool = False,
 ) -> None:
     """Compute the batch normalization statistics of a model afresh, in one pass over the data.
 
@@ -60,11 +64,22 @@ def update_bn(
         loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
         model: Model whose statistics are replaced.
         device: Device that inputs are moved to.
+        weight_by_samples: Weight batches by their number of samples; see below.
 
     modkit: Only batch normalization runs in training mode, and each module gets its own mode back. If
     anything raises, the model is as before. For an ``EMA`` call ``ema.update_bn(loader)``.
 
+    ``weight_by_samples=True`` weights each batch ``b`` by its number of samples ``n_b``, the first
+    dimension of the input, because the last batch of an epoch may be smaller. With the mean ``m_b``
+    and the unbiased variance ``v_b`` of a channel in the batch, ``running_mean`` is
+    ``sum(n_b * m_b) / sum(n_b)``, the mean over all samples, and ``running_var`` is
+    ``sum(n_b * v_b) / sum(n_b)``, the mean variance within a batch. With batches of one size these
+    are the values of the default, the plain means over batches (https://arxiv.org/abs/1502.03167,
+    algorithm 2), up to float rounding.
+
     Raises:
+        TypeError: If ``weight_by_samples=True`` and the input of a batch is not a tensor with a first
+            dimension.
         ValueError: If the loader is empty.
         RuntimeError: If an average is swapped into the model, as inside ``EMA.applied()``.
 
@@ -74,6 +89,10 @@ def update_bn(
         >>> from modkit.optim.swa_utils import AveragedModel, update_bn
         >>> average = AveragedModel(nn.BatchNorm1d(1))
         >>> update_bn([torch.tensor([[2.0], [4.0]])], average)
+        >>> uneven = [torch.tensor([[0.0], [2.0], [4.0]]), torch.tensor([[1.0], [9.0]])]
+        >>> update_bn(uneven, average, weight_by_samples=True)
+        >>> average.module.running_mean  # of five samples
+        tensor([3.2000])
     """
     if not batch_norm.layers_of(model):
         return
@@ -82,7 +101,7 @@ def update_bn(
             "update_bn() was called inside applied() or evaluating(): it would overwrite the statistics "
             "of the average. Call ema.update_bn(loader) outside of the block. Nothing has been changed."
         )
-    batch_norm.recompute(loader, model, device)
+    batch_norm.recompute(loader, model, device, weight_by_samples=weight_by_samples)
 
 
 publish_all(globals())

@@ -46,6 +46,18 @@ def begun(**options: Any) -> Any:
     return ema
 
 
+def without_normalization() -> Any:
+    """Return averages of a model without batch normalization."""
+    ema = modkit.EMA(nn.Linear(4, 2))
+    ema.update()
+    return ema
+
+
+def not_begun() -> Any:
+    """Return averages before the first update."""
+    return modkit.EMA(network())
+
+
 def held(ema: Any) -> Any:
     """Return the state of averages, and all values of their model."""
     members = ema.model.state_dict().items()
@@ -198,6 +210,15 @@ ATTACH = [
 ]
 
 READ = [
+    (begun, lambda ema: ema.update_bn([torch.ones(4, 4)], index=1), IndexError, "update_bn"),
+    (begun, lambda ema: ema.update_bn([torch.ones(4, 4)], index=""), TypeError, "update_bn"),
+    (without_normalization, lambda ema: ema.update_bn([], index=1), IndexError, "update_bn"),
+    (begun, lambda ema: ema.update_bn(5), TypeError, "update_bn"),
+    (begun, lambda ema: ema.update_bn([{}], weight_by_samples=True), TypeError, "update_bn"),
+    (begun, lambda ema: ema.update_bn([]), ValueError, "update_bn"),
+    (changed, lambda ema: ema.update_bn([torch.ones(4, 4)]), NameMismatchError, "update_bn"),
+    (copied, lambda ema: ema.update_bn([torch.ones(4, 4)]), RuntimeError, "update_bn"),
+    (not_begun, lambda ema: ema.update_bn([torch.ones(4, 4)]), RuntimeError, "update_bn"),
     (begun, lambda ema: ema.named_averages(1), IndexError, "named_averages"),
     (begun, lambda ema: ema.named_averages("0"), TypeError, "named_averages"),
     (begun, enter(index=1), IndexError, "applied"),
