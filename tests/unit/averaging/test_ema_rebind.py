@@ -373,6 +373,81 @@ def test_what_a_parametrization_has_rewritten_starts_again() -> None:
     assert torch.equal(values(ema)["1.weight"], ema.model[1].weight)
 
 
+ORIGINAL = "1.parametrizations.weight.original"
+utils, parametrizations = nn.utils, nn.utils.parametrizations
+
+
+def without_result(layer: nn.Module) -> None:
+    """Remove a parametrization and keep the parameter as it was trained."""
+    utils.parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+
+
+def with_result(layer: nn.Module) -> None:
+    """Remove a parametrization and write its result into the parameter."""
+    utils.parametrize.remove_parametrizations(layer, "weight")
+
+
+# A function that registers, and the name that then keeps the average, or None for a copy; a function
+# that removes, and the name whose average the weight then keeps, or None for a copy.
+WRAPPERS: list[tuple[Any, str | None, Any, str | None]] = [
+    (utils.weight_norm, None, utils.remove_weight_norm, None),
+    (parametrizations.weight_norm, None, with_result, None),
+    (utils.spectral_norm, "1.weight_orig", utils.remove_spectral_norm, None),
+    (parametrizations.spectral_norm, ORIGINAL, with_result, None),
+    (parametrizations.orthogonal, None, with_result, None),
+    (
+        lambda layer: utils.parametrize.register_parametrization(layer, "weight", Symmetric()),
+        ORIGINAL,
+        without_result,
+        ORIGINAL,
+    ),
+    (
+        lambda layer: utils.parametrize.register_parametrization(layer, "weight", Symmetric()),
+        ORIGINAL,
+        with_result,
+        None,
+    ),
+    (
+        lambda layer: utils.prune.l1_unstructured(layer, "weight", 3),
+        "1.weight_orig",
+        lambda layer: utils.prune.remove(layer, "weight"),
+        None,
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@for_each(("register", "kept", "remove", "kept_after"), WRAPPERS)
+def test_wrappers_of_torch_come_and_go(
+    register: Any, kept: str | None, remove: Any, kept_after: str | None
+) -> None:
+    """A weight keeps its average while it holds the values that were averaged, under any name."""
+    ema = begun("updates", torch.float32)
+    model = ema.model
+    before = values(ema)
+    register(model[1])
+    model(torch.ones(1, 3))
+    ema.rebind()
+    wrapped = values(ema)
+    if kept is not None:
+        assert torch.equal(wrapped[kept], before["1.weight"])
+    added = {name for name, _ in model.named_parameters()} - before.keys() - {kept}
+    assert all(torch.equal(wrapped[name], model.get_parameter(name)) for name in added)
+    ema.update()
+
+    wrapped = values(ema)
+    remove(model[1])
+    ema.rebind()
+    found = values(ema)
+    copied = model[1].weight if kept_after is None else wrapped[kept_after]
+    assert torch.equal(found["1.weight"], copied)
+    # Each of the other averages has gone on.
+    for name in before.keys() - {"1.weight"}:
+        assert torch.equal(found[name], wrapped[name])
+    ema.update()
+    assert ema.n_averaged == 6
+
+
 def test_parameters_that_were_renumbered_and_moved_start_again() -> None:
     """Without a sign that it is the same tensor, a parameter does not get the average of another."""
     ema = begun("updates", torch.float32)
