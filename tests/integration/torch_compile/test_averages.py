@@ -103,6 +103,59 @@ def test_an_attached_optimizer_adds_no_frames(kind: Any) -> None:
     assert breaks <= plain_breaks + 1
 
 
+def training_step(net: nn.Module, ema: Any, optimizer: Any, how: str) -> Callable[[Tensor], None]:
+    """Return a step that trains, and updates averages by itself or by its optimizer."""
+    if how == "attach":
+        ema.attach(optimizer)
+
+    def step(batch: Tensor) -> None:
+        optimizer.zero_grad()
+        net(batch).square().mean().backward()
+        optimizer.step()
+        if how == "update":
+            ema.update()
+
+    return step
+
+
+@for_each("how", ["update", "attach"])
+@for_each("kind", [torch.optim.SGD, torch.optim.AdamW])
+@for_each("options", [{}, {"update_every": 2}, {"precision": "compensated"}])
+def test_a_compiled_training_step_has_the_values_of_eager_code(
+    how: str, kind: Any, options: dict[str, Any]
+) -> None:
+    """The same compiled step with an update after it, in eager code, gives bitwise the same averages."""
+    found = []
+    for inside in (False, True):
+        net = network()
+        ema = modkit.EMA(net, schedule=lambda n: n / (n + 2), **options)
+        optimizer = kind(net.parameters(), lr=0.1)
+        step = training_step(net, ema, optimizer, how if inside else "none")
+        torch._dynamo.reset()
+        compiled = torch.compile(step, backend="eager")
+        for batch in batches():
+            compiled(batch)
+            if not inside:
+                ema.update()
+        found.append((freeze(dict(net.state_dict())), freeze(ema.state_dict()), ema.decay))
+
+    assert found[0] == found[1]
+
+
+def test_an_update_adds_one_graph_break_to_a_training_step() -> None:
+    """Frames that are compiled, and breaks, are those of the step without averages, and one break."""
+    counts = {}
+    for how in ("none", "update", "attach"):
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        counts[how] = run(training_step(net, modkit.EMA(net, 0.5), optimizer, how))
+
+    frames, breaks = counts["none"]
+    assert counts["update"][0] <= frames
+    assert counts["attach"][0] <= frames
+    assert max(counts["update"][1], counts["attach"][1]) <= breaks + 1
+
+
 @for_each("kind", [torch.optim.SGD, Calls])
 @for_each("first", ["attach", "compile"])
 def test_a_compiled_step_of_an_attached_optimizer_counts_once(kind: Any, first: str) -> None:
