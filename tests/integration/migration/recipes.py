@@ -22,13 +22,13 @@ for step in range(1, steps + 1):
 _OURS = {"name": "ema", "evaluate": "with ema.applied():\n    validate(model)"}
 
 
-def _pair(imports, theirs, update, evaluate, ours, *, start=False, every=""):
+def _pair(imports, theirs, update, evaluate, ours, *, start=False, every="", after=""):
     """Return both sides of a row: constructors, in the loop that all rows share."""
     there = {"imports": imports, "name": "theirs", "construct": theirs, "evaluate": evaluate}
     here = {**_OURS, "imports": imports, "construct": ours, "start": "ema.update()" * start}
     return {
         "theirs": _LOOP.format(**there, start="", update=f"{every}{update}"),
-        "ours": _LOOP.format(**here, update=f"{every}ema.update()"),
+        "ours": _LOOP.format(**here, update=f"{every}ema.update(){after}"),
     }
 
 
@@ -111,6 +111,16 @@ def _loops():
             "validate(theirs.ema_model)",
             "modkit.EMA(model, schedule=schedules.InverseGamma(power=2 / 3, decay=0.9999), "
             'update_after_step=100, buffers="average")',
+        ),
+        "ema-pytorch-switch": _pair(
+            "from ema_pytorch import EMA",
+            "EMA(model, beta=0.9999, update_after_step=100, update_every=1, "
+            "update_model_with_ema_every=10)",
+            "theirs.update()",
+            "validate(theirs.ema_model)",
+            "modkit.EMA(model, schedule=schedules.InverseGamma(power=2 / 3, decay=0.9999), "
+            'update_after_step=100, buffers="average")',
+            after="\n    if ema.step % 10 == 1: ema.copy_to()",
         ),
         "torch_ema": _pair(
             theirs="ExponentialMovingAverage(model.parameters(), decay=0.999)",
