@@ -12,7 +12,8 @@ from modkit.averaging.ema import EMA, Device, EMAOptions
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.options import Options
 from modkit.averaging.schedules import Decays
-from modkit.averaging.swap import exchanged, pairs_for
+from modkit.averaging.sharding import resharded
+from modkit.averaging.swap import any_swapped, exchanged, pairs_for
 
 
 __all__ = ["EMACallback", "EMAOptions"]
@@ -31,7 +32,7 @@ def check_options(decay: Decays, index: int, options: EMAOptions) -> None:
         exclude=options.get("exclude"),
         buffers=options.get("buffers", "copy"),
     )
-    # The names of the model are not known yet.
+    # The names of the model are not known yet, so globs cannot be compared with them.
     probe: EMAOptions = {**options, "include": None, "exclude": None, "buffers": "copy"}
     EMA(torch.nn.Linear(1, 1), decay, **probe)._engine.check_index(index)
 
@@ -39,12 +40,16 @@ def check_options(decay: Decays, index: int, options: EMAOptions) -> None:
 def averaged_parameters(ema: EMA[Any]) -> list[torch.Tensor]:
     """Return the model's parameters that are averaged, or will be from the first update on."""
     chooses = ema._engine.options.chooses
-    return [one.tensor for one in NamedTensors(ema.model).parameters.values() if chooses(one)]
+    parameters = NamedTensors(ema.model).parameters.values()
+    return [member.tensor for member in parameters if chooses(member)]
 
 
-def training_weights(ema: EMA[Any], model: torch.nn.Module) -> AbstractContextManager[None]:
+@contextmanager
+def training_weights(ema: EMA[Any], model: torch.nn.Module) -> Generator[None]:
     """Swap the training weights into a model for a ``with`` block, wherever it holds the average."""
-    return exchanged(pairs_for(NamedTensors(model), ema.training_weights()))
+    # In this order: full parameters that a forward has left would hide the shards.
+    with resharded(model), exchanged(pairs_for(NamedTensors(model), ema.training_weights())):
+        yield
 
 
 def swap_at_end(ema: EMA[Any], index: int) -> None:
@@ -60,31 +65,69 @@ def end_swap(ema: EMA[Any] | None) -> None:
         ema.restore()
 
 
+def check_outside(evaluation: "Evaluation", model: torch.nn.Module, call: str) -> None:
+    """Raise RuntimeError before training starts where the model may hold the average."""
+    if evaluation.in_block or any_swapped(model):
+        raise RuntimeError(
+            f"EMACallback: {call} was called inside evaluating() or applied(), where the model may "
+            f"hold the averaged weights. Call {call} outside of the block."
+        )
+
+
 class Evaluation:
-    """An average swapped in from one call to another, or until the object is deleted."""
+    """The weights that a model is evaluated with, swapped in between two hooks or for a block.
+
+    Trainers call one hook before an evaluation and one after it. A block takes precedence over the
+    hooks: an evaluation that starts inside sees the weights of the block. What a hook has swapped in
+    is swapped out at the latest when this object is deleted.
+    """
 
     def __init__(self) -> None:
-        self._block: AbstractContextManager[None] | None = None
+        self._swap: AbstractContextManager[None] | None = None
+        self.in_block = False
+        # Index of the average of the block, or None for the training weights.
+        self._index: int | None = None
 
-    def start(self, ema: EMA[Any], index: int = 0) -> None:
-        """Swap an average in; without effect during an evaluation."""
-        if self._block is None:
-            block = ema.applied(index=index)
+    def start(self, ema: EMA[Any], index: int) -> None:
+        """Swap in an average, or the weights of the block; without effect during an evaluation."""
+        if self._swap is None:
+            swap = _swapped(ema, self._index if self.in_block else index)
             # Loops often evaluate in inference mode. Tensors made there could not be trained.
             with torch.inference_mode(False), torch.no_grad():
-                block.__enter__()
-            self._block = block
+                swap.__enter__()
+            self._swap = swap
 
     def end(self) -> None:
         """Restore the training weights, also if they were written to, which is a RuntimeError."""
-        block, self._block = self._block, None
-        if block is not None:
+        swap, self._swap = self._swap, None
+        if swap is not None:
             with torch.inference_mode(False), torch.no_grad():
-                block.__exit__(None, None, None)
+                swap.__exit__(None, None, None)
+
+    @contextmanager
+    def block(self, ema: EMA[ModelT], index: int | None) -> Generator[ModelT]:
+        """Swap in an average, or None for the training weights, and set evaluation mode."""
+        modes = [(module, module.training) for module in ema.model.modules()]
+        outer = self.in_block, self._index
+
+        try:
+            with _swapped(ema, index):
+                self.in_block, self._index = True, index
+                ema.model.eval()
+                yield ema.model
+        finally:
+            self.in_block, self._index = outer
+            # By attribute: ``train()`` may be overridden to freeze layers.
+            for module, training in modes:
+                module.training = training
 
     def __getstate__(self) -> dict[str, Any]:
-        # ``EMA`` gives the copy of a model its training weights.
-        return {"_block": None}
+        # ``EMA`` gives the copy of a model its training weights, so nothing is swapped in there.
+        return vars(Evaluation())
+
+
+def _swapped(ema: EMA[Any], index: int | None) -> AbstractContextManager[None]:
+    return training_weights(ema, ema.model) if index is None else ema.applied(index=index)
 
 
 class EMACallback(Generic[ModelT]):
@@ -94,25 +137,45 @@ class EMACallback(Generic[ModelT]):
     validation. A loop that calls hooks calls the methods below, with any arguments.
 
     Args:
-        model: Model in training.
-        optimizer: The optimizer, or a sequence of all optimizers of the model. None to call
-            :meth:`step` or :meth:`on_train_batch_end` instead.
-        decay: Decay factor, or a list of them for several averages.
-        index: Index of the average to evaluate.
+        model: Model in training. It is neither copied nor modified.
+        optimizer: The optimizer, or a sequence of all optimizers of the model: each of their steps is
+            an update, as in :meth:`EMA.attach() <modkit.EMA.attach>`. None, or an empty sequence, to
+            call :meth:`step` or :meth:`on_train_batch_end` after each optimizer step instead.
+        decay: Decay factor of one step, in [0, 1], by default 0.999. A list gives several averages,
+            numbered by ``index`` from 0.
+        index: Index of the average that evaluations see, and that ``swap_to_average_at_end`` copies.
         swap_to_average_at_end: If True, :meth:`on_train_end` copies the average into the model.
-        **options: All other options of :class:`~modkit.EMA`.
+        **options: Further options of :class:`~modkit.EMA`, see
+            :class:`~modkit.averaging.callback.EMAOptions`.
+
+    Raises:
+        TypeError: If ``model`` is not a module, the steps of an optimizer cannot be tracked,
+            ``index`` is not an int, or an option is unknown or of another type.
+        ValueError: If an option is invalid, no parameter is selected, a glob other than ``"*"``
+            matches no name, or an optimizer is given twice or has no averaged parameter.
+        IndexError: If there is no average ``index``.
 
     Attributes:
-        ema: The :class:`~modkit.EMA`.
+        ema: The :class:`~modkit.EMA`, with the averages and all their methods.
+        index: The option. Another index counts from the next evaluation on.
+        swap_to_average_at_end: The option.
 
     Example:
         >>> import torch
         >>> from modkit import EMACallback, nn
         >>> model = nn.Linear(1, 1, bias=False)
-        >>> ema = EMACallback(model, torch.optim.SGD(model.parameters()), decay=0.75)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> ema = EMACallback(model, optimizer, decay=0.75)
+        >>> for _ in range(2):
+        ...     optimizer.zero_grad()
+        ...     model(torch.ones(1, 1)).backward()
+        ...     optimizer.step()
+        >>> trained = model.weight.item()
         >>> with ema.evaluating():
-        ...     model.training
-        False
+        ...     print(round(model.weight.item() - trained, 4), model.training)
+        0.75 False
+        >>> model.weight.item() == trained, model.training
+        (True, True)
     """
 
     ema: EMA[ModelT]
@@ -134,8 +197,9 @@ class EMACallback(Generic[ModelT]):
         self.index = index
         self.swap_to_average_at_end = swap_to_average_at_end
         self._evaluation = Evaluation()
-        several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-        optimizers = [one for one in several if one is not None]
+
+        given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        optimizers = [optimizer for optimizer in given if optimizer is not None]
         self._attached = bool(optimizers)
         if optimizers:
             self.ema.attach(*optimizers)
@@ -149,31 +213,102 @@ class EMACallback(Generic[ModelT]):
         return self.ema.model
 
     def step(self) -> None:
-        """Update the average, unless an optimizer does so."""
+        """Update the averages after an optimizer step; without effect if an optimizer was given.
+
+        Raises:
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+            RuntimeError: If the model holds an average, a parameter has no values yet or cannot be
+                averaged, or, with ``on_nonfinite="raise"``, is not finite.
+        """
         if not self._attached:
             self.ema.update()
 
     def on_train_batch_end(self, *args: object, **kwargs: object) -> None:
-        """Call :meth:`step`."""
+        """Call :meth:`step`, whose errors it raises. All arguments are ignored."""
         self.step()
 
     def on_train_end(self, *args: object, **kwargs: object) -> None:
-        """Copy the average in if ``swap_to_average_at_end``; ``ema.restore()`` undoes it."""
+        """Copy the average in if ``swap_to_average_at_end``; ``ema.restore()`` undoes it.
+
+        Until then, states hold the training weights too, and updates and steps of attached optimizers
+        are refused. An evaluation that was left without its end is ended first. All arguments are
+        ignored.
+
+        Raises:
+            RuntimeError: If that evaluation has written to the weights, or if the model holds an
+                average inside :meth:`evaluating` or ``EMA.applied()``.
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+        """
         self._evaluation.end()
         if self.swap_to_average_at_end:
             swap_at_end(self.ema, self.index)
 
-    @contextmanager
-    def evaluating(self) -> Generator[ModelT]:
-        """Swap the average in and set evaluation mode for a ``with`` block. See ``EMA.applied``."""
-        modes = [(module, module.training) for module in self.model.modules()]
-        try:
-            with self.ema.applied(index=self.index):
-                self.model.eval()
-                yield self.model
-        finally:
-            for module, training in modes:
-                module.training = training
+    def evaluating(self, index: int | None = None) -> AbstractContextManager[ModelT]:
+        """Swap an average in and set evaluation mode for a ``with`` block.
+
+        Before the first update the block sees the training weights. Storage is exchanged, nothing is
+        copied unless dtype or device differ. Whatever ends the block, the training weights and the
+        mode of each module are restored. Blocks may be nested, so that one validation can evaluate
+        several averages, and an evaluation that starts inside by the hooks sees the same weights.
+
+        Args:
+            index: Index of the average. Default: that of the callback.
+
+        Returns:
+            A context manager that yields the model.
+
+        Raises:
+            IndexError: If there is no average ``index``. It is raised on entering the block, before
+                anything is changed; so are the next two.
+            TypeError: If ``index`` is not an int.
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+            RuntimeError: At the end, if the block has written to the weights, or has replaced
+                parameters or their modules, which are put back. A block that raised gets a note instead.
+
+        Example:
+            >>> from modkit import EMACallback, nn
+            >>> model = nn.Linear(1, 1, bias=False)
+            >>> ema = EMACallback(model, decay=[0.75, 0.0])
+            >>> for value in 0.0, 8.0:
+            ...     _ = nn.init.constant_(model.weight, value)
+            ...     ema.step()
+            >>> for index in 0, 1:
+            ...     with ema.evaluating(index=index):
+            ...         print(model.weight.item())
+            2.0
+            8.0
+        """
+        return self._evaluation.block(self.ema, self.index if index is None else index)
+
+    def evaluating_training_weights(self) -> AbstractContextManager[ModelT]:
+        """Evaluate the training weights for a ``with`` block, also where an average is swapped in.
+
+        It sets evaluation mode as :meth:`evaluating` does, so a validation can compare both. Inside an
+        evaluation it swaps the training weights back in, and at its end the average.
+
+        Returns:
+            A context manager that yields the model.
+
+        Raises:
+            NameMismatchError: If the model holds an average, and its names or shapes have changed. It
+                is raised on entering the block, before anything is changed.
+            RuntimeError: At the end, if the block was entered inside an evaluation, and has written to
+                the weights.
+
+        Example:
+            >>> from modkit import EMACallback, nn
+            >>> model = nn.Linear(1, 1, bias=False)
+            >>> ema = EMACallback(model, decay=0.75)
+            >>> for value in 0.0, 8.0:
+            ...     _ = nn.init.constant_(model.weight, value)
+            ...     ema.step()
+            >>> with ema.evaluating():
+            ...     average = model.weight.item()
+            ...     with ema.evaluating_training_weights():
+            ...         print(average, model.weight.item(), model.training)
+            2.0 8.0 False
+        """
+        return self._evaluation.block(self.ema, None)
 
     def update_bn(
         self, loader: Iterable[Any], device: Device = None, *, weight_by_samples: bool = False
@@ -185,11 +320,30 @@ class EMACallback(Generic[ModelT]):
         self.ema.update_bn(loader, device, index=self.index, weight_by_samples=weight_by_samples)
 
     def on_validation_start(self, *args: object, **kwargs: object) -> None:
-        """Swap the average in until :meth:`on_validation_end`; a second call has no effect."""
+        """Swap the average in until :meth:`on_validation_end`; a second call has no effect.
+
+        ``on_test_start`` and ``on_predict_start`` are the same. The mode of the model is the caller's.
+        Before the first update the model keeps the training weights, and inside a block of
+        :meth:`evaluating` or :meth:`evaluating_training_weights` it keeps those of the block. All
+        arguments are ignored.
+
+        Raises:
+            IndexError: If ``index`` was set to one that no average has.
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+        """
         self._evaluation.start(self.ema, self.index)
 
     def on_validation_end(self, *args: object, **kwargs: object) -> None:
-        """Restore the training weights; without effect outside an evaluation."""
+        """Restore the training weights; without effect outside an evaluation.
+
+        ``on_test_end`` and ``on_predict_end`` are the same. So are ``on_train_batch_start`` and
+        ``on_exception``, for an evaluation that an error has left without its end. All arguments are
+        ignored.
+
+        Raises:
+            RuntimeError: If the weights were written to, or parameters replaced, since
+                :meth:`on_validation_start`. The training weights are restored first.
+        """
         self._evaluation.end()
 
     on_test_start = on_validation_start
@@ -201,11 +355,35 @@ class EMACallback(Generic[ModelT]):
     on_exception = on_validation_end
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the averages. See ``EMA.state_dict``."""
+        """Return the state of the averages, in :meth:`EMA.state_dict() <modkit.EMA.state_dict>`'s format.
+
+        It holds all averages, counters and schedules, and while the model holds an average also the
+        training weights, so it may be saved anywhere in a loop.
+
+        Returns:
+            A dict of numbers, strings and tensors. The tensors are not copied: save or copy it before
+            the next update.
+        """
         return self.ema.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, step: int | None = None) -> None:
-        """Load a state, after the model. See ``EMA.load_state_dict``."""
+        """Load a state of this class, of ``EMA`` or of another library; load the model first.
+
+        Averaging resumes with bitwise identical results. A state that was saved while the model held
+        the average also loads its training weights into the model, with a warning. An empty state
+        starts anew, with a warning. See :meth:`EMA.load_state_dict() <modkit.EMA.load_state_dict>`.
+
+        Args:
+            state_dict: The state; it is validated completely before anything changes.
+            step: Number of updates so far, for a state of another library or plain weights.
+
+        Raises:
+            TypeError: If ``step`` is not an int.
+            ValueError: If the state is invalid or unknown, ``step`` is negative, or it is given with a
+                state that is empty or has a counter of its own.
+            NameMismatchError: If the state does not fit the model.
+            RuntimeError: If the model holds an average.
+        """
         self.ema.load_state_dict(state_dict, step=step)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from modkit.averaging.callback import (
     Evaluation,
     averaged_parameters,
     check_options,
+    check_outside,
     end_swap,
     swap_at_end,
     training_weights,
@@ -53,29 +54,61 @@ CheckpointIO: Any = _pl.plugins.CheckpointIO
 class EMACallback(Callback):
     """Averages a model that Lightning trains; evaluates and saves the average.
 
-    The average is updated after each batch in which an optimizer stepped on an averaged parameter.
+    The average is updated after each batch in which an optimizer stepped on an averaged parameter:
+    once per step with gradient accumulation, at most once per batch with several optimizers or manual
+    optimization, and not for steps that a gradient scaler skips. (Fused optimizers skip them on the
+    device, which on accelerators is not seen.) Override :meth:`should_update` to update on other steps
+    or at the end of epochs.
+
     Validation, test and prediction see the average, and before the first update the training weights;
-    weights loaded for an evaluation are evaluated as they are. The ``state_dict`` of a checkpoint is
-    the average, so it loads without this callback. The checkpoint also holds the training weights and
-    the state of the averages, so ``fit(ckpt_path=...)`` resumes bitwise identically.
+    weights loaded for an evaluation are evaluated as they are. To evaluate several averages, or the
+    training weights too, use :meth:`evaluating` and :meth:`evaluating_training_weights` in
+    ``validation_step``, or around ``trainer.validate()``.
+
+    The ``state_dict`` of a checkpoint is the average, so it loads without this callback. The
+    checkpoint also holds the training weights and the state of the averages, so
+    ``fit(ckpt_path=...)`` resumes bitwise identically. Checkpoints of Lightning's ``WeightAveraging``
+    can be resumed from too. Checkpoints are written atomically, and verified when they are loaded.
 
     Args:
-        decay: Decay factor, or a list of them for several averages.
-        index: Index of the average to evaluate and to save as the ``state_dict``.
-        update_every_n_steps: Update if the step's index is a multiple; the decay is not adjusted.
-        update_starting_at_step: Index of the first step to update on; by default 0.
-        update_starting_at_epoch: Index of the first epoch at whose end to update; by default none.
+        decay: Decay factor of one update, in [0, 1], by default 0.999. A list gives several averages,
+            numbered by ``index`` from 0.
+        index: Index of the average to evaluate, to save as the ``state_dict``, and to end with.
+        update_every_n_steps: Update if the step's index is a multiple, 1 or more; the decay is not
+            adjusted. The option ``update_every`` of ``EMA`` adjusts it instead.
+        update_starting_at_step: Zero-based index of the first optimizer step to update on; by default
+            0.
+        update_starting_at_epoch: Zero-based index of the first epoch at whose end to update as well;
+            by default none. Updates on steps are not affected.
         swap_to_average_at_end: If True, ``fit`` ends with the average in the model;
             ``callback.ema.restore()`` restores the training weights.
-        **options: Further options of :class:`~modkit.EMA`.
+        **options: Further options of :class:`~modkit.EMA`, see
+            :class:`~modkit.averaging.callback.EMAOptions`.
+
+    Raises:
+        TypeError: If ``index`` or a number of steps or epochs is not an int, a decay is not a number, a
+            schedule or a function, or an option is unknown or of another type.
+        ValueError: If an option is invalid, or a number of steps or epochs too small. Globs are
+            compared with the names of the model when the fit starts.
+        IndexError: If there is no average ``index``.
 
     Attributes:
-        ema: The :class:`~modkit.EMA` of the latest fit, or None.
+        ema: The :class:`~modkit.EMA` of the latest fit, or None before it, and after an evaluation of
+            other weights by ``ckpt_path``.
+        index: The option. Another index counts from the next evaluation or checkpoint on.
+        update_every_n_steps: The option. A value that the constructor would refuse raises its error.
+        update_starting_at_step: The option.
+        update_starting_at_epoch: The option.
+        swap_to_average_at_end: The option.
 
     Example::
 
+        from modkit.integrations.lightning import EMACallback
+
         trainer = Trainer(callbacks=[EMACallback(decay=0.999)])
         trainer.fit(model, train_loader, val_loader)
+        trainer.save_checkpoint("last.ckpt")
+        averaged = Net.load_from_checkpoint("last.ckpt")
     """
 
     update_every_n_steps: CheckedCount = CheckedCount(1)
@@ -99,46 +132,86 @@ class EMACallback(Callback):
         self.update_starting_at_epoch = update_starting_at_epoch
         self.index = index
         self.swap_to_average_at_end = swap_to_average_at_end
+
         self.ema: EMA[Any] | None = None
-        self._decay, self._options, self._evaluation = decay, options, Evaluation()
+        self._decay = decay
+        self._options = options
+        self._evaluation = Evaluation()
+        # The state of the averages in a checkpoint, until the fit starts.
         self._loaded: Mapping[str, Any] | None = None
         self._handles: list[RemovableHandle] = []
         self._fitting = self._training = False
-        self._latest_step: int | None = None  # taken, and not yet shown to should_update()
+        # Indices of the latest step that was taken and not yet shown to should_update(), and of the
+        # latest epoch that was.
+        self._latest_step: int | None = None
         self._latest_epoch = -1
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return True to update the average now. Override it to update on other steps or epochs.
 
-        As in Lightning's ``WeightAveraging``, one zero-based index is given: that of the latest
-        optimizer step, or of the training epoch that ends.
+        It is called once for each optimizer step, after its batch, and once at the end of each
+        training epoch. Arguments are those of Lightning's ``WeightAveraging.should_update``: exactly
+        one of them is given.
+
+        Args:
+            step_idx: Zero-based index of the latest optimizer step, or None.
+            epoch_idx: Zero-based index of the training epoch that ends, or None.
+
+        Returns:
+            True if ``step_idx`` is a multiple of ``update_every_n_steps`` from
+            ``update_starting_at_step`` on, or ``epoch_idx`` at least ``update_starting_at_epoch``.
+
+        Example::
+
+            class EpochAverage(EMACallback):
+                def should_update(self, step_idx=None, epoch_idx=None):
+                    return epoch_idx is not None and epoch_idx >= 10
         """
         if step_idx is not None:
             is_due = step_idx % self.update_every_n_steps == 0
             return is_due and step_idx >= (self.update_starting_at_step or 0)
+
         first = self.update_starting_at_epoch
         return epoch_idx is not None and first is not None and epoch_idx >= first
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Reset the state of an interrupted run, and wrap the checkpoint plugin."""
+        """Reset the state of an interrupted run, and wrap the checkpoint plugin. Lightning calls it.
+
+        Raises:
+            RuntimeError: If ``fit()`` was called inside :meth:`evaluating` or ``EMA.applied()``.
+        """
         self._leave()
+        if stage == "fit":
+            check_outside(self._evaluation, pl_module, "fit()")
         self._loaded, self._latest_epoch = None, -1
         trainer.strategy.checkpoint_io = _CheckpointIO(trainer, self)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start or resume averaging, with the model on its device and sharded."""
+        """Start or resume averaging, with the model on its device and sharded. Lightning calls it.
+
+        A further fit of the same model continues its averages; that of another model starts anew.
+
+        Raises:
+            TypeError: If the strategy is ``FSDPStrategy``, or the steps of an optimizer cannot be
+                tracked.
+            ValueError: If no parameter is selected, a glob other than ``"*"`` matches no name, or the
+                averages of a checkpoint are invalid.
+            NameMismatchError: If the averages of a checkpoint do not fit the model.
+        """
         if isinstance(trainer.strategy, _pl.strategies.FSDPStrategy):
             raise TypeError(
                 f"EMACallback: FSDPStrategy is not supported: {MSG_FLAT_PARAMETERS}. Use "
                 "ModelParallelStrategy with torch.distributed.fsdp.fully_shard."
             )
         if has_shards(pl_module) and any(
-            getattr(one, "save_weights_only", False) for one in trainer.checkpoint_callbacks
+            getattr(checkpoint, "save_weights_only", False)
+            for checkpoint in trainer.checkpoint_callbacks
         ):
             _pl.utilities.rank_zero_warn(
                 "EMACallback: checkpoints with save_weights_only=True hold the training weights of a "
                 "sharded model, because Lightning calls no callback"
             )
+
         self._leave()
         # The last fit may have ended with the average in its model.
         end_swap(self.ema)
@@ -147,6 +220,7 @@ class EMACallback(Callback):
         if self._loaded is not None:
             self.ema.load_state_dict(split_up(self._loaded, _parameters_of(pl_module)))
             self._loaded = None
+
         self._fitting = True
         for optimizer in trainer.optimizers:
             self._watch(check_optimizer("EMACallback", optimizer), self.ema, trainer)
@@ -172,20 +246,39 @@ class EMACallback(Callback):
         self._handles += [before, optimizer.register_step_post_hook(after)]
 
     def _update(self) -> None:
+        """Update the average for the latest step, unless that has been done."""
         step, self._latest_step = self._latest_step, None
         if step is not None and self.ema is not None and self.should_update(step_idx=step):
             self.ema.update()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Track steps from here on; loading an optimizer's state may take a step before."""
+        """Track steps from here on; loading an optimizer's state may take a step before.
+
+        Lightning calls it.
+        """
         self._training = True
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Update the average, if an optimizer stepped and :meth:`should_update` returns True."""
+        """Update the average, if an optimizer stepped and :meth:`should_update` returns True.
+
+        Lightning calls it.
+
+        Raises:
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+            RuntimeError: If the model holds an average, a parameter has no values yet or cannot be
+                averaged, or, with ``on_nonfinite="raise"``, is not finite.
+        """
         self._update()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Update the average, if :meth:`should_update` returns True for this epoch."""
+        """Update the average, if :meth:`should_update` returns True for this epoch.
+
+        Lightning calls it.
+
+        Raises:
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+            RuntimeError: As in :meth:`on_train_batch_end`.
+        """
         epoch = trainer.fit_loop.epoch_progress.current
         # Lightning counts an epoch as processed before on_train_epoch_end(), as completed after it.
         if epoch.completed > self._latest_epoch and epoch.processed > epoch.completed:
@@ -194,12 +287,18 @@ class EMACallback(Callback):
                 self.ema.update()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Copy the average into the model, if ``swap_to_average_at_end=True``."""
+        """Copy the average into the model, if ``swap_to_average_at_end=True``. Lightning calls it.
+
+        Raises:
+            RuntimeError: If the model holds an average inside ``EMA.applied()``.
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+        """
         self._leave()
         if self.swap_to_average_at_end and self.ema is not None:
             swap_at_end(self.ema, self.index)
 
     def _leave(self) -> None:
+        """Forget a fit or an evaluation, which may have been left by an error."""
         self._evaluation.end()
         self._fitting = self._training = False
         self._latest_step = None
@@ -207,7 +306,16 @@ class EMACallback(Callback):
             self._handles.pop().remove()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Swap the average in until the end of the validation, test or prediction."""
+        """Swap the average in until the end of the validation, test or prediction.
+
+        Lightning calls it, and ``on_test_start`` and ``on_predict_start``, which are the same. Inside
+        a block of :meth:`evaluating` or :meth:`evaluating_training_weights` the model keeps the
+        weights of the block.
+
+        Raises:
+            IndexError: If ``index`` was set to one that no average has.
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+        """
         if self.ema is None or self.ema.model is not pl_module:
             return
         if not self._fitting and trainer.ckpt_path:
@@ -218,7 +326,15 @@ class EMACallback(Callback):
         self._evaluation.start(self.ema, self.index)
 
     def on_validation_end(self, *_: Any) -> None:
-        """Restore the training weights; without effect outside an evaluation."""
+        """Restore the training weights; without effect outside an evaluation.
+
+        Lightning calls it, and ``on_test_end``, ``on_predict_end``, ``on_train_batch_start`` and
+        ``on_exception``, which are the same: an error may have left an evaluation before its end.
+
+        Raises:
+            RuntimeError: If the evaluation has written to the weights, or has replaced parameters. The
+                training weights are restored first.
+        """
         self._evaluation.end()
 
     on_test_start = on_validation_start
@@ -228,6 +344,70 @@ class EMACallback(Callback):
     # An error may have left an evaluation before its end.
     on_train_batch_start = on_validation_end
     on_exception = on_validation_end
+
+    def evaluating(self, index: int | None = None) -> AbstractContextManager[Any]:
+        """Evaluate an average for a ``with`` block: swap it in, and set evaluation mode.
+
+        Use it inside ``validation_step`` to log metrics of several averages in one validation, or
+        around ``trainer.validate()`` and ``trainer.test()``, which then see this average. Storage is
+        exchanged, nothing is copied unless dtype or device differ. Whatever ends the block, the weights
+        and the mode of each module are as before it. Before the first update the block sees the
+        training weights.
+
+        Args:
+            index: Index of the average. Default: that of the callback.
+
+        Returns:
+            A context manager that yields the model of the latest fit.
+
+        Raises:
+            IndexError: If there is no average ``index``. It is raised on entering the block, before
+                anything is changed; so are the next two.
+            TypeError: If ``index`` is not an int.
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+            RuntimeError: If there are no averages, because there was no fit or other weights were
+                loaded by ``ckpt_path``; at the end of the block, if it has written to the weights or
+                has replaced parameters. A block that raised gets a note instead.
+
+        Example::
+
+            class Net(LightningModule):
+                def validation_step(self, batch, batch_idx):
+                    self.log("ema/loss", self.loss(batch))  # the average `index`
+                    with self.ema.evaluating(index=1):
+                        self.log("slow/loss", self.loss(batch))
+                    with self.ema.evaluating_training_weights():
+                        self.log("raw/loss", self.loss(batch))
+        """
+        ema = self._averages_for("evaluating()")
+        self._update()
+        return self._evaluation.block(ema, self.index if index is None else index)
+
+    def evaluating_training_weights(self) -> AbstractContextManager[Any]:
+        """Evaluate the training weights for a ``with`` block, also during a validation of an average.
+
+        Use it inside ``validation_step``, as in the example of :meth:`evaluating`, or around
+        ``trainer.validate()``, which then sees the training weights. It sets evaluation mode.
+
+        Returns:
+            A context manager that yields the model of the latest fit.
+
+        Raises:
+            NameMismatchError: If the model holds an average, and its names or shapes have changed. It
+                is raised on entering the block, before anything is changed.
+            RuntimeError: If there are no averages, because there was no fit or other weights were
+                loaded by ``ckpt_path``; at the end of a block inside an evaluation, if it has written
+                to the weights.
+        """
+        return self._evaluation.block(self._averages_for("evaluating_training_weights()"), None)
+
+    def _averages_for(self, call: str) -> EMA[Any]:
+        if self.ema is None:
+            raise RuntimeError(
+                f"EMACallback.{call}: there are no averages, because there was no fit, or other weights "
+                "were loaded by ckpt_path. Check callback.ema, which is None then."
+            )
+        return self.ema
 
     def update_bn(
         self, loader: Iterable[Any], device: Device = None, *, weight_by_samples: bool = False
@@ -241,20 +421,47 @@ class EMACallback(Callback):
         self.ema.update_bn(loader, device, index=self.index, weight_by_samples=weight_by_samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """Update for the latest step; :meth:`on_save_checkpoint` adds the state of the averages."""
+        """Update for the latest step; :meth:`on_save_checkpoint` adds the state of the averages.
+
+        Lightning calls it.
+
+        Returns:
+            An empty dict.
+
+        Raises:
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+            RuntimeError: As in :meth:`on_train_batch_end`.
+        """
         self._update()
         return {}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Save the average as the ``state_dict``, the training weights and the averages beside it."""
+        """Save the average as the ``state_dict``, the training weights and the averages beside it.
+
+        Lightning calls it. The entry of the callback holds the state of ``EMA``, those training weights
+        that differ from the average, and the index of the latest epoch. With sharded parameters it is
+        a collective, and the entry is gathered into host memory.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The model; if it is not the averaged one, nothing is changed.
+            checkpoint: The checkpoint, which is modified.
+
+        Raises:
+            IndexError: If ``index`` was set to one that no average has.
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+            RuntimeError: As in :meth:`on_train_batch_end`.
+        """
         if self.ema is None or self.ema.model is not pl_module:
             return
+
         # Lightning may have made an optimizer take a step of length zero, to have a state to save.
         self._latest_step = None
         # Another callback may save at the end of an epoch before this one is called.
         EMACallback.on_train_epoch_end(self, trainer, pl_module)
         state = self.ema.state_dict()
         state.pop("raw", None)
+
         average = self.members_of(trainer, checkpoint)
         as_raw = training_weights(self.ema, pl_module)
         if has_shards(pl_module):
@@ -262,8 +469,14 @@ class EMACallback(Callback):
             with torch.inference_mode(False), torch.no_grad(), as_raw:
                 raw, state = whole(dict(pl_module.state_dict())), whole(state)
         else:
-            found = self.members_of(trainer, checkpoint, as_raw)
-            raw = {k: value for k, value in found.items() if _memory(value) != _memory(average[k])}
+            members = self.members_of(trainer, checkpoint, as_raw)
+            # Values that are not averaged are in the file once.
+            raw = {
+                name: value
+                for name, value in members.items()
+                if _memory(value) != _memory(average[name])
+            }
+
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **average}
         entry = {"ema": state, "raw": raw, "latest_epoch": self._latest_epoch}
         checkpoint["callbacks"][self.state_key] = entry
@@ -274,17 +487,45 @@ class EMACallback(Callback):
         saved: Mapping[str, Any],
         block: AbstractContextManager[None] | None = None,
     ) -> dict[str, Any]:
-        """Return a checkpoint's ``state_dict`` as in a block; by default with the average."""
+        """Return the members of a checkpoint's ``state_dict`` with the average, or in another block.
+
+        Args:
+            trainer: The Trainer, whose strategy returns the members.
+            saved: The checkpoint; members that its ``state_dict`` lacks are left out.
+            block: Context manager that swaps weights into the model. Default: the average ``index``.
+
+        Returns:
+            The members by name, not copied.
+
+        Raises:
+            IndexError: If ``index`` was set to one that no average has.
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+        """
         assert self.ema is not None
         block = block or self.ema.applied(index=self.index)
         with torch.inference_mode(False), torch.no_grad(), block:
-            found = trainer.strategy.lightning_module_state_dict()
-        return {name: value for name, value in found.items() if name in saved["state_dict"]}
+            members = trainer.strategy.lightning_module_state_dict()
+        return {name: value for name, value in members.items() if name in saved["state_dict"]}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Load the training weights into the model; the averages are loaded when the fit starts."""
+        """Load the training weights into the model; the averages are loaded when the fit starts.
+
+        Lightning calls it. Only a fit loads them; an evaluation sees the average, which is the
+        ``state_dict``. A checkpoint of Lightning's ``WeightAveraging`` is loaded as well, and one
+        without averages starts averaging anew, with a warning.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The model.
+            checkpoint: The checkpoint. Its entry of this callback is removed, because Lightning would
+                copy it for ``load_state_dict()``.
+
+        Raises:
+            RuntimeError: If the training weights do not fit the model, in Lightning's words.
+        """
         if trainer.state.fn != "fit":
             return
+
         # Lightning would deepcopy the entry for load_state_dict().
         saved = checkpoint["callbacks"].pop(self.state_key, None)
         self.ema = None
@@ -298,12 +539,14 @@ class EMACallback(Callback):
         else:
             _pl.utilities.rank_zero_warn(NO_AVERAGES)
             raw = {}
+
         if has_shards(pl_module):
             pl_module.load_state_dict(split_up(raw, _parameters_of(pl_module)), strict=False)
         else:
             loaded = {**checkpoint, "state_dict": {**checkpoint["state_dict"], **raw}}
             trainer.strategy.load_model_state_dict(loaded, strict=pl_module.strict_loading)
         if self._fitting:
+            # Strategies for sharded models load a checkpoint after on_fit_start().
             self.on_fit_start(trainer, pl_module)
 
 
@@ -316,12 +559,17 @@ def _memory(value: Any) -> int:
 
 
 class _CheckpointIO(CheckpointIO):
-    """Wraps a strategy's plugin: atomic writes, verified loads, averages in weights-only files."""
+    """Wraps a strategy's plugin: atomic writes, verified loads, averages in weights-only files.
+
+    Lightning calls no callback for ``save_weights_only=True``. Everything else is done by the plugin
+    that the strategy had before.
+    """
 
     def __init__(self, trainer: Any, callback: EMACallback) -> None:
-        inner: Any = trainer.strategy.checkpoint_io
-        self.inner: Any = inner.inner if isinstance(inner, _CheckpointIO) else inner
-        self.trainer, self.callback = trainer, callback
+        replaced: Any = trainer.strategy.checkpoint_io
+        self.inner: Any = replaced.inner if isinstance(replaced, _CheckpointIO) else replaced
+        self.trainer = trainer
+        self.callback = callback
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -331,6 +579,7 @@ class _CheckpointIO(CheckpointIO):
         if weights_only and ema is not None and not has_shards(ema.model):
             average = self.callback.members_of(self.trainer, checkpoint)
             checkpoint = {**checkpoint, "state_dict": {**checkpoint["state_dict"], **average}}
+
         is_local = "://" not in str(path) and "::" not in str(path) and storage_options is None
         # Torch's plugin copies the file from a folder for temporary files, which is not atomic.
         if is_local and type(self.inner) is _pl.plugins.TorchCheckpointIO:

@@ -16,7 +16,9 @@ from modkit._namespace import publish_all
 from modkit.averaging.callback import (
     NO_AVERAGES,
     EMAOptions,
+    Evaluation,
     check_options,
+    check_outside,
     end_swap,
     swap_at_end,
     training_weights,
@@ -67,33 +69,68 @@ TrainerCallback: Any = _hf.TrainerCallback
 class EMACallback(TrainerCallback):
     """Averages a model that the Trainer of transformers trains; evaluates and saves the average.
 
-    Each optimizer step updates the average. (Steps that a gradient scaler skips do not count, except in
-    fused optimizers on accelerators, which skip them on the device.) ``evaluate()`` and ``predict()`` see the average,
-    and before the first update the training weights, which are restored even after an error.
+    Each optimizer step updates the average: once per step with gradient accumulation, and not for
+    steps that a gradient scaler skips. (Fused optimizers skip them on the device, which on
+    accelerators is not seen: the Trainer and the average count them.) ``evaluate()`` and ``predict()``
+    see the average, in training and after it, and before the first update the training weights, which
+    are restored even after an error. To evaluate several averages, or the training weights too, use
+    :meth:`evaluating` and :meth:`evaluating_training_weights` around ``trainer.evaluate()``.
 
-    A checkpoint loads without this callback. ``ema.pt`` beside the model holds the averages, and the
-    training weights if the model file does not. ``train(resume_from_checkpoint=...)`` resumes bitwise
-    identically. After ``load_best_model_at_end`` the averages are those of the best checkpoint.
+    ``save`` chooses the model file of a checkpoint, which loads without this callback. ``ema.pt``
+    beside it holds the averages, and the training weights if the model file does not.
+    ``train(resume_from_checkpoint=...)`` resumes bitwise identically; a ``train()`` that does not
+    resume starts averaging anew. After ``load_best_model_at_end`` the averages are those of the best
+    checkpoint.
 
     :meth:`attach` wraps the methods ``train``, ``evaluate``, ``predict``, ``evaluation_loop`` and
-    ``save_model`` of one Trainer, because callbacks are not notified when an evaluation begins.
-    Training without it is refused, and so is a model that FSDP or DeepSpeed shards.
+    ``save_model`` of one Trainer. Training with ``Trainer(callbacks=[EMACallback()])`` alone is
+    refused, because the events of a callback do not suffice. None comes before an evaluation, so the
+    average would have to be swapped in at ``on_step_end`` if ``control.should_evaluate``, and out at
+    ``on_evaluate``. Then, silently:
+
+    - An evaluation that raises, or Ctrl-C in it, has no ``on_evaluate``: the model keeps the average,
+      and ``save_model()`` saves it as the training weights.
+    - ``trainer.evaluate()``, ``predict()``, and an evaluation that a later callback requests, see the
+      training weights.
+    - Of a dict of evaluation sets, only the first is evaluated on the average.
+    - No event comes before a checkpoint is saved, and none tells the folder that is resumed from, so
+      the checkpoint holds the training weights, and ``load_best_model_at_end`` loads those whose
+      average was the best.
+
+    A model that FSDP or DeepSpeed shards is refused.
 
     Args:
-        decay: Decay factor, or a list of them for several averages.
+        decay: Decay factor of one optimizer step, in [0, 1], by default 0.999. A list gives several
+            averages, numbered by ``index`` from 0.
         save: Content of ``model.safetensors``: ``"average"``, or ``"raw"`` for the training weights.
-        index: Index of the average to evaluate and to save.
+        index: Index of the average to evaluate, to save, and to end with.
         swap_to_average_at_end: If True, training ends with the average in the model;
             ``callback.ema.restore()`` restores the training weights.
-        **options: Further options of :class:`~modkit.EMA`.
+        **options: Further options of :class:`~modkit.EMA`, see
+            :class:`~modkit.averaging.callback.EMAOptions`.
+
+    Raises:
+        TypeError: If ``index`` is not an int, a decay is not a number, a schedule or a function, or an
+            option is unknown or of another type.
+        ValueError: If ``save`` or another option is invalid. Globs are compared with the names of the
+            model when training starts.
+        IndexError: If there is no average ``index``.
 
     Attributes:
-        ema: The :class:`~modkit.EMA` of the latest training, or None.
+        ema: The :class:`~modkit.EMA` of the latest training, or None before it, and if the best
+            checkpoint holds no averages.
+        save: The option. Another value counts from the next checkpoint on.
+        index: The option. Another index counts from the next evaluation or checkpoint on.
+        swap_to_average_at_end: The option.
 
     Example::
 
+        from modkit.integrations.transformers import EMACallback
+
+        trainer = Trainer(model, args, train_dataset=data, eval_dataset=data)
         ema = EMACallback(decay=0.999).attach(trainer)
         trainer.train(resume_from_checkpoint=True)
+        trainer.evaluate()
     """
 
     def __init__(
@@ -110,17 +147,28 @@ class EMACallback(TrainerCallback):
         self.save = save
         self.index = index
         self.swap_to_average_at_end = swap_to_average_at_end
+
         self.ema: EMA[Any] | None = None
-        self._decay, self._options = decay, options
+        self._decay = decay
+        self._options = options
+        self._evaluation = Evaluation()
         self._trainer: Any = None
         self._is_training = False
+        # The folder of the checkpoint that train() resumes from.
         self._resumed: Path | None = None
 
     def attach(self, trainer: Any) -> Self:
-        """Average the model of a Trainer, from its next ``train()`` on, and return this callback.
+        """Average the model of a Trainer, from its next ``train()`` on.
 
-        ``trainer.remove_callback(callback)``, or attaching to another Trainer, ends averaging; the
-        averages stay in ``ema``.
+        The callback is added to the Trainer's callbacks, unless it is one of them. Attaching to the
+        same Trainer again has no effect. ``trainer.remove_callback(callback)``, or attaching to another
+        Trainer, ends averaging; the averages stay in ``ema``.
+
+        Args:
+            trainer: A ``transformers.Trainer``, or an instance of a class derived from it.
+
+        Returns:
+            This callback.
 
         Raises:
             TypeError: If ``trainer`` is not a ``transformers.Trainer``.
@@ -129,19 +177,19 @@ class EMACallback(TrainerCallback):
         if not isinstance(trainer, _hf.Trainer):
             kind = type(trainer).__name__
             raise TypeError(f"EMACallback.attach: {kind} is not a transformers.Trainer")
-        found: Any = trainer
-        callbacks: list[Any] = found.callback_handler.callbacks
-        if any(isinstance(one, EMACallback) and one is not self for one in callbacks):
+        callbacks: list[Any] = trainer.callback_handler.callbacks
+        if any(isinstance(other, EMACallback) and other is not self for other in callbacks):
             raise ValueError("EMACallback: the Trainer has one already; pass it a list of decays")
+
         if self not in callbacks:
-            found.callback_handler.add_callback(self)
-        if self._trainer is not found:
+            trainer.callback_handler.add_callback(self)
+        if self._trainer is not trainer:
             if self._trainer is not None:
                 self._trainer.remove_callback(self)
-            self._trainer = found
+            self._trainer = trainer
             self._wrap("train", self._training)
             for name in ("evaluate", "predict", "evaluation_loop"):
-                self._wrap(name, self._evaluating)
+                self._wrap(name, self._averaged)
             self._wrap("save_model", self._saving)
         return self
 
@@ -160,13 +208,97 @@ class EMACallback(TrainerCallback):
 
         setattr(trainer, name, call)
 
+    def evaluating(self, index: int | None = None) -> AbstractContextManager[Any]:
+        """Evaluate an average for a ``with`` block, which the Trainer's evaluations then see.
+
+        Use it around ``trainer.evaluate(metric_key_prefix=...)`` or ``predict()``, after training, in a
+        callback, or in an ``evaluate()`` that a class derived from the Trainer overrides, so that one
+        validation has the metrics of several averages. Storage is exchanged, nothing is copied unless
+        dtype or device differ. Whatever ends the block, the weights and the mode of each module are as
+        before it. Before the first update the block sees the training weights. Checkpoints that are
+        saved inside are those of the callback's ``index``.
+
+        Args:
+            index: Index of the average. Default: that of the callback.
+
+        Returns:
+            A context manager that yields the model in training.
+
+        Raises:
+            IndexError: If there is no average ``index``. It is raised on entering the block, before
+                anything is changed; so are the next two.
+            TypeError: If ``index`` is not an int.
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+            RuntimeError: If there are no averages, because nothing was trained; at the end of the
+                block, if it has written to the weights or has replaced parameters. A block that raised
+                gets a note instead.
+
+        Example::
+
+            trainer.train()
+            metrics = trainer.evaluate()  # the average `index`: eval_loss
+            with ema.evaluating(index=1):
+                metrics |= trainer.evaluate(metric_key_prefix="eval_slow")  # eval_slow_loss
+            with ema.evaluating_training_weights():
+                metrics |= trainer.evaluate(metric_key_prefix="eval_raw")  # eval_raw_loss
+        """
+        return self._evaluation_of("evaluating()", self.index if index is None else index)
+
+    def evaluating_training_weights(self) -> AbstractContextManager[Any]:
+        """Evaluate the training weights for a ``with`` block, also during an evaluation of an average.
+
+        Use it as :meth:`evaluating`, which has an example. Checkpoints that are saved inside are those
+        that are saved outside.
+
+        Returns:
+            A context manager that yields the model in training.
+
+        Raises:
+            NameMismatchError: If the model holds an average, and its names or shapes have changed. It
+                is raised on entering the block, before anything is changed.
+            RuntimeError: If there are no averages, because nothing was trained; at the end of a block
+                inside an evaluation, if it has written to the weights.
+        """
+        return self._evaluation_of("evaluating_training_weights()", None)
+
+    def _evaluation_of(self, call: str, index: int | None) -> AbstractContextManager[Any]:
+        if self.ema is None:
+            raise RuntimeError(
+                f"EMACallback.{call}: there are no averages. Call trainer.train() first; after it, "
+                "load_best_model_at_end may have loaded a checkpoint without averages."
+            )
+        self._cast_for_evaluation(self.ema)
+        return self._evaluation.block(self.ema, index)
+
+    def _cast_for_evaluation(self, ema: EMA[Any] | None) -> None:
+        """Cast the model as the Trainer would inside the block, while an average is swapped in."""
+        trainer, args = self._trainer, self._trainer.args
+        narrow = (args.fp16_full_eval or args.bf16_full_eval) and not trainer.is_in_train
+        if ema is not None and narrow:
+            dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
+            trainer.model.to(dtype=dtype, device=args.device)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start averaging, or resume with the averages and training weights of a checkpoint."""
+        """Start averaging, or resume with the averages and training weights of a checkpoint.
+
+        The Trainer calls it, with the training arguments, its state and its control; a keyword of each
+        event is the ``model``, another one the ``optimizer``.
+
+        Raises:
+            RuntimeError: If the callback is not attached to the Trainer that trains.
+            TypeError: If the steps of the optimizer cannot be tracked.
+            ValueError: If no parameter is selected, a glob other than ``"*"`` matches no name,
+                ``ema.pt`` cannot be read, is of another step or of a later version, or is missing
+                where the model file is the average.
+            NameMismatchError: If the averages or training weights of the checkpoint do not fit the
+                model, which then is as the Trainer has loaded it.
+        """
         if not self._is_training:
             raise RuntimeError(
                 "EMACallback: not attached to the Trainer, which passes itself to no callback. Call "
                 "callback.attach(trainer) before train()"
             )
+
         # The last training may have ended with the average in its model.
         end_swap(self.ema)
         self.ema = None
@@ -174,6 +306,7 @@ class EMACallback(TrainerCallback):
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         check_optimizer("EMACallback", optimizer)
         ema = EMA(kwargs["model"], self._decay, **self._options)
+
         folder, step = self._resumed, state.global_step
         content = None if folder is None else _read(folder, step)
         if content is not None:
@@ -194,7 +327,15 @@ class EMACallback(TrainerCallback):
         self.ema = ema.attach(optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Load the averages of the best model; copy the average into the model, if configured."""
+        """Load the averages of the best model; copy the average into the model, if configured.
+
+        The Trainer calls it, after it has loaded the best model.
+
+        Raises:
+            ValueError: If ``ema.pt`` of the best checkpoint cannot be read, is of another step or of a
+                later version.
+            NameMismatchError: If those averages do not fit the model.
+        """
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         if best is not None and self.ema is not None:
             self.ema = self._averages_in(Path(best), state)
@@ -202,6 +343,7 @@ class EMACallback(TrainerCallback):
             swap_at_end(self.ema, self.index)
 
     def _averages_in(self, folder: Path, state: Any) -> EMA[Any] | None:
+        """Return the averages of the best checkpoint, whose model the Trainer has loaded."""
         assert self.ema is not None
         content = _read(folder, state.best_global_step)
         if content is None:
@@ -218,52 +360,57 @@ class EMACallback(TrainerCallback):
     def _training(
         self, resume_from_checkpoint: Any = None, *args: object, **kwargs: object
     ) -> Generator[None]:
+        """Average during ``Trainer.train()``, whose first argument no event gets."""
         if any(getattr(self._trainer, flag, False) for flag in _SHARDED):
             raise NotImplementedError(
                 "EMACallback: models that are sharded (FSDP, DeepSpeed, tensor parallel) are not "
                 "supported in the Trainer; use modkit.EMA in a hand-written loop"
             )
+        check_outside(self._evaluation, self._trainer.model, "train()")
+
         folder = resume_from_checkpoint
         if folder is True:
             # If there is none, the Trainer raises an error.
             folder = _hf.trainer_utils.get_last_checkpoint(self._trainer.args.output_dir)
-        self._is_training, self._resumed = True, Path(folder) if folder else None
+        self._is_training = True
+        self._resumed = Path(folder) if folder else None
         try:
             yield
         finally:
-            self._is_training, self._resumed = False, None
+            self._is_training = False
+            self._resumed = None
             if self.ema is not None:
                 self.ema.detach()
 
     @contextmanager
-    def _evaluating(self, *_: object, **__: object) -> Generator[None]:
-        trainer = self._trainer
-        ema, args = self._averages_of(trainer.model), trainer.args
-        narrow = (args.fp16_full_eval or args.bf16_full_eval) and not trainer.is_in_train
-        if ema is not None and narrow:
-            # The Trainer would cast the model inside the block, while the average is swapped in.
-            dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
-            trainer.model.to(dtype=dtype, device=args.device)
+    def _averaged(self, *_: object, **__: object) -> Generator[None]:
+        """Swap the average in for an evaluation, unless a block of the user has chosen the weights."""
+        model = self._trainer.model
+        ema = self._averages_of(model)
+        self._cast_for_evaluation(ema)
         # predict() calls evaluation_loop(), and the user may evaluate inside ema.applied().
-        block = None if ema is None or any_swapped(trainer.model) else ema.applied(index=self.index)
-        with block or nullcontext():
+        chosen = self._evaluation.in_block or any_swapped(model)
+        with nullcontext() if ema is None or chosen else ema.applied(index=self.index):
             yield
 
     @contextmanager
     def _saving(
         self, output_dir: Any = None, _internal_call: bool = False, *_: object, **__: object
     ) -> Generator[None]:
+        """Save what ``save`` says, and the state of the averages beside it in a checkpoint."""
         trainer = self._trainer
         ema, step = self._averages_of(trainer.model), trainer.state.global_step
         if ema is None:
             yield
             return
+
         is_average = self.save == "average"
         # Inside an evaluation the model holds the average.
         with ema.applied(index=self.index) if is_average else training_weights(ema, trainer.model):
             yield
             if output_dir is None or not _internal_call or not trainer.args.should_save:
                 return
+
             trainer.state.stateful_callbacks.pop(MARK, None)
             if is_average and ema.n_averaged:
                 trainer.state.stateful_callbacks[MARK] = _mark(step)
@@ -284,7 +431,7 @@ class EMACallback(TrainerCallback):
         if ema is None or ema.model is model:
             return ema
         averaged = set(map(id, ema.model.parameters()))
-        return ema if any(id(one) in averaged for one in model.parameters()) else None
+        return ema if any(id(parameter) in averaged for parameter in model.parameters()) else None
 
 
 def _mark(step: int) -> dict[str, Any]:
@@ -293,24 +440,30 @@ def _mark(step: int) -> dict[str, Any]:
 
 
 def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
+    """Return the content of a checkpoint's ``ema.pt``, or None if there is no such file.
+
+    ``step`` is that of the checkpoint, or None if it is unknown.
+    """
     path = folder / FILE
     if not path.exists():
         return None
+
     try:
         content: dict[str, Any] = load_checkpoint(path, map_location="cpu")
-        version, found = content["version"], content["global_step"]
+        version, saved_step = content["version"], content["global_step"]
     except Exception as error:
         text = (
             f"EMACallback: {path} cannot be read ({error}). The averages of this checkpoint are lost, "
             "and the training weights too if its model is the average. Resume from another checkpoint."
         )
         raise ValueError(shown(text)) from error
+
     if version > VERSION:
         text = f"EMACallback: {path} has version {version}, newer than {VERSION}"
         raise ValueError(shown(text))
-    if step not in (None, found):
-        text = f"{path} is of step {found}, and the checkpoint of step {step}"
-        raise ValueError(shown(f"EMACallback: {text}"))
+    if step not in (None, saved_step):
+        text = f"EMACallback: {path} is of step {saved_step}, and the checkpoint of step {step}"
+        raise ValueError(shown(text))
     return content
 
 

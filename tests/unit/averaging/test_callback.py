@@ -197,6 +197,127 @@ def test_blocks_nest() -> None:
     assert model.weight.item() == 0.0
 
 
+def two_averages(value: float = 8.0):
+    """Return a model with one weight and a callback: averages 2.0 and 4.0, and the weight 8.0."""
+    model = model_of([0.0])
+    ema = modkit.EMACallback(model, decay=[0.75, 0.5])
+    for weight in 0.0, value:
+        set_to(model, weight)
+        ema.step()
+    return model, ema
+
+
+@pytest.mark.parametrize(("index", "expected"), [(None, 4.0), (0, 2.0), (1, 4.0)])
+def test_the_block_evaluates_the_average_that_it_names(index, expected) -> None:
+    """Without an index it is that of the callback, as it is set now."""
+    model, ema = two_averages()
+    ema.index = 1
+    with ema.evaluating(index=index) as inside:
+        seen = inside.weight.item(), inside.training
+
+    assert seen == (expected, False)
+    assert (model.weight.item(), model.training) == (8.0, True)
+
+
+@pytest.mark.parametrize(
+    ("index", "error"), [(2, IndexError), (-1, IndexError), ("0", TypeError), (True, TypeError)]
+)
+def test_the_index_of_a_block_must_be_that_of_an_average(index, error) -> None:
+    """Another index is refused before anything is changed."""
+    model, ema = two_averages()
+    with pytest.raises(error, match="EMA: index"), ema.evaluating(index=index):
+        pass
+    refused = model.weight.item(), model.training
+    ema.index = index
+    with pytest.raises(error, match="EMA: index"):
+        ema.on_validation_start()
+
+    assert refused == (8.0, True)
+    assert model.weight.item() == 8.0
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_training_weights_and_each_average_in_one_validation(inference) -> None:
+    """Blocks nest in each other and in the hooks, each with its own weights."""
+    model, ema = two_averages()
+    seen = []
+
+    def look() -> None:
+        seen.append((model.weight.item(), model.training))
+
+    with torch.inference_mode(inference):
+        with ema.evaluating_training_weights():
+            look()
+        ema.on_validation_start()
+        look()
+        with ema.evaluating_training_weights():
+            look()
+            with ema.evaluating(index=1):
+                look()
+            look()
+        look()
+        ema.on_validation_end()
+        look()
+    set_to(model, 16.0)
+    model.weight.sum().backward()
+    ema.step()
+
+    assert seen == [(8, False), (2, True), (8, False), (4, False), (8, False), (2, True), (8, True)]
+    assert [averaged(ema.ema, index=index).item() for index in (0, 1)] == [5.5, 10.0]
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_an_error_in_a_block_in_an_evaluation(error) -> None:
+    """The evaluation around it goes on with its average."""
+    model, ema = two_averages()
+    ema.on_validation_start()
+    with pytest.raises(error), ema.evaluating_training_weights():
+        raise error
+    inside = model.weight.item(), model.training
+    ema.on_validation_end()
+
+    assert inside == (2.0, True)
+    assert model.weight.item() == 8.0
+
+
+def test_hooks_in_a_block_see_its_weights() -> None:
+    """An evaluation that a library starts inside a block has the weights of the block."""
+    model, ema = two_averages()
+    seen = []
+    for block in ema.evaluating(index=1), ema.evaluating_training_weights():
+        with block:
+            ema.on_validation_start()
+            seen.append(model.weight.item())
+            ema.on_validation_end()
+            seen.append(model.weight.item())
+    ema.on_validation_start()
+    seen.append(model.weight.item())
+    ema.on_validation_end()
+
+    assert seen == [4.0, 4.0, 8.0, 8.0, 2.0]
+    assert model.weight.item() == 8.0
+
+
+@pytest.mark.parametrize("name", ["evaluating", "evaluating_training_weights"])
+def test_a_state_that_is_saved_in_a_block(name) -> None:
+    """Whatever the model holds, the state has its training weights, and resumes from them."""
+    model, ema = two_averages()
+    ema.on_validation_start()
+    with getattr(ema, name)():
+        state, shown = copy.deepcopy(ema.state_dict()), snapshot(model)
+        other = copy.deepcopy(ema)
+    ema.on_validation_end()
+    resumed = model_of([0.0])
+    resumed.load_state_dict(shown)
+    with pytest.warns(UserWarning, match="its training weights are loaded into the model"):
+        modkit.EMACallback(resumed, decay=[0.75, 0.5]).load_state_dict(state)
+    with other.evaluating(index=1):
+        inside = other.model.weight.item()
+
+    assert resumed.weight.item() == model.weight.item() == other.model.weight.item() == 8.0
+    assert inside == 4.0
+
+
 def test_before_the_first_update_the_raw_weights_are_evaluated() -> None:
     """There is no average yet, and the untrained copy is not taken for one."""
     net, _, ema = loop(2, update_after_step=10)
