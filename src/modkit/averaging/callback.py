@@ -105,8 +105,13 @@ class Evaluation:
                 swap.__exit__(None, None, None)
 
     @contextmanager
-    def block(self, ema: EMA[ModelT], index: int | None) -> Generator[ModelT]:
+    def block(self, ema: EMA[ModelT] | None, index: int | None) -> Generator[ModelT]:
         """Swap in an average, or None for the training weights, and set evaluation mode."""
+        if ema is None:
+            raise RuntimeError(
+                "EMACallback: there are no averages to evaluate, because nothing was trained, or other "
+                "weights were loaded since. Look at callback.ema, which is None then."
+            )
         modes = [(module, module.training) for module in ema.model.modules()]
         outer = self.in_block, self._index
 
@@ -150,10 +155,16 @@ class EMACallback(Generic[ModelT]):
 
     Raises:
         TypeError: If ``model`` is not a module, the steps of an optimizer cannot be tracked,
-            ``index`` is not an int, or an option is unknown or of another type.
-        ValueError: If an option is invalid, no parameter is selected, a glob other than ``"*"``
-            matches no name, or an optimizer is given twice or has no averaged parameter.
+            ``index`` or a number of steps is not an int, a decay is not a number, a schedule or a
+            function, or an option is unknown.
+        ValueError: If ``decay`` and ``schedule`` are both given, an option is invalid, no parameter is
+            selected, a glob other than ``"*"`` matches no name, or an optimizer is given twice or has
+            no averaged parameter.
         IndexError: If there is no average ``index``.
+        RuntimeError: If torch does not know ``device``, or a module of the model contains itself.
+
+    Warns:
+        UserWarning: If a constant decay is above 0 and below 0.1, as a momentum is.
 
     Attributes:
         ema: The :class:`~modkit.EMA`, with the averages and all their methods.
@@ -219,6 +230,8 @@ class EMACallback(Generic[ModelT]):
             NameMismatchError: If names or shapes of the model have changed since the last update.
             RuntimeError: If the model holds an average, a parameter has no values yet or cannot be
                 averaged, or, with ``on_nonfinite="raise"``, is not finite.
+            ValueError: If a schedule returns a decay outside of [0, 1]; in the first update also if
+                ``trainable_only=True`` and no parameter requires gradients.
         """
         if not self._attached:
             self.ema.update()
@@ -290,8 +303,8 @@ class EMACallback(Generic[ModelT]):
             A context manager that yields the model.
 
         Raises:
-            NameMismatchError: If the model holds an average, and its names or shapes have changed. It
-                is raised on entering the block, before anything is changed.
+            NameMismatchError: If training has ended with ``swap_to_average_at_end``, and the model has
+                lost an averaged tensor since. It is raised on entering the block.
             RuntimeError: At the end, if the block was entered inside an evaluation, and has written to
                 the weights.
 
@@ -315,7 +328,18 @@ class EMACallback(Generic[ModelT]):
     ) -> None:
         """Compute the batch normalization statistics of the average. See ``EMA.update_bn``.
 
-        Call it before :meth:`evaluating`, not inside.
+        Call it before :meth:`evaluating`, not inside. The statistics belong to the average ``index`` of
+        the callback until its next update; the model in training does not change.
+
+        Args:
+            loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
+            device: Device that inputs are moved to. Default: they are not moved.
+
+        Raises:
+            IndexError: If ``index`` was set to one that no average has.
+            RuntimeError: If the model holds an average, or before the first update.
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+            ValueError: If the loader is empty. Nothing has been changed.
         """
         self.ema.update_bn(loader, device, index=self.index, weight_by_samples=weight_by_samples)
 
@@ -375,12 +399,13 @@ class EMACallback(Generic[ModelT]):
 
         Args:
             state_dict: The state; it is validated completely before anything changes.
-            step: Number of updates so far, for a state of another library or plain weights.
+            step: Number of calls of ``EMA.update()`` so far, for a state of another library or plain
+                weights.
 
         Raises:
             TypeError: If ``step`` is not an int.
-            ValueError: If the state is invalid or unknown, ``step`` is negative, or it is given with a
-                state that is empty or has a counter of its own.
+            ValueError: If the state is invalid or unknown, or of another number of averages; if
+                ``step`` is negative, or is given with a state that is empty or of an ``EMA``.
             NameMismatchError: If the state does not fit the model.
             RuntimeError: If the model holds an average.
         """

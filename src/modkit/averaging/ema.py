@@ -41,7 +41,40 @@ Device: TypeAlias = int | str | torch.device | None
 
 
 class EMAOptions(TypedDict, total=False):
-    """Keywords of :class:`EMA` that each callback takes. See EMA."""
+    """Options of :class:`EMA` that each callback takes as keywords.
+
+    A callback passes them to the :class:`EMA` that it creates, which states the details, and raises
+    the error of an invalid one in its constructor. All keys are optional. Updates are counted in
+    optimizer steps, unless the callback is told to update less often.
+
+    Attributes:
+        schedule: Decay that changes, in place of ``decay``, or a list of them: a schedule of
+            :mod:`modkit.schedules`, or a function of ``n``, the number of steps since the average was
+            a copy of the model. Default: None, the constant ``decay``.
+        update_after_step: Number of updates to ignore before the parameters are copied. Default: 0.
+        update_every: Average once every ``update_every`` updates, with the decays of that many steps
+            multiplied. Default: 1.
+        precision: ``"fp32"``, ``"fp64"``, ``"same"`` as the parameter, ``"stochastic"`` or
+            ``"compensated"``. Default: ``"fp32"``.
+        device: Device of the averages. Default: None, that of each parameter.
+        buffers: ``"copy"``, ``"average"`` or ``"ignore"`` for floating-point buffers, or a dict from
+            globs of names to one of the three. Default: ``"copy"``.
+        include: Globs of names, or a predicate: parameters to average. Default: None, all.
+        exclude: Globs of names, or a predicate: parameters not to average. Default: None.
+        trainable_only: Average only parameters that require gradients at the first update. Default:
+            False.
+        on_nonfinite: ``"ignore"`` averages infinite and NaN parameters, ``"skip"`` skips the step,
+            ``"raise"`` raises RuntimeError. Default: ``"ignore"``.
+        seed: Seed for stochastic rounding. Default: 0.
+
+    Example:
+        >>> from modkit import EMACallback, nn
+        >>> from modkit.averaging.callback import EMAOptions
+        >>> options: EMAOptions = {"update_every": 10, "exclude": "*.bias"}
+        >>> ema = EMACallback(nn.Sequential(nn.Linear(1, 1)), decay=0.99, **options)
+        >>> ema.ema.update_every
+        10
+    """
 
     schedule: Decay | Sequence[Decay] | None
     update_after_step: int

@@ -204,8 +204,7 @@ class EMACallback(Callback):
                 "ModelParallelStrategy with torch.distributed.fsdp.fully_shard."
             )
         if has_shards(pl_module) and any(
-            getattr(checkpoint, "save_weights_only", False)
-            for checkpoint in trainer.checkpoint_callbacks
+            getattr(one, "save_weights_only", False) for one in trainer.checkpoint_callbacks
         ):
             _pl.utilities.rank_zero_warn(
                 "EMACallback: checkpoints with save_weights_only=True hold the training weights of a "
@@ -267,6 +266,8 @@ class EMACallback(Callback):
             NameMismatchError: If names or shapes of the model have changed since the last update.
             RuntimeError: If the model holds an average, a parameter has no values yet or cannot be
                 averaged, or, with ``on_nonfinite="raise"``, is not finite.
+            ValueError: If a schedule returns a decay outside of [0, 1]; in the first update also if
+                ``trainable_only=True`` and no parameter requires gradients.
         """
         self._update()
 
@@ -277,7 +278,7 @@ class EMACallback(Callback):
 
         Raises:
             NameMismatchError: If names or shapes of the model have changed since the last update.
-            RuntimeError: As in :meth:`on_train_batch_end`.
+            RuntimeError, ValueError: As in :meth:`on_train_batch_end`.
         """
         epoch = trainer.fit_loop.epoch_progress.current
         # Lightning counts an epoch as processed before on_train_epoch_end(), as completed after it.
@@ -379,9 +380,8 @@ class EMACallback(Callback):
                     with self.ema.evaluating_training_weights():
                         self.log("raw/loss", self.loss(batch))
         """
-        ema = self._averages_for("evaluating()")
         self._update()
-        return self._evaluation.block(ema, self.index if index is None else index)
+        return self._evaluation.block(self.ema, self.index if index is None else index)
 
     def evaluating_training_weights(self) -> AbstractContextManager[Any]:
         """Evaluate the training weights for a ``with`` block, also during a validation of an average.
@@ -393,28 +393,32 @@ class EMACallback(Callback):
             A context manager that yields the model of the latest fit.
 
         Raises:
-            NameMismatchError: If the model holds an average, and its names or shapes have changed. It
-                is raised on entering the block, before anything is changed.
+            NameMismatchError: If training has ended with ``swap_to_average_at_end``, and the model has
+                lost an averaged tensor since. It is raised on entering the block.
             RuntimeError: If there are no averages, because there was no fit or other weights were
                 loaded by ``ckpt_path``; at the end of a block inside an evaluation, if it has written
                 to the weights.
         """
-        return self._evaluation.block(self._averages_for("evaluating_training_weights()"), None)
-
-    def _averages_for(self, call: str) -> EMA[Any]:
-        if self.ema is None:
-            raise RuntimeError(
-                f"EMACallback.{call}: there are no averages, because there was no fit, or other weights "
-                "were loaded by ckpt_path. Check callback.ema, which is None then."
-            )
-        return self.ema
+        return self._evaluation.block(self.ema, None)
 
     def update_bn(
         self, loader: Iterable[Any], device: Device = None, *, weight_by_samples: bool = False
     ) -> None:
         """Compute the batch normalization statistics of the average. See ``EMA.update_bn``.
 
-        Call it when no evaluation is running, for instance in ``on_train_epoch_end``.
+        Call it when no evaluation is running, for instance in ``on_train_epoch_end``. The statistics
+        belong to the average ``index`` of the callback until its next update, and are saved with it; the
+        model in training does not change.
+
+        Args:
+            loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
+            device: Device that inputs are moved to. Default: they are not moved.
+
+        Raises:
+            IndexError: If ``index`` was set to one that no average has.
+            RuntimeError: If there was no fit, the model holds an average, or before the first update.
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+            ValueError: If the loader is empty. Nothing has been changed.
         """
         if self.ema is None:
             raise RuntimeError("EMACallback.update_bn(): there are no averages. Call fit() first.")
@@ -430,7 +434,7 @@ class EMACallback(Callback):
 
         Raises:
             NameMismatchError: If names or shapes of the model have changed since the last update.
-            RuntimeError: As in :meth:`on_train_batch_end`.
+            RuntimeError, ValueError: As in :meth:`on_train_batch_end`.
         """
         self._update()
         return {}
@@ -450,7 +454,7 @@ class EMACallback(Callback):
         Raises:
             IndexError: If ``index`` was set to one that no average has.
             NameMismatchError: If names or shapes of the model have changed since the last update.
-            RuntimeError: As in :meth:`on_train_batch_end`.
+            RuntimeError, ValueError: As in :meth:`on_train_batch_end`.
         """
         if self.ema is None or self.ema.model is not pl_module:
             return
@@ -472,9 +476,7 @@ class EMACallback(Callback):
             members = self.members_of(trainer, checkpoint, as_raw)
             # Values that are not averaged are in the file once.
             raw = {
-                name: value
-                for name, value in members.items()
-                if _memory(value) != _memory(average[name])
+                k: value for k, value in members.items() if _memory(value) != _memory(average[k])
             }
 
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **average}

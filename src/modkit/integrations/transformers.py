@@ -242,7 +242,8 @@ class EMACallback(TrainerCallback):
             with ema.evaluating_training_weights():
                 metrics |= trainer.evaluate(metric_key_prefix="eval_raw")  # eval_raw_loss
         """
-        return self._evaluation_of("evaluating()", self.index if index is None else index)
+        self._cast_for_evaluation(self.ema)
+        return self._evaluation.block(self.ema, self.index if index is None else index)
 
     def evaluating_training_weights(self) -> AbstractContextManager[Any]:
         """Evaluate the training weights for a ``with`` block, also during an evaluation of an average.
@@ -254,27 +255,20 @@ class EMACallback(TrainerCallback):
             A context manager that yields the model in training.
 
         Raises:
-            NameMismatchError: If the model holds an average, and its names or shapes have changed. It
-                is raised on entering the block, before anything is changed.
+            NameMismatchError: If training has ended with ``swap_to_average_at_end``, and the model has
+                lost an averaged tensor since. It is raised on entering the block.
             RuntimeError: If there are no averages, because nothing was trained; at the end of a block
                 inside an evaluation, if it has written to the weights.
         """
-        return self._evaluation_of("evaluating_training_weights()", None)
-
-    def _evaluation_of(self, call: str, index: int | None) -> AbstractContextManager[Any]:
-        if self.ema is None:
-            raise RuntimeError(
-                f"EMACallback.{call}: there are no averages. Call trainer.train() first; after it, "
-                "load_best_model_at_end may have loaded a checkpoint without averages."
-            )
         self._cast_for_evaluation(self.ema)
-        return self._evaluation.block(self.ema, index)
+        return self._evaluation.block(self.ema, None)
 
     def _cast_for_evaluation(self, ema: EMA[Any] | None) -> None:
         """Cast the model as the Trainer would inside the block, while an average is swapped in."""
+        if ema is None:
+            return
         trainer, args = self._trainer, self._trainer.args
-        narrow = (args.fp16_full_eval or args.bf16_full_eval) and not trainer.is_in_train
-        if ema is not None and narrow:
+        if (args.fp16_full_eval or args.bf16_full_eval) and not trainer.is_in_train:
             dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
             trainer.model.to(dtype=dtype, device=args.device)
 

@@ -1,0 +1,62 @@
+"""What the docstrings of a class say: its arguments, results and exceptions."""
+
+import inspect
+import re
+from typing import Any
+
+
+def public_members(kind: type) -> dict[str, Any]:
+    """Return the methods and properties that a class defines itself, its constructor among them."""
+    members = {
+        name: member
+        for name, member in vars(kind).items()
+        # An alias has the docstring of the method.
+        if isinstance(member, property) or getattr(member, "__name__", None) == name
+        if name[0] != "_"
+    }
+    return {"__init__": kind.__init__, **members}
+
+
+def docstring(kind: type, name: str) -> str:
+    """Return the docstring of a member; the constructor's is that of its class."""
+    owner = kind if name == "__init__" else inspect.getattr_static(kind, name)
+    return inspect.getdoc(owner) or ""
+
+
+def section(kind: type, name: str, title: str) -> str:
+    """Return one section of a docstring, or an empty text."""
+    found = re.search(rf"^{title}:\n((?:[ ]{{4}}.*\n?|\n)+)", docstring(kind, name), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def entries(kind: type, name: str, title: str) -> set[str]:
+    """Return the names that a section describes."""
+    heads = re.findall(r"^ {4}([*\w]+(?:, [*\w]+)*):", section(kind, name, title), re.MULTILINE)
+    return {entry.strip("*") for head in heads for entry in head.split(", ")}
+
+
+def raised(kind: type) -> set[tuple[str, str]]:
+    """Return the pairs of member and exception that a class documents."""
+    members = public_members(kind)
+    return {(name, error) for name in members for error in entries(kind, name, "Raises")}
+
+
+def undocumented(kind: type, hooks: str = "calls it") -> list[str]:
+    """Return what docstrings lack: arguments and results. ``hooks`` marks what a library calls."""
+    missing = []
+    for name, member in public_members(kind).items():
+        text = docstring(kind, name)
+        if len(text.split()) < 3:
+            missing.append(f"{name}: docstring")
+        if isinstance(member, property) or hooks in text:
+            continue
+        signature = inspect.signature(member)
+        described = entries(kind, name, "Args")
+        missing += [
+            f"{name}: {parameter.name}"
+            for parameter in list(signature.parameters.values())[1:]
+            if parameter.name not in described and parameter.annotation is not object
+        ]
+        if signature.return_annotation is not None and not section(kind, name, "Returns"):
+            missing.append(f"{name}: Returns")
+    return missing
