@@ -306,46 +306,6 @@ class EMACallback(Callback):
         while self._handles:
             self._handles.pop().remove()
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Swap the average in until the end of the validation, test or prediction.
-
-        Lightning calls it, and ``on_test_start`` and ``on_predict_start``, which are the same. Inside
-        a block of :meth:`evaluating` or :meth:`evaluating_training_weights` the model keeps the
-        weights of the block.
-
-        Raises:
-            IndexError: If ``index`` was set to one that no average has.
-            NameMismatchError: If names or shapes of the model have changed since the last update.
-        """
-        if self.ema is None or self.ema.model is not pl_module:
-            return
-        if not self._fitting and trainer.ckpt_path:
-            # These weights were loaded to be evaluated; the averages belong to other weights.
-            self.ema = None
-            return
-        self._update()
-        self._evaluation.start(self.ema, self.index)
-
-    def on_validation_end(self, *_: Any) -> None:
-        """Restore the training weights; without effect outside an evaluation.
-
-        Lightning calls it, and ``on_test_end``, ``on_predict_end``, ``on_train_batch_start`` and
-        ``on_exception``, which are the same: an error may have left an evaluation before its end.
-
-        Raises:
-            RuntimeError: If the evaluation has written to the weights, or has replaced parameters. The
-                training weights are restored first.
-        """
-        self._evaluation.end()
-
-    on_test_start = on_validation_start
-    on_predict_start = on_validation_start
-    on_test_end = on_validation_end
-    on_predict_end = on_validation_end
-    # An error may have left an evaluation before its end.
-    on_train_batch_start = on_validation_end
-    on_exception = on_validation_end
-
     def evaluating(self, index: int | None = None) -> AbstractContextManager[Any]:
         """Evaluate an average for a ``with`` block: swap it in, and set evaluation mode.
 
@@ -400,6 +360,46 @@ class EMACallback(Callback):
                 to the weights.
         """
         return self._evaluation.block(self.ema, None)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Swap the average in until the end of the validation, test or prediction.
+
+        Lightning calls it, and ``on_test_start`` and ``on_predict_start``, which are the same. Inside
+        a block of :meth:`evaluating` or :meth:`evaluating_training_weights` the model keeps the
+        weights of the block.
+
+        Raises:
+            IndexError: If ``index`` was set to one that no average has.
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+        """
+        if self.ema is None or self.ema.model is not pl_module:
+            return
+        if not self._fitting and trainer.ckpt_path:
+            # These weights were loaded to be evaluated; the averages belong to other weights.
+            self.ema = None
+            return
+        self._update()
+        self._evaluation.start(self.ema, self.index)
+
+    def on_validation_end(self, *_: Any) -> None:
+        """Restore the training weights; without effect outside an evaluation.
+
+        Lightning calls it, and ``on_test_end``, ``on_predict_end``, ``on_train_batch_start`` and
+        ``on_exception``, which are the same: an error may have left an evaluation before its end.
+
+        Raises:
+            RuntimeError: If the evaluation has written to the weights, or has replaced parameters. The
+                training weights are restored first.
+        """
+        self._evaluation.end()
+
+    on_test_start = on_validation_start
+    on_predict_start = on_validation_start
+    on_test_end = on_validation_end
+    on_predict_end = on_validation_end
+    # An error may have left an evaluation before its end.
+    on_train_batch_start = on_validation_end
+    on_exception = on_validation_end
 
     def update_bn(
         self, loader: Iterable[Any], device: Device = None, *, weight_by_samples: bool = False
