@@ -91,6 +91,10 @@ class EMACallback(Callback):
         ValueError: If an option is invalid, or a number of steps or epochs too small. Globs are
             compared with the names of the model when the fit starts.
         IndexError: If there is no average ``index``.
+        RuntimeError: If torch does not know ``device``.
+
+    Warns:
+        UserWarning: If a constant decay is above 0 and below 0.1, as a momentum is.
 
     Attributes:
         ema: The :class:`~modkit.EMA` of the latest fit, or None before it, and after an evaluation of

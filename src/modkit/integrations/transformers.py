@@ -115,6 +115,10 @@ class EMACallback(TrainerCallback):
         ValueError: If ``save`` or another option is invalid. Globs are compared with the names of the
             model when training starts.
         IndexError: If there is no average ``index``.
+        RuntimeError: If torch does not know ``device``.
+
+    Warns:
+        UserWarning: If a constant decay is above 0 and below 0.1, as a momentum is.
 
     Attributes:
         ema: The :class:`~modkit.EMA` of the latest training, or None before it, and if the best

@@ -1,0 +1,294 @@
+"""Each exception in the docstrings of the callback is raised as stated."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from modkit.errors import NameMismatchError
+from tests.cases import for_each
+from tests.unit.averaging import contracts
+
+
+pytest.importorskip("lightning.pytorch", reason="needs Lightning: nox -s ecosystem installs it")
+runs = pytest.importorskip("tests.integration.lightning.runs")
+EMACallback = pytest.importorskip("modkit.integrations.lightning").EMACallback
+
+# Advice about loaders and checkpoints.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
+)
+
+# The end of an epoch, before Lightning counts it as completed.
+EPOCH_END = SimpleNamespace(
+    fit_loop=SimpleNamespace(
+        epoch_progress=SimpleNamespace(current=SimpleNamespace(completed=5, processed=6))
+    )
+)
+
+
+def fitted(folder, **options):
+    """Return a model, its callback and the trainer after an epoch, with a step to come."""
+    callback = EMACallback(**{"decay": 0.9, "update_starting_at_epoch": 3, **options})
+    run = runs.fit(folder, ema=callback, max_epochs=1)
+    callback._latest_step = 0
+    return run
+
+
+def changed(folder, **options):
+    """Return a run whose model has lost its last layer."""
+    net, callback, trainer = fitted(folder, **options)
+    del net.net[3]
+    return net, callback, trainer
+
+
+def at_end(folder):
+    """Return a run that is about to end with the average in its model."""
+    net, callback, trainer = fitted(folder)
+    callback.swap_to_average_at_end = True
+    return net, callback, trainer
+
+
+def changed_at_end(folder):
+    """Return a run whose model has lost its last layer before the end."""
+    net, callback, trainer = at_end(folder)
+    del net.net[3]
+    return net, callback, trainer
+
+
+def changed_after_end(folder):
+    """Return a run whose model has lost its last layer since the end."""
+    return changed(folder, swap_to_average_at_end=True)
+
+
+def with_index(folder):
+    """Return a run with an index that no average has."""
+    net, callback, trainer = fitted(folder)
+    callback.index = 3
+    return net, callback, trainer
+
+
+def of_two(folder):
+    """Return a run whose schedule returns an impossible decay from now on."""
+    decays = []
+    net, callback, trainer = fitted(folder, decay=None, schedule=lambda n: 2.0 if decays else 0.5)
+    decays.append(2.0)
+    return net, callback, trainer
+
+
+def new(folder, **options):
+    """Return a run that has not begun."""
+    callback = EMACallback(**{"decay": 0.9, **options})
+    return runs.Net(), callback, runs.trainer_for(folder, callback)
+
+
+def with_glob(folder):
+    """Return a run whose options have a glob that matches no name."""
+    return new(folder, include="head.*")
+
+
+def with_invalid_state(folder):
+    """Return a run that is to resume from a state that is not one."""
+    net, callback, trainer = new(folder)
+    callback._loaded = {"a": 1}
+    return net, callback, trainer
+
+
+def with_state_of_another(folder):
+    """Return a run that is to resume from the averages of another model."""
+    _, other, _ = fitted(folder)
+    net, callback, trainer = new(folder)
+    callback._loaded = other.ema.state_dict()
+    del net.net[3]
+    return net, callback, trainer
+
+
+def with_other_optimizer(folder):
+    """Return a run whose optimizer runs no hooks."""
+    net, callback, trainer = new(folder)
+    trainer.strategy._optimizers = [object()]
+    return net, callback, trainer
+
+
+def create(**options):
+    """Return a call of the constructor."""
+    return lambda net, callback, trainer: EMACallback(**options)
+
+
+def inside(use):
+    """Return a call inside `EMA.applied()`."""
+
+    def call(net, callback, trainer):
+        with callback.ema.applied():
+            use(net, callback, trainer)
+
+    return call
+
+
+def enter(name, **arguments):
+    """Return a call that enters a block."""
+
+    def call(net, callback, trainer):
+        with getattr(callback, name)(**arguments):
+            pass
+
+    return call
+
+
+def write_in(name):
+    """Return a call that writes to a weight in a block in a validation."""
+
+    def call(net, callback, trainer):
+        callback._latest_step = None
+        callback.on_validation_start(trainer, net)
+        with getattr(callback, name)():
+            net.net[0].weight.data = torch.zeros(6, 4)
+
+    return call
+
+
+def write_and_end(net, callback, trainer):
+    """End a validation that has written to a weight."""
+    callback._evaluation.start(callback.ema, 0)
+    net.net[0].weight.data = torch.zeros(6, 4)
+    callback.on_validation_end()
+
+
+def save(net, callback, trainer):
+    """Save a checkpoint at the end of an epoch."""
+    EPOCH_END.strategy = trainer.strategy
+    state = dict(net.state_dict())
+    callback.on_save_checkpoint(EPOCH_END, net, {"state_dict": state, "callbacks": {}})
+
+
+def load(net, callback, trainer):
+    """Load a checkpoint of another model."""
+    trainer.state.fn = "fit"
+    entry = {"ema": {}, "raw": {"net.0.weight": torch.zeros(1)}}
+    checkpoint = {"state_dict": {}, "callbacks": {callback.state_key: entry}}
+    callback.on_load_checkpoint(trainer, net, checkpoint)
+
+
+def set_up(net, callback, trainer):
+    """Begin a fit."""
+    callback.setup(trainer, net, "fit")
+
+
+def start_fit(net, callback, trainer):
+    """Start a fit."""
+    callback.on_fit_start(trainer, net)
+
+
+def end_fit(net, callback, trainer):
+    """End a fit."""
+    callback.on_fit_end(trainer, net)
+
+
+def end_batch(net, callback, trainer):
+    """End a batch."""
+    callback.on_train_batch_end(trainer, net)
+
+
+def end_epoch(net, callback, trainer):
+    """End an epoch."""
+    callback.on_train_epoch_end(EPOCH_END, net)
+
+
+def start(net, callback, trainer):
+    """Start a validation."""
+    callback._latest_step = None
+    callback.on_validation_start(trainer, net)
+
+
+def members(net, callback, trainer):
+    """Read the members of a checkpoint."""
+    callback.members_of(trainer, {"state_dict": {}})
+
+
+def statistics(net, callback, trainer):
+    """Compute statistics of one batch."""
+    callback.update_bn([torch.zeros(2, 4)])
+
+
+def state(net, callback, trainer):
+    """Return the state."""
+    return callback.state_dict()
+
+
+ROWS = [
+    ("__init__", TypeError, new, create(index="0")),
+    ("__init__", TypeError, new, create(update_every_n_steps=1.5)),
+    ("__init__", TypeError, new, create(update_starting_at_epoch="1")),
+    ("__init__", TypeError, new, create(decay="0.9")),
+    ("__init__", TypeError, new, create(warmup=True)),
+    ("__init__", ValueError, new, create(precision="fp8")),
+    ("__init__", ValueError, new, create(update_starting_at_step=-1)),
+    ("__init__", IndexError, new, create(index=1)),
+    ("__init__", RuntimeError, new, create(device="paper")),
+    ("setup", RuntimeError, fitted, inside(set_up)),
+    ("on_fit_start", TypeError, with_other_optimizer, start_fit),
+    ("on_fit_start", ValueError, with_glob, start_fit),
+    ("on_fit_start", ValueError, with_invalid_state, start_fit),
+    ("on_fit_start", NameMismatchError, with_state_of_another, start_fit),
+    ("on_train_batch_end", NameMismatchError, changed, end_batch),
+    ("on_train_batch_end", RuntimeError, fitted, inside(end_batch)),
+    ("on_train_batch_end", ValueError, of_two, end_batch),
+    ("on_train_epoch_end", NameMismatchError, changed, end_epoch),
+    ("on_train_epoch_end", RuntimeError, fitted, inside(end_epoch)),
+    ("on_train_epoch_end", ValueError, of_two, end_epoch),
+    ("on_fit_end", RuntimeError, at_end, inside(end_fit)),
+    ("on_fit_end", NameMismatchError, changed_at_end, end_fit),
+    ("on_validation_start", IndexError, with_index, start),
+    ("on_validation_start", NameMismatchError, changed, start),
+    ("on_validation_end", RuntimeError, fitted, write_and_end),
+    ("evaluating", IndexError, fitted, enter("evaluating", index=1)),
+    ("evaluating", TypeError, fitted, enter("evaluating", index="0")),
+    ("evaluating", NameMismatchError, changed, enter("evaluating")),
+    ("evaluating", RuntimeError, new, enter("evaluating")),
+    ("evaluating", RuntimeError, fitted, write_in("evaluating")),
+    ("evaluating_training_weights", RuntimeError, new, enter("evaluating_training_weights")),
+    ("evaluating_training_weights", RuntimeError, fitted, write_in("evaluating_training_weights")),
+    (
+        "evaluating_training_weights",
+        NameMismatchError,
+        changed_after_end,
+        enter("evaluating_training_weights"),
+    ),
+    ("state_dict", NameMismatchError, changed, state),
+    ("state_dict", RuntimeError, fitted, inside(state)),
+    ("state_dict", ValueError, of_two, state),
+    ("on_save_checkpoint", IndexError, with_index, save),
+    ("on_save_checkpoint", NameMismatchError, changed, save),
+    ("on_save_checkpoint", RuntimeError, fitted, inside(save)),
+    ("on_save_checkpoint", ValueError, of_two, save),
+    ("members_of", IndexError, with_index, members),
+    ("members_of", NameMismatchError, changed, members),
+    ("on_load_checkpoint", RuntimeError, fitted, load),
+    ("update_bn", IndexError, with_index, statistics),
+    ("update_bn", RuntimeError, new, statistics),
+    ("update_bn", RuntimeError, fitted, inside(statistics)),
+    ("update_bn", NameMismatchError, changed, statistics),
+    ("update_bn", ValueError, fitted, lambda net, callback, trainer: callback.update_bn([])),
+]
+
+
+@for_each("name, error, make, use", ROWS)
+def test_each_exception_is_raised(name, error, make, use, tmp_path) -> None:
+    """It has the class that the docstring names."""
+    run = make(tmp_path)
+    with pytest.raises(error):
+        use(*run)
+
+    assert error.__name__ in contracts.entries(EMACallback, name, "Raises")
+
+
+def test_each_exception_has_a_row() -> None:
+    """No docstring names an exception that is not tested."""
+    tested = {(name, error.__name__) for name, error, *_ in ROWS}
+
+    assert contracts.raised(EMACallback) == tested
+
+
+def test_each_member_is_documented() -> None:
+    """Arguments and results stand in the docstrings; Lightning passes those of its hooks."""
+    assert contracts.undocumented(EMACallback) == []

@@ -1,0 +1,205 @@
+"""Each exception in the docstrings of the callback is raised as stated."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modkit.errors import NameMismatchError
+from tests.cases import for_each
+from tests.integration.transformers.trainers import EMACallback, trainer, transformers
+from tests.unit.averaging import contracts
+
+
+def new(folder: Path) -> tuple[Any, Any]:
+    """Return a Trainer that has not trained, and its callback."""
+    callback = EMACallback(0.9)
+    return trainer(folder, callback), callback
+
+
+def trained(folder: Path, **options: Any) -> tuple[Any, Any]:
+    """Return a Trainer after two steps, with a checkpoint of each, and its callback."""
+    callback = EMACallback(0.9, **options)
+    run = trainer(folder, callback, max_steps=2, save_strategy="steps", save_steps=1)
+    run.train()
+    return run, callback
+
+
+def changed(folder: Path, **options: Any) -> tuple[Any, Any]:
+    """Return a Trainer whose model has lost its last norm."""
+    run, callback = trained(folder, **options)
+    run.model.transformer.ln_f = torch.nn.Identity()
+    return run, callback
+
+
+def changed_after_end(folder: Path) -> tuple[Any, Any]:
+    """Return a Trainer whose model has lost its last norm since training has ended."""
+    return changed(folder, swap_to_average_at_end=True)
+
+
+def best_is(step: int, **content: Any) -> Callable[[Path], tuple[Any, Any]]:
+    """Return a Trainer whose best checkpoint has another content."""
+
+    def make(folder: Path) -> tuple[Any, Any]:
+        run, callback = trained(folder)
+        run.args.load_best_model_at_end = True
+        run.state.best_global_step = step
+        run.state.best_model_checkpoint = str(folder / "checkpoint-1")
+        path = folder / "checkpoint-1" / "ema.pt"
+        torch.save({**torch.load(path, weights_only=True), **content}, path)
+        return run, callback
+
+    return make
+
+
+def create(**options: Any) -> Callable[[Any, Any], object]:
+    """Return a call of the constructor."""
+    return lambda run, callback: EMACallback(**options)
+
+
+def attach_to_a_model(run: Any, callback: Any) -> None:
+    """Attach to what is not a Trainer."""
+    callback.attach(run.model)
+
+
+def attach_another(run: Any, callback: Any) -> None:
+    """Attach a second callback."""
+    EMACallback(0.9).attach(run)
+
+
+def enter(name: str, **arguments: Any) -> Callable[[Any, Any], None]:
+    """Return a call that enters a block."""
+
+    def call(run: Any, callback: Any) -> None:
+        with getattr(callback, name)(**arguments):
+            pass
+
+    return call
+
+
+def write_in(name: str) -> Callable[[Any, Any], None]:
+    """Return a call that writes to the weights in a block in an evaluation."""
+
+    def call(run: Any, callback: Any) -> None:
+        with callback.evaluating(), getattr(callback, name)():
+            run.model.lm_head.weight.data = torch.zeros(32, 8)
+
+    return call
+
+
+def begin(run: Any, callback: Any, **options: Any) -> None:
+    """Begin to train."""
+    run.create_optimizer_and_scheduler(1)
+    optimizer = options.pop("optimizer", run.optimizer)
+    model = options.pop("model", run.model)
+    callback._is_training = True
+    callback.on_train_begin(run.args, run.state, run.control, model=model, optimizer=optimizer)
+
+
+def begin_with_a_model(run: Any, callback: Any) -> None:
+    """Begin to train with what is not an optimizer."""
+    begin(run, callback, optimizer=run.model)
+
+
+def begin_without_names(run: Any, callback: Any) -> None:
+    """Begin to train with a glob that matches no name."""
+    other = EMACallback(0.9, include="head.*")
+    begin(run, other)
+
+
+def begin_unattached(run: Any, callback: Any) -> None:
+    """Begin to train outside of `train`."""
+    callback.on_train_begin(run.args, run.state, run.control)
+
+
+def resume(run: Any, callback: Any, step: int = 1) -> None:
+    """Begin to train from the first checkpoint, as of a step."""
+    callback._resumed = Path(run.args.output_dir) / "checkpoint-1"
+    run.state.global_step = step
+    begin(run, callback)
+
+
+def resume_another_step(run: Any, callback: Any) -> None:
+    """Begin to train from a checkpoint of another step."""
+    resume(run, callback, step=7)
+
+
+def resume_without_file(run: Any, callback: Any) -> None:
+    """Begin to train from a checkpoint whose model is the average."""
+    folder = Path(run.args.output_dir) / "checkpoint-1"
+    (folder / "ema.pt").unlink()
+    state = transformers.TrainerState.load_from_json(folder / "trainer_state.json")
+    run.state = state
+    resume(run, callback)
+
+
+def end(run: Any, callback: Any) -> None:
+    """End a training."""
+    callback.on_train_end(run.args, run.state, run.control)
+
+
+def end_of_another(run: Any, callback: Any) -> None:
+    """End the training of a model that has lost its last norm."""
+    run.model.transformer.ln_f = torch.nn.Identity()
+    end(run, callback)
+
+
+ROWS: list[tuple[str, type[Exception], Callable[[Path], Any], Callable[[Any, Any], object]]] = [
+    ("__init__", TypeError, new, create(index="0")),
+    ("__init__", TypeError, new, create(decay="0.9")),
+    ("__init__", TypeError, new, create(warmup=True)),
+    ("__init__", ValueError, new, create(save="both")),
+    ("__init__", ValueError, new, create(precision="fp8")),
+    ("__init__", IndexError, new, create(index=1)),
+    ("__init__", RuntimeError, new, create(device="paper")),
+    ("attach", TypeError, new, attach_to_a_model),
+    ("attach", ValueError, new, attach_another),
+    ("evaluating", IndexError, trained, enter("evaluating", index=1)),
+    ("evaluating", TypeError, trained, enter("evaluating", index="0")),
+    ("evaluating", NameMismatchError, changed, enter("evaluating")),
+    ("evaluating", RuntimeError, new, enter("evaluating")),
+    ("evaluating", RuntimeError, trained, write_in("evaluating")),
+    ("evaluating_training_weights", RuntimeError, new, enter("evaluating_training_weights")),
+    ("evaluating_training_weights", RuntimeError, trained, write_in("evaluating_training_weights")),
+    (
+        "evaluating_training_weights",
+        NameMismatchError,
+        changed_after_end,
+        enter("evaluating_training_weights"),
+    ),
+    ("on_train_begin", RuntimeError, new, begin_unattached),
+    ("on_train_begin", TypeError, new, begin_with_a_model),
+    ("on_train_begin", ValueError, new, begin_without_names),
+    ("on_train_begin", ValueError, trained, resume_another_step),
+    ("on_train_begin", ValueError, trained, resume_without_file),
+    ("on_train_begin", NameMismatchError, changed, resume),
+    ("on_train_end", ValueError, best_is(7), end),
+    ("on_train_end", ValueError, best_is(1, version=9), end),
+    ("on_train_end", NameMismatchError, best_is(1), end_of_another),
+]
+
+
+@for_each("name, error, make, use", ROWS)
+def test_each_exception_is_raised(
+    name: str, error: type[Exception], make: Any, use: Any, tmp_path: Path
+) -> None:
+    """It has the class that the docstring names."""
+    run, callback = make(tmp_path)
+    with pytest.raises(error):
+        use(run, callback)
+
+    assert error.__name__ in contracts.entries(EMACallback, name, "Raises")
+
+
+def test_each_exception_has_a_row() -> None:
+    """No docstring names an exception that is not tested."""
+    tested = {(name, error.__name__) for name, error, *_ in ROWS}
+
+    assert contracts.raised(EMACallback) == tested
+
+
+def test_each_member_is_documented() -> None:
+    """Arguments and results stand in the docstrings; the Trainer passes those of its events."""
+    assert contracts.undocumented(EMACallback) == []
