@@ -347,8 +347,8 @@ class EMACallback(TrainerCallback):
         if content is None:
             # From now on the loaded model is evaluated as it is.
             if self.save == "raw" and state.is_world_process_zero:
-                message = "the best checkpoint holds no averages, so its training weights are used"
-                warnings.warn(f"EMACallback: {message}", stacklevel=3)
+                message = "EMACallback: the best checkpoint holds no averages, so its training weights are used"
+                warnings.warn(message, stacklevel=3)
             return None
         ema = EMA(self.ema.model, self._decay, **self._options)
         ema.load_state_dict(content["ema"])
@@ -450,18 +450,18 @@ def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
         content: dict[str, Any] = load_checkpoint(path, map_location="cpu")
         version, saved_step = content["version"], content["global_step"]
     except Exception as error:
-        text = (
+        message = (
             f"EMACallback: {path} cannot be read ({error}). The averages of this checkpoint are lost, "
             "and the training weights too if its model is the average. Resume from another checkpoint."
         )
-        raise ValueError(shown(text)) from error
+        raise ValueError(shown(message)) from error
 
     if version > VERSION:
-        text = f"EMACallback: {path} has version {version}, newer than {VERSION}"
-        raise ValueError(shown(text))
+        message = f"EMACallback: {path} has version {version}, newer than {VERSION}"
+        raise ValueError(shown(message))
     if step not in (None, saved_step):
-        text = f"EMACallback: {path} is of step {saved_step}, and the checkpoint of step {step}"
-        raise ValueError(shown(text))
+        message = f"EMACallback: {path} is of step {saved_step}, and the checkpoint of step {step}"
+        raise ValueError(shown(message))
     return content
 
 

@@ -290,5 +290,5 @@ def test_each_exception_has_a_row() -> None:
 
 
 def test_each_member_is_documented() -> None:
-    """Arguments and results stand in the docstrings; Lightning passes those of its hooks."""
+    """The docstrings describe arguments and results; Lightning passes those of its hooks."""
     assert contracts.undocumented(EMACallback) == []

@@ -201,5 +201,5 @@ def test_each_exception_has_a_row() -> None:
 
 
 def test_each_member_is_documented() -> None:
-    """Arguments and results stand in the docstrings; the Trainer passes those of its events."""
+    """The docstrings describe arguments and results; the Trainer passes those of its events."""
     assert contracts.undocumented(EMACallback) == []

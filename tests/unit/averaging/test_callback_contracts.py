@@ -279,7 +279,7 @@ def test_each_exception_has_a_row() -> None:
 
 
 def test_each_member_is_documented() -> None:
-    """Arguments and results stand in the docstrings; options are those that `EMA` describes."""
+    """The docstrings describe arguments and results; options are those that `EMA` describes."""
     options = contracts.entries(EMAOptions, "__init__", "Attributes")
 
     assert contracts.undocumented(modkit.EMACallback) == []
