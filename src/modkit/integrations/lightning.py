@@ -417,9 +417,12 @@ class EMACallback(Callback):
         Args:
             loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
             device: Device that inputs are moved to. Default: they are not moved.
+            weight_by_samples: Weight each batch by the first dimension of its input, a tensor.
 
         Raises:
             IndexError: If ``index`` was set to one that no average has.
+            TypeError: If the loader cannot be iterated over, or, with ``weight_by_samples=True``, the
+                input of a batch is not a tensor with a first dimension. Nothing has been changed.
             RuntimeError: If there was no fit, the model holds an average, or before the first update.
             NameMismatchError: If names or shapes of the model have changed since the last update.
             ValueError: If the loader is empty. Nothing has been changed.

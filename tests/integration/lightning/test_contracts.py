@@ -268,6 +268,7 @@ ROWS = [
     ("update_bn", RuntimeError, new, statistics),
     ("update_bn", RuntimeError, fitted, inside(statistics)),
     ("update_bn", NameMismatchError, changed, statistics),
+    ("update_bn", TypeError, fitted, lambda net, callback, trainer: callback.update_bn(3)),
     ("update_bn", ValueError, fitted, lambda net, callback, trainer: callback.update_bn([])),
 ]
 

@@ -1,4 +1,4 @@
-"""What the docstrings of a class say: its arguments, results and exceptions."""
+"""The arguments, results and exceptions that the docstrings of a class describe."""
 
 import inspect
 import re

@@ -222,6 +222,7 @@ ROWS: dict[str, tuple[str, type[Exception], Callable[[], Any], Callable[[Any], o
         changed,
         lambda ema: ema.update_bn([torch.zeros(2, 4)]),
     ),
+    "statistics of a number": ("update_bn", TypeError, begun, lambda ema: ema.update_bn(3)),
     "statistics of nothing": ("update_bn", ValueError, begun, lambda ema: ema.update_bn([])),
     "a count": ("load_state_dict", TypeError, begun, load(PLAIN, step="1")),
     "a negative count": ("load_state_dict", ValueError, begun, load(PLAIN, step=-1)),
