@@ -151,6 +151,17 @@ def mixed() -> nn.Module:
     )
 
 
+def views() -> nn.Module:
+    """A module with two names, whose parameters are views of one flat tensor."""
+    flat = torch.randn(14)
+    inner = holder(
+        weight=nn.Parameter(flat[:8].view(2, 4)),
+        bias=nn.Parameter(flat[8:10]),
+        gate=nn.Parameter(flat[10:].view(2, 2).t()),
+    )
+    return holder(student=inner, same=inner, running=torch.randn(3))
+
+
 ZOO: dict[str, Callable[[], nn.Module]] = {
     build.__name__: build
     for build in (
@@ -169,6 +180,7 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
         child_called_module,
         lstm,
         mixed,
+        views,
     )
 }
 
