@@ -135,14 +135,19 @@ def _fitting(
     """Open a file; raise if it does not have the names, shapes and kinds of dtypes of the first one."""
     checkpoint = Checkpoint(path, key)
     check_match(f"{path} does not fit {first}", shapes, checkpoint.shapes)
-    averaged_kinds = ("float", "bfloat", "complex")
     for name, expected in dtypes.items():
         dtype = checkpoint.dtypes[name]
-        if expected.startswith(averaged_kinds) != dtype.startswith(averaged_kinds):
+        if _kind(expected) != _kind(dtype):
             raise ValueError(
                 shown(f"{path}: {name} is torch.{dtype}, and torch.{expected} in the first file")
             )
     return checkpoint
+
+
+def _kind(dtype: str) -> str:
+    """Return the kind of a dtype. A cast to another kind loses integers or imaginary parts."""
+    name = dtype.removeprefix("b")
+    return next((kind for kind in ("float", "complex") if name.startswith(kind)), "integer")
 
 
 def _ties(checkpoint: Checkpoint) -> frozenset[tuple[str, str]]:

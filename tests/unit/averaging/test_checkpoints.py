@@ -159,12 +159,14 @@ def test_a_file_of_weight_zero_does_not_count(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_kinds_that_differ_are_refused(tmp_path, swapped: bool) -> None:
-    """A tensor of integers in one file and of floats in another has no average."""
-    saved = [{"x": torch.ones(2)}, {"x": torch.ones(2, dtype=torch.int64)}]
+@pytest.mark.parametrize("other", [torch.int64, torch.complex64], ids=str)
+def test_kinds_that_differ_are_refused(tmp_path, swapped: bool, other: torch.dtype) -> None:
+    """Floats in one file and integers or complex numbers of the same name in another have no average."""
+    saved = [{"x": torch.ones(2)}, {"x": torch.ones(2, dtype=other)}]
     paths = written(tmp_path, saved[::-1] if swapped else saved)
+    dtypes = [other, torch.float32] if swapped else [torch.float32, other]
 
-    with pytest.raises(ValueError, match=r"1\.pt: x is torch\.(int64|float32), and torch\."):
+    with pytest.raises(ValueError, match=rf"1\.pt: x is {dtypes[1]}, and {dtypes[0]} in the first"):
         average_checkpoints(paths)
 
 
