@@ -1,0 +1,310 @@
+"""``PostHocEMA`` compared with the formulas of Karras et al. 2024 (arXiv 2312.02696) in float64."""
+
+import io
+import itertools
+import math
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import modkit
+from tests.cases import for_each
+from tests.helpers import freeze
+from tests.property.average_references import tolerance
+from tests.property.zoo import build, has_average, move, tensors
+
+
+Floats = NDArray[np.float64]
+
+# Relative error of coefficients: the system of equations is ill-conditioned.
+CONDITION = 1e-8
+
+
+def width_of(gamma: float) -> float:
+    """Return the standard deviation of ``t ** gamma`` on the unit interval (section 3.1)."""
+    return math.sqrt((gamma + 1) / (gamma + 2) ** 2 / (gamma + 3))
+
+
+def gamma_of(sigma_rel: float) -> float:
+    """Return the exponent of a width, by bisection."""
+    low, high = 0.0, 1e6
+    while (middle := (low + high) / 2) not in (low, high):
+        low, high = (middle, high) if width_of(middle) > sigma_rel else (low, middle)
+    return low
+
+
+def weights_of(sigma_rel: float, updates: int) -> Tensor:
+    """Return the weight of each update's model: the part of ``t ** gamma`` up to the last that it has."""
+    times = torch.arange(updates + 1, dtype=torch.float64) / updates
+    return (times ** (gamma_of(sigma_rel) + 1)).diff()
+
+
+def profile(times: Floats, sigma_rel: float, end: float) -> Floats:
+    """Return the profile of a power average at a time, 0 after its end (section 3.1)."""
+    gamma = gamma_of(sigma_rel)
+    inside = (gamma + 1) / end * (times / end) ** gamma
+    return np.where(times <= end, inside, 0.0)
+
+
+def product(first: tuple[float, float], second: tuple[float, float]) -> float:
+    """Return the integral of the product of two profiles, each a width and an end (section 3.2)."""
+    (width, end), (earlier_width, earlier) = sorted([first, second], key=lambda one: -one[1])
+    gamma, earlier_gamma = gamma_of(width), gamma_of(earlier_width)
+    factor = (gamma + 1) * (earlier_gamma + 1) / (gamma + earlier_gamma + 1)
+    return factor * (earlier / end) ** gamma / end
+
+
+def coefficients_of(
+    profiles: list[tuple[float, float]], wanted: tuple[float, float]
+) -> list[float]:
+    """Return the combination of profiles that is nearest to another one; its sum is 1."""
+    if wanted in profiles:
+        return [float(one == wanted) for one in profiles]
+    between = np.array([[product(one, other) for other in profiles] for one in profiles])
+    solution = np.linalg.solve(between, np.array([product(one, wanted) for one in profiles]))
+    found: list[float] = (solution / solution.sum()).tolist()
+    return found
+
+
+def distance_of(
+    profiles: list[tuple[float, float]], coefficients: list[float], wanted: tuple[float, float]
+) -> float:
+    """Return the relative distance of a combination to a profile, integrated piece by piece."""
+    nodes, shares = np.polynomial.legendre.leggauss(40)
+    ends = sorted({0.0, *(end for _, end in profiles), wanted[1]})
+    difference = size = 0.0
+    for start, end in itertools.pairwise(ends):
+        times = (end + start) / 2 + nodes * (end - start) / 2
+        exact = profile(times, *wanted)
+        combined = sum(
+            coefficient * profile(times, *one)
+            for one, coefficient in zip(profiles, coefficients, strict=True)
+        )
+        difference += float((shares * (combined - exact) ** 2).sum()) * (end - start) / 2
+        size += float((shares * exact**2).sum()) * (end - start) / 2
+    return math.sqrt(difference / size)
+
+
+class Run(NamedTuple):
+    """One run of training, and the average that is reconstructed."""
+
+    model: str = "mixed"
+    sigma_rels: tuple[float, ...] = (0.05, 0.1)
+    update_every: int = 1
+    updates_between_snapshots: int = 5
+    snapshots: int = 8
+    stop: int = 17
+    wanted: float = 0.15
+    earlier: int = 0
+
+    @property
+    def snapshot_every(self) -> int:
+        """Number of steps between snapshots."""
+        return self.update_every * self.updates_between_snapshots
+
+    @property
+    def steps(self) -> int:
+        """Number of steps, of which the last ones are in no snapshot."""
+        return self.snapshot_every * self.snapshots + 1
+
+    def averages(self, model: nn.Module, folder: Path) -> "modkit.PostHocEMA":
+        """Return fresh averages."""
+        return modkit.PostHocEMA(
+            model,
+            folder,
+            self.sigma_rels,
+            snapshot_every=self.snapshot_every,
+            update_every=self.update_every,
+        )
+
+
+def train(
+    averages: "modkit.PostHocEMA", model: nn.Module, first: int, last: int
+) -> list[dict[str, Tensor]]:
+    """Move the model and update from one step up to another; return the models of all steps."""
+    path = []
+    for step in range(first, last):
+        move(model, step)
+        averages.update()
+        path.append({name: one.detach().clone() for name, one in tensors(model).items()})
+    return path
+
+
+def resumed(run: Run, folder: Path) -> tuple["modkit.PostHocEMA", nn.Module]:
+    """Train with an interruption, after which new averages of an equal model load the state."""
+    model = build(run.model)
+    averages = run.averages(model, folder)
+    stop = min(run.stop, run.steps)
+    train(averages, model, 0, stop)
+    file = io.BytesIO()
+    torch.save(averages.state_dict(), file)
+    file.seek(0)
+
+    again = build(run.model)
+    for step in range(stop):
+        move(again, step)
+    averages = run.averages(again, folder)
+    averages.load_state_dict(torch.load(file, weights_only=True))
+    train(averages, again, stop, run.steps)
+    return averages, again
+
+
+def check_snapshots(
+    run: Run, folder: Path, path: list[dict[str, Tensor]], parameters: set[str]
+) -> dict[tuple[float, int], dict[str, Tensor]]:
+    """Assert that each file holds the average of its width and step; return the references."""
+    references = {}
+    for width in run.sigma_rels:
+        for number in range(1, run.snapshots + 1):
+            step = number * run.snapshot_every
+            file = folder / f"ema-{step:010d}-{width:.6g}.pt"
+            content = torch.load(file, weights_only=True)
+            seen = path[run.update_every - 1 : step : run.update_every]
+            weights = weights_of(width, len(seen))
+            averaged = {name for name in parameters if has_average(path[0][name])}
+            expected = {name: mean(seen, name, weights) for name in averaged}
+            references[width, step] = expected
+
+            assert (content["step"], content["sigma_rel"]) == (step, width)
+            assert content["averages"].keys() == averaged
+            for name, average in content["averages"].items():
+                allowed = allowance(path, name, len(seen))
+                assert largest(average - expected[name]) <= allowed, (file.name, name)
+            for name, buffer in content["buffers"].items():
+                assert torch.equal(buffer, path[step - 1][name])
+    return references
+
+
+def mean(models: list[dict[str, Tensor]], name: str, weights: Tensor) -> Tensor:
+    """Return the weighted mean of one tensor in float64 or complex128."""
+    stacked = torch.stack([model[name] for model in models])
+    wide = torch.complex128 if stacked.is_complex() else torch.float64
+    return torch.tensordot(weights.to(wide), stacked.to(wide), dims=1)
+
+
+def allowance(path: list[dict[str, Tensor]], name: str, updates: int) -> float:
+    """Return the largest error of an average in at least float32."""
+    largest_value = max(largest(model[name]) for model in path)
+    return largest_value * tolerance(path[0][name].dtype, "fp32", updates)
+
+
+def largest(tensor: Tensor) -> float:
+    """Return the largest magnitude of an element."""
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def check(run: Run, folder: Path) -> None:
+    """Compare snapshots and a reconstruction with the reference, and a resumed run with this one."""
+    model = build(run.model)
+    averages = run.averages(model, folder / "whole")
+    path = train(averages, model, 0, run.steps)
+    parameters = {name for name, _ in model.named_parameters()}
+    references = check_snapshots(run, folder / "whole", path, parameters)
+
+    step = run.snapshot_every * run.snapshots - run.earlier
+    result = averages.reconstruct(run.wanted, step, max_error=math.inf)
+    check_reconstruction(run, path, references, result)
+
+    again, model_again = resumed(run, folder / "parts")
+    found = again.reconstruct(run.wanted, step, max_error=math.inf)
+    assert freeze(tensors(model_again)) == freeze(tensors(model))
+    assert freeze(again.state_dict()) == freeze(averages.state_dict())
+    assert contents(folder / "parts") == contents(folder / "whole")
+    assert freeze(found.averages) == freeze(result.averages)
+    assert freeze(found.buffers) == freeze(result.buffers)
+
+
+def check_reconstruction(
+    run: Run,
+    path: list[dict[str, Tensor]],
+    references: dict[tuple[float, int], dict[str, Tensor]],
+    result: Any,
+) -> None:
+    """Assert that a reconstruction is the nearest combination of the references."""
+    step = run.snapshot_every * run.snapshots - run.earlier
+    usable = [
+        (width, at) for width, at in sorted(references, key=lambda one: one[::-1]) if at <= step
+    ]
+    profiles = [(width, at / step) for width, at in usable]
+    coefficients = coefficients_of(profiles, (run.wanted, 1.0))
+    share = math.fsum(map(abs, coefficients))
+
+    assert result.step == step
+    assert [(one.sigma_rel, one.step) for one in result.snapshots] == usable
+    assert np.allclose(result.fit.coefficients, coefficients, rtol=0, atol=CONDITION * share)
+    distance = distance_of(profiles, coefficients, (run.wanted, 1.0))
+    # It is the root of a difference of numbers near 1.
+    assert result.fit.error == pytest.approx(distance, rel=1e-3, abs=1e-6 * share)
+    assert result.averages.keys() == references[usable[0]].keys()
+    for name, average in result.averages.items():
+        expected = sum(
+            coefficient * references[one][name]
+            for one, coefficient in zip(usable, coefficients, strict=True)
+        )
+        updates = len(usable) + run.snapshots * run.updates_between_snapshots
+        allowed = share * (allowance(path, name, updates) + CONDITION * largest(average))
+        assert largest(average - expected) <= allowed, name
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Return the bits of all snapshots."""
+    return {
+        file.name: freeze(torch.load(file, weights_only=True)) for file in sorted(folder.iterdir())
+    }
+
+
+MODELS = ["mixed", "tied", "batch_norm", "complex_numbers", "buffers", "strided", "views"]
+SAMPLE = [
+    Run(),
+    Run("tied", update_every=3, snapshots=4, stop=20),
+    Run("batch_norm", (0.03, 0.12, 0.2), wanted=0.05, earlier=2),
+    Run("complex_numbers", (0.1,), wanted=0.1),
+    Run("strided", (0.05, 0.25), wanted=0.25, earlier=5, stop=1),
+    Run("views", wanted=0.07, update_every=2, earlier=11),
+]
+
+
+@for_each("run", SAMPLE)
+def test_a_sample_of_runs(tmp_path: Path, run: Run) -> None:
+    """Snapshots and reconstructions are those of the paper, and a resumed run is bitwise identical."""
+    check(run, tmp_path)
+
+
+@pytest.mark.property
+@given(
+    st.builds(
+        Run,
+        st.sampled_from(MODELS),
+        st.sampled_from([(0.05, 0.1), (0.03, 0.12, 0.2), (0.05,), (0.05, 0.25)]),
+        update_every=st.integers(1, 4),
+        updates_between_snapshots=st.integers(2, 6),
+        snapshots=st.integers(3, 10),
+        stop=st.integers(1, 18),
+        wanted=st.one_of(st.floats(0.05, 0.28), st.sampled_from([0.05, 0.12, 0.2, 0.25])),
+        earlier=st.integers(0, 4),
+    )
+)
+def test_random_runs(run: Run) -> None:
+    """At any width and step, interval of updates and point of interruption."""
+    with tempfile.TemporaryDirectory() as folder:
+        check(run, Path(folder))
+
+
+@for_each("sigma_rel", [0.01, 0.05, 0.1, 0.2, 0.28])
+def test_the_exponent_of_the_reference(sigma_rel: float) -> None:
+    """The weights of the reference have the width that was asked for."""
+    weights = weights_of(sigma_rel, 20_000)
+    times = torch.linspace(0, 1, 20_001, dtype=torch.float64)
+    middles = (times[1:] + times[:-1]) / 2
+    average = (weights * middles).sum()
+
+    assert float(weights.sum()) == pytest.approx(1)
+    spread = float((weights * (middles - average) ** 2).sum().sqrt())
+    assert spread == pytest.approx(sigma_rel, rel=1e-5)
