@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, NoReturn, TypeAlias, TypedDict, cast
+from typing import Any, Generic, NoReturn, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor

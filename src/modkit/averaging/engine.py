@@ -1,5 +1,6 @@
 """The engine of ``EMA``: averages in tensors of their own, matched with the tensors of models by name."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, SupportsIndex, cast
 
