@@ -26,12 +26,12 @@ def check_choice(owner: str, name: str, value: str, choices: Iterable[str]) -> N
         raise ValueError(f"{owner}: {name} must be one of {expected}, got {value!r}")
 
 
-def checked_count(name: str, value: int, least: int) -> int:
+def checked_count(name: str, value: int, least: int, owner: str = "EMA") -> int:
     """Return a number of steps, or raise TypeError or ValueError if it is not an int >= least."""
     if isinstance(cast("object", value), bool) or not isinstance(cast("object", value), int):
-        raise TypeError(f"EMA: {name} must be an int, got {value!r}")
+        raise TypeError(f"{owner}: {name} must be an int, got {value!r}")
     if value < least:
-        raise ValueError(f"EMA: {name} must be {least} or more, got {value}")
+        raise ValueError(f"{owner}: {name} must be {least} or more, got {value}")
     return value
 
 

@@ -17,6 +17,7 @@ from modkit._namespace import publish
 from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.names import check_match, shapes_of
+from modkit.averaging.options import checked_count
 from modkit.averaging.precision import compact, is_averaged
 from modkit.averaging.schedules import Power, gamma_of
 from modkit.averaging.state import LoadedState, stored_average
@@ -403,6 +404,7 @@ class PostHocEMA:
         update_every: Number of steps between updates; the width does not depend on it.
 
     Raises:
+        TypeError: If ``update_every`` is not an int, or a width is not a number.
         ValueError: If there is no width, a width is out of range, ``update_every`` is below 1, or
             ``snapshot_every`` is not a multiple of it.
 
@@ -435,11 +437,9 @@ class PostHocEMA:
     ) -> None:
         if not sigma_rels:
             raise ValueError("PostHocEMA: sigma_rels must name one width or more")
-        if update_every < 1:
-            raise ValueError(f"PostHocEMA: update_every must be 1 or more, got {update_every}")
+        self._update_every = checked_count("update_every", update_every, 1, "PostHocEMA")
         self.directory = Path(directory)
         self._sigma_rels = [float(sigma_rel) for sigma_rel in sigma_rels]
-        self._update_every = update_every
         self.snapshot_every = snapshot_every
         # It is updated at every step that update_every divides. As Power only depends on the ratio
         # of steps, counting updates gives the decays of all steps since the last update.

@@ -10,6 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import torch
@@ -244,7 +245,6 @@ class Swap:
         self.raws: list[Tensor] = []
         self._pointers: list[int] = []
         self.versions: list[int] = []
-        self._index: dict[int, int] = {}
 
     @critical
     def apply(self) -> None:
@@ -281,10 +281,13 @@ class Swap:
         self.versions = versions_of(self._held)
         self._pointers = _pointers(self._held)
 
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        # Only needed while several averages are swapped in, or shards are written.
+        return {id(tensor): index for index, tensor in enumerate(self._tensors)}
+
     def position(self, tensor: Tensor) -> int | None:
         """Return the index of a tensor in the lists, or None if it is not swapped."""
-        if len(self._index) != len(self._tensors):
-            self._index = {id(held): index for index, held in enumerate(self._tensors)}
         return self._index.get(id(tensor))
 
     def undo(self, registered: Registered | None = None) -> str | None:

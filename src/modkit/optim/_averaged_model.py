@@ -49,10 +49,11 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     modkit: Tensors are paired by name, and a model that does not match is refused before anything is
     written. Integer, boolean and quantized buffers are copied, also with ``use_buffers=True``, and so
     are buffers whose shape has changed. An update does not synchronize with an accelerator, except
-    with ``on_nonfinite="raise"``, and the first one with ``"skip"``. The model may be lazy, may have another dtype than the average, and may hold results of autograd or its own
-    average. With the averaging functions of this module, an average can be pickled. On CPU, small
-    averages share memory, so their storages cannot be resized. ``AveragedModel[Net].module`` is a
-    ``Net``.
+    with ``on_nonfinite="raise"``, and the first one with ``"skip"`` if ``n_averaged`` is in host memory.
+    The model may be lazy, may have another dtype than the average, and may hold results of autograd or
+    its own average. With the averaging functions of this module, an average can be pickled. On CPU,
+    small averages share memory, so their storages cannot be resized. ``AveragedModel[Net].module`` is
+    a ``Net``.
 
     Keyword Args:
         precision: ``"same"`` keeps the dtype of the model: bf16 and fp16 averages stall for decays

@@ -79,7 +79,7 @@ def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
         A function of the averaged tensors, the current tensors and the number of models averaged so
         far, which it does not use. It writes the first list in place. All tensors of a call have one
         device and dtype, and those at the same place the same shape. The decay is applied in every
-        call: ``AveragedModel`` calls it from the second update on, as the first one copies.
+        call: ``AveragedModel`` uses it from the second update on, as the first one copies.
 
     Raises:
         ValueError: If ``decay`` is outside [0, 1].

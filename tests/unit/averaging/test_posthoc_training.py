@@ -259,6 +259,15 @@ def test_refused_options(tmp_path, options, text):
         PostHocEMA(nn.Linear(1, 1), tmp_path, **options)
 
 
+@for_each("value", [1.5, True, "2"])
+def test_intervals_are_whole_numbers(tmp_path, value):
+    """A number of steps that is not an int is refused, and not rounded or compared."""
+    with pytest.raises(
+        TypeError, match=rf"^PostHocEMA: update_every must be an int, got {value!r}"
+    ):
+        PostHocEMA(nn.Linear(1, 1), tmp_path, update_every=value)
+
+
 def test_update_reads_no_values(tmp_path):
     """An update reads no tensor's value on the host, which would make a GPU wait."""
     names = []
