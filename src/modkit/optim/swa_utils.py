@@ -64,18 +64,18 @@ def update_bn(
         loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
         model: Model whose statistics are replaced.
         device: Device that inputs are moved to.
-        weight_by_samples: Weight batches by their number of samples; see below.
 
     modkit: Only batch normalization runs in training mode, and each module gets its own mode back. If
     anything raises, the model is as before. For an ``EMA`` call ``ema.update_bn(loader)``.
 
-    ``weight_by_samples=True`` weights each batch ``b`` by its number of samples ``n_b``, the first
-    dimension of the input, because the last batch of an epoch may be smaller. With the mean ``m_b``
-    and the unbiased variance ``v_b`` of a channel in the batch, ``running_mean`` is
-    ``sum(n_b * m_b) / sum(n_b)``, the mean over all samples, and ``running_var`` is
-    ``sum(n_b * v_b) / sum(n_b)``, the mean variance within a batch. With batches of one size these
-    are the values of the default, the plain means over batches (https://arxiv.org/abs/1502.03167,
-    algorithm 2), up to float rounding.
+    Keyword Args:
+        weight_by_samples: Whether each batch ``b`` is weighted by its number of samples ``n_b``, the
+            first dimension of the input, because the last batch of an epoch may be smaller. With the
+            mean ``m_b`` and the unbiased variance ``v_b`` of a channel in the batch, ``running_mean``
+            is ``sum(n_b * m_b) / sum(n_b)``, the mean over all samples, and ``running_var`` is
+            ``sum(n_b * v_b) / sum(n_b)``, the mean variance within a batch. With batches of one size
+            these are the values of the default, the plain means over batches
+            (https://arxiv.org/abs/1502.03167, algorithm 2), up to float rounding.
 
     Raises:
         TypeError: If ``weight_by_samples=True`` and the input of a batch is not a tensor with a first
