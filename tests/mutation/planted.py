@@ -400,8 +400,8 @@ _AVERAGING: Final = [
     Bug(
         "swap: it is registered after its first write",
         "averaging/swap.py",
-        "        _active.append(self)\n        self._exchange(values)\n",
-        "        self._exchange(values)\n        _active.append(self)\n",
+        "        active_swaps.append(self)\n        self._exchange(values)\n",
+        "        self._exchange(values)\n        active_swaps.append(self)\n",
         _EMA + "/test_interrupts.py",
     ),
     Bug(

@@ -75,7 +75,7 @@ class Run:
         found = []
         if _get_current_function_mode_stack() or not torch.is_grad_enabled():
             found.append("modes left")
-        if swap._active:
+        if swap.active_swaps:
             found.append("averages left in the model")
         if self.ema.training_weights():
             # Between copy_to() and restore() the training weights are stored: nothing is lost.

@@ -2,14 +2,14 @@
 
 import ctypes
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
-from modkit._upstream import foreach_copy_
+from modkit._upstream import foreach_copy_, make_parameter
 from modkit.averaging.options import Options
 from modkit.averaging.precision import full_value, is_averaged, is_rounded
 from modkit.averaging.sharding import local_shard, shards_of
@@ -21,6 +21,10 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 # A tensor of at most so many elements shares a flat buffer with others: measured on CPU, gathering 512
 # tensors and one ``lerp_`` beat ``_foreach_lerp_`` up to 1,024 elements (4x at 16), and lose from 4,096 on.
 _SMALL: Final = 1024
+# Dtypes that have arithmetic in all kernels of an average.
+_SHAREABLE: Final = frozenset(
+    {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128}
+)
 # Tensors of the same trailing shape are gathered by one ``torch.cat``, which pays from here on.
 _LEAST_RUN: Final = 4
 
@@ -30,12 +34,24 @@ def can_share(tensor: Tensor) -> bool:
     return (
         type(tensor) in PLAIN
         and 0 < tensor.numel() <= _SMALL
+        and tensor.dtype in _SHAREABLE
         and tensor.is_cpu
-        and tensor.is_contiguous()
         and tensor.layout is torch.strided
-        and tensor.dtype.itemsize > 1
-        and is_averaged(tensor)
-        and tensor.dtype is not torch.complex32
+        and tensor.is_contiguous()
+    )
+
+
+def has_own_memory(tensor: Tensor) -> bool:
+    """Return True for plain tensors in host memory that fill their storage and record no gradients."""
+    return (
+        type(tensor) is Tensor
+        and not (tensor.is_complex() or tensor.is_quantized)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and not tensor.is_inference()
+        and not vars(tensor)
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
     )
 
 
@@ -52,7 +68,7 @@ class FlatBuffer:
     Args:
         likes: Tensors of one dtype by name, in runs of the same trailing shape.
         dtype: Dtype of the buffer.
-        wrap: Applied to the name and each tensor that is made.
+        as_parameters: Whether to make parameters, which require gradients as ``likes`` do.
 
     Attributes:
         data: All elements.
@@ -61,12 +77,7 @@ class FlatBuffer:
         exposed: Whether code outside of the engine has the tensors, and so may move them.
     """
 
-    def __init__(
-        self,
-        likes: Tensors,
-        dtype: torch.dtype,
-        wrap: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
-    ) -> None:
+    def __init__(self, likes: Tensors, dtype: torch.dtype, *, as_parameters: bool = False) -> None:
         shapes = [like.shape for like in likes.values()]
         sizes = [shape.numel() for shape in shapes]
         self.data: Tensor = torch.zeros(sum(sizes), dtype=dtype, device="cpu")
@@ -79,10 +90,13 @@ class FlatBuffer:
         self.tensors: list[Tensor] = []
         self.exposed = False
         offset = 0
-        for name, shape, size in zip(likes, shapes, sizes, strict=True):
+        for shape, size in zip(shapes, sizes, strict=True):
             tensor = torch.frombuffer(memory, dtype=dtype, count=size, offset=offset)
-            self.tensors.append(wrap(name, tensor.view(shape)))
+            self.tensors.append(tensor if len(shape) == 1 else tensor.view(shape))
             offset += size * dtype.itemsize
+        if as_parameters:
+            require_grad = [like.requires_grad for like in likes.values()]
+            self.tensors = list(map(make_parameter, self.tensors, require_grad))
         self.placement = Placement(self.tensors)
 
     def rename(self, names: Mapping[int, str]) -> None:
@@ -108,16 +122,14 @@ class FlatBuffer:
 
 
 def flat_buffers(
-    likes: Tensors,
-    options: Options,
-    wrap: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
+    likes: Tensors, options: Options, *, as_parameters: bool = False
 ) -> list[FlatBuffer]:
     """Make flat buffers for those tensors that are small enough, alike and in host memory.
 
     Args:
         likes: Tensors by name.
         options: They give the dtype of each buffer.
-        wrap: Applied to the name and each tensor that is made, such as to make it a parameter.
+        as_parameters: Whether to make parameters, which require gradients as ``likes`` do.
     """
     runs: dict[tuple[Any, ...], dict[str, Tensor]] = {}
     for name, like in likes.items():
@@ -128,7 +140,10 @@ def flat_buffers(
     for (dtype, *_), run in runs.items():
         if len(run) >= _LEAST_RUN:
             flat.setdefault(dtype, {}).update(run)
-    return [FlatBuffer(tensors, options.kept_dtype(dtype), wrap) for dtype, tensors in flat.items()]
+    return [
+        FlatBuffer(tensors, options.kept_dtype(dtype), as_parameters=as_parameters)
+        for dtype, tensors in flat.items()
+    ]
 
 
 class Average:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, NoReturn, TypeAlias, TypedDict
+from typing import Any, Generic, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,12 +17,21 @@ from modkit.averaging.engine import Engine, check_model, check_not_flattened
 from modkit.averaging.interrupts import uninterrupted
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.optimizer_steps import OptimizerSteps, check_optimizer
-from modkit.averaging.options import Buffers, CheckedCount, Names, Options, checked_count
+from modkit.averaging.options import (
+    Buffers,
+    CheckedCount,
+    Device,
+    EMAOptions,
+    Names,
+    Options,
+    checked_count,
+)
 from modkit.averaging.precision import OnNonfinite, Precision
 from modkit.averaging.rules import Ema
 from modkit.averaging.schedules import Decay, Decays, Schedule, schedules_of
 from modkit.averaging.sharding import resharded, shards_of
 from modkit.averaging.swap import (
+    active_swaps,
     any_swapped,
     check_writable,
     copy_of,
@@ -36,57 +45,6 @@ from modkit.averaging.swap import (
 __all__ = ["EMA", "EMAOptions"]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
-
-Device: TypeAlias = int | str | torch.device | None
-
-
-class EMAOptions(TypedDict, total=False):
-    """Options of :class:`EMA` that each callback takes as keywords.
-
-    A callback passes them to the :class:`EMA` that it creates, which states the details, and raises
-    the error of an invalid one in its constructor. All keys are optional. Updates are counted in
-    optimizer steps, unless the callback is told to update less often.
-
-    Attributes:
-        schedule: Decay that changes, in place of ``decay``, or a list of them: a schedule of
-            :mod:`modkit.schedules`, or a function of ``n``, the number of steps since the average was
-            a copy of the model. Default: None, the constant ``decay``.
-        update_after_step: Number of updates to ignore before the parameters are copied. Default: 0.
-        update_every: Average once every ``update_every`` updates, with the decays of that many steps
-            multiplied. Default: 1.
-        precision: ``"fp32"``, ``"fp64"``, ``"same"`` as the parameter, ``"stochastic"`` or
-            ``"compensated"``. Default: ``"fp32"``.
-        device: Device of the averages. Default: None, that of each parameter.
-        buffers: ``"copy"``, ``"average"`` or ``"ignore"`` for floating-point buffers, or a dict from
-            globs of names to one of the three. Default: ``"copy"``.
-        include: Globs of names, or a predicate: parameters to average. Default: None, all.
-        exclude: Globs of names, or a predicate: parameters not to average. Default: None.
-        trainable_only: Average only parameters that require gradients at the first update. Default:
-            False.
-        on_nonfinite: ``"ignore"`` averages infinite and NaN parameters, ``"skip"`` skips the step,
-            ``"raise"`` raises RuntimeError. Default: ``"ignore"``.
-        seed: Seed for stochastic rounding. Default: 0.
-
-    Example:
-        >>> from modkit import EMACallback, nn
-        >>> from modkit.averaging.callback import EMAOptions
-        >>> options: EMAOptions = {"update_every": 10, "exclude": "*.bias"}
-        >>> ema = EMACallback(nn.Sequential(nn.Linear(1, 1)), decay=0.99, **options)
-        >>> ema.ema.update_every
-        10
-    """
-
-    schedule: Decay | Sequence[Decay] | None
-    update_after_step: int
-    update_every: int
-    precision: Precision
-    device: Device
-    buffers: Buffers
-    include: Names
-    exclude: Names
-    trainable_only: bool
-    on_nonfinite: OnNonfinite
-    seed: int
 
 
 class EMA(Generic[ModelT]):
@@ -215,6 +173,9 @@ class EMA(Generic[ModelT]):
             on_nonfinite=on_nonfinite,
             seed=seed,
         )
+        named = NamedTensors(model)
+        check_not_flattened(named)
+        options.check_selection(model, named)
         self._engine = Engine(model, len(self.schedules), options)
         # Training weights that store() keeps, and the model's tensors that copy_to() then wrote to,
         # with their versions: until restore() the model holds an average.
@@ -222,25 +183,6 @@ class EMA(Generic[ModelT]):
         self._overwritten: list[tuple[str, Tensor, int]] = []
         self._steps = OptimizerSteps()
         self._module: AveragedCopy[ModelT] | None = None
-        self._check_selection()
-
-    def _check_selection(self) -> None:
-        named = NamedTensors(self.model)
-        check_not_flattened(named)
-        parameters = named.parameters.values()
-        options = self._engine.options
-        if not parameters:
-            raise ValueError(
-                f"EMA: {type(self.model).__name__} has no parameters to average. Create the EMA "
-                "when the model has its parameters; a quantized model keeps its weights elsewhere."
-            )
-        if not any(map(options.chooses, parameters)):
-            raise ValueError(
-                f"EMA: include={options.include!r}, exclude={options.exclude!r}, "
-                f"trainable_only={options.trainable_only} select none of the "
-                f"{len(parameters)} parameters"
-            )
-        options.check_globs(self.model)
 
     def _check_restored(self, call: str, model: torch.nn.Module, remedy: str = "") -> None:
         """Raise RuntimeError if the model holds an average in place of its training weights.
@@ -374,7 +316,7 @@ class EMA(Generic[ModelT]):
                 step.
         """
         source = self.model if model is None else model
-        if self._overwritten or any_swapped(source):
+        if active_swaps or self._overwritten:
             self._check_restored("EMA.update()", source)
         if source is self.model and self._steps.optimizers:
             self._steps.warn_if_updated()

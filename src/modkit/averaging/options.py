@@ -1,15 +1,16 @@
 """The options of averages, validated, and which tensors of a model they select."""
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Literal, TypeAlias, TypedDict, cast, get_args
 
 import torch
 from torch import Tensor
 
 from modkit.averaging.named_tensors import Member, NamedTensors
 from modkit.averaging.precision import PRECISIONS, OnNonfinite, Precision, is_averaged, kept_dtype
+from modkit.averaging.schedules import Decay
 
 
 # Globs of names (``"head.*"``), or a predicate.
@@ -17,6 +18,9 @@ Names: TypeAlias = str | Iterable[str] | Callable[[str], bool] | None
 BufferPolicy: TypeAlias = Literal["copy", "average", "ignore"]
 # One policy for all buffers, or one for each glob of names; the first glob that matches counts.
 Buffers: TypeAlias = BufferPolicy | Mapping[str, BufferPolicy]
+
+
+Device: TypeAlias = int | str | torch.device | None
 
 
 def check_choice(owner: str, name: str, value: str, choices: Iterable[str]) -> None:
@@ -54,6 +58,55 @@ class CheckedCount:
         vars(instance)[self.name] = checked_count(self.name, value, self.least)
 
 
+class EMAOptions(TypedDict, total=False):
+    """Options of :class:`EMA` that each callback takes as keywords.
+
+    A callback passes them to the :class:`EMA` that it creates, which states the details, and raises
+    the error of an invalid one in its constructor. All keys are optional. Updates are counted in
+    optimizer steps, unless the callback is told to update less often.
+
+    Attributes:
+        schedule: Decay that changes, in place of ``decay``, or a list of them: a schedule of
+            :mod:`modkit.schedules`, or a function of ``n``, the number of steps since the average was
+            a copy of the model. Default: None, the constant ``decay``.
+        update_after_step: Number of updates to ignore before the parameters are copied. Default: 0.
+        update_every: Average once every ``update_every`` updates, with the decays of that many steps
+            multiplied. Default: 1.
+        precision: ``"fp32"``, ``"fp64"``, ``"same"`` as the parameter, ``"stochastic"`` or
+            ``"compensated"``. Default: ``"fp32"``.
+        device: Device of the averages. Default: None, that of each parameter.
+        buffers: ``"copy"``, ``"average"`` or ``"ignore"`` for floating-point buffers, or a dict from
+            globs of names to one of the three. Default: ``"copy"``.
+        include: Globs of names, or a predicate: parameters to average. Default: None, all.
+        exclude: Globs of names, or a predicate: parameters not to average. Default: None.
+        trainable_only: Average only parameters that require gradients at the first update. Default:
+            False.
+        on_nonfinite: ``"ignore"`` averages infinite and NaN parameters, ``"skip"`` skips the step,
+            ``"raise"`` raises RuntimeError. Default: ``"ignore"``.
+        seed: Seed for stochastic rounding. Default: 0.
+
+    Example:
+        >>> from modkit import EMACallback, nn
+        >>> from modkit.averaging.callback import EMAOptions
+        >>> options: EMAOptions = {"update_every": 10, "exclude": "*.bias"}
+        >>> ema = EMACallback(nn.Sequential(nn.Linear(1, 1)), decay=0.99, **options)
+        >>> ema.ema.update_every
+        10
+    """
+
+    schedule: Decay | Sequence[Decay] | None
+    update_after_step: int
+    update_every: int
+    precision: Precision
+    device: Device
+    buffers: Buffers
+    include: Names
+    exclude: Names
+    trainable_only: bool
+    on_nonfinite: OnNonfinite
+    seed: int
+
+
 @dataclass(frozen=True)
 class Options:
     """Options of an average, validated. See ``EMA``.
@@ -86,6 +139,26 @@ class Options:
             if names is not None and not isinstance(names, str) and not callable(names):
                 # Globs may come from an iterator.
                 object.__setattr__(self, field, tuple(names))
+
+    def check_selection(self, model: torch.nn.Module, named: NamedTensors) -> None:
+        """Raise ValueError if no parameter of a model is selected, or a glob matches no name.
+
+        Args:
+            model: The model.
+            named: Its tensors.
+        """
+        if not named.parameters:
+            raise ValueError(
+                f"EMA: {type(model).__name__} has no parameters to average. Create the EMA when the "
+                "model has its parameters; a quantized model keeps its weights elsewhere."
+            )
+        if not any(map(self.chooses, named.parameters.values())):
+            raise ValueError(
+                f"EMA: include={self.include!r}, exclude={self.exclude!r}, "
+                f"trainable_only={self.trainable_only} select none of the {len(named.parameters)} "
+                "parameters"
+            )
+        self.check_globs(model)
 
     def check_globs(self, model: torch.nn.Module) -> None:
         """Raise ValueError if a glob matches no name: it is a mistake that would have no effect.

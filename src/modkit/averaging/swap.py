@@ -260,7 +260,7 @@ class Swap:
             elif value.dtype is not raw.dtype or value.device != raw.device:
                 values[index] = value.to(raw.device, raw.dtype)
 
-        _active.append(self)
+        active_swaps.append(self)
         self._exchange(values)
         self._note()
 
@@ -304,9 +304,9 @@ class Swap:
             The message of a RuntimeError that names the first tensor that the block has changed or
             replaced; None if there is none.
         """
-        if self not in _active:
+        if self not in active_swaps:
             return None
-        later = _active[_active.index(self) + 1 :]
+        later = active_swaps[active_swaps.index(self) + 1 :]
         try:
             problem = self._problem(later)
         finally:
@@ -316,7 +316,7 @@ class Swap:
                 self._exchange(self.raws)
 
         replaced = None if registered is None else registered.undo(self._tensors)
-        _active.remove(self)
+        active_swaps.remove(self)
         return problem if replaced is None else MSG_REPLACED_INSIDE.format(name=replaced)
 
     def _undo_each(self, later: list["Swap"]) -> None:
@@ -379,19 +379,19 @@ _COMPRESSED: Final = frozenset(
 
 # All swaps that have not been undone, in order, so that several averages, and models that share
 # tensors, lose no training weights. Readers go through a copy, since an undone swap moves the others.
-_active: list[Swap] = []
+active_swaps: list[Swap] = []
 
 
 def raw_value(tensor: Tensor) -> Tensor | None:
     """Return the training weights of a tensor, or None if nothing is swapped in."""
     # The first swap of a tensor found its training weights; a later one found the average.
-    positions = ((swap, swap.position(tensor)) for swap in tuple(_active))
+    positions = ((swap, swap.position(tensor)) for swap in tuple(active_swaps))
     return next((swap.raws[index] for swap, index in positions if index is not None), None)
 
 
 def any_swapped(model: torch.nn.Module) -> bool:
     """Return True if an average is swapped into one of the model's parameters."""
-    if not _active:
+    if not active_swaps:
         return False
     reshard(model.modules())
     return any(raw_value(parameter) is not None for parameter in model.parameters())
@@ -402,7 +402,7 @@ def _write_shard(tensor: Tensor, value: Tensor) -> None:
     held = local_shard(tensor)
     (before,) = versions_of([held])
     held.copy_(local_shard(value))
-    for swap in _active:
+    for swap in active_swaps:
         index = swap.position(tensor)
         # The latest swap has noted no versions yet while it writes.
         if index is not None and swap.versions:
@@ -461,7 +461,7 @@ def exchanged(pairs: Iterable[Pair], registered: Registered | None = None) -> Ge
 
 def raw_values(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the training weights of the tensors that averages are swapped into, by name."""
-    if not _active:
+    if not active_swaps:
         return {}
     members = NamedTensors(model).all().items()
     raws = {name: raw_value(member.current()) for name, member in members}

@@ -24,10 +24,10 @@ from modkit.averaging.callback import (
     swap_at_end,
     training_weights,
 )
-from modkit.averaging.ema import EMA, Device
+from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.optimizer_steps import check_optimizer
-from modkit.averaging.options import CheckedCount, checked_count
+from modkit.averaging.options import CheckedCount, Device, checked_count
 from modkit.averaging.schedules import Decays
 from modkit.averaging.sharding import MSG_FLAT_PARAMETERS, has_shards, split_up, whole
 from modkit.files.torch_files import verify_checksums, write_checkpoint

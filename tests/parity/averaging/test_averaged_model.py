@@ -38,6 +38,52 @@ def test_module_is_an_independent_copy(impl: Implementation) -> None:
     assert set(own).isdisjoint(tensor.data_ptr() for tensor in model.state_dict().values())
 
 
+def _two_names_of_one_memory(model: torch.nn.Module) -> None:
+    memory = torch.arange(3.0)
+    model.register_buffer("first", memory)
+    model.register_buffer("second", memory.view(3))
+
+
+def _buffer_of_a_parameter(model: torch.nn.Module) -> None:
+    model.large = torch.nn.Parameter(torch.randn(50, 50))
+    model.register_buffer("alias", model.large.detach())
+
+
+def _attribute_of_a_buffer(model: torch.nn.Module) -> None:
+    model.register_buffer("tagged", torch.ones(2))
+    model.tagged.tag = ["kept"]
+
+
+def _strides(model: torch.nn.Module) -> None:
+    model.register_buffer("transposed", torch.randn(2, 3).t())
+    model.register_buffer("part", torch.randn(6)[2:4])
+    model.register_buffer("expanded", torch.randn(1).expand(3))
+    model.register_buffer("empty", torch.zeros(0))
+
+
+@for_each(
+    "change",
+    [_two_names_of_one_memory, _buffer_of_a_parameter, _attribute_of_a_buffer, _strides],
+)
+def test_buffers_are_copied_as_deepcopy_does(change) -> None:
+    """Buffers keep their strides and attributes, and share memory with each other as they did."""
+
+    def scenario(impl: Implementation):
+        torch.manual_seed(0)
+        model = normed_net(impl)
+        change(model)
+        copied = impl.AveragedModel(model).module
+        tensors = {**dict(copied.named_buffers()), **dict(copied.named_parameters())}
+        pointers = [tensor.data_ptr() for tensor in tensors.values() if tensor.numel()]
+        facts = {
+            name: (tensor.stride(), tensor.untyped_storage().nbytes(), vars(tensor))
+            for name, tensor in copied.named_buffers()
+        }
+        return tensors, facts, len(pointers) - len(set(pointers))
+
+    assert same(scenario)[0] == "returned"
+
+
 def test_construction_leaves_the_model_alone(impl: Implementation) -> None:
     """Averaging a model changes neither its values nor its mode nor its flags."""
     model = normed_net(impl).eval()

@@ -110,7 +110,7 @@ def test_every_line_of_a_swap_may_raise(make, kind, ending) -> None:
     for number in range(counted.lines):
         RaiseAtLine(number, kind).run(work)
 
-        assert swap._active == []
+        assert swap.active_swaps == []
         assert torch.is_grad_enabled()
         assert all(map(torch.equal, dense([*model.parameters(), *model.buffers()]), weights))
         assert all(map(torch.equal, dense(v for _, v in ema.named_averages()), averages))
