@@ -13,7 +13,7 @@ from modkit._namespace import publish
 from modkit._upstream import never_compiled
 from modkit.averaging import batch_norm, state as ema_state
 from modkit.averaging.averaged_copy import AveragedCopy
-from modkit.averaging.engine import Engine, check_model, check_not_flattened
+from modkit.averaging.engine import Engine
 from modkit.averaging.interrupts import uninterrupted
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.optimizer_steps import OptimizerSteps, check_optimizer
@@ -39,6 +39,7 @@ from modkit.averaging.swap import (
     raw_values,
     versions_of,
     write,
+    write_all,
 )
 
 
@@ -155,7 +156,6 @@ class EMA(Generic[ModelT]):
         on_nonfinite: OnNonfinite = "ignore",
         seed: int = 0,
     ) -> None:
-        check_model(model)
         self.model = model
         self.update_after_step = update_after_step
         self.update_every = update_every
@@ -173,9 +173,6 @@ class EMA(Generic[ModelT]):
             on_nonfinite=on_nonfinite,
             seed=seed,
         )
-        named = NamedTensors(model)
-        check_not_flattened(named)
-        options.check_selection(model, named)
         self._engine = Engine(model, len(self.schedules), options)
         # Training weights that store() keeps, and the model's tensors that copy_to() then wrote to,
         # with their versions: until restore() the model holds an average.
@@ -599,7 +596,7 @@ class EMA(Generic[ModelT]):
         pairs = zip(self._overwritten, versions, strict=True)
         changed = [name for (name, _, before), version in pairs if version != before]
         with uninterrupted(), torch.no_grad():
-            _write(self.model, self._stored)
+            write_all(self.model, self._stored)
             self._stored, self._overwritten = {}, []
         if changed:
             warnings.warn(
@@ -948,15 +945,7 @@ class EMA(Generic[ModelT]):
         # There are training weights if the copied model held an average.
         raw: dict[str, Tensor] = state.pop("_raw")
         self.__dict__.update(state)
-        _write(self.model, raw)
-
-
-def _write(model: torch.nn.Module, values: Mapping[str, Tensor]) -> None:
-    named = NamedTensors(model)
-    # All names are looked up before the first write.
-    pairs = [(named.tensor(name), value) for name, value in values.items()]
-    for tensor, value in pairs:
-        write(tensor, value)
+        write_all(self.model, raw)
 
 
 publish("modkit", EMA)

@@ -41,6 +41,11 @@ class Engine:
     """The averages of an ``EMA``, in tensors of their own; ``begun`` is True once they hold values."""
 
     def __init__(self, model: torch.nn.Module, count: int, options: Options) -> None:
+        check_model(model)
+        named = NamedTensors(model)
+        check_not_flattened(named)
+        options.check_selection(model, named)
+
         self.model = model
         self.options: Options = options
         self.begun: bool = False

@@ -135,6 +135,14 @@ def write(tensor: Tensor, value: Tensor) -> None:
         tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
 
 
+def write_all(model: torch.nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give tensors of a model other values, by name; all names are looked up before the first write."""
+    named = NamedTensors(model)
+    pairs = [(named.tensor(name), value) for name, value in values.items()]
+    for tensor, value in pairs:
+        write(tensor, value)
+
+
 # Loops in C: no signal handler runs between two tensors.
 _get_data: Final = operator.attrgetter("data")
 _set_data: Final[Callable[[Tensor, Tensor], None]] = cast("Any", Tensor.data).__set__

@@ -124,7 +124,7 @@ def training_step(net: nn.Module, ema: Any, optimizer: Any, how: str) -> Callabl
 def test_a_compiled_training_step_has_the_values_of_eager_code(
     how: str, kind: Any, options: dict[str, Any]
 ) -> None:
-    """The same compiled step with an update after it, in eager code, gives bitwise the same averages."""
+    """An update inside a compiled step gives bitwise the averages of an eager update after the step."""
     found = []
     for inside in (False, True):
         net = network()
