@@ -39,28 +39,28 @@ class _WeightedMean:
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
-        dtype = torch.promote_types(layer.running_mean.dtype, torch.float32)
-        self._mean: Tensor = layer.running_mean.to(dtype, copy=True)
-        self._var: Tensor = layer.running_var.to(dtype, copy=True)
+        self._dtype = torch.promote_types(layer.running_mean.dtype, torch.float32)
+        found = layer.running_mean, layer.running_var
+        self._means = [(one, one.to(self._dtype, copy=True)) for one in found]
         self._calls: Tensor = layer.num_batches_tracked.clone()
         self._samples: Tensor = torch.zeros_like(self._calls)
 
     def add(self, samples: int) -> None:
         """Take in the statistics that the layer has computed, and reset it for the next batch."""
-        layer = self._layer
-        added = samples * layer.num_batches_tracked.clamp(max=1)
+        calls = self._layer.num_batches_tracked
+        added = samples * calls.clamp(max=1)
         self._samples += added
-        self._calls += layer.num_batches_tracked
+        self._calls += calls
 
-        weight = (added / self._samples.clamp(min=1)).to(self._mean.dtype)
-        self._mean.lerp_(layer.running_mean.to(weight.dtype), weight)
-        self._var.lerp_(layer.running_var.to(weight.dtype), weight)
-        layer.reset_running_stats()
+        weight = (added / self._samples.clamp(min=1)).to(self._dtype)
+        for statistic, mean in self._means:
+            mean.lerp_(statistic.to(self._dtype), weight)
+        self._layer.reset_running_stats()
 
     def write(self) -> None:
         """Give the layer the means."""
-        self._layer.running_mean.copy_(self._mean)
-        self._layer.running_var.copy_(self._var)
+        for statistic, mean in self._means:
+            statistic.copy_(mean)
         self._layer.num_batches_tracked.copy_(self._calls)
 
 

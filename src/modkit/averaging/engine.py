@@ -16,12 +16,7 @@ from modkit.averaging.names import check_match, shapes_of
 from modkit.averaging.options import Options
 from modkit.averaging.plan import Cache, Plan
 from modkit.averaging.rules import Rule
-from modkit.averaging.sharding import (
-    MSG_FLAT_PARAMETERS,
-    is_flattened,
-    local_shard,
-    reshard,
-)
+from modkit.averaging.sharding import MSG_FLATTENED, is_flattened, local_shard, reshard
 from modkit.averaging.swap import Pairs, Registered, pairs_for
 from modkit.averaging.watch import Watch
 from modkit.errors import NameMismatchError
@@ -275,10 +270,7 @@ def check_model(model: object) -> None:
 def check_not_flattened(named: NamedTensors) -> None:
     """Raise TypeError if a model is sharded by ``FullyShardedDataParallel``."""
     if is_flattened(named.modules):
-        raise TypeError(
-            f"EMA: {MSG_FLAT_PARAMETERS}. Shard the model with torch.distributed.fsdp.fully_shard, "
-            "which keeps them. Nothing has been changed."
-        )
+        raise TypeError(f"EMA: {MSG_FLATTENED}. Nothing has been changed.")
 
 
 def _check_any(averaged: Tensors) -> None:
@@ -288,29 +280,17 @@ def _check_any(averaged: Tensors) -> None:
 
 def _check_layouts(averaged: Tensors, copied: Sequence[Member] = ()) -> None:
     """Raise RuntimeError, by name, for tensors that torch's kernels do not average or copy in place."""
-    for name, tensor in averaged.items():
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            policy = "copy" if _is_copyable(tensor) else "ignore"
+    for name, tensor in (*averaged.items(), *((one.name, one.tensor) for one in copied)):
+        # The older kind of nested tensors is of the strided layout.
+        is_opaque = tensor.is_nested or tensor.is_mkldnn
+        if is_opaque or (name in averaged and tensor.layout is not torch.strided):
+            layout = f"{tensor.layout} (nested)" if tensor.is_nested else tensor.layout
+            policy = "ignore" if is_opaque else "copy"
             raise RuntimeError(
-                f"EMA: {name} has {_layout_of(tensor)}, for which torch has no kernels that average. "
-                f"Leave it out with exclude={name!r}, or buffers={{{name!r}: {policy!r}}} if it is a "
-                "buffer. Nothing has been changed."
+                f"EMA: {name} has the layout {layout}, for which torch has no kernels. Leave it out with "
+                f"exclude={name!r}, or buffers={{{name!r}: {policy!r}}} if it is a buffer. Nothing has "
+                "been changed."
             )
-    for member in copied:
-        if not _is_copyable(member.tensor):
-            raise RuntimeError(
-                f"EMA: {member.name} has {_layout_of(member.tensor)}, which torch cannot copy in place. "
-                f"Leave it out with buffers={{{member.name!r}: 'ignore'}}. Nothing has been changed."
-            )
-
-
-def _is_copyable(tensor: Tensor) -> bool:
-    return not (tensor.is_nested or tensor.is_mkldnn)
-
-
-def _layout_of(tensor: Tensor) -> str:
-    # The older kind of nested tensors is of the strided layout.
-    return f"the {'nested ' * tensor.is_nested}layout {tensor.layout}"
 
 
 def _check_materialized(named: NamedTensors) -> None:

@@ -31,9 +31,9 @@ def local_shard(tensor: Tensor) -> Tensor:
         return cast("Tensor", cast("Any", tensor).to_local())
 
 
-# Where ``FullyShardedDataParallel`` is refused; the error also names what to use instead.
-MSG_FLAT_PARAMETERS: Final = (
-    "FullyShardedDataParallel flattens parameters, so they cannot be averaged by name"
+MSG_FLATTENED: Final = (
+    "FullyShardedDataParallel flattens parameters, so they cannot be averaged by name. Shard the model "
+    "with torch.distributed.fsdp.fully_shard"
 )
 
 

@@ -30,7 +30,6 @@ from modkit.averaging.interrupts import critical
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.names import check_match, shapes_of
 from modkit.averaging.sharding import (
-    MSG_FLAT_PARAMETERS,
     has_shards,
     is_flattened,
     is_sharded,
@@ -85,24 +84,17 @@ def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT
     """
     try:
         return copy.deepcopy(model, dict(copies or {}))
-    except RuntimeError as error:
-        # ``weight_norm``, for one, leaves a computed tensor in its module, which torch refuses to copy.
-        with _DetachedCopies(), suppress(Exception):
-            return copy.deepcopy(model, dict(copies or {}))
-        _explain(error, model)
+    except (AssertionError, RuntimeError, TypeError) as error:
+        if isinstance(error, RuntimeError):
+            # ``weight_norm``, for one, leaves a computed tensor in its module, which torch refuses to
+            # copy. If that was not the reason, the first error is the one to show.
+            with _DetachedCopies(), suppress(Exception):
+                return copy.deepcopy(model, dict(copies or {}))
+        if has_shards(model) or is_flattened(model.modules()):
+            add_note(
+                error, "modkit.EMA averages models of fully_shard (FSDP2) without a copy of them."
+            )
         raise
-    except (AssertionError, TypeError) as error:
-        _explain(error, model)
-        raise
-
-
-def _explain(error: Exception, model: torch.nn.Module) -> None:
-    """Add to the error of a copy what to do for a sharded model."""
-    if is_flattened(model.modules()):
-        remedy = "Use torch.distributed.fsdp.fully_shard and modkit.EMA."
-        add_note(error, f"{MSG_FLAT_PARAMETERS}. {remedy}")
-    elif has_shards(model):
-        add_note(error, "modkit.EMA averages a sharded model without a copy of it.")
 
 
 def check_writable(pairs: Iterable[Pair]) -> None:

@@ -29,7 +29,7 @@ from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.optimizer_steps import check_optimizer
 from modkit.averaging.options import CheckedCount, Device, checked_count
 from modkit.averaging.schedules import Decays
-from modkit.averaging.sharding import MSG_FLAT_PARAMETERS, has_shards, split_up, whole
+from modkit.averaging.sharding import MSG_FLATTENED, has_shards, split_up, whole
 from modkit.files.torch_files import verify_checksums, write_checkpoint
 
 
@@ -204,8 +204,8 @@ class EMACallback(Callback):
         """
         if isinstance(trainer.strategy, _pl.strategies.FSDPStrategy):
             raise TypeError(
-                f"EMACallback: FSDPStrategy is not supported: {MSG_FLAT_PARAMETERS}. Use "
-                "ModelParallelStrategy with torch.distributed.fsdp.fully_shard."
+                f"EMACallback: FSDPStrategy is not supported: {MSG_FLATTENED}, in a "
+                "ModelParallelStrategy."
             )
         if has_shards(pl_module) and any(
             getattr(one, "save_weights_only", False) for one in trainer.checkpoint_callbacks

@@ -206,5 +206,5 @@ def test_the_older_way_to_split_up_is_refused() -> None:
         pl.Trainer(accelerator="cpu", strategy="fsdp", logger=False)
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer._accelerator_connector.strategy = strategies.FSDPStrategy()
-    with pytest.raises(TypeError, match=r"flattens parameters.*Use ModelParallelStrategy"):
+    with pytest.raises(TypeError, match=r"flattens parameters.*fully_shard.*ModelParallelStrategy"):
         EMACallback().on_fit_start(trainer, runs.Net())
