@@ -94,8 +94,9 @@ class EMA(Generic[ModelT]):
 
     Raises:
         TypeError: If ``model`` is not a module, or contains ``FullyShardedDataParallel`` (FSDP1),
-            which flattens parameters (use ``fully_shard``); if a number of steps is not an int, a decay is not a
-            number, a schedule or a function, or names are neither globs nor a predicate.
+            which flattens parameters (use ``fully_shard``); if a number of steps is not an int, a
+            decay is not a number, a schedule or a function, names are neither globs nor a predicate,
+            or ``buffers`` is neither a policy nor a dict.
         ValueError: If ``decay`` and ``schedule`` are both given, a list of them is empty, a decay is
             outside of [0, 1], a number of steps is too small, an option is not one of its values, no
             parameter is selected, or a glob other than ``"*"`` matches no name; for a lazy model the

@@ -129,6 +129,11 @@ class Options:
     owner: str = "EMA"
 
     def __post_init__(self) -> None:
+        if not isinstance(cast("object", self.buffers), (str, Mapping)):
+            raise TypeError(
+                f"{self.owner}: buffers must be a policy, or a dict from globs of names to policies, got "
+                f"{self.buffers!r}"
+            )
         policies = [self.buffers] if isinstance(self.buffers, str) else self.buffers.values()
         for policy in policies:
             check_choice(self.owner, "buffers", policy, get_args(BufferPolicy))
@@ -138,7 +143,12 @@ class Options:
             names = getattr(self, field)
             if names is not None and not isinstance(names, str) and not callable(names):
                 # Globs may come from an iterator.
-                object.__setattr__(self, field, tuple(names))
+                globs = tuple(names) if isinstance(cast("object", names), Iterable) else (names,)
+                if not all(isinstance(glob, str) for glob in globs):
+                    raise TypeError(
+                        f"{self.owner}: {field} must be globs of names or a predicate, got {names!r}"
+                    )
+                object.__setattr__(self, field, globs)
 
     def check_selection(self, model: torch.nn.Module, named: NamedTensors) -> None:
         """Raise ValueError if no parameter of a model is selected, or a glob matches no name.

@@ -301,6 +301,8 @@ CONSTRUCTORS: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"update_after_step": True}, TypeError),
     ({"decay": "0.9"}, TypeError),
     ({"include": 5}, TypeError),
+    ({"exclude": [nn.Linear(1, 1)]}, TypeError),
+    ({"buffers": 5}, TypeError),
     ({"decay": 0.9, "schedule": 0.9}, ValueError),
     ({"decay": []}, ValueError),
     ({"decay": 1.5}, ValueError),
@@ -325,6 +327,8 @@ def test_what_the_constructor_refuses_is_stated(
 
     assert type(caught.value) is error
     assert f"{error.__name__}: " in section("__init__", "Raises")
+    # The option is named, except where torch itself refuses the device.
+    assert "device" in options or any(name in str(caught.value) for name in options)
 
 
 @for_each("name", MEMBERS)
