@@ -936,17 +936,21 @@ class EMA(Generic[ModelT]):
             self._steps.load(loaded.stepped)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copied model does not hold the average any more: it gets the training weights.
+        # A copied model does not hold the average any more: it gets the training weights. They are paired
+        # with tensors, because a model that holds its own averages is not complete when these are copied.
+        weights = self.training_weights()
+        named = NamedTensors(self.model) if weights else None
+        raw = [(named.tensor(name), value) for name, value in weights.items()] if named else []
         stored = {} if self._overwritten else self._stored
-        swap = {"_raw": self.training_weights(), "_stored": stored, "_overwritten": []}
+        swap = {"_raw": raw, "_stored": stored, "_overwritten": []}
         return {**vars(self), "_module": None, **swap}
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # There are training weights if the copied model held an average.
-        raw: dict[str, Tensor] = state.pop("_raw")
+        raw: list[tuple[Tensor, Tensor]] = state.pop("_raw")
         self.__dict__.update(state)
-        write_all(self.model, raw)
+        for tensor, value in raw:
+            write(tensor, value)
 
 
 publish("modkit", EMA)

@@ -151,8 +151,10 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages and the copies. Tensors are not copied."""
-        averages = [one.state_dict() for one in self.averages]
-        return {"averages": averages, "buffers": self._copied()}
+        # A first update that was refused may have allocated averages.
+        averages = self.averages if self.begun else [Average(self.options) for _ in self.averages]
+        buffers = self._copied() if self.begun else {}
+        return {"averages": [one.state_dict() for one in averages], "buffers": buffers}
 
     def load(self, loaded: ema_state.LoadedState, named: NamedTensors) -> None:
         """Load a state; it is checked before anything is changed."""

@@ -323,6 +323,38 @@ def test_blocks_may_end_in_any_order() -> None:
     assert (averaged(first).item(), averaged(second).item()) == (4.0, 2.0)
 
 
+class WithAverages(nn.Module):
+    """A model that holds its own averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.ema = modkit.EMA(self, 0.5)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deepcopy", "pickle"],
+)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_model_with_its_own_averages_can_be_copied(copied, is_inside) -> None:
+    """The copy's averages are those of the copy, and it has the training weights."""
+    model = WithAverages()
+    nn.init.ones_(model.linear.weight)
+    model.ema.update()
+    with torch.no_grad():
+        model.linear.weight.add_(1.0)
+    expected = model.linear.weight.detach().clone()
+
+    with model.ema.applied() if is_inside else contextlib.nullcontext():
+        other = copied(model)
+
+    assert other.ema.model is other
+    assert torch.equal(other.linear.weight, expected)
+    assert torch.equal(model.ema.averaged_model().linear.weight, expected - 1.0)
+
+
 @pytest.mark.parametrize(
     "copied",
     [copy.deepcopy, lambda ema: pickle.loads(pickle.dumps(ema))],

@@ -1,5 +1,6 @@
 """``on_nonfinite="skip"``: accelerators take each step and undo it, the CPU does not take it."""
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -196,3 +197,19 @@ def test_memory_on_accelerators(precision: Any, dtype: torch.dtype, monkeypatch)
     ema.update()
     ema.update()
     assert peak_of(ema.update) <= 10 * 4 * MIB
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_refused_first_update_leaves_no_averages(policy: str) -> None:
+    """The state is that of before: it has no tensors that were allocated for the average."""
+    model = nn.Linear(2, 2)
+    ema = modkit.EMA(model, 0.5, on_nonfinite=policy)
+    before = ema.state_dict()
+    with torch.no_grad():
+        model.weight[0, 0] = torch.nan
+
+    with pytest.raises(RuntimeError) if policy == "raise" else contextlib.nullcontext():
+        ema.update()
+
+    steps = {"step": 1} if policy == "skip" else {}
+    assert ema.state_dict() == {**before, **steps}
