@@ -359,6 +359,14 @@ ROWS: Final = (
         "tests/parity/fixes/test_swa_averaged_model.py::test_an_update_is_one_graph_for_the_compiler",
     ),
     _row(
+        "torch",
+        "On XLA, `update_parameters` frees tensors of the model whose values do not change, such as "
+        "frozen parameters and averaged buffers: later steps fail with `buffer is deleted` | Copies "
+        "have memory of their own, and the model keeps its tensors",
+        NO_ISSUE,
+        "tests/xla/test_averaged_model.py::test_values_that_do_not_change",
+    ),
+    _row(
         "modkit",
         "An averaging function is called from the second update on | With a count in the memory of"
         " an accelerator, and in compiled updates, it is also called in updates that copy, with a "

@@ -15,7 +15,8 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
 - ``parse_to`` parses the four forms of ``Module.to``; its errors are documented behaviour.
 - ``IncompatibleKeys`` and ``EXTRA_STATE_KEY``: Lightning and transformers import them by name.
 - ``foreach_*``: one launch for a list of tensors; bitwise identical to torch, which uses them too.
-  ``foreach_devices`` names the devices where they are fused.
+  ``foreach_devices`` names the devices where they are fused. ``copy_`` and ``copy_all_`` copy where
+  XLA would share memory or crash.
 - ``tensor_guard`` checks in C++ whether tensors are as they were, as dynamo does before compiled code.
 - ``BatchNormBase``: the base of every batch normalization layer, users' own included.
 - ``steps_in_progress`` and ``is_allocating_state`` find calls on the stack: of the wrapper around
@@ -38,6 +39,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import IO, Any, Final, TypeVar, cast
 
@@ -86,7 +89,32 @@ make_parameter: Callable[[torch.Tensor, bool], torch.nn.Parameter] = partial(
 
 foreach_lerp_ = torch._foreach_lerp_
 foreach_norm = cast("Any", torch)._foreach_norm
-foreach_copy_ = torch._foreach_copy_
+_foreach_copy_ = torch._foreach_copy_
+_IS_XLA = attrgetter("is_xla")
+
+
+def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor, across dtypes and devices; the copy has memory of its own.
+
+    From XLA to XLA, ``Tensor.copy_`` and ``Tensor.clone`` share memory (torch_xla 2.9). An operation in
+    place on the target then reuses it, and the source is lost. The result of an operation is not shared.
+    """
+    target.copy_(torch.stack((source,))[0] if source.is_xla else source)
+
+
+def copy_all_(
+    targets: list[torch.Tensor], sources: list[torch.Tensor], *, mixed: bool = False
+) -> None:
+    """Copy each tensor of a list, across dtypes and devices; with ``mixed``, a list has several devices.
+
+    The list kernel raises or crashes for tensors of XLA beside tensors of other devices.
+    """
+    checked = chain(targets, sources) if mixed else (targets[0], sources[0])
+    if any(map(_IS_XLA, checked)):
+        for target, source in zip(targets, sources, strict=True):
+            copy_(target, source)
+    else:
+        _foreach_copy_(targets, sources)
 
 
 def _as_torch_wrote_it(value: Any) -> Any:

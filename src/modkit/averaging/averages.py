@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from modkit._upstream import foreach_copy_, make_parameter
+from modkit._upstream import copy_, copy_all_, make_parameter
 from modkit.averaging.options import Options
 from modkit.averaging.precision import full_value, is_averaged, is_rounded
 from modkit.averaging.sharding import local_shard, shards_of
@@ -108,7 +108,7 @@ class FlatBuffer:
 
     def fill(self, sources: Tensors) -> None:
         """Copy the values of other tensors, by name."""
-        foreach_copy_(self.tensors, [sources[name] for name in self.names])
+        copy_all_(self.tensors, [sources[name] for name in self.names])
 
     def is_intact(self) -> bool:
         """Return True if all tensors are still where they were made, in the same order of elements."""
@@ -244,7 +244,7 @@ class Average:
             wide = torch.promote_types(value.dtype, tensor.dtype)
             wide = torch.promote_types(wide, torch.float32)
             value, error = value.to(wide).add(local_shard(error)), None
-        tensor.copy_(value)
+        copy_(tensor, value)
         if own is not None:
             # The rounding error of the tensor.
             lost = value.to(tensor.device) - tensor if error is None else local_shard(error)
@@ -256,7 +256,10 @@ class Average:
         return {**vars(self), "flats": []}
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Return the generator of the stochastic rounding on a device."""
+        """Return the generator of the stochastic rounding on a device; that of the host for XLA."""
+        if device.type == "xla":
+            # It has one random state for all, and no generators.
+            device = torch.device("cpu")
         if device not in self.generators:
             seeded = torch.Generator(device=device).manual_seed(self.options.seed)
             self.generators[device] = seeded

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import Self, TypeVar, override
 
-from modkit._upstream import foreach_copy_
+from modkit._upstream import copy_all_
 from modkit.averaging import precision
 from modkit.averaging.averages import Average, Tensors
 from modkit.averaging.copies import Copies
@@ -119,7 +119,7 @@ class Plan:
                     if flat.exposed:
                         increment_version(flat.tensors)
             for targets, sources in self._copies.lists:
-                foreach_copy_(targets, sources)
+                copy_all_(targets, sources)
         return finite
 
     def _starts_finite(self) -> bool:

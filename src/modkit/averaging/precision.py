@@ -26,7 +26,7 @@ from typing import Final, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from modkit._upstream import foreach_copy_, foreach_lerp_, foreach_norm
+from modkit._upstream import copy_all_, foreach_lerp_, foreach_norm
 from modkit.averaging.sharding import local_shard, meshes_of, true_everywhere
 
 
@@ -67,7 +67,7 @@ def kept_dtype(dtype: torch.dtype, precision: Precision) -> torch.dtype:
 
 def copy_(averages: list[Tensor], errors: list[Tensor], currents: list[Tensor]) -> None:
     """Copy the current values, across dtypes and devices."""
-    foreach_copy_(averages, currents)
+    copy_all_(averages, currents)
     for error in errors:
         error.zero_()
 
@@ -130,7 +130,7 @@ def _moved(tensors: list[Tensor], scratch: Tensor) -> list[Tensor]:
     sizes = [tensor.numel() for tensor in tensors]
     pieces = scratch[: sum(sizes)].split(sizes)
     views = [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
-    foreach_copy_(views, tensors)
+    copy_all_(views, tensors)
     return views
 
 
@@ -176,10 +176,11 @@ def stochastic_(
             # Random low-order bits are added, and carry into the others with that probability. Then the
             # low-order bits are cut off: in two's complement, -(1 << cut) has all bits set but those.
             cut = _ROUNDED[average.dtype]
+            place = generator.device
             noise = torch.randint(
-                1 << cut, wide.shape, dtype=torch.int32, device=wide.device, generator=generator
+                1 << cut, wide.shape, dtype=torch.int32, device=place, generator=generator
             )
-            bits = wide.view(torch.int32).add_(noise).bitwise_and_(-(1 << cut))
+            bits = wide.view(torch.int32).add_(noise.to(wide.device)).bitwise_and_(-(1 << cut))
             average.copy_(bits.view(torch.float32))
 
 

@@ -26,6 +26,7 @@ from modkit._messages import (
     MSG_WRITTEN_INSIDE,
     add_note,
 )
+from modkit._upstream import copy_
 from modkit.averaging.interrupts import critical
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.names import check_match, shapes_of
@@ -122,7 +123,7 @@ def _read_only_kind(tensor: Tensor) -> str | None:
 def write(tensor: Tensor, value: Tensor) -> None:
     """Give a tensor other values; a buffer may have had another shape."""
     if tensor.shape == value.shape:
-        tensor.copy_(value)
+        copy_(tensor, value)
     else:
         tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
 

@@ -13,7 +13,7 @@ from torch.nn import Buffer, Parameter
 from modkit._tree import descend
 from modkit._upstream import (
     FunctionT,
-    foreach_copy_,
+    copy_all_,
     layer_loaders,
     make_parameter,
     module_globals,
@@ -111,7 +111,7 @@ class Plan:
         # A tensor in several places ends up with its last value.
         sure = {id(entry[4]): entry for entry in self.entries if entry[3] not in unsure}.values()
         if sure:
-            foreach_copy_([entry[4] for entry in sure], [entry[5] for entry in sure])
+            copy_all_([entry[4] for entry in sure], [entry[5] for entry in sure], mixed=True)
         for entry in self.entries if unsure else ():
             if entry[3] in unsure:
                 loading.errors += write(entry, assign=False, ties=None)

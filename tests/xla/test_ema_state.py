@@ -1,0 +1,202 @@
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import modkit
+from modkit import schedules
+from tests.xla.recipes import agree, end_step, inputs, network, on_host, train
+from tests.xla.test_ema_updates import PRECISIONS, SCHEDULES
+
+
+pytestmark = pytest.mark.xla
+
+
+def resumed(
+    place: Any, tmp_path: Path, other: Any, options: dict[str, Any], dtype: torch.dtype
+) -> tuple[Any, Any]:
+    """Return averages and weights of a run without a break, and of one resumed from a file."""
+    net = network(place, dtype)
+    ema = modkit.EMA(net, **options)
+    train(net, ema.update, 0, 4)
+    path = tmp_path / "state.pt"
+    modkit.save_checkpoint({"ema": ema.state_dict(), "model": net.state_dict()}, path)
+    train(net, ema.update, 4, 8)
+
+    second = network(other, dtype)
+    second_ema = modkit.EMA(second, **options)
+    state = modkit.load_checkpoint(path)
+    modkit.load_state_dict(second, state["model"])
+    second_ema.load_state_dict(state["ema"])
+    train(second, second_ema.update, 4, 8)
+    runs = (net, ema), (second, second_ema)
+    return tuple(on_host([dict(e.named_averages()), n.state_dict()]) for n, e in runs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"precision": precision, "decay": 0.9} for precision in PRECISIONS),
+        *({"schedule": schedule} for schedule in SCHEDULES.values()),
+    ],
+    ids=str,
+)
+def test_resume_is_bitwise_identical(
+    options: dict[str, Any], dtype: torch.dtype, tmp_path: Path, device: torch.device
+) -> None:
+    """A run that is saved, loaded and continued on the device gives the bits of one without a break."""
+    expected, found = resumed(device, tmp_path, device, options, dtype)
+
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("places", [("cpu", "xla"), ("xla", "cpu")], ids="-".join)
+def test_resume_on_the_other_device(
+    places: tuple[str, str], tmp_path: Path, device: torch.device
+) -> None:
+    """A state of the CPU continues on XLA, and the other way round."""
+    first, second = (device if place == "xla" else "cpu" for place in places)
+    options = {"decay": 0.9, "precision": "compensated"}
+    expected, found = resumed(first, tmp_path, second, options, torch.float32)
+
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loaded_state_stays_intact(device: torch.device) -> None:
+    """Updates after loading a state of the device do not take its memory."""
+    net = network(device)
+    ema = modkit.EMA(net, decay=0.9)
+    train(net, ema.update, 0, 4)
+    state = copy.deepcopy(ema.state_dict())
+    end_step()
+    before = on_host(state["averages"])
+    other = modkit.EMA(network(device), decay=0.9)
+    other.load_state_dict(state)
+    end_step()
+    train(other.model, other.update, 4, 7)
+
+    torch.testing.assert_close(on_host(state["averages"]), before, rtol=0, atol=0)
+
+
+def test_callback_with_resume(tmp_path: Path, device: torch.device) -> None:
+    """The callback averages, evaluates and resumes as it does on the CPU."""
+
+    def steps(net: Any, optimizer: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            optimizer.zero_grad()
+            net(inputs(net[0].weight.device, step)).square().mean().backward()
+            optimizer.step()
+            end_step()
+
+    def scenario(place: torch.device) -> object:
+        net = network(place)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        callback = modkit.EMACallback(net, optimizer, decay=[0.9, 0.99], index=1)
+        steps(net, optimizer, 0, 4)
+        net.eval()
+        with callback.evaluating():
+            first = on_host(net(inputs(place)))
+        callback.on_validation_start()
+        second = on_host(net(inputs(place)))
+        callback.on_validation_end()
+        net.train()
+        path = tmp_path / f"{place.type}.pt"
+        modkit.save_checkpoint({"net": net.state_dict(), "ema": callback.state_dict()}, path)
+
+        other = network(place)
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.05)
+        again = modkit.EMACallback(other, optimizer, decay=[0.9, 0.99], index=1)
+        state = modkit.load_checkpoint(path)
+        modkit.load_state_dict(other, state["net"])
+        again.load_state_dict(state["ema"])
+        steps(other, optimizer, 4, 7)
+        again.swap_to_average_at_end = True
+        again.on_train_end()
+        return first, second, other.state_dict(), dict(again.ema.named_averages(1))
+
+    agree(scenario, device, rtol=1e-4, atol=1e-5)
+
+
+def test_averages_after_the_fact(tmp_path: Path, device: torch.device) -> None:
+    """`PostHocEMA` saves snapshots of the device, and reconstructs a width into a model there."""
+
+    def scenario(place: torch.device) -> object:
+        net = network(place)
+        folder = tmp_path / place.type
+        folder.mkdir()
+        averages = modkit.PostHocEMA(net, folder, (0.05, 0.1), snapshot_every=5)
+        train(net, averages.update, 0, 20)
+        state = copy.deepcopy(averages.state_dict())
+        result = averages.reconstruct(sigma_rel=0.08)
+        result.copy_to(net)
+        end_step()
+        written = on_host(net.state_dict())
+        averages.load_state_dict(state)
+        train(net, averages.update, 20, 25)
+        return result.averages, written, averages.reconstruct(sigma_rel=0.08).averages
+
+    agree(scenario, device, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", [None, "cpu", "xla"])
+def test_average_of_checkpoints(place: str | None, tmp_path: Path, device: torch.device) -> None:
+    """Files of the device are averaged on the host or on the device, and load into a model there."""
+
+    def scenario(here: torch.device) -> object:
+        net = network(here)
+        paths = []
+        for step in range(3):
+            train(net, lambda: None, step, step + 1)
+            paths.append(tmp_path / f"{here.type}-{step}.pt")
+            modkit.save_checkpoint({"model": net.state_dict()}, paths[-1])
+        target = here if place == "xla" else place
+        soup = modkit.average_checkpoints(paths, weights=[1, 2, 3], key="model", device=target)
+        modkit.load_state_dict(net, soup)
+        train(net, lambda: None, 3, 5)
+        return soup, net.state_dict()
+
+    agree(scenario, device)
+
+
+@pytest.mark.parametrize("map_location", [None, "cpu"])
+def test_files(map_location: str | None, tmp_path: Path, device: torch.device) -> None:
+    """A file of tensors of the device is that of torch: read to the device, or to the CPU."""
+    state = network(device).state_dict()
+    modkit.save_checkpoint({"net": state}, tmp_path / "ours.pt")
+    torch.save({"net": state}, tmp_path / "theirs.pt")
+    found = modkit.load_checkpoint(tmp_path / "ours.pt", map_location=map_location)["net"]
+    expected = torch.load(tmp_path / "theirs.pt", map_location=map_location)["net"]
+
+    assert {one.device for one in found.values()} == {one.device for one in expected.values()}
+    torch.testing.assert_close(on_host(found), on_host(expected), rtol=0, atol=0)
+
+
+def test_reading_a_file_to_the_device_is_refused_by_torch(
+    tmp_path: Path, device: torch.device
+) -> None:
+    """torch_xla registers no place for storages, so the error of torch is the cause of modkit's."""
+    modkit.save_checkpoint({"net": network("cpu").state_dict()}, tmp_path / "cpu.pt")
+    with pytest.raises(RuntimeError, match="don't know how to restore data location"):
+        torch.load(tmp_path / "cpu.pt", map_location=device)
+    with pytest.raises(modkit.errors.FileError, match="don't know how to restore data location"):
+        modkit.load_checkpoint(tmp_path / "cpu.pt", map_location=device)
+
+
+def test_a_schedule_of_a_loaded_state(device: torch.device) -> None:
+    """The equal average of eight models is their mean, also if it was saved after four."""
+    net = torch.nn.Linear(1, 1, bias=False).to(device)
+    ema = modkit.EMA(net, schedule=schedules.Equal())
+    for value in range(8):
+        with torch.no_grad():
+            net.weight.fill_(value)
+        ema.update()
+        end_step()
+        if value == 3:
+            state = ema.state_dict()
+            ema = modkit.EMA(net, schedule=schedules.Equal())
+            ema.load_state_dict(state)
+
+    assert dict(ema.named_averages())["weight"].item() == pytest.approx(3.5, rel=1e-5)

@@ -1,0 +1,210 @@
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import modkit
+from tests.helpers import Implementation
+from tests.xla.recipes import agree, counted, end_step, inputs, network, on_host, own_network, train
+
+
+pytestmark = pytest.mark.xla
+
+
+@pytest.mark.parametrize("source", ["cpu", "xla"])
+@pytest.mark.parametrize("target", ["cpu", "xla"])
+def test_load_between_devices(
+    source: str, target: str, impl: Implementation, device: torch.device
+) -> None:
+    """`Module.load_state_dict` copies a state between host and device, with its errors."""
+    places = {"cpu": torch.device("cpu"), "xla": device}
+    state = own_network(impl, places[source]).state_dict()
+    net = own_network(impl, places[target])
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    keys = net.load_state_dict({**state, "more": torch.ones(1)}, strict=False)
+
+    assert keys.unexpected_keys == ["more"]
+    assert {one.device.type for one in net.state_dict().values()} == {target}
+    torch.testing.assert_close(on_host(net.state_dict()), on_host(state), rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        net.load_state_dict({**state, "0.linear.weight": torch.ones(1, device=places[source])})
+
+
+@pytest.mark.parametrize("where", ["state", "model"])
+def test_load_with_both_devices_in_one_list(where: str, device: torch.device) -> None:
+    """The state, or the model, may be in part on the device."""
+    state = network("cpu").state_dict()
+    expected = {name: one + 1 for name, one in state.items()}
+    net, given = network("cpu"), dict(expected)
+    if where == "model":
+        net[0].to(device)
+    else:
+        given["0.weight"] = given["0.weight"].to(device)
+        given["1.running_mean"] = given["1.running_mean"].to(device)
+    modkit.load_state_dict(net, given)
+
+    assert (net[0].weight.device.type == "xla") == (where == "model")
+    torch.testing.assert_close(on_host(net.state_dict()), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_loaded_state_can_be_trained(
+    assign: bool, impl: Implementation, device: torch.device
+) -> None:
+    """A state of the CPU is loaded into a model of the device, or takes its place there."""
+
+    def scenario(place: torch.device) -> object:
+        state = {name: one.to(place) for name, one in own_network(impl, "cpu").state_dict().items()}
+        net = own_network(impl, place)
+        net.load_state_dict(on_host(state) if not assign else copy.deepcopy(state), assign=assign)
+        train(net, lambda: None, 0, 3)
+        return net.state_dict()
+
+    agree(scenario, device)
+
+
+def test_training_leaves_the_loaded_state_intact(device: torch.device) -> None:
+    """A state of the device is copied, so training after a load does not take its memory."""
+    state = network(device).state_dict()
+    before = on_host(state)
+    net = network(device)
+    modkit.load_state_dict(net, state)
+    end_step()
+    train(net, lambda: None, 0, 3)
+
+    torch.testing.assert_close(on_host(state), before, rtol=0, atol=0)
+
+
+def test_a_load_reads_nothing(device: torch.device) -> None:
+    """Loading from the host, or from the device, reads no tensor of the device."""
+    net, state = network(device), network("cpu").state_dict()
+    other = network(device).state_dict()
+    end_step()
+    with counted() as counts:
+        modkit.load_state_dict(net, state)
+        modkit.load_state_dict(net, other)
+        end_step()
+
+    assert counts.reads == 0
+
+
+CONVERSIONS: dict[str, Any] = {
+    "float": lambda net: net.float(),
+    "double": lambda net: net.double(),
+    "bfloat16": lambda net: net.bfloat16(),
+    "half": lambda net: net.half(),
+    "to dtype": lambda net: net.to(torch.bfloat16),
+    "type": lambda net: net.type(torch.float64),
+    "cpu": lambda net: net.cpu(),
+    "requires_grad_": lambda net: net.requires_grad_(False),
+    "eval": lambda net: net.eval(),
+    "train": lambda net: net.eval().train(),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_conversions(name: str, impl: Implementation, device: torch.device) -> None:
+    """Conversions give the dtypes and values of the CPU, and the modes and flags."""
+
+    def scenario(place: torch.device) -> object:
+        net = own_network(impl, place)
+        assert CONVERSIONS[name](net) is net
+        flags = [(one.training, one.linear.weight.requires_grad) for one in net]
+        return net.state_dict(), flags
+
+    agree(scenario, device)
+
+
+def test_moving_to_the_device_and_back(impl: Implementation, device: torch.device) -> None:
+    """`.to()` moves every tensor and gradient; parameters of another kind of memory are new objects."""
+    net = own_network(impl, "cpu")
+    before = net[0].linear.weight
+    net(inputs("cpu")).sum().backward()
+    expected = on_host({**net.state_dict(), "grad": net[0].linear.weight.grad})
+    net.to(device)
+    there = {one.device.type for one in net.state_dict().values()}
+    kept = net[0].linear.weight is before
+    net.to("cpu")
+
+    assert (there, kept) == ({"xla"}, False)
+    found = {**net.state_dict(), "grad": net[0].linear.weight.grad}
+    torch.testing.assert_close(on_host(found), expected, rtol=0, atol=0)
+
+
+def test_hooks(impl: Implementation, device: torch.device) -> None:
+    """Hooks of every kind see and change tensors of the device."""
+
+    def scenario(place: torch.device) -> object:
+        net, calls = own_network(impl, place), []
+        net.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        net[0].register_forward_hook(lambda module, args, output: output + 1)
+        net.register_forward_hook(
+            lambda module, args, kwargs, output: calls.append(1), with_kwargs=True
+        )
+        net.register_full_backward_pre_hook(lambda module, grads: tuple(g * 3 for g in grads))
+        net[0].register_full_backward_hook(lambda module, given, grads: calls.append(2))
+        net.register_state_dict_post_hook(lambda module, state, *_: state.__delitem__("0.steps"))
+        output = net(inputs(place).requires_grad_())
+        output.square().mean().backward()
+        gradients = [one.grad for one in net.parameters()]
+        return output, gradients, calls, net.state_dict()
+
+    agree(scenario, device, rtol=1e-4, atol=1e-5)
+
+
+def test_a_call_reads_and_compiles_nothing(impl: Implementation, device: torch.device) -> None:
+    """Hooks and modes cost no read; after two steps the graphs are there."""
+    net = own_network(impl, device)
+    net.register_forward_hook(lambda module, args, output: output * 2)
+    train(net, lambda: None, 0, 4)
+    with counted() as counts:
+        train(net, net.train, 4, 8)
+
+    assert (counts.compilations, counts.reads) == (0, 0)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_fast_inference(training: bool, impl: Implementation, device: torch.device) -> None:
+    """The block gives what plain calls give, bit by bit, and reads nothing."""
+    net = own_network(impl, device).train(training)
+    x = inputs(device)
+    twin = copy.deepcopy(net)
+    expected = []
+    with torch.no_grad():
+        for _ in range(3):
+            expected.append(twin(x))
+            end_step()
+    found = []
+    with torch.no_grad(), modkit.fast_inference(net):
+        for _ in range(2):
+            found.append(net(x))
+            end_step()
+        with counted() as counts:
+            found.append(net(x))
+            end_step()
+
+    assert (counts.compilations, counts.reads) == (0, 0)
+    torch.testing.assert_close(on_host(found), on_host(expected), rtol=0, atol=0)
+    torch.testing.assert_close(
+        on_host(net.state_dict()), on_host(twin.state_dict()), rtol=0, atol=0
+    )
+
+
+def test_fast_inference_of_an_average(device: torch.device) -> None:
+    """An average that is swapped in inside the block is what calls use."""
+
+    def scenario(place: torch.device) -> object:
+        net = network(place)
+        ema = modkit.EMA(net, decay=0.9)
+        train(net, ema.update, 0, 3)
+        net.eval()
+        with torch.no_grad(), modkit.fast_inference(net):
+            raw = net(inputs(place))
+            with ema.applied():
+                average = on_host(net(inputs(place)))
+        return on_host(raw), average
+
+    agree(scenario, device)
