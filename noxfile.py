@@ -192,6 +192,28 @@ def distributed(session: nox.Session) -> None:
     session.run("pytest", *every, *session.posargs, env=TEST_ENVIRONMENT)
 
 
+@nox.session(default=False, venv_backend="virtualenv", python="3.11")
+def xla(session: nox.Session) -> None:
+    """Run the tests on XLA, a real device with a client for the CPU; put the figures into the docs.
+
+    torch_xla is built for one release of torch and few of Python, so the environment is separate.
+    """
+    folder = Path(session.create_tmp())
+    results, constraints = folder / "results.xml", folder / "constraints.txt"
+    pins = CONSTRAINTS.read_text().splitlines()
+    constraints.write_text("\n".join(pin for pin in pins if not pin.startswith("torch==")))
+    if session.venv_backend != "none":
+        wanted = (*nox.project.dependency_groups(PYPROJECT, "test", "xla"), "--editable", ".")
+        session.install("--constraint", f"{constraints}", *wanted)
+    environment = {"PJRT_DEVICE": "CPU", **TEST_ENVIRONMENT}
+    arguments = ("-m", "xla", "tests/xla", f"--junitxml={results}", *session.posargs)
+    # Failures of the whole folder are recorded, too, and end the session after that.
+    codes = [0] if session.posargs else [0, TESTS_FAILED]
+    session.run("pytest", *arguments, env=environment, success_codes=codes)
+    if not session.posargs:
+        session.run("python", "docs/render_compatibility.py", "--device", "XLA", f"{results}")
+
+
 @nox.session(default=False, venv_backend="virtualenv")
 def ecosystem(session: nox.Session) -> None:
     """Run the tests with transformers, timm, diffusers and others, in an environment of their own."""
