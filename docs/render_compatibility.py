@@ -127,11 +127,11 @@ def record(results: Path, again: list[Path], device: str | None = None) -> int:
         "seconds": round(sum(float(suite.get("time", 0)) for suite in tree.iter("testsuite"))),
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
     }
-    kind_of_run, same = "tests", ("torch", "python")
+    kind_of_run, same = "tests", ["torch", "python"]
     if device is not None:
         run = {"device": device, **run}
         del run["again"]
-        kind_of_run, same = "devices", ("device",)
+        kind_of_run, same = "devices", ["device"]
     stored = read("compatibility")
     others = stored.get(kind_of_run, [])
     others = [one for one in others if any(one[name] != run[name] for name in same)]

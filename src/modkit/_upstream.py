@@ -90,7 +90,7 @@ make_parameter: Callable[[torch.Tensor, bool], torch.nn.Parameter] = partial(
 foreach_lerp_ = torch._foreach_lerp_
 foreach_norm = cast("Any", torch)._foreach_norm
 _foreach_copy_ = torch._foreach_copy_
-_IS_XLA = attrgetter("is_xla")
+_IS_XLA: Callable[[torch.Tensor], bool] = attrgetter("is_xla")
 
 
 def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
     From XLA to XLA, ``Tensor.copy_`` and ``Tensor.clone`` share memory (torch_xla 2.9). An operation in
     place on the target then reuses it, and the source is lost. The result of an operation is not shared.
     """
-    target.copy_(torch.stack((source,))[0] if source.is_xla else source)
+    target.copy_(torch.stack((source,))[0] if _IS_XLA(source) else source)
 
 
 def copy_all_(
