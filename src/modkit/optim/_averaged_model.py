@@ -416,7 +416,8 @@ def _check_pairs(kept: NamedTensors, found: NamedTensors) -> None:
     """Raise unless both have the same names and shapes; buffers that are not saved may come and go."""
     facts: list[dict[str, torch.Size | None]] = []
     for one, other in ((kept, found), (found, kept)):
-        there = other.names() | other.empty.keys()
+        # Dynamo of torch 2.9 does not join a set with the keys of a dict.
+        there = {*other.names(), *other.empty}
         aliased = {name: cast("Member", one.member(name)) for name in one.aliases}
         facts.append(
             {
