@@ -58,6 +58,8 @@ to be 0 in updates of averages and in swaps, up to step 1,000 of every schedule.
 - `precision="stochastic"` of 16-bit models reads its tensors on the host, because torch_xla has neither random
   generators nor `Tensor.view(dtype)`.
 - torch_xla cannot read a file to the device (`map_location="xla"`). Read it to the CPU; loading moves the tensors.
+- Where hooks or overrides take part in loading, torch's methods copy the tensors. Of a state dict on the device they
+  share the memory, which training then frees: pass a state dict of the CPU.
 - torch_xla has no gradients of batch normalization in evaluation mode, and its running variance is biased.
 """
 

@@ -65,15 +65,16 @@ def test_resume_on_the_other_device(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_loaded_state_stays_intact(device: torch.device) -> None:
+@pytest.mark.parametrize("precision", ["same", "compensated"])
+def test_a_loaded_state_stays_intact(precision: str, device: torch.device) -> None:
     """Updates after loading a state of the device do not take its memory."""
-    net = network(device)
-    ema = modkit.EMA(net, decay=0.9)
+    net, options = network(device), {"decay": 0.9, "precision": precision}
+    ema = modkit.EMA(net, **options)
     train(net, ema.update, 0, 4)
     state = copy.deepcopy(ema.state_dict())
     end_step()
     before = on_host(state["averages"])
-    other = modkit.EMA(network(device), decay=0.9)
+    other = modkit.EMA(network(device), **options)
     other.load_state_dict(state)
     end_step()
     train(other.model, other.update, 4, 7)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import modkit
-from tests.helpers import Implementation
+from tests.helpers import MODKIT, Implementation
 from tests.xla.recipes import agree, counted, end_step, inputs, network, on_host, own_network, train
 
 
@@ -68,10 +68,10 @@ def test_a_loaded_state_can_be_trained(
 
 def test_training_leaves_the_loaded_state_intact(device: torch.device) -> None:
     """A state of the device is copied, so training after a load does not take its memory."""
-    state = network(device).state_dict()
+    state = own_network(MODKIT, device).state_dict()
     before = on_host(state)
-    net = network(device)
-    modkit.load_state_dict(net, state)
+    net = own_network(MODKIT, device)
+    net.load_state_dict(state)
     end_step()
     train(net, lambda: None, 0, 3)
 
@@ -112,7 +112,7 @@ def test_conversions(name: str, impl: Implementation, device: torch.device) -> N
     def scenario(place: torch.device) -> object:
         net = own_network(impl, place)
         assert CONVERSIONS[name](net) is net
-        flags = [(one.training, one.linear.weight.requires_grad) for one in net]
+        flags = [(one.training, one.linear.weight.requires_grad) for one in net.children()]
         return net.state_dict(), flags
 
     agree(scenario, device)

@@ -248,7 +248,7 @@ class Average:
         if own is not None:
             # The rounding error of the tensor.
             lost = value.to(tensor.device) - tensor if error is None else local_shard(error)
-            local_shard(own).copy_(lost)
+            copy_(local_shard(own), lost)
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickling for another process moves the tensors into shared memory. A copy has no flat buffers.
