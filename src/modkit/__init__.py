@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from modkit.averaging.checkpoints import average_checkpoints as average_checkpoints
     from modkit.averaging.ema import EMA as EMA
     from modkit.averaging.posthoc import PostHocEMA as PostHocEMA
-    from modkit.files.torch_files import (
+    from modkit.files.checkpoints import (
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
     )
@@ -36,8 +36,8 @@ _HOMES = {
     "EMACallback": "averaging.callback",
     "PostHocEMA": "averaging.posthoc",
     "average_checkpoints": "averaging.checkpoints",
-    "load_checkpoint": "files.torch_files",
-    "save_checkpoint": "files.torch_files",
+    "load_checkpoint": "files.checkpoints",
+    "save_checkpoint": "files.checkpoints",
 }
 
 __all__ = [

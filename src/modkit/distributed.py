@@ -19,8 +19,8 @@ from modkit.averaging.sharding import is_sharded, whole_tensor
 from modkit.averaging.state import with_empty_parts
 from modkit.errors import shown
 from modkit.files.atomic_write import atomic_write
-from modkit.files.checkpoint_files import Described, in_file_order, write_safetensors
-from modkit.files.torch_files import save_checkpoint
+from modkit.files.checkpoints import save_checkpoint
+from modkit.files.safetensors_files import Described, in_file_order, write_safetensors
 
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from modkit._namespace import publish
 from modkit.averaging.names import check_match
 from modkit.averaging.precision import is_averaged, kept_dtype
 from modkit.errors import shown
-from modkit.files.checkpoint_files import Checkpoint
+from modkit.files.tensor_files import Checkpoint
 
 
 __all__ = ["average_checkpoints"]

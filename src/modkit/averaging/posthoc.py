@@ -23,8 +23,8 @@ from modkit.averaging.schedules import Power, gamma_of
 from modkit.averaging.state import LoadedState, stored_average
 from modkit.averaging.state_checks import AVERAGE, OWN_POSTHOC, CheckedMapping
 from modkit.errors import FileError
-from modkit.files.checkpoint_files import state_dict_at
-from modkit.files.torch_files import read_mapped, save_checkpoint
+from modkit.files.checkpoints import read_mapped, save_checkpoint
+from modkit.files.tensor_files import state_dict_at
 
 
 __all__ = [

@@ -12,8 +12,9 @@ from torch import Tensor
 from modkit.averaging import posthoc
 from modkit.averaging.checkpoints import average_checkpoints
 from modkit.cli import _tables as ui
-from modkit.files.checkpoint_files import Checkpoint, file_in, library, save_safetensors
-from modkit.files.torch_files import save_checkpoint
+from modkit.files.checkpoints import save_checkpoint
+from modkit.files.safetensors_files import library, save_safetensors
+from modkit.files.tensor_files import Checkpoint, file_in
 from modkit.files.zip_archive import open_regular
 
 

@@ -11,8 +11,8 @@ from rich.table import Table
 from modkit import files
 from modkit.averaging.foreign_states import recognise
 from modkit.cli import _tables as ui
-from modkit.files.checkpoint_files import file_in
 from modkit.files.kinds import SAFETENSORS, SHARDED, parse_digest
+from modkit.files.tensor_files import file_in
 
 
 _EMA_STATE = {"version", "step", "averages", "schedules"}

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from modkit.errors import FileError, printable
 from modkit.files import kinds
-from modkit.files.checkpoint_files import INDEX, Checkpoint, SafetensorsFile, file_in
-from modkit.files.torch_files import UnsafeFileError, check_facts, read_mapped
+from modkit.files.checkpoints import UnsafeFileError, read_mapped
+from modkit.files.kinds import check_facts
+from modkit.files.safetensors_files import SafetensorsFile
+from modkit.files.tensor_files import INDEX, Checkpoint, file_in
 from modkit.files.zip_archive import Archive, open_regular
 
 

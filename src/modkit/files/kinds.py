@@ -145,3 +145,32 @@ def check_digest(source: int | bytes, what: str, sha256: str | None) -> None:
     """Raise FileError if a file has another SHA-256 than expected."""
     if sha256 is not None and (wanted := parse_digest(sha256)) != (found := sha256_of(source)):
         raise FileError(f"{what} has the SHA-256 {found}, not {wanted}: it is another file")
+
+
+def archive_of(source: int | bytes, what: str, kind: str) -> Archive:
+    """Open a zip file of torch; raise FileError if it is of another kind, or not as torch writes it."""
+    if read_some(source, 0, 2) == b"PK":
+        archive = Archive(source, what)
+        if kind_of_members(archive.members) == kind:
+            check_facts(archive)
+            return archive
+    raise wrong_kind(source, what, f"a {kind}")
+
+
+_VERSION: Final = re.compile(rb"\s*\d{1,19}\s*")
+# The content of the small members of an archive. Its readers trust these: they divide by the
+# alignment, which ends the process if it is 0.
+_FACTS: Final = {
+    "byteorder": re.compile(b"little|big"),
+    ".storage_alignment": re.compile(rb"[1-9]\d{0,9}\s*"),
+    ".data/serialization_id": re.compile(rb"\d{1,100}"),
+    **dict.fromkeys((".format_version", ".data/version", "version"), _VERSION),
+}
+
+
+def check_facts(archive: Archive) -> None:
+    """Raise FileError if a small member, such as the version, has content that torch never writes."""
+    for name in _FACTS.keys() & archive.members.keys():
+        content = archive.read(name)
+        if not _FACTS[name].fullmatch(content):
+            raise archive.corrupt(f"{name} is {content[:40]!r}, which torch never writes")

@@ -30,7 +30,7 @@ from modkit.averaging.optimizer_steps import check_optimizer
 from modkit.averaging.options import CheckedCount, Device, checked_count
 from modkit.averaging.schedules import Decays
 from modkit.averaging.sharding import MSG_FLATTENED, has_shards, split_up, whole
-from modkit.files.torch_files import verify_checksums, write_checkpoint
+from modkit.files.checkpoints import verify_checksums, write_checkpoint
 
 
 __all__ = ["EMACallback"]

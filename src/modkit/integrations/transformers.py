@@ -31,7 +31,7 @@ from modkit.averaging.schedules import Decays
 from modkit.averaging.swap import any_swapped, pairs_for, write
 from modkit.errors import shown
 from modkit.files.atomic_write import remove_stale
-from modkit.files.torch_files import load_checkpoint, save_checkpoint
+from modkit.files.checkpoints import load_checkpoint, save_checkpoint
 
 
 __all__ = ["EMACallback"]

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 
 from modkit.errors import shown
-from modkit.files.torch_files import verified_archive
+from modkit.files.torchscript_files import verified_archive
 from modkit.jit import _archives
 from modkit.jit._from_torch import wrap_cpp
 from modkit.jit._script_module import ScriptModule

@@ -12,7 +12,7 @@ import modkit
 from modkit import average_checkpoints
 from modkit.averaging import checkpoints, posthoc
 from modkit.errors import FileError
-from modkit.files import torch_files
+from modkit.files.checkpoints import checksums_on, read_mapped
 from tests.cases import for_each
 
 
@@ -207,8 +207,8 @@ def test_writers_that_overlap_leave_the_option_as_it_was() -> None:
     """Checksums are written inside of all blocks, and torch's option is the caller's after the last."""
     torch.serialization.set_crc32_options(False)
     try:
-        with torch_files.checksums_on():
-            with torch_files.checksums_on():
+        with checksums_on():
+            with checksums_on():
                 inner = torch.serialization.get_crc32_options()
             outer = torch.serialization.get_crc32_options()
         after = torch.serialization.get_crc32_options()
@@ -221,10 +221,10 @@ def test_writers_that_overlap_leave_the_option_as_it_was() -> None:
 def test_a_shared_storage_is_verified_once(tmp_path, monkeypatch) -> None:
     """Each storage is compared with the checksums when its first tensor is used, and not again."""
     (path,) = saved(tmp_path, [tied(1.0)])
-    content, checksums = torch_files.read_mapped(path)
+    content, checksums = read_mapped(path)
     calls = []
     crc32 = zlib.crc32
-    monkeypatch.setattr(torch_files.zlib, "crc32", lambda data: calls.append(1) or crc32(data))
+    monkeypatch.setattr(zlib, "crc32", lambda data: calls.append(1) or crc32(data))
     for name, tensor in content.items():
         checksums.check(name, tensor)
 

@@ -16,7 +16,7 @@ import torch
 import modkit
 from modkit.errors import FileError
 from modkit.files.checkpoint_values import checked_pickle
-from modkit.files.torch_files import write_checkpoint
+from modkit.files.checkpoints import write_checkpoint
 from tests.cases import for_each
 from tests.helpers import freeze
 from tests.unit.files.hostile import called, named, numbers, text, tuple_of

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import modkit
-from modkit.files.checkpoint_files import Checkpoint
+from modkit.files.tensor_files import Checkpoint
 from tests.cases import for_each
 
 

@@ -15,7 +15,7 @@ from modkit import files, jit
 from modkit.averaging.posthoc import reconstruct, save_snapshot
 from modkit.cli._commands import commands
 from modkit.errors import FileError, NameMismatchError, shown
-from modkit.files.checkpoint_files import save_safetensors
+from modkit.files.safetensors_files import save_safetensors
 from tests.cases import for_each
 from tests.integration.torchscript import scripted_tests
 from tests.unit.files.raw_zip import replaced, saved

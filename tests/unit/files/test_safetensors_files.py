@@ -3,7 +3,7 @@ import sys
 import pytest
 import torch
 
-from modkit.files.checkpoint_files import Described, library, write_safetensors
+from modkit.files.safetensors_files import Described, library, write_safetensors
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):

@@ -14,7 +14,7 @@ import torch
 
 from modkit.errors import FileError
 from modkit.files.pickle_limits import pickle_problem
-from modkit.files.torch_files import verified_archive
+from modkit.files.torchscript_files import verified_archive
 from tests.cases import for_each
 from tests.integration.torchscript import scripted_tests
 from tests.processes import python

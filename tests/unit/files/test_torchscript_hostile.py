@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from modkit.errors import FileError
-from modkit.files.torch_files import verified_archive
+from modkit.files.torchscript_files import verified_archive
 from tests.integration.torchscript import scripted_tests
 from tests.processes import python
 from tests.unit.jit.archives import archive, members, net, place_of

@@ -1,0 +1,252 @@
+"""Checkpoints of ``torch.save``: written atomically, read with verified checksums.
+
+A fast path reads plain state dicts, with an allow-list of names, and verifies memory as it is read. Other
+files are verified, then read by ``torch.load(weights_only=True)``. Neither executes code from the file.
+"""
+
+import ctypes
+import mmap as memory_map
+import os
+import pickle
+import re
+import sys
+import threading
+import zlib
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from modkit._namespace import publish
+from modkit._upstream import (
+    allowed_by_user,
+    load_with_names,
+    modes_are_active,
+    tensors_are_fake,
+)
+from modkit.errors import FileError
+from modkit.files import kinds
+from modkit.files.atomic_write import atomic_write
+from modkit.files.checkpoint_values import checked_pickle, extra_names
+from modkit.files.kinds import archive_of
+from modkit.files.pickle_limits import collector_paused, pickle_problem
+from modkit.files.plain_unpickler import PlainUnpickler, is_for_plain_unpickler, is_plain
+from modkit.files.zip_archive import Archive, open_regular, path_of, read_some
+
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+_LOCK: Final = threading.Lock()
+_CRC_OPTIONS: Final[list[bool]] = []
+
+
+class UnsafeFileError(FileError):
+    """A pickle is more than plain data."""
+
+
+def save_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint as ``torch.save`` does, but atomically and always with checksums.
+
+    After a killed process, a full disk or an error, ``path`` is the previous file or the complete new one.
+    An OSError has ``errno`` and the path.
+
+    Args:
+        checkpoint: Dicts, lists, tuples and sets of tensors, numbers, strings and bytes, with numbers and
+            small arrays of NumPy, random states and ``argparse.Namespace``.
+        path: The file; its folder must exist. A symbolic link is followed.
+
+    Raises:
+        TypeError: ``load_checkpoint`` would refuse an entry, for instance a path or a module. The text
+            says where it is, and what to save instead. Nothing is written.
+        ValueError: The checkpoint has more than 128 MB without its tensors.
+        OSError: The file cannot be written.
+
+    Example:
+        >>> from modkit import load_checkpoint, nn, save_checkpoint
+        >>> path = tmp_path / "last.pt"
+        >>> save_checkpoint({"model": nn.Linear(2, 1).state_dict(), "epoch": 3}, path)
+        >>> load_checkpoint(path)["epoch"]
+        3
+    """
+    write_checkpoint(checkpoint, path, checked_pickle())
+
+
+def write_checkpoint(
+    content: object, path: str | os.PathLike[str], pickle_module: Any = pickle
+) -> None:
+    """Write any object as ``torch.save`` does, but atomically and always with checksums."""
+    with atomic_write(path) as unfinished, checksums_on():
+        torch.save(content, unfinished, pickle_module=pickle_module)
+
+
+@contextmanager
+def checksums_on() -> Generator[None]:
+    """Make torch write checksums in a block; blocks of several threads may overlap."""
+    with _LOCK:
+        _CRC_OPTIONS.append(torch.serialization.get_crc32_options())
+        torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            # All but the first entry are True, so the last block to end restores the user's option.
+            torch.serialization.set_crc32_options(_CRC_OPTIONS.pop())
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str], map_location: Any = None, *, mmap: bool = False
+) -> Any:
+    """Read a file of ``torch.save`` after verifying its checksums.
+
+    Returns what ``torch.load(path, map_location, weights_only=True)`` returns, faster. ``torch.load``
+    ignores the checksums: a flipped bit in the file silently becomes another weight.
+
+    Args:
+        path: The file.
+        map_location: Device of the tensors, as in ``torch.load``.
+        mmap: Map the file into memory instead of reading the tensors. It must not be changed in place
+            while they are in use; replacing it, as ``save_checkpoint`` does, is safe.
+
+    Raises:
+        FileError: If it is corrupt, has no checksums, or cannot be loaded with ``weights_only=True``.
+    """
+    with open_regular(path) as descriptor, collector_paused():
+        archive = archive_of(descriptor, os.fspath(path), kinds.TORCH_SAVE)
+        if not archive.has_checksums:
+            advice = "without checksums; torch.load(path, weights_only=True) reads it unverified"
+            raise FileError(f"{archive.what} was written {advice}", kinds.TORCH_SAVE)
+        if mmap:
+            archive.verify()
+        if map_location is None or map_location in ("cpu", torch.device("cpu")):
+            mapped = descriptor if mmap else None
+            found = _read_plain(archive, mapped, any_location=map_location is not None)
+            if found is not None:
+                return found
+        if not mmap:
+            archive.verify()
+        return _left_to_torch(archive, descriptor, map_location, mmap=mmap)
+
+
+class Checksums:
+    """The checksums of the storages in a file, tested when a tensor is used."""
+
+    def __init__(self, archive: Archive) -> None:
+        self._archive, self._intact = archive, set[int]()
+        members = archive.members.values() if archive.has_checksums else ()
+        self._known = {(member.size, member.crc) for member in members}
+
+    def check(self, name: str, tensor: Tensor) -> None:
+        """Raise FileError if the storage of a tensor is corrupt; each storage is read once."""
+        storage = tensor.untyped_storage()
+        size, address = storage.nbytes(), storage.data_ptr()
+        if not self._known or not size or address in self._intact:
+            return
+        # torch does not tell which member a storage was.
+        if (size, zlib.crc32(_view(storage))) not in self._known:
+            raise self._archive.corrupt(f"the content of {name!r} does not match its checksum")
+        self._intact.add(address)
+
+
+def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
+    """Return the content of a file, mapped into memory with a verified pickle, and its checksums."""
+    with open_regular(path) as descriptor, collector_paused():
+        archive = archive_of(descriptor, os.fspath(path), kinds.TORCH_SAVE)
+        archive.verify(name for name in archive.members if not name.startswith("data/"))
+        found = _read_plain(archive, descriptor, any_location=True)
+        if found is None:
+            found = _left_to_torch(archive, descriptor, "cpu", mmap=True)
+        return found, Checksums(archive)
+
+
+def verify_checksums(path: str | os.PathLike[str]) -> None:
+    """Raise FileError if a file of torch is corrupt; files of formats without checksums pass."""
+    with open_regular(path) as descriptor:
+        if read_some(descriptor, 0, 2) in {b"", b"PK"}:
+            Archive(descriptor, os.fspath(path)).verify()
+
+
+def _left_to_torch(archive: Archive, descriptor: int, map_location: Any, *, mmap: bool) -> Any:
+    """Load with torch, from the file that has been verified even if another one has replaced it."""
+    what = f"{archive.what} cannot be read as a checkpoint"
+    content = archive.read("data.pkl")
+    if problem := pickle_problem(content, archive.members, trusted=allowed_by_user()):
+        raise FileError(f"{what}: data.pkl: {problem}")
+    order = archive.read("byteorder") if "byteorder" in archive.members else b""
+    on_meta = isinstance(map_location, (str, torch.device)) and str(map_location)[:4] == "meta"
+    if order not in {b"", sys.byteorder.encode()} and (on_meta or tensors_are_fake()):
+        raise FileError(f"{what}: torch cannot swap the bytes of tensors without memory")
+    names = extra_names(content)
+    mapped = path_of(descriptor, archive.what) if mmap else None
+    try:
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            file.seek(0)
+            if names:
+                return load_with_names(file, map_location, names, mapped)
+            return torch.load(mapped or file, map_location, weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        unsafe = re.findall(r"GLOBAL ([\w.]{1,200}) was not an allowed global", str(error))
+        reason = "its pickle is invalid, or of a kind that weights_only=True does not read"
+        if unsafe:
+            reason = (
+                f"it needs {unsafe[0]}, and loading that would execute code; none was executed. If you "
+                f"trust the file, load it inside torch.serialization.safe_globals([{unsafe[0]}])"
+            )
+        raise UnsafeFileError(f"{what}: {reason}") from error
+    except Exception as error:
+        # Some messages of torch have a hundred lines.
+        reason = str(error).partition("\n")[0][:500] or type(error).__name__
+        raise FileError(f"{what}: {reason}") from error
+
+
+def _read_plain(archive: Archive, mapped: int | None, *, any_location: bool) -> Any:
+    """Return the content of a plain state dict, or None to let torch read the file.
+
+    Tensors are mapped from a descriptor, unverified, or read and verified with all other members.
+    """
+    if modes_are_active() or not is_for_plain_unpickler(archive):
+        return None
+    mapping = None if mapped is None else memory_map.mmap(mapped, 0, access=memory_map.ACCESS_COPY)
+    large: dict[str, memoryview | None] = {}
+
+    def allocate(name: str) -> torch.UntypedStorage:
+        member = archive.members[name]
+        if mapping is not None and member.size:
+            start = archive.start_of(member)
+            if start % 16:
+                raise pickle.UnpicklingError
+            flat = torch.frombuffer(mapping, dtype=torch.uint8, count=member.size, offset=start)
+            return flat.untyped_storage()
+        storage = torch.UntypedStorage(member.size)
+        if archive.is_large(name):
+            large[name] = _view(storage)
+        else:
+            _view(storage)[:] = archive.read(name)
+        return storage
+
+    unpickler = PlainUnpickler(archive, allocate, any_location)
+    try:
+        found = unpickler.load()
+    except FileError:
+        raise
+    except Exception:  # noqa: BLE001 - torch reads the file, or raises its own error
+        return None
+    finally:
+        # The memo references the unpickler, and so all tensors.
+        unpickler.memo.clear()
+    if not is_plain(found, set()):
+        return None
+    archive.read_all(large)
+    if mapped is None:
+        archive.verify(archive.members.keys() - unpickler.used)
+    return found
+
+
+def _view(storage: torch.UntypedStorage) -> memoryview:
+    if not (size := storage.nbytes()):
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(storage.data_ptr())).cast("B")
+
+
+publish("modkit", load_checkpoint, save_checkpoint)

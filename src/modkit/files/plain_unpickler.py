@@ -1,0 +1,186 @@
+"""An unpickler for plain state dicts, which makes nothing but tensors, numbers and strings in containers.
+
+It reads only files as ``torch.save`` writes them, and leaves all others to torch. So it needs few names and
+instructions, and a file that has others never reaches the standard unpickler.
+"""
+
+import io
+import pickle
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from modkit.files.pickle_limits import storage_dtype
+from modkit.files.zip_archive import Archive
+
+
+_KINDS: Final = (
+    *("BFloat16", "Bool", "Byte", "Char", "ComplexDouble", "ComplexFloat"),
+    *("Double", "Float", "Half", "Int", "Long", "Short"),
+)
+_STORAGES: Final = {name: dtype for name in _KINDS if (dtype := storage_dtype(name))}
+_NEWER: Final = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
+_LEAVES: Final = frozenset(
+    {str, int, float, bool, type(None), Tensor, torch.nn.Parameter, torch.dtype, torch.Size}
+)
+# The instructions that torch.save writes, except those that contain the length of their argument. Memo
+# places are below 2 ** 21: the unpickler allocates as many as a hostile file names. Tuples contain only
+# numbers or are the arguments of a call: hashing nested tuples may take exponential time.
+_NUMBER: Final = rb"(?:K.|M..|J....|G.{8}|[\x88\x89N])"
+_INSTRUCTIONS: Final = re.compile(
+    rb"(?:[hq].|r..[\x00-\x1f]\x00|j....|[)\]}RabesuQ]|[t\x85-\x87](?:q.|r..[\x00-\x1f]\x00)?[RQ]"
+    rb"|\((?:%(n)s{1,99}t|(?![eut]))|%(n)s{3}\x87|%(n)s{2}\x86|%(n)s\x85|%(n)s"
+    rb"|c[^\n]{0,99}\n[^\n]{0,99}\n){0,1000}" % {b"n": _NUMBER},
+    re.DOTALL,
+)
+_VERSIONS: Final = {str(version).encode() for version in range(1, 11)}  # of the container
+
+
+class _StorageType(NamedTuple):
+    dtype: torch.dtype
+
+
+class _Storage(NamedTuple):
+    storage: torch.UntypedStorage
+    dtype: torch.dtype
+    numel: int
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """The standard unpickler with an allow-list of names; UnpicklingError leaves the file to torch."""
+
+    memo: Any
+
+    def __init__(
+        self, archive: Archive, allocate: Callable[[str], torch.UntypedStorage], any_location: bool
+    ) -> None:
+        super().__init__(io.BytesIO(archive.read("data.pkl")))
+        self._archive, self._allocate, self._any_location = archive, allocate, any_location
+        self._storages: dict[str, _Storage] = {}
+        self.used: set[str] = {"data.pkl"}
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        """Return what an allowed name stands for; a KeyError leaves the file to torch."""
+        found = _NAMES[module, name]
+        return partial(found, self) if found in _REBUILDS else found
+
+    def persistent_load(self, pid: Any, /) -> _Storage:
+        """Return the storage that an entry describes; its member must have that size."""
+        if type(pid) is not tuple or tuple(map(type, pid)) != _PID_TYPES:
+            raise pickle.UnpicklingError
+        tag, kind, key, location, numel = pid
+        if tag != "storage" or (location != "cpu" and not self._any_location):
+            raise pickle.UnpicklingError
+        if found := self._storages.get(key):
+            if found.dtype is not kind.dtype or found.numel != numel:
+                raise pickle.UnpicklingError
+            return found
+        name, stated = f"data/{key}", numel * kind.dtype.itemsize
+        member = self._archive.members.get(name)
+        if member is None or member.size != stated:
+            size = member.size if member else "no"
+            raise self._archive.corrupt(f"{name!r} has {size} bytes, {stated} in the pickle")
+        found = _Storage(self._allocate(name), kind.dtype, numel)
+        self.used.add(name)
+        # torch makes a new storage each time for those without memory.
+        if numel:
+            self._storages[key] = found
+        return found
+
+    def tensor(self, stored: Any, *description: Any) -> Tensor:
+        """Rebuild a tensor with the dtype of its storage, as ``torch._utils._rebuild_tensor_v2``."""
+        return self.tensor_of_dtype(stored, *description[:5], stored.dtype, *description[5:])
+
+    def tensor_of_dtype(self, stored: Any, *description: Any) -> Tensor:
+        """Rebuild a tensor within its storage, as ``torch._utils._rebuild_tensor_v3``."""
+        offset, size, stride, requires_grad, hooks, dtype, *metadata = description
+        # The metadata are bits for lazy conjugation and negation.
+        known = tuple(map(type, (stored, *description[:6]))) == _TENSOR_TYPES
+        if not known or hooks or offset < 0 or metadata not in ([], [{}]):
+            raise pickle.UnpicklingError
+        last = offset
+        for length, step in zip(size, stride, strict=True):
+            if type(length) is not int or type(step) is not int or length < 0 or step < 0:
+                raise pickle.UnpicklingError
+            last += (length - 1) * step
+        if 0 not in size and (last + 1) * dtype.itemsize > stored.storage.nbytes():
+            raise self._archive.corrupt("a tensor extends beyond the end of its storage")
+        tensor = torch.empty(0, dtype=dtype).set_(stored.storage, offset, size, stride)
+        tensor.requires_grad = requires_grad
+        tensor._backward_hooks = hooks
+        return tensor
+
+    def parameter(self, data: Tensor, requires_grad: bool, hooks: Any) -> torch.nn.Parameter:
+        """Rebuild a parameter without hooks, as ``torch._utils._rebuild_parameter``."""
+        if type(data) is not Tensor or type(hooks) is not OrderedDict or hooks:
+            raise pickle.UnpicklingError
+        parameter = torch.nn.Parameter(data, requires_grad)
+        parameter._backward_hooks = hooks
+        return parameter
+
+
+_PID_TYPES: Final = (str, _StorageType, str, str, int)
+_TENSOR_TYPES: Final = (_Storage, int, tuple, tuple, bool, OrderedDict, torch.dtype)
+_REBUILDS: Final = (PlainUnpickler.tensor, PlainUnpickler.tensor_of_dtype, PlainUnpickler.parameter)
+_NAMES: Final[dict[tuple[str, str], Any]] = {
+    **{("torch", f"{name}Storage"): _StorageType(dtype) for name, dtype in _STORAGES.items()},
+    **{("torch", str(dtype)[6:]): dtype for dtype in (*_STORAGES.values(), *_NEWER)},
+    ("torch.storage", "UntypedStorage"): _StorageType(torch.uint8),
+    ("torch", "Size"): torch.Size,
+    ("torch._utils", "_rebuild_tensor_v2"): PlainUnpickler.tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): PlainUnpickler.tensor_of_dtype,
+    ("torch._utils", "_rebuild_parameter"): PlainUnpickler.parameter,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+
+
+def is_for_plain_unpickler(archive: Archive) -> bool:
+    """Return True if a file is one that ``torch.save`` wrote on a machine of this byte order."""
+    return _is_as_torch_writes(archive) and _has_known_instructions(archive.read("data.pkl"))
+
+
+def _is_as_torch_writes(archive: Archive) -> bool:
+    first = ("byteorder", ".data/version", "version")
+    order, *versions = (archive.read(n) if n in archive.members else None for n in first)
+    if order is None and torch.serialization.get_default_load_endianness() is None:
+        order = b"little"
+    version = next((each.strip() for each in versions if each is not None), b"")
+    return version in _VERSIONS and order == sys.byteorder.encode()
+
+
+def _has_known_instructions(content: bytes) -> bool:
+    if not content.startswith(b"\x80\x02"):
+        return False
+    at, end = 2, len(content) - 1
+    while at < end:
+        before = at
+        if content[at] == 0x58:  # a string, after its length
+            at += 5 + int.from_bytes(content[at + 1 : at + 5], "little")
+        elif content[at] == 0x8A:  # a long integer, after its length
+            at += 2 + content[at + 1]
+        run = _INSTRUCTIONS.match(content, at, end)
+        at = run.end() if run else at
+        if at == before:
+            return False
+    return at == end and content[end] == 0x2E
+
+
+def is_plain(found: Any, seen: set[int], depth: int = 0) -> bool:
+    """Return True if there are only tensors, numbers and strings in dicts, lists and tuples."""
+    kind, inner = type(found), found
+    if kind in _LEAVES or id(found) in seen:
+        return True
+    seen.add(id(found))
+    if kind is dict or kind is OrderedDict:
+        attributes = vars(found).values() if kind is OrderedDict else ()
+        inner = [*dict.keys(found), *dict.values(found), *attributes]
+    elif kind is not list and kind is not tuple:
+        return False
+    # Deeper nesting is left to pickle_problem.
+    return depth < 100 and all(is_plain(each, seen, depth + 1) for each in inner)

@@ -1,0 +1,111 @@
+"""Files of safetensors: a header with names, dtypes, shapes and places, then the tensors; no checksums."""
+
+import ctypes
+import importlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from modkit.errors import FileError, shown
+from modkit.files.atomic_write import atomic_write
+from modkit.files.kinds import SAFETENSORS
+from modkit.files.zip_archive import open_regular
+
+
+# Names of dtypes in the format and in torch.
+_DTYPES: Final[dict[str, str]] = {
+    "BOOL": "bool",
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    **{f"F8_{name.upper()}": f"float8_{name}" for name in ("e4m3fnuz", "e5m2", "e5m2fnuz")},
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+}
+_NAMES: Final[dict[Any, str]] = {getattr(torch, own, None): name for name, own in _DTYPES.items()}
+_ALIGNMENT: Final = 8
+
+
+class SafetensorsFile:
+    """The tensors of a safetensors file, and its metadata."""
+
+    versions: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, path: Path) -> None:
+        package = library("safetensors")
+        with open_regular(path):
+            pass
+        try:
+            self._file = package.safe_open(path, framework="pt")
+        except package.SafetensorError as error:
+            raise FileError(f"{path} is corrupt: {error}", SAFETENSORS) from error
+        self.metadata: Mapping[str, str] = self._file.metadata() or {}
+        slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 - not a mapping
+        self.shapes = {name: torch.Size(found.get_shape()) for name, found in slices.items()}
+        dtypes = {name: str(found.get_dtype()) for name, found in slices.items()}
+        self.dtypes = {name: _DTYPES.get(dtype, dtype) for name, dtype in dtypes.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor."""
+        return cast("Tensor", self._file.get_tensor(name))
+
+
+def library(name: str) -> Any:
+    """Import a module of the optional package safetensors."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        text = "safetensors files need the package safetensors: pip install safetensors"
+        raise ImportError(text) from error
+
+
+class Described(NamedTuple):
+    """Dtype and shape of a tensor."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+def in_file_order(described: Mapping[str, Described]) -> dict[str, Described]:
+    """Sort tensors by the width of their dtypes, so that each is aligned; raise for unknown dtypes."""
+    for name, one in described.items():
+        if one.dtype not in _NAMES:
+            raise ValueError(shown(f"{name} is {one.dtype}, which safetensors does not support"))
+    return dict(sorted(described.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+def save_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors in host memory atomically; tied tensors are written under each name."""
+    described = {name: Described(one.dtype, one.shape) for name, one in tensors.items()}
+    ordered = in_file_order(described)
+    with atomic_write(path) as unfinished:
+        write_safetensors(unfinished, ordered, ((name, tensors[name]) for name in ordered))
+
+
+def write_safetensors(
+    path: Path, described: Mapping[str, Described], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Write tensors in host memory, one at a time, in the order of ``described``."""
+    # transformers refuses a file that does not name its library.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, one in described.items():
+        begin, end = end, end + one.shape.numel() * one.dtype.itemsize
+        offsets = {"shape": list(one.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": _NAMES[one.dtype], **offsets}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for _, tensor in tensors:
+            plain = tensor.contiguous()
+            if plain.nbytes:
+                file.write((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
