@@ -503,7 +503,7 @@ _IN_FILES: Final = [
         "files/torchscript_files.py",
         "name in _PICKLES or name == _SHAPES or name.endswith(_LINES)",
         "name in _PICKLES or name.endswith(_LINES)",
-        _FILES + "/test_torchscript_hostile.py",
+        _FILES + "/test_small_members.py",
     ),
     Bug(
         "zip files: names that differ in case",
