@@ -16,7 +16,7 @@ from modkit.averaging.averaged_copy import AveragedCopy
 from modkit.averaging.engine import Engine
 from modkit.averaging.interrupts import uninterrupted
 from modkit.averaging.named_tensors import NamedTensors
-from modkit.averaging.optimizer_steps import OptimizerSteps, check_optimizer
+from modkit.averaging.optimizer_steps import OptimizerSteps
 from modkit.averaging.options import (
     Buffers,
     CheckedCount,
@@ -90,7 +90,8 @@ class EMA(Generic[ModelT]):
         on_nonfinite: ``"ignore"`` averages infinite and NaN parameters, ``"skip"`` skips the step,
             ``"raise"`` raises. On CPU a skipped step has no part in ``n_averaged`` and in the
             schedule; on accelerators it counts there, because reading the flag is a host sync.
-        seed: Seed for stochastic rounding, of one generator per device.
+        seed: Seed for stochastic rounding, of one generator per device. XLA has no generators, so its
+            16-bit averages are rounded with noise of the host, which reads them at each update.
 
     Raises:
         TypeError: If ``model`` is not a module, or contains ``FullyShardedDataParallel`` (FSDP1),
@@ -414,21 +415,9 @@ class EMA(Generic[ModelT]):
             >>> ema.n_averaged
             1
         """
-        if not optimizers:
-            raise ValueError("EMA.attach() needs an optimizer")
         named = NamedTensors(self.model).parameters.values()
-        averaged = {id(one.tensor) for one in named if self._engine.options.chooses(one)}
-        for place, one in enumerate(optimizers):
-            check_optimizer("EMA.attach()", one)
-            what = f"EMA.attach(): {type(one).__name__}"
-            if any(one is other for other in (*self._steps.optimizers, *optimizers[:place])):
-                raise ValueError(f"{what} is attached already, or given twice")
-            groups = one.param_groups
-            if averaged.isdisjoint(id(each) for group in groups for each in group["params"]):
-                raise ValueError(
-                    f"{what} has no averaged parameter of the model. Attach the optimizer that "
-                    "trains it, after the model is where it is trained."
-                )
+        averaged = [one.tensor for one in named if self._engine.options.chooses(one)]
+        self._steps.check("EMA.attach()", optimizers, averaged)
         self._steps.attach(optimizers, self._before_step, self._after_step)
         return self
 

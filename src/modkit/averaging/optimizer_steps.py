@@ -76,6 +76,25 @@ class OptimizerSteps:
         # Optimizers are not copied.
         return type(self), (set(self.stepped),)
 
+    def check(
+        self, owner: str, optimizers: Sequence[Optimizer], averaged: Iterable[torch.Tensor]
+    ) -> None:
+        """Raise TypeError or ValueError for optimizers that cannot be attached for these parameters."""
+        if not optimizers:
+            raise ValueError(f"{owner} needs an optimizer")
+        trained = set(map(id, averaged))
+        for place, one in enumerate(optimizers):
+            check_optimizer(owner, one)
+            what = f"{owner}: {type(one).__name__}"
+            if any(one is other for other in (*self.optimizers, *optimizers[:place])):
+                raise ValueError(f"{what} is attached already, or given twice")
+            groups = one.param_groups
+            if trained.isdisjoint(id(each) for group in groups for each in group["params"]):
+                raise ValueError(
+                    f"{what} has no averaged parameter of the model. Attach the optimizer that "
+                    "trains it, after the model is where it is trained."
+                )
+
     def attach(
         self,
         optimizers: Sequence[Optimizer],
