@@ -65,7 +65,7 @@ MSG_CONVERTED_INSIDE: Final = (
 )
 
 MSG_REPLACED_INSIDE: Final = (
-    "EMA: the parameter {name}, or its module, was replaced inside applied(); the members that were "
+    "EMA: {name}, or its module, was replaced inside applied(); the members that were "
     "registered before are back, with the training weights. To fuse layers, remove parametrizations or "
     "assign parameters, take averaged_model()"
 )

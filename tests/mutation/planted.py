@@ -393,7 +393,7 @@ _AVERAGING: Final = [
     Bug(
         "swap: members that were replaced stay replaced",
         "averaging/swap.py",
-        "replaced = None if registered is None else registered.undo(self._tensors)",
+        "replaced = None if registered is None else registered.undo()",
         "replaced = None",
         _EMA + "/test_ema_swap.py",
     ),

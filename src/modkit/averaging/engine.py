@@ -27,7 +27,7 @@ class Pairing:
 
     def __init__(self, named: NamedTensors, values: Tensors) -> None:
         self.pairs: Pairs = pairs_for(named, values)
-        self.registered: Registered = Registered(named)
+        self.registered: Registered = Registered(named, self.pairs)
         tensors = [tensor for _, tensor, _ in self.pairs]
         self.watch = Watch([named], tensors, buffers=True, unknown=named.has_lazy())
 

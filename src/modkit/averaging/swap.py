@@ -146,24 +146,32 @@ def _set_all(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
 
 
 class Registered:
-    """The parameters and children of a model's modules at one moment, to undo replacements.
+    """The members of a model's modules that a swap needs, at one moment, to undo replacements.
 
-    Fusing layers, removing parametrizations, ``load_state_dict(assign=True)`` and assignments put
-    other objects into a model. A swap restores the data of tensors, so its tensors have to be there.
+    Fusing layers, removing parametrizations, ``load_state_dict(assign=True)``, ``to()`` and
+    assignments put other objects into a model. A swap restores the data of tensors, so its tensors
+    have to be there. Buffers that are not swapped may be replaced, as forwards do.
     """
 
-    def __init__(self, named: NamedTensors) -> None:
-        self._names = {id(member.tensor): name for name, member in named.parameters.items()}
+    def __init__(self, named: NamedTensors, pairs: Iterable[Pair]) -> None:
+        self._names = {id(tensor): name for name, tensor, _ in pairs}
         self._before = [
             (module, type(module), dict(module._parameters), dict(module._modules))
             for module in named.modules
             # C++ owns the registries of a scripted module, and makes new objects at each access.
             if not isinstance(module, torch.jit.ScriptModule)
         ]
+        buffers = [
+            (module._buffers, key, buffer)
+            for module, *_ in self._before
+            for key, buffer in module._buffers.items()
+        ]
+        self._buffers = [row for row in buffers if id(row[2]) in self._names]
 
         tables: list[Any] = [
             table for row in self._before for table in (row[0]._parameters, row[0]._modules)
         ]
+        tables += [table for table, *_ in self._buffers]
         self._tables = Snapshot(table for table in tables if table)
 
         # Removing a parametrization also deletes a property of a class that the module has to itself.
@@ -174,15 +182,13 @@ class Registered:
         ]
 
     @critical
-    def undo(self, tensors: Iterable[Tensor]) -> str | None:
-        """Put back what replaced one of these tensors, or a module of one; return the tensor's name."""
+    def undo(self) -> str | None:
+        """Put back what replaced a swapped tensor, or a module of one; return the tensor's name."""
         if not self._tables.changed():
             return None
         # After a forward, FSDP's full parameters are registered in place of the shards.
         reshard(module for module, *_ in self._before)
 
-        swapped = set(map(id, tensors))
-        names = {key: name for key, name in self._names.items() if key in swapped}
         first_name: str | None = None
         # From the leaves up, so that a child that was removed has its own members back.
         for module, kind, parameters, children in reversed(self._before):
@@ -191,7 +197,7 @@ class Registered:
                 for table, before in ((module._parameters, parameters), (module._modules, children))
                 for key, member in before.items()
                 if member is not None and table.get(key) is not member
-                for name in self._names_in(member, names)
+                for name in self._names_in(member)
             ]
             if lost:
                 first_name = lost[0]
@@ -206,16 +212,21 @@ class Registered:
             for kind, members in self._classes:
                 for name in members.keys() - vars(kind).keys():
                     setattr(kind, name, members[name])
+
+        for table, key, buffer in self._buffers:
+            if table.get(key) is not buffer:
+                table[key] = buffer
+                first_name = first_name or self._names[id(buffer)]
         return first_name
 
-    def _names_in(self, member: Any, names: Mapping[int, str]) -> list[str]:
+    def _names_in(self, member: Any) -> list[str]:
         """Return the names of swapped parameters: of one, or of all that were below a module."""
         tensors = [member]
         if isinstance(member, torch.nn.Module):
             below = set(map(id, member.modules()))
             rows = [row for row in self._before if id(row[0]) in below]
             tensors = [tensor for _, _, parameters, _ in rows for tensor in parameters.values()]
-        return [names[id(tensor)] for tensor in tensors if id(tensor) in names]
+        return [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]
 
 
 def _refill(table: Any, members: Mapping[str, Any]) -> None:
@@ -316,9 +327,12 @@ class Swap:
             else:
                 self._exchange(self.raws)
 
-        replaced = None if registered is None else registered.undo(self._tensors)
+        replaced = None if registered is None else registered.undo()
         active_swaps.remove(self)
-        return problem if replaced is None else MSG_REPLACED_INSIDE.format(name=replaced)
+        if replaced is None:
+            return problem
+        names = [name for name, *_ in self._pairs]
+        return self._message(names.index(replaced), MSG_REPLACED_INSIDE)
 
     def _undo_each(self, later: list["Swap"]) -> None:
         """Restore the tensors that no later swap holds; the next later one gets the others' data.

@@ -536,6 +536,36 @@ def test_replaced_members_are_put_back(change, ending) -> None:
     ema.update()
 
 
+@for_each("change", [nn.Module.double, lambda net: setattr(net[1], "running_var", torch.ones(6))])
+@for_each("policy", ["copy", "average"])
+def test_replaced_buffers_are_put_back(change, policy) -> None:
+    """A block that casts a model, or assigns a buffer, leaves the buffers of the training behind it."""
+    net = network()
+    ema = half(net, buffers=policy)
+    net(torch.randn(5, 4))
+    before, kept = state_of(net), list(net.buffers())
+
+    def work() -> None:
+        with ema.applied():
+            change(net)
+
+    with pytest.raises(RuntimeError, match=r"'ignore'"):
+        work()
+
+    assert list(map(id, net.buffers())) == list(map(id, kept))
+    assert same_state(net, before)
+
+
+def test_ignored_buffers_may_be_replaced() -> None:
+    """A buffer that has no average keeps what a forward inside a block assigned."""
+    net = network()
+    ema = half(net, buffers="ignore")
+    with ema.applied():
+        net[1].running_mean = torch.full((6,), 7.0)
+
+    assert net[1].running_mean.tolist() == [7.0] * 6
+
+
 def test_removed_parametrizations_are_put_back() -> None:
     """The computed weight works as before, and the parameters behind it have the training weights."""
     net = network()
