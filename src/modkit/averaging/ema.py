@@ -99,9 +99,9 @@ class EMA(Generic[ModelT]):
             decay is not a number, a schedule or a function, names are neither globs nor a predicate,
             or ``buffers`` is neither a policy nor a dict.
         ValueError: If ``decay`` and ``schedule`` are both given, a list of them is empty, a decay is
-            outside of [0, 1], a number of steps is too small, an option is not one of its values, no
-            parameter is selected, or a glob other than ``"*"`` matches no name; for a lazy model the
-            first update checks the globs.
+            outside of [0, 1], a number of steps is too small, an option is not one of its values,
+            ``seed`` is not an int of at most 64 bits, no parameter is selected, or a glob other than
+            ``"*"`` matches no name; for a lazy model the first update checks the globs.
         RuntimeError: If torch does not know ``device``, or a module of the model contains itself.
 
     Warns:

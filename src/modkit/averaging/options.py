@@ -139,6 +139,11 @@ class Options:
             check_choice(self.owner, "buffers", policy, get_args(BufferPolicy))
         check_choice(self.owner, "precision", self.precision, PRECISIONS)
         check_choice(self.owner, "on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
+        try:
+            torch.Generator().manual_seed(self.seed)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            text = f"{self.owner}: seed must be an int of at most 64 bits, got {self.seed!r}"
+            raise ValueError(text) from error
         for field in ("include", "exclude"):
             names = getattr(self, field)
             if names is not None and not isinstance(names, str) and not callable(names):

@@ -489,6 +489,8 @@ def test_averages_do_not_begin_with_what_is_not_finite() -> None:
         ({"update_every": 0}, ValueError, "update_every must be 1 or more, got 0"),
         ({"update_every": 1.5}, TypeError, "update_every must be an int, got 1.5"),
         ({"update_after_step": -1}, ValueError, "update_after_step must be 0 or more, got -1"),
+        ({"seed": "1"}, ValueError, "EMA: seed must be an int of at most 64 bits, got '1'"),
+        ({"seed": 1 << 64}, ValueError, "seed must be an int of at most 64 bits"),
         ({"precision": "bf16"}, ValueError, "precision must be one of 'same', 'fp32'"),
         ({"buffers": "drop"}, ValueError, "buffers must be one of 'copy', 'average', 'ignore'"),
         (
