@@ -30,6 +30,7 @@ from modkit.averaging.optimizer_steps import check_optimizer
 from modkit.averaging.options import CheckedCount, Device, checked_count
 from modkit.averaging.schedules import Decays
 from modkit.averaging.sharding import MSG_FLATTENED, has_shards, split_up, whole
+from modkit.files.atomic_write import remove_stale
 from modkit.files.checkpoints import verify_checksums, write_checkpoint
 
 
@@ -187,6 +188,8 @@ class EMACallback(Callback):
         self._leave()
         if stage == "fit":
             check_outside(self._evaluation, pl_module, "fit()")
+            if trainer.is_global_zero:
+                _remove_stale_of_runs(trainer)
         self._loaded, self._latest_epoch = None, -1
         trainer.strategy.checkpoint_io = _CheckpointIO(trainer, self)
 
@@ -557,6 +560,18 @@ class EMACallback(Callback):
         if self._fitting:
             # Strategies for sharded models load a checkpoint after on_fit_start().
             self.on_fit_start(trainer, pl_module)
+
+
+def _remove_stale_of_runs(trainer: Any) -> None:
+    """Remove what killed runs of the same logger left in the folders of their checkpoints.
+
+    ``ModelCheckpoint`` saves to a folder per run, named by the first logger. No later run saves to it, and
+    saving is what removes it elsewhere.
+    """
+    for logger in trainer.loggers[:1]:
+        runs = Path(logger.save_dir or trainer.default_root_dir, str(logger.name))
+        for folder in runs.glob("*/checkpoints/"):
+            remove_stale(folder)
 
 
 def _parameters_of(pl_module: Any) -> dict[str, torch.Tensor]:

@@ -1,3 +1,4 @@
+import importlib.util
 import random
 import resource
 import signal
@@ -5,9 +6,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from modkit.files.atomic_write import atomic_write
 
 
 pytest.importorskip("lightning.pytorch", reason="needs Lightning: nox -s ecosystem installs it")
@@ -138,3 +142,62 @@ def test_killed_while_saving(tmp_path: Path, saved) -> None:
 
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert resumed(path) == saved[0]
+
+
+def csv_logger(folder: Path) -> Any:
+    """Return a logger whose next run gets ``lightning_logs/version_1``."""
+    return runs.pl.loggers.CSVLogger(folder)
+
+
+def tensorboard_logger(folder: Path) -> Any:
+    """Return Lightning's default logger where TensorBoard is installed."""
+    if not any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX"))):
+        pytest.skip("needs tensorboard or tensorboardX")
+    return runs.pl.loggers.TensorBoardLogger(folder)
+
+
+def named_logger(folder: Path) -> Any:
+    """Return a logger with a version of the user's, and no folder for its name."""
+    return runs.pl.loggers.CSVLogger(folder / "lightning_logs", name="", version="version_1")
+
+
+def leave(folder: Path) -> Path:
+    """Leave in a folder what a process leaves that is killed while it saves."""
+    stale = folder / ".modkit-stale.tmp"
+    stale.mkdir(parents=True)
+    (stale / "step=3.ckpt").touch()
+    return stale
+
+
+@pytest.mark.parametrize("logger", [csv_logger, tensorboard_logger, named_logger])
+def test_leftovers_of_a_killed_run(tmp_path: Path, logger: Callable[[Path], Any]) -> None:
+    """The next run, to which the logger gives another folder, removes them; a save in progress stays."""
+    folder = tmp_path / "lightning_logs" / "version_0" / "checkpoints"
+    folder.mkdir(parents=True)
+    elsewhere = leave(tmp_path / "mine" / "version_0" / "checkpoints")
+    with atomic_write(folder / "living.ckpt") as unfinished:
+        # This save would have removed it.
+        stale = leave(folder)
+        saving = runs.pl.callbacks.ModelCheckpoint()
+        runs.fit(tmp_path, saving, logger=logger(tmp_path), max_epochs=1)
+        assert not stale.exists()
+        assert unfinished.parent.exists()
+        unfinished.write_bytes(b"whole")
+
+    saved_in = Path(saving.best_model_path).parent
+    assert saved_in == tmp_path / "lightning_logs" / "version_1" / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["living.ckpt"]
+    assert elsewhere.exists(), "not a folder of the logger"
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("named", [True, False])
+def test_leftovers_without_a_logger(tmp_path: Path, named: bool) -> None:
+    """All runs save to one folder, and each save removes them."""
+    folder = tmp_path / ("mine" if named else "checkpoints")
+    stale = leave(folder)
+    saving = runs.pl.callbacks.ModelCheckpoint(dirpath=folder if named else None)
+    runs.fit(tmp_path, saving, max_epochs=1)
+
+    assert not stale.exists()
+    assert Path(saving.best_model_path).parent == folder
