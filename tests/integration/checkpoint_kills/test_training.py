@@ -27,6 +27,7 @@ def killed(loop: str, rounds: int) -> dict[str, Any]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         encoding="utf-8",
+        timeout=300 + 30 * rounds,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
