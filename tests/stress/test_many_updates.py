@@ -127,6 +127,7 @@ def errors_of(case: Case, updates: int) -> list[float]:
     return errors
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("updates", [1_000, pytest.param(MILLION, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_many_updates(case: Case, updates: int) -> None:

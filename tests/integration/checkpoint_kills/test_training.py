@@ -46,6 +46,7 @@ def test_training_survives_kills(loop):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("loop", PACKAGES)
 def test_training_survives_many_kills(loop):
     """A hundred kills or more, of which some interrupt a save."""
