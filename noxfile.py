@@ -53,6 +53,12 @@ SMOKE = (
     *("tests/parity/jit/test_defects.py", "tests/unit/cli/test_cli.py"),
     "tests/unit/cli/test_inspect.py",
 )
+# Tests of code that reads and writes files, or uses signals.
+PORTABLE = (
+    *("tests/unit/files", "tests/unit/jit", "tests/parity/jit/test_files.py"),
+    *("tests/parity/jit/test_archive_defects.py", "tests/unit/cli/test_average.py"),
+    *("tests/unit/cli/test_inspect.py", "tests/unit/averaging/test_interrupts.py"),
+)
 # One process per core. A file stays in one process: the blocks of a page depend on each other.
 # In the order of the folders: by number of tests, the files with few long ones would come last.
 IN_PARALLEL = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
@@ -155,6 +161,21 @@ def lockstep(session: nox.Session) -> None:
     install(session, "test", extras="[cli,demo]")
     options = session.posargs or ["--report"]
     session.run("python", "-m", "tests.property.long_run", *options, env=TEST_ENVIRONMENT)
+
+
+@nox.session(default=False)
+def portable(session: nox.Session) -> None:
+    """Run the tests of files without what macOS and Windows lack; tests/simulated_platform.py says what.
+
+    It needs Linux: there, ``/proc`` says which files are open or mapped.
+    """
+    install(session, "test", extras="[cli,demo]")
+    for platform in ("macos", "windows"):
+        session.run(
+            *("python", "-m", "pytest", "-p", "tests.simulated_platform"),
+            *(session.posargs or PORTABLE),
+            env={**TEST_ENVIRONMENT, "SIMULATED_PLATFORM": platform},
+        )
 
 
 @nox.session(default=False)

@@ -424,9 +424,16 @@ _IN_FILES: Final = [
     Bug(
         "writing: a forgotten fsync",
         "files/atomic_write.py",
-        "        _flush(unfinished, os.O_RDWR)\n",
+        "        flush(unfinished)\n",
         "",
         _FILES + "/test_atomic_write.py",
+    ),
+    Bug(
+        "operating systems: a read where the last one ended",
+        "files/operating_system.py",
+        "os.SEEK_SET",
+        "os.SEEK_CUR",
+        _FILES + "/test_operating_system.py",
     ),
     Bug(
         "writing: the mode of the file that is replaced",

@@ -1,6 +1,7 @@
 """Atomic writes: a file appears complete under its name, or the previous file stays."""
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -9,17 +10,20 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from modkit.files.operating_system import copy_owner, flush, flush_folder, lock_folder
 
 
-fcntl: Any
-try:
-    import fcntl
-except ImportError:  # pragma: no cover - Windows: an open file cannot be deleted there anyway
-    fcntl = None
-
-# On file systems without locks, a temporary folder counts as stale after this many seconds.
-_STALE_AFTER: Final = 3600
+# Without locks, a private folder is stale after this many seconds without a change. A save may pause, the
+# clocks of two machines may differ, and Windows updates the time of a file when it is closed.
+_STALE_AFTER: Final = 24 * 3600
+# Why a file cannot be replaced, and what to do.
+_MOUNTED: Final = "a mounted file cannot be replaced: mount its folder instead"
+_OPEN: Final = (
+    "Windows does not replace a file that is open or mapped into memory: delete tensors of "
+    "load_checkpoint(mmap=True), close other readers, or save to another path"
+)
 _PROBE: Final = bytes(1 << 20)
 # The name of a private folder.
 _PREFIX: Final = ".modkit-"
@@ -57,7 +61,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Generator[Path]:
         ours = name is None or _PREFIX in str(name) or Path(name) in {target.parent, target}
         if error.errno is None or not ours:
             raise
-        raise OSError(error.errno, os.strerror(error.errno), given) from error
+        raise OSError(error.errno, error.strerror, given) from error
 
 
 @contextmanager
@@ -84,15 +88,11 @@ def _replaced(target: Path, found: os.stat_result | None) -> Generator[Path]:
         mode |= unfinished.stat().st_mode
         if found is not None:
             mode = found.st_mode
-            # Windows has no chown().
-            with contextlib.suppress(PermissionError, AttributeError):
-                os.chown(unfinished, found.st_uid, found.st_gid)
+            copy_owner(unfinished, found)
         unfinished.chmod(stat.S_IMODE(mode))
-        _flush(unfinished, os.O_RDWR)
-        unfinished.replace(target)
-        # Not every system can flush a folder.
-        with contextlib.suppress(OSError):
-            _flush(target.parent, os.O_RDONLY)
+        flush(unfinished)
+        _replace(target, unfinished)
+        flush_folder(target.parent)
     finally:
         _remove(folder, lock)
 
@@ -106,12 +106,15 @@ def _streamed(target: Path, name: str) -> Generator[Path]:
             shutil.copyfileobj(content, sink, len(_PROBE))
 
 
-def _flush(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+def _replace(target: Path, unfinished: Path) -> None:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        unfinished.replace(target)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            error.strerror = f"{error.strerror}; {_MOUNTED}"
+        elif isinstance(error, PermissionError):
+            error.strerror = f"{error.strerror}; {_OPEN}"
+        raise
 
 
 def _private_folder(parent: Path) -> tuple[Path, int | None]:
@@ -119,29 +122,11 @@ def _private_folder(parent: Path) -> tuple[Path, int | None]:
         folder = Path(tempfile.mkdtemp(_SUFFIX, _PREFIX, parent))
         # Before it is locked, another writer may take it for a stale one and remove it.
         with contextlib.suppress(BlockingIOError):
-            lock = _locked(folder)
+            lock = lock_folder(folder)
             if folder.is_dir():
                 return folder, lock
             if lock is not None:
                 os.close(lock)
-
-
-def _locked(folder: Path) -> int | None:
-    """Lock a folder as long as the process lives; return the descriptor, or None without locks."""
-    if fcntl is None:
-        return None
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            raise
-        return None
-    return descriptor
 
 
 def remove_stale(parent: Path) -> None:
@@ -154,7 +139,7 @@ def remove_stale(parent: Path) -> None:
     for folder in found:
         # It may belong to another user, or to a writer that is alive.
         with contextlib.suppress(OSError):
-            lock = _locked(folder)
+            lock = lock_folder(folder)
             if lock is not None or time.time() - _last_change(folder) >= _STALE_AFTER:
                 _remove(folder, lock)
 

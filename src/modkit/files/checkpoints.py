@@ -31,9 +31,10 @@ from modkit.files import kinds
 from modkit.files.atomic_write import atomic_write
 from modkit.files.checkpoint_values import checked_pickle, extra_names
 from modkit.files.kinds import archive_of
+from modkit.files.operating_system import path_of
 from modkit.files.pickle_limits import collector_paused, pickle_problem
 from modkit.files.plain_unpickler import PlainUnpickler, is_for_plain_unpickler, is_plain
-from modkit.files.zip_archive import Archive, open_regular, path_of, read_some
+from modkit.files.zip_archive import Archive, open_regular, read_some
 
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -107,7 +108,7 @@ def load_checkpoint(
         path: The file.
         map_location: Device of the tensors, as in ``torch.load``.
         mmap: Map the file into memory instead of reading the tensors. It must not be changed in place
-            while they are in use; replacing it, as ``save_checkpoint`` does, is safe.
+            while they are in use; replacing it, as ``save_checkpoint`` does, is safe, or refused (Windows).
 
     Raises:
         FileError: If it is corrupt, has no checksums, or cannot be loaded with ``weights_only=True``.

@@ -9,8 +9,9 @@ from typing import Any, Final, NamedTuple
 
 from modkit.files import kinds
 from modkit.files.kinds import archive_of
+from modkit.files.operating_system import path_of
 from modkit.files.pickle_limits import pickle_problem
-from modkit.files.zip_archive import Archive, open_regular, path_of
+from modkit.files.zip_archive import Archive, open_regular
 
 
 # The pickles that jit.load reads, with the folders of their tensors.

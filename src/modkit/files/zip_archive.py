@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from modkit.errors import FileError
+from modkit.files.operating_system import read_at, read_into_at
 
 
 _CHUNK: Final = 1 << 18  # stays in the processor's cache between reading and checking
@@ -62,19 +63,13 @@ def open_regular(path: str | os.PathLike[str]) -> Generator[int]:
         yield file.fileno()
 
 
-def path_of(descriptor: int, path: str | os.PathLike[str]) -> str:
-    """Return a path to an open file that stays valid if another file replaces it."""
-    same = Path(f"/proc/self/fd/{descriptor}")
-    return str(same) if same.exists() else os.fspath(path)
-
-
 def read_some(source: int | bytes, start: int, count: int) -> bytes:
     """Return bytes of a file, given as a descriptor or as its content; fewer at its end."""
     if not isinstance(source, int):
         return source[start : start + count]
     found = b""
     # One call returns at most 2 GiB, and fewer after a signal.
-    while len(found) < count and (part := os.pread(source, count - len(found), start)):
+    while len(found) < count and (part := read_at(source, count - len(found), start)):
         found, start = found + part if found else part, start + len(part)
     return found
 
@@ -245,7 +240,7 @@ class Archive:
             rest = scratch if target is None else target[done:]
             piece = rest[: min(_CHUNK, member.size - done)]
             if isinstance(self._source, int):
-                count = os.preadv(self._source, [piece], start + done)
+                count = read_into_at(self._source, piece, start + done)
             else:
                 piece[:] = self._source[start + done : start + done + len(piece)]
                 count = len(piece)

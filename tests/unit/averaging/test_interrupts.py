@@ -164,6 +164,7 @@ def test_signals_wait_for_the_end_of_a_block() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.posix
 @for_each("place", ["before", "after"])
 def test_a_signal_while_handlers_are_replaced_leaves_none_of_ours(place, monkeypatch) -> None:
     """The handlers of the process are restored, and the signal is not lost."""
@@ -194,6 +195,7 @@ def test_a_signal_while_handlers_are_replaced_leaves_none_of_ours(place, monkeyp
     assert entered == (place == "after")
 
 
+@pytest.mark.posix
 def test_handlers_that_do_not_raise_run_later() -> None:
     """A handler that only sets a flag runs once for each signal, in order."""
     seen = []

@@ -1,3 +1,4 @@
+import errno
 import os
 import shutil
 import stat
@@ -83,6 +84,7 @@ def test_an_interrupt_leaves_everything_as_it_was(tmp_path, error):
     assert [path] == list(tmp_path.iterdir())
 
 
+@pytest.mark.posix
 def test_a_second_interrupt_leaves_no_lock(tmp_path, monkeypatch):
     """If the removal of the private folder is interrupted, the next write of this process removes it."""
     path = tmp_path / "file.txt"
@@ -114,6 +116,7 @@ def leave(folder, age=0.0):
     return stale
 
 
+@pytest.mark.posix
 def test_what_a_killed_writer_left_is_removed_whatever_it_wrote(tmp_path):
     """Numbered checkpoints never have a name twice, so the next file in the folder has another one."""
     stale = leave(tmp_path)
@@ -125,16 +128,37 @@ def test_what_a_killed_writer_left_is_removed_whatever_it_wrote(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"step-2.pt", ".modkit-notes.txt"}
 
 
-@pytest.mark.parametrize(("age", "stays"), [(3000, True), (4000, False)])
-def test_without_locks_the_last_change_decides(tmp_path, monkeypatch, age, stays):
-    """A file that is still being written to is not stale, however old its folder is."""
-    monkeypatch.setattr("modkit.files.atomic_write.fcntl", None)
+@pytest.mark.parametrize(("hours", "stays"), [(1.5, True), (23, True), (25, False)])
+def test_without_locks_the_last_change_decides(tmp_path, monkeypatch, hours, stays):
+    """Only what has not changed for a day is stale, however old its folder is: saves may take hours."""
+    age = hours * 3600
+    monkeypatch.setattr("modkit.files.operating_system.fcntl", None)
     stale = leave(tmp_path, age)
     os.utime(stale, (0, 0))
     with atomic_write(tmp_path / "step-2.pt") as unfinished:
         unfinished.write_text("whole")
 
     assert stale.exists() is stays
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"), [(errno.EACCES, "open or mapped"), (errno.EBUSY, "mount its folder")]
+)
+def test_a_file_that_cannot_be_replaced(tmp_path, monkeypatch, number, advice):
+    """The error names the target and says what to do; the previous file stays, and nothing else."""
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+
+    def refused(source, target):
+        raise OSError(number, os.strerror(number), str(source), None, str(target))
+
+    monkeypatch.setattr(os, "replace", refused)
+    with pytest.raises(OSError, match=advice) as caught, atomic_write(path) as unfinished:
+        unfinished.write_text("new")
+
+    assert (caught.value.errno, caught.value.filename) == (number, str(path))
+    assert path.read_text() == "old"
+    assert [path] == list(tmp_path.iterdir())
 
 
 def test_writers_of_one_target_do_not_see_one_another(tmp_path):

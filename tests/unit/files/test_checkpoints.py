@@ -2,6 +2,7 @@ import os
 import random
 import signal
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,26 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     assert "Error" in done.stderr
     assert equal(modkit.load_checkpoint(path), checkpoint())
     assert [each.name for each in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_saving_over_a_mapped_checkpoint(tmp_path: Path) -> None:
+    """The mapped tensors keep their values; Windows cannot replace the file, and the error says so."""
+    path = tmp_path / "last.pt"
+    modkit.save_checkpoint({"w": torch.ones(1000)}, path)
+    mapped = modkit.load_checkpoint(path, mmap=True)
+    refuses = os.name == "nt" or os.environ.get("SIMULATED_PLATFORM") == "windows"
+    advice = r"Windows does not replace.* tensors of load_checkpoint\(mmap=True\)"
+    with pytest.raises(PermissionError, match=advice) if refuses else nullcontext():
+        modkit.save_checkpoint({"w": torch.zeros(1000)}, path)
+    mean = modkit.load_checkpoint(path)["w"].mean()
+
+    assert mean == float(refuses)
+    assert mapped["w"].mean() == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+    del mapped
+    modkit.save_checkpoint({"w": torch.zeros(1000)}, path)
+    assert modkit.load_checkpoint(path)["w"].mean() == 0
 
 
 def test_code_is_not_run(tmp_path: Path) -> None:

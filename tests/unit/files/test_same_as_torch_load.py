@@ -251,7 +251,7 @@ def test_saving_what_was_loaded(name, tmp_path):
     assert_same(torch.load(again), torch.load(path))
 
 
-@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("mmap", [False, pytest.param(True, marks=pytest.mark.posix)])
 def test_the_file_may_go(mmap, tmp_path):
     """A file that was removed or replaced does not change what was loaded from it."""
     path = written(tmp_path, "modules")

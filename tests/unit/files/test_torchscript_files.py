@@ -456,6 +456,7 @@ def test_a_digest_takes_no_second_copy_in_memory(tmp_path):
     assert done.stdout.split() == [str(1 << 24), "limited"], done.stderr
 
 
+@pytest.mark.posix
 def test_a_file_that_is_exchanged_after_it_was_verified(tmp_path):
     """Torch reads the file that was verified, even if another file has replaced it."""
     path = tmp_path / "net.pt"

@@ -1,0 +1,95 @@
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from modkit.files import operating_system
+from modkit.files.operating_system import flush_folder, path_of, read_at, read_into_at
+
+
+ABSENT = {"all calls": (), "no preadv": ("preadv",), "no pread": ("pread", "preadv")}
+
+
+@pytest.fixture(params=ABSENT.values(), ids=ABSENT)
+def descriptor(request, tmp_path, monkeypatch):
+    """A file of 1,000 blocks of 64 bytes, each the digest of its number, read with fewer calls."""
+    for name in request.param:
+        monkeypatch.delattr(os, name, raising=False)
+    path = tmp_path / "file"
+    path.write_bytes(b"".join(map(block, range(1000))))
+    with path.open("rb", buffering=0) as file:
+        yield file.fileno()
+
+
+def block(number):
+    """Return 64 bytes that no other number has."""
+    return hashlib.sha512(str(number).encode()).digest()
+
+
+def test_reads_at_a_place_end_with_the_file(descriptor):
+    """A read has fewer bytes at the end of the file, and none after it."""
+    assert read_at(descriptor, 64, 64 * 7) == block(7)
+    assert read_at(descriptor, 128, 64 * 999) == block(999)
+    assert read_at(descriptor, 64, 64 * 1000) == b""
+
+    target = bytearray(128)
+    assert read_into_at(descriptor, memoryview(target), 64 * 999) == 64
+    assert target == block(999) + bytes(64)
+    assert read_into_at(descriptor, memoryview(target), 64 * 1000) == 0
+
+
+def test_threads_share_a_descriptor(descriptor):
+    """Each thread reads its own place, also where the file has only one position."""
+
+    def read(number):
+        target = bytearray(64)
+        count = read_into_at(descriptor, memoryview(target), 64 * number)
+        return count == 64 and target == block(number) == read_at(descriptor, 64, 64 * number)
+
+    numbers = list(range(1000)) * 5
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(read, numbers))
+
+    assert found == [True] * len(numbers)
+
+
+@pytest.mark.posix
+@pytest.mark.parametrize("folder", ["/proc/self/fd", "/dev/fd"])
+def test_the_path_of_an_open_file(tmp_path, monkeypatch, folder):
+    """It leads to the open file after another one has replaced it."""
+    if not Path(folder).exists():
+        pytest.skip(f"no {folder}")
+    monkeypatch.setattr(operating_system, "_OPEN_FILES", ["/nowhere", folder])
+    path, other = tmp_path / "file", tmp_path / "other"
+    path.write_text("old")
+    other.write_text("new")
+    with path.open("rb") as file:
+        same = path_of(file.fileno(), path)
+        other.replace(path)
+        found = Path(same).read_text()
+
+    assert found == "old"
+    assert path.read_text() == "new"
+
+
+def test_without_folders_of_open_files_the_path_itself(tmp_path, monkeypatch):
+    """Windows has no such path; there, no file can replace one that is open."""
+    monkeypatch.setattr(operating_system, "_OPEN_FILES", [])
+
+    assert path_of(0, tmp_path / "file") == str(tmp_path / "file")
+
+
+def test_a_folder_that_cannot_be_opened_is_not_flushed(tmp_path, monkeypatch):
+    """Windows opens no folders; a save does not fail for that."""
+    opened = []
+
+    def refused(path, flags):
+        opened.append(path)
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "open", refused)
+    flush_folder(tmp_path)
+
+    assert opened == [tmp_path]
