@@ -12,7 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from modkit.files.operating_system import copy_owner, flush, flush_folder, lock_folder
+from modkit.files.operating_system import (
+    AnyPath,
+    copy_owner,
+    flush,
+    flush_folder,
+    lock_folder,
+)
 
 
 # Without locks, a private folder is stale after this many seconds without a change. A save may pause, the
@@ -31,7 +37,7 @@ _SUFFIX: Final = ".tmp"
 
 
 @contextmanager
-def atomic_write(path: str | os.PathLike[str]) -> Generator[Path]:
+def atomic_write(path: AnyPath) -> Generator[Path]:
     """Yield a temporary path; if the block ends without an error, that file replaces ``path``.
 
     The temporary file has the name of the target and lies in a private folder beside it. It is flushed to
@@ -40,7 +46,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Generator[Path]:
     previous content. A FIFO or a device is written to, which is not atomic. An OSError has ``errno`` and
     the target, also where a C++ writer inside the block raises an error without ``errno``.
     """
-    given = os.fspath(path)
+    given = os.fsdecode(path)
     target = Path(os.path.realpath(given))
     try:
         found = None

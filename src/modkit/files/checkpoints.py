@@ -5,6 +5,8 @@ files are verified, then read by ``torch.load(weights_only=True)``. Neither exec
 """
 
 import ctypes
+import errno
+import io
 import mmap as memory_map
 import os
 import pickle
@@ -13,12 +15,14 @@ import sys
 import threading
 import zlib
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from typing import Any, Final
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import IO, Any, Final
 
 import torch
 from torch import Tensor
 
+from modkit._messages import add_note
 from modkit._namespace import publish
 from modkit._upstream import (
     allowed_by_user,
@@ -31,23 +35,30 @@ from modkit.files import kinds
 from modkit.files.atomic_write import atomic_write
 from modkit.files.checkpoint_values import checked_pickle, extra_names
 from modkit.files.kinds import archive_of
-from modkit.files.operating_system import path_of
+from modkit.files.operating_system import PATH_TYPES, AnyPath, path_of
 from modkit.files.pickle_limits import collector_paused, pickle_problem
 from modkit.files.plain_unpickler import PlainUnpickler, is_for_plain_unpickler, is_plain
-from modkit.files.zip_archive import Archive, open_regular, read_some
+from modkit.files.zip_archive import Archive, open_regular, open_source, read_some
 
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 _LOCK: Final = threading.Lock()
 _CRC_OPTIONS: Final[list[bool]] = []
+# Errors of a file that may be written to, but not replaced.
+_NOT_REPLACED: Final = {errno.EACCES, errno.EBUSY, errno.EPERM, errno.EROFS}
+_IN_PLACE: Final = (
+    "The file is writable: save_checkpoint(..., atomic=False) writes into it, not atomically."
+)
 
 
 class UnsafeFileError(FileError):
     """A pickle is more than plain data."""
 
 
-def save_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def save_checkpoint(
+    checkpoint: Mapping[str, Any], path: AnyPath | IO[bytes], *, atomic: bool = True
+) -> None:
     """Write a checkpoint as ``torch.save`` does, but atomically and always with checksums.
 
     After a killed process, a full disk or an error, ``path`` is the previous file or the complete new one.
@@ -56,13 +67,21 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str])
     Args:
         checkpoint: Dicts, lists, tuples and sets of tensors, numbers, strings and bytes, with numbers and
             small arrays of NumPy, random states and ``argparse.Namespace``.
-        path: The file; its folder must exist. A symbolic link is followed.
+        path: The file; its folder must exist. A symbolic link is followed. An open file is written to at
+            its position, as with ``atomic=False``.
+        atomic: If False, write into the existing file instead of replacing it: for a file that is mounted
+            by itself, or in a folder that is not writable. The checkpoint is made in memory first, so an
+            invalid one changes nothing. A full disk or a killed process leaves a file that
+            ``load_checkpoint`` refuses, and readers may see a part of it. Tensors that are mapped from the
+            file change or, if it gets shorter, end the process.
 
     Raises:
         TypeError: ``load_checkpoint`` would refuse an entry, for instance a path or a module. The text
-            says where it is, and what to save instead. Nothing is written.
+            says where it is, and what to save instead. Nothing is written. Also for a file that is open
+            as text.
         ValueError: The checkpoint has more than 128 MB without its tensors.
         OSError: The file cannot be written.
+        AttributeError: ``path`` is neither a path nor a file.
 
     Example:
         >>> from modkit import load_checkpoint, nn, save_checkpoint
@@ -71,15 +90,47 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str])
         >>> load_checkpoint(path)["epoch"]
         3
     """
-    write_checkpoint(checkpoint, path, checked_pickle())
+    if not atomic or not isinstance(path, PATH_TYPES):
+        _write_in_place(checkpoint, path)
+        return
+    try:
+        write_checkpoint(checkpoint, path, checked_pickle())
+    except OSError as error:
+        file = Path(os.fsdecode(path))
+        if error.errno in _NOT_REPLACED and file.is_file() and os.access(file, os.W_OK):
+            add_note(error, _IN_PLACE)
+        raise
 
 
-def write_checkpoint(
-    content: object, path: str | os.PathLike[str], pickle_module: Any = pickle
-) -> None:
+def write_checkpoint(content: object, path: AnyPath, pickle_module: Any = pickle) -> None:
     """Write any object as ``torch.save`` does, but atomically and always with checksums."""
     with atomic_write(path) as unfinished, checksums_on():
         torch.save(content, unfinished, pickle_module=pickle_module)
+
+
+def _write_in_place(content: object, target: Any) -> None:
+    """Write into an open file, or into a path as it is, once the content is complete."""
+    path = Path(os.fsdecode(target)) if isinstance(target, PATH_TYPES) else None
+    buffer = io.BytesIO()
+    # For an object that is neither, torch raises its error.
+    place: Any = buffer if path or callable(getattr(target, "write", None)) else target
+    with checksums_on():
+        torch.save(content, place, pickle_module=checked_pickle())
+
+    rest = buffer.getbuffer()
+    opened: Any = path.open("wb", buffering=0) if path else nullcontext(target)
+    try:
+        with opened as file:
+            # A file without a buffer may take less than all of it.
+            while rest:
+                rest = rest[file.write(rest) or len(rest) :]
+            file.flush()
+            if path and path.is_file():
+                os.fsync(file.fileno())
+    except OSError as error:
+        if path and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextmanager
@@ -97,7 +148,7 @@ def checksums_on() -> Generator[None]:
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], map_location: Any = None, *, mmap: bool = False
+    path: AnyPath | IO[bytes], map_location: Any = None, *, mmap: bool = False
 ) -> Any:
     """Read a file of ``torch.save`` after verifying its checksums.
 
@@ -105,29 +156,37 @@ def load_checkpoint(
     ignores the checksums: a flipped bit in the file silently becomes another weight.
 
     Args:
-        path: The file.
+        path: The file, or one that is open for reading, which is read into memory from its position on.
         map_location: Device of the tensors, as in ``torch.load``.
         mmap: Map the file into memory instead of reading the tensors. It must not be changed in place
             while they are in use; replacing it, as ``save_checkpoint`` does, is safe, or refused (Windows).
 
     Raises:
         FileError: If it is corrupt, has no checksums, or cannot be loaded with ``weights_only=True``.
+        ValueError: If ``mmap`` is True for an open file.
+        TypeError: If a file is open as text.
+        AttributeError: If ``path`` is neither a path nor a file.
     """
-    with open_regular(path) as descriptor, collector_paused():
-        archive = archive_of(descriptor, os.fspath(path), kinds.TORCH_SAVE)
+    if not isinstance(path, PATH_TYPES):
+        if mmap:
+            raise ValueError("f must be a file path in order to use the mmap argument")
+        if not hasattr(path, "read"):
+            torch.load(path, weights_only=True)  # raises torch's error
+    with open_source(path) as (source, what), collector_paused():
+        archive = archive_of(source, what, kinds.TORCH_SAVE)
         if not archive.has_checksums:
             advice = "without checksums; torch.load(path, weights_only=True) reads it unverified"
             raise FileError(f"{archive.what} was written {advice}", kinds.TORCH_SAVE)
         if mmap:
             archive.verify()
         if map_location is None or map_location in ("cpu", torch.device("cpu")):
-            mapped = descriptor if mmap else None
+            mapped = source if mmap and isinstance(source, int) else None
             found = _read_plain(archive, mapped, any_location=map_location is not None)
             if found is not None:
                 return found
         if not mmap:
             archive.verify()
-        return _left_to_torch(archive, descriptor, map_location, mmap=mmap)
+        return _left_to_torch(archive, source, map_location, mmap=mmap)
 
 
 class Checksums:
@@ -168,7 +227,7 @@ def verify_checksums(path: str | os.PathLike[str]) -> None:
             Archive(descriptor, os.fspath(path)).verify()
 
 
-def _left_to_torch(archive: Archive, descriptor: int, map_location: Any, *, mmap: bool) -> Any:
+def _left_to_torch(archive: Archive, source: int | bytes, map_location: Any, *, mmap: bool) -> Any:
     """Load with torch, from the file that has been verified even if another one has replaced it."""
     what = f"{archive.what} cannot be read as a checkpoint"
     content = archive.read("data.pkl")
@@ -179,9 +238,14 @@ def _left_to_torch(archive: Archive, descriptor: int, map_location: Any, *, mmap
     if order not in {b"", sys.byteorder.encode()} and (on_meta or tensors_are_fake()):
         raise FileError(f"{what}: torch cannot swap the bytes of tensors without memory")
     names = extra_names(content)
-    mapped = path_of(descriptor, archive.what) if mmap else None
+    mapped = None
+    if isinstance(source, int):
+        mapped = path_of(source, archive.what) if mmap else None
+        opened: IO[bytes] = os.fdopen(os.dup(source), "rb")
+    else:
+        opened = io.BytesIO(source)
     try:
-        with os.fdopen(os.dup(descriptor), "rb") as file:
+        with opened as file:
             file.seek(0)
             if names:
                 return load_with_names(file, map_location, names, mapped)

@@ -8,7 +8,7 @@ import contextlib
 import os
 import threading
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 
 fcntl: Any
@@ -16,6 +16,9 @@ try:
     import fcntl
 except ImportError:
     fcntl = None
+
+AnyPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+PATH_TYPES: Final = (str, bytes, os.PathLike)
 
 # Folders in which an open file has its descriptor as its name.
 _OPEN_FILES: Final = ["/proc/self/fd", "/dev/fd"]

@@ -11,7 +11,7 @@ from modkit.files import kinds
 from modkit.files.kinds import archive_of
 from modkit.files.operating_system import path_of
 from modkit.files.pickle_limits import pickle_problem
-from modkit.files.zip_archive import Archive, open_regular
+from modkit.files.zip_archive import Archive, content_of, open_regular
 
 
 # The pickles that jit.load reads, with the folders of their tensors.
@@ -47,13 +47,7 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
             source: str | bytes = path_of(content, what)
         else:
             what = f"the file {getattr(f, 'name', '')}".rstrip()
-            content = source = f.read()
-            # The position of a file that was just written is its end.
-            if not content and hasattr(f, "seekable") and f.seekable() and f.tell():
-                f.seek(0)
-                content = source = f.read()
-            if not isinstance(content, bytes):
-                raise TypeError("the file is open as text; open it in the mode 'rb'")
+            content = source = content_of(f)
         kinds.check_digest(content, what, sha256)
         if kinds.kind_of(content) == kinds.FLATBUFFER:
             # It has no checksums. From a path, torch maps it into memory that is read-only: writing to

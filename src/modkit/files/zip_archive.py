@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple
 
 from modkit.errors import FileError
-from modkit.files.operating_system import read_at, read_into_at
+from modkit.files.operating_system import PATH_TYPES, AnyPath, read_at, read_into_at
 
 
 _CHUNK: Final = 1 << 18  # stays in the processor's cache between reading and checking
@@ -53,14 +53,36 @@ class Member(NamedTuple):
 
 
 @contextmanager
-def open_regular(path: str | os.PathLike[str]) -> Generator[int]:
+def open_regular(path: AnyPath) -> Generator[int]:
     """Open a regular file for reading and yield the descriptor; never block on a FIFO or a device."""
-    mode = Path(path).stat().st_mode
+    name = os.fsdecode(path)
+    mode = Path(name).stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise FileError(f"{os.fspath(path)} is not a regular file", "special file")
+        raise FileError(f"{name} is not a regular file", "special file")
     # For a directory, open() raises IsADirectoryError.
-    with Path(path).open("rb", buffering=0) as file:
+    with Path(name).open("rb", buffering=0) as file:
         yield file.fileno()
+
+
+@contextmanager
+def open_source(file: AnyPath | IO[bytes]) -> Generator[tuple[int | bytes, str]]:
+    """Yield a descriptor of a path, or the content of an open file, and how errors name it."""
+    if isinstance(file, PATH_TYPES):
+        with open_regular(file) as descriptor:
+            yield descriptor, os.fsdecode(file)
+    else:
+        yield content_of(file), f"the file {getattr(file, 'name', '')}".rstrip()
+
+
+def content_of(file: Any) -> bytes:
+    """Return the content of an open file from its position on; of one that was just written, all of it."""
+    content = file.read()
+    if not content and hasattr(file, "seekable") and file.seekable() and file.tell():
+        file.seek(0)
+        content = file.read()
+    if not isinstance(content, bytes):
+        raise TypeError("the file is open as text; open it in the mode 'rb'")
+    return content
 
 
 def read_some(source: int | bytes, start: int, count: int) -> bytes:
