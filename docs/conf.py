@@ -1,21 +1,40 @@
 """Configuration of the documentation site: Sphinx, MyST Markdown, Furo."""
 
+import ast
+import functools
+import importlib
+import inspect
 import re
 from pathlib import Path
 from typing import Any
 
+from sphinx.pycode import ModuleAnalyzer
+
+import modkit
+
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src"
 
 project = "modkit"
+version = release = modkit.__version__
 copyright = "the modkit authors"  # noqa: A001 - the name that Sphinx reads
 
 # The directives of ``doctest`` are in docstrings of torch; nothing runs them.
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.doctest",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
 exclude_patterns = ["_build"]
 html_theme = "furo"
-html_title = "modkit"
+html_title = f"modkit {release}"
 html_static_path = ["_static"]
+html_favicon = "_static/logo.svg"
+html_theme_options = {"light_logo": "logo.svg", "dark_logo": "logo-dark.svg"}
 html_css_files = ["pages.css"]
 
 myst_enable_extensions = ["colon_fence"]
@@ -24,13 +43,23 @@ myst_heading_anchors = 3
 # The trainers that modkit has callbacks for are not needed to describe them.
 autodoc_mock_imports = ["accelerate", "lightning", "transformers"]
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+# One parameter a line, where a signature is longer than a line.
+maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
 napoleon_use_ivar = True
+# The tables of names get their text from docstrings; each name has its entry on another page.
+autosummary_generate = False
 
 # Signatures and bases refer to torch and to the standard library. Their inventories would have to
 # be downloaded for every build, so these references stay plain text.
-# Type variables have no page either.
-nitpick_ignore_regex = [("py:.*", r"(?!modkit\.).*"), ("py:.*", r"modkit\..*T")]
+# Type variables, and types in private modules, have no page either.
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!modkit\.).*"),
+    ("py:.*", r"modkit\..*T"),
+    ("py:class", r"modkit\.averaging\..*"),
+]
 
 
 def adapt_text_of_torch(*arguments: Any) -> None:
@@ -68,7 +97,56 @@ def link_to_pages(app: Any, path: Any, page: str, content: list[str]) -> None:
     content[0] = re.sub(r"\]\((?!https?:|#)([^)]+)\)", link, content[0])
 
 
+@functools.cache
+def classes() -> dict[str, list[str]]:
+    """Return the modules of modkit by the names of the classes that they define."""
+    found: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module_at(path))
+    return found
+
+
+def module_at(path: Path) -> str:
+    """Return the name of a module of modkit."""
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def source_of(app: Any, module: str, name: str) -> str | None:
+    """Return the module that defines an object, for its link; ``__module__`` is its public path."""
+    owner: Any = None
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        owner, found = found, getattr(found, part, None)
+
+    function: Any = inspect.unwrap(getattr(found, "__func__", found)) if callable(found) else None
+    code = getattr(function, "__code__", None)
+    if code is not None and Path(code.co_filename).is_relative_to(SOURCE):
+        return module_at(Path(code.co_filename))
+
+    # A property is looked up in its class.
+    wanted = found if isinstance(found, type) else owner
+    title = getattr(wanted, "__name__", "")
+    for place in classes().get(title, ()):
+        if getattr(importlib.import_module(place), title) is wanted:
+            return place
+    return None
+
+
+def add_methods(app: Any, module: str) -> tuple[str, dict[str, Any]] | None:
+    """Return source and places of a mechanism of Module, whose functions are methods of Module."""
+    if not module.startswith("modkit.nn._"):
+        return None
+    analyzer = ModuleAnalyzer.for_module(module)
+    analyzer.analyze()
+    methods = {f"Module.{name}": place for name, place in analyzer.tags.items()}
+    return analyzer.code, {**analyzer.tags, **methods}
+
+
 def setup(app: Any) -> None:
     """Enter the functions above in Sphinx."""
     app.connect("autodoc-process-docstring", adapt_text_of_torch)
     app.connect("include-read", link_to_pages)
+    app.connect("viewcode-follow-imported", source_of)
+    app.connect("viewcode-find-source", add_methods)
