@@ -24,44 +24,24 @@ import pytest
 import torch  # noqa: F401 - it needs what is taken away
 
 
-PLATFORM: Final = os.environ["SIMULATED_PLATFORM"]
+# Without a name, nothing is taken away.
+PLATFORM: Final = os.environ.get("SIMULATED_PLATFORM", "")
 IS_WINDOWS: Final = PLATFORM == "windows"
-# ``preadv`` came with macOS 11.
-_ABSENT_ON_MACOS: Final = (
+# Names of ``os``. ``preadv`` came with macOS 11.
+ABSENT_ON_MACOS: Final = (
     *("O_DIRECT", "O_PATH", "memfd_create", "posix_fadvise", "posix_fallocate"),
     *("preadv", "pwritev", "sched_getaffinity", "splice"),
 )
 # Not what pytest, shutil and multiprocessing themselves need, such as ``getuid``.
-_ABSENT_ON_WINDOWS: Final = (
-    *_ABSENT_ON_MACOS,
-    *(
-        "O_DIRECTORY",
-        "O_NOFOLLOW",
-        "O_NONBLOCK",
-        "chown",
-        "fchmod",
-        "fchown",
-        "fork",
-        "geteuid",
-        "getpgid",
-    ),
-    *(
-        "lchown",
-        "lockf",
-        "mkfifo",
-        "mknod",
-        "nice",
-        "pread",
-        "pwrite",
-        "seteuid",
-        "setsid",
-        "statvfs",
-    ),
-    *("sync", "sysconf", "uname", "wait4"),
+ABSENT_ON_WINDOWS: Final = (
+    *ABSENT_ON_MACOS,
+    *("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "chown", "fchmod", "fchown", "fork"),
+    *("geteuid", "getpgid", "lchown", "lockf", "mkfifo", "mknod", "nice", "pread"),
+    *("pwrite", "seteuid", "setsid", "statvfs", "sync", "sysconf", "uname", "wait4"),
 )
-_SIGNALS_ABSENT_ON_WINDOWS: Final = (
-    *("SIGALRM", "SIGCHLD", "SIGHUP", "SIGPIPE", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXFSZ"),
-    *("alarm", "pthread_kill", "setitimer", "sigwait"),
+SIGNALS_ABSENT_ON_WINDOWS: Final = (
+    *("SIGALRM", "SIGCHLD", "SIGHUP", "SIGPIPE", "SIGQUIT", "SIGUSR1", "SIGUSR2"),
+    *("SIGXFSZ", "alarm", "pthread_kill", "setitimer", "sigwait"),
 )
 
 
@@ -104,10 +84,10 @@ def remove(module: Any, *names: str) -> None:
 def simulate() -> None:
     """Take away what the platform does not have."""
     assert "modkit" not in sys.modules, "modkit has been imported before the simulation"
-    remove(os, *(_ABSENT_ON_WINDOWS if IS_WINDOWS else _ABSENT_ON_MACOS))
+    remove(os, *(ABSENT_ON_WINDOWS if IS_WINDOWS else ABSENT_ON_MACOS))
     if IS_WINDOWS:
         sys.modules["fcntl"] = None  # type: ignore[assignment]
-        remove(signal, *_SIGNALS_ABSENT_ON_WINDOWS)
+        remove(signal, *SIGNALS_ABSENT_ON_WINDOWS)
         os.replace, os.open = cast("Any", replace), cast("Any", open_file)
         # Otherwise it opens the folders that it removes.
         shutil._use_fd_functions = False  # type: ignore[attr-defined]
@@ -122,7 +102,8 @@ def simulate() -> None:
 
 
 # The configuration of tests/ imports modkit, and comes before every hook of a plugin.
-simulate()
+if PLATFORM:
+    simulate()
 
 
 def pytest_report_header() -> str:

@@ -1,3 +1,4 @@
+import ast
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +8,7 @@ import pytest
 
 from modkit.files import operating_system
 from modkit.files.operating_system import flush_folder, path_of, read_at, read_into_at
+from tests.simulated_platform import ABSENT_ON_WINDOWS, SIGNALS_ABSENT_ON_WINDOWS
 
 
 ABSENT = {"all calls": (), "no preadv": ("preadv",), "no pread": ("pread", "preadv")}
@@ -93,3 +95,39 @@ def test_a_folder_that_cannot_be_opened_is_not_flushed(tmp_path, monkeypatch):
     flush_folder(tmp_path)
 
     assert opened == [tmp_path]
+
+
+SOURCE = Path(operating_system.__file__).parents[1]
+ABSENT_NAMES = {
+    f"os.{name}" for name in (*ABSENT_ON_WINDOWS, "getuid", "getgid", "sendfile", "setuid")
+}
+ABSENT_NAMES |= {f"signal.{name}" for name in SIGNALS_ABSENT_ON_WINDOWS}
+ABSENT_MODULES = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "termios", "tty"}
+
+
+def not_portable(source):
+    """Return the names, modules and paths in a file that not every operating system has."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            found |= {ast.unparse(node)} & ABSENT_NAMES
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & ABSENT_MODULES
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module} & ABSENT_MODULES
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} & ABSENT_NAMES
+        elif isinstance(node, ast.Constant) and str(node.value).startswith(("/proc/", "/dev/")):
+            found.add(node.value)
+    return found
+
+
+def test_one_file_has_what_not_every_operating_system_has():
+    """The other files of modkit have neither names nor paths that macOS or Windows lack."""
+    found = {
+        path.relative_to(SOURCE).as_posix(): names
+        for path in SOURCE.rglob("*.py")
+        if (names := not_portable(path.read_text(encoding="utf-8")))
+    }
+
+    assert set(found) == {"files/operating_system.py"}
+    assert found["files/operating_system.py"] >= {"fcntl", "os.pread", "os.chown", "/proc/self/fd"}
