@@ -26,7 +26,7 @@ from modkit.files.operating_system import (
 _STALE_AFTER: Final = 24 * 3600
 # Why a file cannot be replaced, and what to do.
 _MOUNTED: Final = "a mounted file cannot be replaced: mount its folder instead"
-_OPEN: Final = (
+IN_USE: Final = (
     "Windows does not replace a file that is open or mapped into memory: delete tensors of "
     "load_checkpoint(mmap=True), close other readers, or save to another path"
 )
@@ -119,7 +119,7 @@ def _replace(target: Path, unfinished: Path) -> None:
         if error.errno == errno.EBUSY:
             error.strerror = f"{error.strerror}; {_MOUNTED}"
         elif isinstance(error, PermissionError):
-            error.strerror = f"{error.strerror}; {_OPEN}"
+            error.strerror = f"{error.strerror}; {IN_USE}"
         raise
 
 

@@ -32,7 +32,7 @@ from modkit._upstream import (
 )
 from modkit.errors import FileError
 from modkit.files import kinds
-from modkit.files.atomic_write import atomic_write
+from modkit.files.atomic_write import IN_USE, atomic_write
 from modkit.files.checkpoint_values import checked_pickle, extra_names
 from modkit.files.kinds import archive_of
 from modkit.files.operating_system import PATH_TYPES, AnyPath, path_of
@@ -97,7 +97,9 @@ def save_checkpoint(
         write_checkpoint(checkpoint, path, checked_pickle())
     except OSError as error:
         file = Path(os.fsdecode(path))
-        if error.errno in _NOT_REPLACED and file.is_file() and os.access(file, os.W_OK):
+        # Writing into a file that is mapped would change tensors, so that is no advice.
+        helps = error.errno in _NOT_REPLACED and IN_USE not in str(error)
+        if helps and file.is_file() and os.access(file, os.W_OK):
             add_note(error, _IN_PLACE)
         raise
 

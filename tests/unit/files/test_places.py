@@ -273,6 +273,21 @@ def refuse_then_write(path, number):
     assert [each.name for each in path.parent.iterdir()] == ["last.pt"]
 
 
+def test_writing_into_a_file_in_use_is_no_advice(tmp_path, monkeypatch):
+    """Where Windows does not replace a file, it may be mapped: a write into it would change tensors."""
+    path = tmp_path / "last.pt"
+    path.touch()
+
+    def refused(source, target):
+        raise PermissionError(errno.EACCES, "Access is denied", str(source), None, str(target))
+
+    monkeypatch.setattr(os, "replace", refused)
+    with pytest.raises(PermissionError, match="Windows does not replace") as caught:
+        save_checkpoint(CONTENT, path)
+
+    assert not hasattr(caught.value, "__notes__")
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes with other permissions")
 def test_a_file_that_is_mounted_by_itself(tmp_path):
     """As of ``docker run -v file:file``: it cannot be replaced (EBUSY), and torch.save writes to it."""
