@@ -1,20 +1,27 @@
 """The group of all commands."""
 
-import re
 from typing import Any
 
 import click
 
 from modkit import __version__
-from modkit.cli._tables import EPILOG
+from modkit.cli import _tables as ui
 from modkit.cli.average import average
 from modkit.cli.compat import compat
 from modkit.cli.inspect import inspect
-from modkit.errors import shown
+from modkit.cli.verify import verify
 
 
 class _Commands(click.Group):
     """A group of commands whose errors are one line."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except BrokenPipeError:
+            # A help that head does not read to its end is not an error.
+            ui.discard_output()
+            raise click.exceptions.Exit(0) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -22,28 +29,29 @@ class _Commands(click.Group):
         except KeyboardInterrupt:
             click.echo("Error: interrupted", err=True)
             raise click.exceptions.Exit(130) from None
-        except (click.exceptions.Exit, click.Abort, click.ClickException, BrokenPipeError):
+        except (click.exceptions.Exit, click.Abort, click.ClickException):
             raise
-        except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
-            # Some libraries raise indented paragraphs.
-            text = re.sub(r"\s*\n\s+", " ", str(error).strip())
-            text = shown(text) or type(error).__name__
-            raise click.ClickException(text) from error
+        except BrokenPipeError:
+            ui.discard_output()
+            raise click.exceptions.Exit(0) from None
+        except ui.ERRORS as error:
+            raise click.ClickException(ui.one_line(error)) from error
 
 
 @click.version_option(__version__)
 @click.group(
     cls=_Commands,
-    commands=[average, compat, inspect],
+    commands=[average, compat, inspect, verify],
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=EPILOG,
+    epilog=ui.EPILOG,
 )
 def commands() -> None:
-    """Average checkpoints, look into model files, and compare modkit with PyTorch.
+    """Inspect, verify and average model files, and compare modkit with PyTorch.
 
     \b
     Examples:
       modkit inspect model.pt
+      modkit verify run/
       modkit average run/1.pt run/2.pt -o soup.safetensors
       modkit compat my_package.models:Net --input 8,3,32,32
     """  # noqa: D301

@@ -1,7 +1,9 @@
-"""Helpers of the commands: tables of text from files, progress bars, and JSON."""
+"""Helpers of the commands: tables of text from files, progress bars, JSON, and errors of one line."""
 
 import json
 import os
+import re
+import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,18 +12,20 @@ from typing import Any, Final
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from modkit.errors import printable
+from modkit.errors import printable, shown
 
 
 INPUT: Final = click.Path(exists=True, path_type=Path)
 OUTPUT: Final = click.Path(path_type=Path, dir_okay=False)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+# The exceptions of files, disks and missing libraries.
+ERRORS: Final = (OSError, ValueError, RuntimeError, ImportError, MemoryError)
 EPILOG: Final = """\b
 Exit status:
-  0    success
+  0    success: each file is known and intact
   1    a file, the disk or a comparison failed; the error is one line
   2    wrong command line
   130  interrupted with Ctrl-C
@@ -32,9 +36,26 @@ Shell completion (bash; for others replace bash by zsh or fish):
 """
 
 
+def one_line(error: BaseException) -> str:
+    """Return the text of an error for one line; some libraries raise indented paragraphs."""
+    return shown(re.sub(r"\s*\n\s+", " ", str(error).strip())) or type(error).__name__
+
+
+class _Console(Console):
+    """A console that goes on when the reader of a pipe, such as head, has read enough."""
+
+    def on_broken_pipe(self) -> None:
+        discard_output()
+
+
+def discard_output() -> None:
+    """Discard what is still written to a closed pipe; the exit status stays that of the command."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def console() -> Console:
     """Return a console for tables, with 160 columns in a pipe unless COLUMNS is set."""
-    found = Console(highlight=False)
+    found = _Console(highlight=False)
     if not found.is_terminal and "COLUMNS" not in os.environ:
         found.width = 160
     return found
@@ -57,16 +78,25 @@ def print_table(
     console().print(table)
 
 
+def say(text: str) -> None:
+    """Print a line that may quote a file."""
+    console().print(cell(text), soft_wrap=True)
+
+
 def print_json(found: Any) -> None:
     """Print JSON, in which control characters are escaped."""
-    click.echo(json.dumps(found, indent=2))
+    try:
+        click.echo(json.dumps(found, indent=2))
+    except BrokenPipeError:
+        discard_output()
 
 
 @contextmanager
 def progress(text: str, total: float | None = None) -> Generator[Callable[[float], None]]:
     """Show a bar if standard error is a terminal; yield a function that sets what is completed."""
     errors = Console(stderr=True)
-    columns = TextColumn(text), BarColumn(), TimeElapsedColumn()
+    percent = [TaskProgressColumn()] if total else []
+    columns = TextColumn("{task.description}"), BarColumn(), *percent, TimeElapsedColumn()
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task(text, total=total)
+        task = bar.add_task(cell(text), total=total)
         yield lambda completed: bar.update(task, completed=completed)

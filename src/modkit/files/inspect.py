@@ -1,12 +1,13 @@
 """The content of a model file, and whether the file is intact, without executing code from it."""
 
 import argparse
+import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,17 +15,20 @@ from torch import Tensor
 from modkit.errors import FileError, printable
 from modkit.files import kinds
 from modkit.files.checkpoints import UnsafeFileError, read_mapped
-from modkit.files.kinds import check_facts
+from modkit.files.kinds import check_facts, other_file, parse_digest
 from modkit.files.safetensors_files import SafetensorsFile
 from modkit.files.tensor_files import INDEX, Checkpoint, file_in
-from modkit.files.zip_archive import Archive, open_regular
+from modkit.files.zip_archive import Archive, open_regular, read_some
 
 
 # A hostile file can name one object a billion times. Each listed entry costs its name and 64.
 _BUDGET: Final = 1 << 26
 _MAX_NAME: Final = 1000
 _ARCHIVES: Final = {kinds.TORCH_SAVE, kinds.TORCHSCRIPT, kinds.EXPORT}
-_NEVER_INTACT: Final = {kinds.EMPTY, kinds.CORRUPT_ZIP, kinds.TEXT, kinds.ZIP, kinds.UNKNOWN}
+NEVER_INTACT: Final = {kinds.EMPTY, kinds.CORRUPT_ZIP, kinds.TEXT, kinds.ZIP, kinds.UNKNOWN}
+# Members that are verified before their bytes, still in the page cache, are hashed.
+_BATCH: Final = 64
+_CHUNK: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class FileInfo:
             ``"torch.export archive"``, ``"safetensors file"``, ``"sharded checkpoint"``, ``"zip file"``,
             ``"pickle"``, ``"text file"`` or ``"unknown file"``.
         nbytes: Size in bytes, including all shards.
-        sha256: SHA-256 of the file, or ``""`` for a sharded checkpoint.
+        sha256: SHA-256 of the file, or ``""`` for a sharded checkpoint and with ``hashed=False``.
         entries: Other entries of a checkpoint, such as the epoch, with a shortened ``repr``; the members
             of an archive, with their sizes.
         groups: Names under each key that ``average_checkpoints`` accepts, ``""`` for the whole file.
@@ -63,11 +67,20 @@ class FileInfo:
     note: str = ""
 
 
-def inspect(path: str | os.PathLike[str]) -> FileInfo:
+class Tested(NamedTuple):
+    """How an intact file was tested, and its SHA-256, or ``""`` if that was not computed."""
+
+    how: str
+    sha256: str = ""
+
+
+def inspect(path: str | os.PathLike[str], *, hashed: bool = True) -> FileInfo:
     """List the content of a model file, without executing code from it or testing its checksums.
 
     Args:
         path: A file, the ``.index.json`` of a sharded checkpoint, or a directory that transformers wrote.
+        hashed: Compute the SHA-256, for which the whole file is read. With False, only names, shapes and
+            the pickle are read, which takes milliseconds for a file of any size.
 
     Returns:
         The kind of the file and its content. For a pickle that is more than plain data, ``note`` says
@@ -95,7 +108,8 @@ def inspect(path: str | os.PathLike[str]) -> FileInfo:
         if kind in {kinds.EMPTY, kinds.CORRUPT_ZIP}:
             raise kinds.wrong_kind(descriptor, str(file), "a checkpoint or an archive")
         opened = SafetensorsFile(file) if kind == kinds.SAFETENSORS else None
-        size, digest = os.fstat(descriptor).st_size, kinds.sha256_of(descriptor)
+        size = os.fstat(descriptor).st_size
+        digest = kinds.sha256_of(descriptor) if hashed else ""
         info = FileInfo(os.fspath(path), kind, size, digest)
         if kind == kinds.TORCH_SAVE:
             return _of_torch_save(file, Archive(descriptor, str(file)), info)
@@ -136,23 +150,91 @@ def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
         if sha256 is not None:
             raise FileError(f"{file} has shards, each with a SHA-256 of its own", kinds.SHARDED)
         for shard in Checkpoint(file, None).files:
-            verify(shard)
+            check_file(shard)
         return
+    check_file(file, sha256)
+
+
+def check_file(
+    file: Path,
+    sha256: str | None = None,
+    *,
+    hashed: bool = False,
+    any_kind: bool = False,
+    progress: Callable[[float], object] = lambda part: None,
+) -> Tested:
+    """Test whether one file is intact; of an index, whether its shards have all tensors.
+
+    Args:
+        file: The file.
+        sha256: Expected SHA-256. The checksums are tested in the same read.
+        hashed: Compute the SHA-256 although none is expected.
+        any_kind: Accept a file that is not a model, such as a text, if its SHA-256 is as expected.
+        progress: Called with the fraction of the file that has been tested.
+
+    Returns:
+        How the file was tested. A safetensors file has no checksums.
+
+    Raises:
+        FileError: See :func:`verify`.
+    """
+    is_index = file.name.endswith(INDEX)
+    how = ""
+    if is_index:
+        checkpoint = Checkpoint(file, None)
+        how = f"index of {len(checkpoint.shapes):,} tensors in {len(checkpoint.files)} files"
+
+    expected = None if sha256 is None else parse_digest(sha256)
     with open_regular(file) as descriptor:
-        kinds.check_digest(descriptor, str(file), sha256)
         kind = kinds.kind_of(descriptor)
-        if kind in _NEVER_INTACT:
+        if kind in NEVER_INTACT and not (is_index or (any_kind and expected)):
             raise kinds.wrong_kind(descriptor, str(file), "a checkpoint or an archive of torch")
+
         archive = Archive(descriptor, str(file)) if kind in _ARCHIVES else None
         if kind == kinds.SAFETENSORS:
             SafetensorsFile(file)
+            how = "header and sizes"
         elif archive is not None and archive.has_checksums:
             if kind != kinds.EXPORT:
                 check_facts(archive)
-            archive.verify()
-        elif sha256 is None:
+            how = f"checksums of {len(archive.members):,} members"
+        elif expected is None and not is_index:
             advice = "compare its SHA-256 with the expected one"
             raise FileError(f"{file} is a {kind} and has no checksums: {advice}", kind)
+
+        digest = _read_all(descriptor, archive, hashed or expected is not None, progress)
+        if expected is not None:
+            if digest != expected:
+                raise other_file(str(file), expected, digest)
+            how = f"{how}, the expected SHA-256" if how else "the expected SHA-256"
+        elif kind == kinds.SAFETENSORS:
+            how += "; safetensors files have no checksums"
+    return Tested(how, digest)
+
+
+def _read_all(
+    descriptor: int, archive: Archive | None, hashed: bool, progress: Callable[[float], object]
+) -> str:
+    """Verify the members of an archive and hash the whole file, so that the disk reads it once."""
+    size = os.fstat(descriptor).st_size
+    members = sorted(archive.members.items(), key=lambda item: item[1].header) if archive else []
+    digest = hashlib.sha256()
+    at = 0
+
+    for first in range(0, max(len(members), 1), _BATCH):
+        if archive is not None:
+            archive.verify(name for name, _ in members[first : first + _BATCH])
+        following = members[first + _BATCH :][:1]
+        end = following[0][1].header if following else size
+        while hashed and at < end:
+            chunk = read_some(descriptor, at, min(_CHUNK, end - at))
+            if not chunk:
+                break
+            digest.update(chunk)
+            at += len(chunk)
+            progress(at / size)
+        progress(end / max(size, 1))
+    return digest.hexdigest() if hashed else ""
 
 
 def _of_torch_save(file: Path, archive: Archive, info: FileInfo) -> FileInfo:

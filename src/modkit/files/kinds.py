@@ -144,7 +144,12 @@ def sha256_of(source: int | bytes) -> str:
 def check_digest(source: int | bytes, what: str, sha256: str | None) -> None:
     """Raise FileError if a file has another SHA-256 than expected."""
     if sha256 is not None and (wanted := parse_digest(sha256)) != (found := sha256_of(source)):
-        raise FileError(f"{what} has the SHA-256 {found}, not {wanted}: it is another file")
+        raise other_file(what, wanted, found)
+
+
+def other_file(what: str, expected: str, found: str) -> FileError:
+    """Return the error for a file that has another SHA-256 than expected."""
+    return FileError(f"{what} has the SHA-256 {found}, not {expected}: it is another file")
 
 
 def archive_of(source: int | bytes, what: str, kind: str) -> Archive:

@@ -34,7 +34,7 @@ class Checkpoint:
     def __init__(self, path: Path, key: str | None) -> None:
         file = file_in(path)
         is_index = file.name.endswith(INDEX)
-        shards: Mapping[Path, list[str] | None] = _shards_of(file) if is_index else {file: None}
+        shards: Mapping[Path, list[str] | None] = shards_of(file) if is_index else {file: None}
         self._homes: dict[str, _TorchFile | SafetensorsFile] = {}
         self.files: list[Path] = list(shards)
         self.versions: Mapping[str, Any] = {}
@@ -90,7 +90,7 @@ class _TorchFile:
         return place if tensor.numel() else None
 
 
-def _shards_of(index: Path) -> dict[Path, list[str]]:
+def shards_of(index: Path) -> dict[Path, list[str]]:
     """Return the names in each file that an index lists."""
     with open_regular(index) as descriptor:
         content = read_some(descriptor, 0, _MOST_INDEX)

@@ -16,13 +16,13 @@ import torch
 import modkit
 from modkit import __main__ as entry
 from modkit._messages import install_extra
-from modkit.cli import average, compat, inspect
+from modkit.cli import average, compat, inspect, verify
 from modkit.cli._commands import commands
 from tests.cases import for_each
 from tests.processes import python
 
 
-NAMES = ("average", "compat", "inspect")
+NAMES = ("average", "compat", "inspect", "verify")
 MAIN = "from modkit.__main__ import main; main()"
 
 
@@ -156,6 +156,7 @@ def test_the_json_of_each_command(net: Path) -> None:
         ("average {0} -o {0}.out", (average, "average_checkpoints")),
         ("inspect {0}", (inspect, "show")),
         ("compat", (compat, "run")),
+        ("verify {0}", (verify, "_model_files")),
     ],
     ids=NAMES,
 )
@@ -178,7 +179,7 @@ def test_errors_are_one_line(
 @for_each("options", [[], ["--json"]], ids=["tables", "json"])
 @for_each("why", ["closed pipe", "full disk"])
 def test_output_that_cannot_be_written(net: Path, options: list[str], why: str) -> None:
-    """A closed pipe ends a command silently, a full disk in one line."""
+    """A closed pipe is not an error, a full disk is one line."""
     torch.save({f"{n}": torch.ones(1) for n in range(2_000)}, net)
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000));"
     code = f"{limit if why == 'full disk' else ''}{MAIN}"
@@ -200,8 +201,33 @@ def test_output_that_cannot_be_written(net: Path, options: list[str], why: str) 
         assert process.stderr is not None
         error = process.stderr.read()
 
-    message = b"Error: [Errno 27] File too large\n" if why == "full disk" else b""
-    assert (process.returncode, error) == (1, message)
+    expected = (1, b"Error: [Errno 27] File too large\n") if why == "full disk" else (0, b"")
+    assert (process.returncode, error) == expected
+
+
+def test_a_closed_pipe_does_not_hide_a_failure(net: Path) -> None:
+    """A command goes on without its output, and ends with its own status."""
+    bad = net.with_name("bad.pt")
+    bad.write_bytes(b"")
+    line = [sys.executable, "-c", MAIN, "verify", *map(str, [net, bad])]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+
+    assert (done.returncode, done.stderr) == (1, b"Error: 1 of 2 files failed\n")
+
+
+@for_each("line", ["--help", "inspect --help", "inspect {0} --json", "inspect {0}"])
+def test_a_pipe_that_is_closed_from_the_start(net: Path, line: str) -> None:
+    """Nothing is printed, and the status is 0."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", MAIN, *line.format(net).split()]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys) -> None:
