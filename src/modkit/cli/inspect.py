@@ -1,8 +1,9 @@
 """``modkit inspect``: the content of a model file, without executing code from it."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.filesize import decimal
@@ -11,68 +12,105 @@ from rich.table import Table
 from modkit import files
 from modkit.averaging.foreign_states import recognise
 from modkit.cli import _tables as ui
-from modkit.files.kinds import SAFETENSORS, SHARDED, parse_digest
-from modkit.files.tensor_files import file_in
+from modkit.errors import printable
+from modkit.files.inspect import NEVER_INTACT, check_file
+from modkit.files.kinds import other_file, parse_digest
+from modkit.files.tensor_files import INDEX, Checkpoint, file_in
+
+
+def _digest(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    try:
+        return None if value is None else parse_digest(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 _EMA_STATE = {"version", "step", "averages", "schedules"}
 
 
 @click.command(epilog=ui.EPILOG)
-@click.argument("file", type=ui.INPUT)
+@click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=ui.INPUT)
 @ui.json_option
 @click.option("--limit", type=click.IntRange(0), default=100, help="Maximum rows per table [100].")
-@click.option("--sha256", metavar="DIGEST", help="Fail unless the file has this digest.")
-@click.option("--check", is_flag=True, help="Fail unless the file is intact.")
-def inspect(file: Path, as_json: bool, limit: int, sha256: str | None, check: bool) -> None:
-    """List the content of FILE, without executing code from it.
+@click.option(
+    "--sha256", metavar="DIGEST", callback=_digest, help="Fail unless this is its digest."
+)
+@click.option("--check", is_flag=True, help="Fail unless each file is intact; show its SHA-256.")
+def inspect(
+    paths: tuple[Path, ...], as_json: bool, limit: int, sha256: str | None, check: bool
+) -> None:
+    """List the content of each PATH, without executing code from it.
 
-    FILE is a checkpoint of torch.save, a TorchScript or torch.export archive, a safetensors file, the
-    index of a sharded checkpoint, or a directory that transformers wrote. The column --key lists the
-    keys for `modkit average --key`. An empty, corrupt or unknown file is an error.
+    PATH is a checkpoint of torch.save, a TorchScript or torch.export archive, a safetensors file, the
+    index of a sharded checkpoint, or a directory that transformers wrote. Only --check and --sha256 read
+    the tensors. The column --key lists the keys for --key of the other commands. An empty, corrupt or
+    unknown file, and one that is not a model, is an error.
 
     \b
     Examples:
       modkit inspect model.pt
       modkit inspect model.pt --check --sha256 5f2c...
-      modkit inspect model.safetensors --json
+      modkit inspect model-*.safetensors --json
     """  # noqa: D301
-    wanted = None if sha256 is None else parse_digest(sha256)
-    with ui.progress("reading"):
-        if check:
-            files.verify(file, wanted)
-        info = files.inspect(file)
-    if wanted not in {None, info.sha256}:
-        raise ValueError(f"{file} has the SHA-256 {info.sha256}, not {wanted}")
-    tested = _tested(file, info, wanted) if check else ""
+    if sha256 is not None and len(paths) > 1:
+        raise click.UsageError("--sha256 is for one file; `modkit verify --sha256sums` is for many")
+    found = [_described(path, limit, sha256, check=check, as_json=as_json) for path in paths]
     if as_json:
-        ui.print_json({**asdict(info), **({"check": tested} if check else {})})
-    else:
-        show(info, limit, tested)
-    if info.kind == "unknown file":
-        raise click.ClickException("this kind of file is not known")
+        ui.print_json(found if len(paths) > 1 else found[0])
+
+    errors = [each["error"] for each in found if "error" in each]
+    for text in errors:
+        click.echo(f"Error: {printable(text)}", err=True)
+    if errors:
+        raise click.exceptions.Exit(1)
 
 
-def _tested(file: Path, info: files.FileInfo, sha256: str | None) -> str:
-    """Return what ``files.verify`` has found out about a file that it accepts."""
-    if sha256 is not None:
-        return "intact: it has the expected SHA-256"
-    shards = file_in(file).suffixes if info.kind == SHARDED else ()
-    if info.kind == SAFETENSORS or ".safetensors" in shards:
-        return "the header is intact; safetensors files have no checksums of their tensors"
-    return "intact: all checksums match"
+def _described(
+    path: Path, limit: int, sha256: str | None, *, check: bool, as_json: bool
+) -> dict[str, Any]:
+    """Return the content of a file as plain data, with an error if it is not a model; show it as tables."""
+    try:
+        info, how = _inspected(path, sha256, check=check)
+    except ui.ERRORS as error:
+        return {"path": str(path), "error": ui.one_line(error)}
+
+    if not as_json:
+        show(info, limit, how)
+    found = {**asdict(info), **({"check": how} if how else {})}
+    if info.kind in NEVER_INTACT:
+        found["error"] = f"{path}: {info.kind}, not a model"
+    return found
 
 
-def show(info: files.FileInfo, limit: int, tested: str = "") -> None:
+def _inspected(path: Path, sha256: str | None, *, check: bool) -> tuple[files.FileInfo, str]:
+    """Return the content of a file, and how it was tested, if at all."""
+    if not check:
+        with ui.progress(f"reading {path.name}"):
+            info = files.inspect(path, hashed=sha256 is not None)
+        if sha256 not in {None, info.sha256}:
+            raise other_file(str(path), str(sha256), info.sha256)
+        return info, ""
+
+    with ui.progress(f"verifying {path.name}", 1.0) as bar:
+        file = file_in(path)
+        parts = [check_file(file, sha256, hashed=not file.name.endswith(INDEX), progress=bar)]
+        if file.name.endswith(INDEX):
+            parts += map(check_file, Checkpoint(file, None).files)
+    info = replace(files.inspect(path, hashed=False), sha256=parts[0].sha256)
+    return info, f"intact: {'; '.join(dict.fromkeys(part.how for part in parts))}"
+
+
+def show(info: files.FileInfo, limit: int, how: str = "") -> None:
     """Print the tables."""
     out = ui.console()
+    size = decimal(info.nbytes)
     facts = {
         "file": info.path,
         "kind": info.kind,
-        "size": f"{decimal(info.nbytes)} ({info.nbytes:,} bytes)",
+        "size": f"{size} ({info.nbytes:,} bytes)" if info.nbytes >= 1000 else size,
         "tensors": f"{len(info.tensors):,}" if info.tensors else "",
         "SHA-256": info.sha256,
-        "check": tested,
+        "check": how,
         "note": info.note,
     }
     table = Table(show_header=False, box=None)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+from itertools import pairwise
 from pathlib import Path
 
 import click.testing
@@ -44,7 +45,7 @@ def test_a_state_dict(path: Path) -> None:
     assert (found.exit_code, found.stderr) == (0, "")
     assert rows["weight"] == ["(3, 2)", "float32", "24 bytes"]
     assert rows["-"] == ["2, 36 bytes", ""]
-    for text in (str(path), "torch.save file", inspect(path).sha256):
+    for text in (str(path), "torch.save file"):
         assert text in found.output
 
 
@@ -105,7 +106,7 @@ def test_json(tmp_path: Path) -> None:
     data = json.loads(found.output)
 
     assert "\x1b" not in found.output
-    assert data["sha256"] == inspect(path).sha256
+    assert data["sha256"] == ""
     assert data["kind"] == "torch.save file"
     assert data["tensors"] == [
         {"name": "a\x1b[31mb", "shape": [1], "dtype": "float32", "nbytes": 4}
@@ -151,8 +152,9 @@ def test_errors_cannot_forge_output(tmp_path: Path) -> None:
     assert r"m\x1b[31m\n.pt is an empty file" in found.stderr
 
 
-HEADER = "the header is intact; safetensors files have no checksums of their tensors"
-WHOLE = "intact: all checksums match"
+HEADER = "intact: header and sizes; safetensors files have no checksums"
+SHARDS = HEADER.replace("intact: ", "intact: index of 2 tensors in 2 files; ")
+WHOLE = "intact: checksums of {} members"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ WHOLE = "intact: all checksums match"
         ("TorchScript", WHOLE),
         ("export", WHOLE),
         ("safetensors", HEADER),
-        ("shards", HEADER),
+        ("shards", SHARDS),
     ],
 )
 def test_check_passes_for_intact_files(
@@ -178,11 +180,17 @@ def test_check_passes_for_intact_files(
     elif kind == "shards":
         path = sharded(tmp_path)
 
+    if expected is WHOLE:
+        expected = WHOLE.format(len(torch._C.PyTorchFileReader(str(path)).get_all_records()))
     found = run("--check", path)
     assert found.exit_code == 0
     # A long path makes the column so narrow that the text is wrapped.
     assert expected in " ".join(found.output.split())
-    assert json.loads(run("--check", "--json", path).output)["check"] == expected
+    facts = json.loads(run("--check", "--json", path).output)
+    assert facts["check"] == expected
+    digest = "" if kind == "shards" else hashlib.sha256(path.read_bytes()).hexdigest()
+    assert facts["sha256"] == digest
+    assert digest in "".join(found.output.split())
     assert expected not in " ".join(run(path).output.split())
 
 
@@ -210,12 +218,12 @@ def test_check_of_files_without_checksums(tmp_path: Path) -> None:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     found = run("--check", "--sha256", digest, path)
     assert found.exit_code == 0
-    assert "intact: it has the expected SHA-256" in found.output
+    assert "intact: the expected SHA-256" in found.output
 
 
 @pytest.mark.parametrize("check", [[], ["--check"]], ids=["alone", "with --check"])
 def test_the_digest(path: Path, check: list[str]) -> None:
-    """``--sha256`` ends with 1 unless the file has that digest, and for what is not a digest."""
+    """``--sha256`` ends with 1 unless the file has that digest, and with 2 for another text."""
     right = hashlib.sha256(path.read_bytes()).hexdigest()
 
     for notation in (right, right.upper(), f"sha256:{right}"):
@@ -224,7 +232,7 @@ def test_the_digest(path: Path, check: list[str]) -> None:
     assert found.exit_code == 1
     assert f"has the SHA-256 {right}, not {'0' * 64}" in found.stderr
     found = run(*check, "--sha256", "zz", path)
-    assert found.exit_code == 1
+    assert found.exit_code == 2
     assert "'zz' is not a SHA-256 digest" in found.stderr
 
 
@@ -233,9 +241,11 @@ def test_the_digest(path: Path, check: list[str]) -> None:
     [
         (b"", "is an empty file, not a checkpoint"),
         (b"PK\x03\x04" + b"x" * 100, "is corrupt: "),
-        (bytes(range(256)), "is not known"),
+        (bytes(range(256)), "x.pt: unknown file, not a model"),
+        (b"<!DOCTYPE html>", "x.pt: text file, not a model"),
+        (b"PK\x05\x06" + bytes(18), "x.pt: zip file, not a model"),
     ],
-    ids=["empty", "zip", "unknown"],
+    ids=["empty", "zip", "unknown", "page", "empty zip"],
 )
 def test_bad_files_end_with_1(tmp_path: Path, content: bytes, message: str) -> None:
     """Empty, truncated and unknown files are one line of error."""
@@ -273,6 +283,73 @@ def test_code_in_a_file_is_not_executed(tmp_path: Path, how: str) -> None:
     assert found.exit_code == 0
     assert "would execute code" in " ".join(found.output.split())
     assert not marker.exists()
+
+
+def test_nothing_is_hashed_without_check(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only ``--check`` and ``--sha256`` read the whole file."""
+    assert inspect(path, hashed=False).sha256 == ""
+    monkeypatch.setattr("hashlib.sha256", None)
+    found = run(path)
+
+    assert (found.exit_code, "SHA-256" in found.output) == (0, False)
+
+
+@pytest.mark.parametrize("options", [["--check"], ["--check", "--sha256"]], ids=" ".join)
+def test_one_read(path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
+    """The checksums and the digest take one read of the tensors from the disk, in their order."""
+    torch.save({f"{n}": torch.full((50_000,), n) for n in range(200)}, path)
+    if "--sha256" in options:
+        options = [*options, hashlib.sha256(path.read_bytes()).hexdigest()]
+    reads: list[tuple[int, int]] = []
+    read, read_into = os.pread, os.preadv
+
+    def pread(file: int, count: int, at: int) -> bytes:
+        reads.append((at, count))
+        return read(file, count, at)
+
+    def preadv(file: int, buffers: list[memoryview], at: int) -> int:
+        reads.append((at, len(buffers[0])))
+        return read_into(file, buffers, at)
+
+    monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert run(*options, path).exit_code == 0
+
+    # Each part is read for its checksum and then, from the page cache, for the digest.
+    size = path.stat().st_size
+    assert sum(count for _, count in reads) < 2.2 * size
+    large = [at for at, count in reads if count > 100_000]
+    steps = [after - before for before, after in pairwise(large)]
+    assert min(steps) > -size / 2
+
+
+def test_several_files(tmp_path: Path, path: Path) -> None:
+    """Each file has its tables; one bad file is one line of error, and the status."""
+    bad = tmp_path / "bad.pt"
+    bad.write_bytes(b"")
+    page = tmp_path / "page.pt"
+    page.write_text("<!DOCTYPE html>")
+    found = run(bad, path, page, path)
+    data = json.loads(run("--json", bad, path, page).stdout)
+
+    assert found.exit_code == 1
+    assert [line.split(": ")[0] for line in found.stderr.splitlines()] == ["Error", "Error"]
+    assert found.stdout.count("weight") == 2
+    assert "bad.pt is an empty file" in data[0]["error"]
+    assert [each["name"] for each in data[1]["tensors"]] == ["weight", "bias"]
+    assert (data[2]["kind"], data[2]["error"]) == ("text file", f"{page}: text file, not a model")
+    assert run(path, path).exit_code == 0
+    assert run(path, path, "--sha256", "0" * 64).exit_code == 2
+
+
+def test_the_size_of_a_small_file(tmp_path: Path) -> None:
+    """The bytes of a small file are named once."""
+    path = tmp_path / "x.pkl"
+    path.write_bytes(pickle.dumps(1))
+    output = run(path).output
+
+    assert output.count("bytes") == 1
+    assert f" {path.stat().st_size} bytes" in output
 
 
 def test_missing_files(tmp_path: Path) -> None:
