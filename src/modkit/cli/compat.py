@@ -9,6 +9,7 @@ import click
 from modkit.cli import _tables as ui
 from modkit.compat.model import Target, TargetError, compare, failed
 from modkit.compat.run import Report, areas, run
+from modkit.errors import printable
 from modkit.files.atomic_write import atomic_write
 
 
@@ -59,6 +60,7 @@ def compat(
     if page and not page.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {page.parent}")
     if target:
+        click.echo(f"building {printable(target)} on torch and on modkit, and comparing", err=True)
         try:
             with ui.progress("comparing"):
                 report = Report(*compare(Target(target, **options)), by_area=False)

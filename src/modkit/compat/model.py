@@ -63,7 +63,8 @@ class Swap(MetaPathFinder):
     def __init__(self, target: Target) -> None:
         home = target.path.rpartition(":")[0]
         package = Path(home).stem if home.endswith(".py") else home.partition(".")[0]
-        self._packages = (package, *target.swap)
+        # Both sides run on torch, whose layers are also modkit's.
+        self._packages = {package, *target.swap} - {"torch", "modkit"}
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Return the spec of a source file in one of the packages."""
