@@ -107,7 +107,7 @@ def average_checkpoints(
 
     for name in names:
         # One at a time: the averages are not all in memory in two dtypes.
-        averages[name] = _finished(name, averages[name], dtypes[name], dtype)
+        averages[name] = cast(name, averages[name], dtypes[name], dtype)
     result = OrderedDict((name, averages[second_names.get(name, name)]) for name in shapes)
     if not versions:
         return dict(result)
@@ -158,8 +158,12 @@ def _ties(checkpoint: Checkpoint) -> frozenset[tuple[str, str]]:
     return frozenset((name, first_name) for name, first_name in pairs if name != first_name)
 
 
-def _finished(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> Tensor:
-    """Cast an average to its final dtype; raise if that makes a finite value infinite."""
+def cast(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> Tensor:
+    """Cast to ``dtype``, or to ``first`` if that is None or not of the same kind.
+
+    Raises:
+        ValueError: If a finite value becomes infinite.
+    """
     if not is_averaged(average):
         return average
     if dtype is None or dtype.is_complex != average.is_complex():

@@ -273,5 +273,6 @@ def check_finite(owner: str, tensors: Mapping[str, Tensor]) -> None:
 def compact(tensor: Tensor) -> Tensor:
     """Return a tensor that has its storage to itself: a file would hold all of a shared one."""
     tensor = tensor.contiguous()
-    alone = tensor.untyped_storage().nbytes() == tensor.nbytes
+    # An empty view has the address of what follows it, which torch.save takes for a shared storage.
+    alone = tensor.nbytes and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if alone else tensor.clone()

@@ -8,6 +8,7 @@ from modkit import __version__
 from modkit.cli import _tables as ui
 from modkit.cli.average import average
 from modkit.cli.compat import compat
+from modkit.cli.convert import convert
 from modkit.cli.inspect import inspect
 from modkit.cli.verify import verify
 
@@ -41,17 +42,18 @@ class _Commands(click.Group):
 @click.version_option(__version__)
 @click.group(
     cls=_Commands,
-    commands=[average, compat, inspect, verify],
+    commands=[average, compat, convert, inspect, verify],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=ui.EPILOG,
 )
 def commands() -> None:
-    """Inspect, verify and average model files, and compare modkit with PyTorch.
+    """Inspect, verify, convert and average model files, and compare modkit with PyTorch.
 
     \b
     Examples:
       modkit inspect model.pt
       modkit verify run/
+      modkit convert model.pt -o model.safetensors
       modkit average run/1.pt run/2.pt -o soup.safetensors
       modkit compat my_package.models:Net --input 8,3,32,32
     """  # noqa: D301

@@ -18,9 +18,21 @@ from rich.table import Table
 from modkit.errors import printable, shown
 
 
+class _Output(click.Path):
+    """A file to write. Atomic writes need a name, so standard output is refused."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "-":
+            self.fail(
+                "standard output is not supported; give the name of a file, or ./-", param, ctx
+            )
+        return super().convert(value, param, ctx)
+
+
 INPUT: Final = click.Path(exists=True, path_type=Path)
-OUTPUT: Final = click.Path(path_type=Path, dir_okay=False)
+OUTPUT: Final = _Output(path_type=Path, dir_okay=False)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 # The exceptions of files, disks and missing libraries.
 ERRORS: Final = (OSError, ValueError, RuntimeError, ImportError, MemoryError)
 EPILOG: Final = """\b
@@ -100,3 +112,18 @@ def progress(text: str, total: float | None = None) -> Generator[Callable[[float
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task(cell(text), total=total)
         yield lambda completed: bar.update(task, completed=completed)
+
+
+def check_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> None:
+    """Refuse an output that is an input or cannot be written, before any work is done."""
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"there is no directory {output.parent}")
+    special = output.exists() and not output.is_file()
+    if not os.access(output if special else output.parent, os.W_OK):
+        raise PermissionError(f"{output if special else output.parent} is not writable")
+    for path in inputs if output.exists() else ():
+        folder = path.parent if path.name.endswith(".index.json") else path
+        if any(map(output.samefile, [path, *(folder.iterdir() if folder.is_dir() else [])])):
+            raise FileExistsError(f"{output} is an input: {path}")
+    if output.exists() and not overwrite:
+        raise FileExistsError(f"{output} exists; --overwrite replaces it")

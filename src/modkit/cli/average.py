@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 import torch
@@ -16,9 +16,6 @@ from modkit.files.checkpoints import save_checkpoint
 from modkit.files.safetensors_files import library, save_safetensors
 from modkit.files.tensor_files import Checkpoint, file_in
 from modkit.files.zip_archive import open_regular
-
-
-DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 
 
 def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[float] | None:
@@ -40,7 +37,9 @@ def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[f
 @click.option("--key", help="Path of the state dict in torch files, as model or ema.module.")
 @click.option("--prefix", default="", help="Only tensors with this prefix, which is removed.")
 @click.option(
-    "--dtype", type=click.Choice(DTYPES), help="Dtype of the averages; default: that of the first."
+    "--dtype",
+    type=click.Choice(ui.DTYPES),
+    help="Dtype of the averages; default: that of the first.",
 )
 @click.option(
     "--ema-sigma",
@@ -89,7 +88,7 @@ def average(
         _show_match(checkpoints, key, as_json=as_json)
         return
     assert output is not None
-    _check_output(output, checkpoints, overwrite=overwrite)
+    ui.check_output(output, checkpoints, overwrite=overwrite)
     facts: dict[str, Any] = {"output": os.fspath(output), "checkpoints": len(checkpoints)}
     wanted = getattr(torch, dtype) if dtype else None
     tensors: Mapping[str, Tensor]
@@ -139,18 +138,3 @@ def _show_match(checkpoints: Sequence[Path], key: str | None, *, as_json: bool) 
         ui.print_table(("name", "shape", "fits"), cells, f"{len(shapes)} checkpoints")
     if problems := [row["name"] for row in rows if not row["fits"]]:
         raise ValueError(f"{len(problems)} tensors do not fit, the first is {problems[0]}")
-
-
-def _check_output(output: Path, checkpoints: Sequence[Path], *, overwrite: bool) -> None:
-    """Refuse an output that is an input or cannot be written, before any work is done."""
-    if not output.parent.is_dir():
-        raise FileNotFoundError(f"there is no directory {output.parent}")
-    special = output.exists() and not output.is_file()
-    if not os.access(output if special else output.parent, os.W_OK):
-        raise PermissionError(f"{output if special else output.parent} is not writable")
-    for path in checkpoints if output.exists() else ():
-        folder = path.parent if path.name.endswith(".index.json") else path
-        if any(map(output.samefile, [path, *(folder.iterdir() if folder.is_dir() else [])])):
-            raise FileExistsError(f"{output} is an input: {path}")
-    if output.exists() and not overwrite:
-        raise FileExistsError(f"{output} exists; --overwrite replaces it")

@@ -90,11 +90,14 @@ def save_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def write_safetensors(
-    path: Path, described: Mapping[str, Described], tensors: Iterable[tuple[str, Tensor]]
+    path: Path,
+    described: Mapping[str, Described],
+    tensors: Iterable[tuple[str, Tensor]],
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write tensors in host memory, one at a time, in the order of ``described``."""
     # transformers refuses a file that does not name its library.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
     end = 0
     for name, one in described.items():
         begin, end = end, end + one.shape.numel() * one.dtype.itemsize

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -38,6 +39,7 @@ class Checkpoint:
         self._homes: dict[str, _TorchFile | SafetensorsFile] = {}
         self.files: list[Path] = list(shards)
         self.versions: Mapping[str, Any] = {}
+        self.metadata: Mapping[str, str] = {}
         for shard, names in shards.items():
             if names and not shard.exists():
                 text = f"{shard} is missing; {file} lists {names[0]} in it"
@@ -48,6 +50,7 @@ class Checkpoint:
                 raise FileError(f"{shard} has no {absent[0]}, which {file} lists in it", SHARDED)
             self._homes |= dict.fromkeys(names or opened.shapes, opened)
             self.versions = {**self.versions, **opened.versions}
+            self.metadata = {**self.metadata, **opened.metadata}
         if not self._homes:
             raise FileError(f"{path} holds no tensors")
         self.shapes = {name: home.shapes[name] for name, home in self._homes.items()}
@@ -74,6 +77,8 @@ def file_in(path: Path) -> Path:
 
 
 class _TorchFile:
+    metadata: Mapping[str, str] = MappingProxyType({})
+
     def __init__(self, path: Path, key: str | None) -> None:
         content, self._checksums = read_mapped(path)
         self.versions, self._tensors = state_dict_at(content, path, key)

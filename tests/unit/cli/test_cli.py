@@ -16,13 +16,13 @@ import torch
 import modkit
 from modkit import __main__ as entry
 from modkit._messages import install_extra
-from modkit.cli import average, compat, inspect, verify
+from modkit.cli import average, compat, convert, inspect, verify
 from modkit.cli._commands import commands
 from tests.cases import for_each
 from tests.processes import python
 
 
-NAMES = ("average", "compat", "inspect", "verify")
+NAMES = ("average", "compat", "convert", "inspect", "verify")
 MAIN = "from modkit.__main__ import main; main()"
 
 
@@ -154,8 +154,9 @@ def test_the_json_of_each_command(net: Path) -> None:
     ("line", "where"),
     [
         ("average {0} -o {0}.out", (average, "average_checkpoints")),
-        ("inspect {0}", (inspect, "show")),
         ("compat", (compat, "run")),
+        ("convert {0} -o {0}.out", (convert, "_write")),
+        ("inspect {0}", (inspect, "show")),
         ("verify {0}", (verify, "_model_files")),
     ],
     ids=NAMES,

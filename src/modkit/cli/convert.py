@@ -1,0 +1,192 @@
+"""``modkit convert``: one checkpoint in another format, dtype or number of files."""
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import torch
+from torch import Tensor
+
+from modkit.averaging.checkpoints import cast
+from modkit.averaging.precision import compact
+from modkit.cli import _tables as ui
+from modkit.files.atomic_write import atomic_write
+from modkit.files.checkpoints import save_checkpoint
+from modkit.files.safetensors_files import Described, in_file_order, library, write_safetensors
+from modkit.files.tensor_files import INDEX, Checkpoint
+
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def _bytes(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
+    if value is None:
+        return None
+    match = _SIZE.fullmatch(value)
+    if match is None or not float(match[1]):
+        raise click.BadParameter(f"{value!r} is not a size such as 5GB or 500MB")
+    exponent = ("", "K", "M", "G", "T").index(match[2].upper())
+    return float(match[1]) * (1024.0 if match[3] else 1000.0) ** exponent
+
+
+@click.command(epilog=ui.EPILOG)
+@click.argument("sources", nargs=-1, required=True, metavar="SRC...", type=ui.INPUT)
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=ui.OUTPUT,
+    metavar="DST",
+    help="The file to write; a name in .safetensors chooses that format.",
+)
+@click.option("--key", help="Path of the state dict in torch files, as model or ema.module.")
+@click.option("--dtype", type=click.Choice(ui.DTYPES), help="Dtype of floating-point tensors.")
+@click.option(
+    "--max-shard-size", metavar="SIZE", callback=_bytes, help="Split DST into files of 5GB, say."
+)
+@click.option("--overwrite", is_flag=True, help="Replace DST if it exists; never a source.")
+@ui.json_option
+def convert(
+    sources: tuple[Path, ...],
+    output: Path,
+    key: str | None,
+    dtype: str | None,
+    max_shard_size: float | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Convert SRC, one checkpoint, to another format, dtype or number of files.
+
+    SRC is a torch or safetensors file, the index of a sharded checkpoint, a directory that transformers
+    wrote, or all shards of a checkpoint. Tensors are read one at a time. With --max-shard-size, the
+    files are named as transformers does, as model-00001-of-00003.safetensors for model.safetensors, and
+    the index is written last. Files are written atomically; checksums of torch files are verified.
+
+    \b
+    Examples:
+      modkit convert pytorch_model.bin -o model.safetensors --dtype bfloat16
+      modkit convert last.ckpt --key state_dict -o model.safetensors
+      modkit convert sharded/ -o one.pt
+      modkit convert one.pt -o out/model.safetensors --max-shard-size 5GB
+    """  # noqa: D301
+    if any(path.suffix == ".safetensors" for path in (*sources, output)):
+        library("safetensors")
+    source = _Source(sources, key, dtype)
+    shards = source.split(max_shard_size, tied=output.suffix != ".safetensors")
+    count = len(shards)
+    names = [f"{output.stem}-{n:05d}-of-{count:05d}{output.suffix}" for n in range(1, count + 1)]
+    files = [output.with_name(name) for name in names] if count > 1 else [output]
+    index = output.with_name(output.name + INDEX)
+    for path in dict.fromkeys([*files, output, index]):
+        ui.check_output(path, sources, overwrite=overwrite)
+
+    if count > 1:
+        # Without its index, what is left of an older checkpoint does not look complete.
+        index.unlink(missing_ok=True)
+    with ui.progress(f"converting {sources[0].name}", 1.0) as bar:
+        for file, shard in zip(files, shards, strict=True):
+            _write(file, shard, source, bar)
+    weight_map = {
+        name: file.name for file, each in zip(files, shards, strict=True) for name in each
+    }
+    if count > 1:
+        table = {"metadata": {"total_size": source.done}, "weight_map": weight_map}
+        with atomic_write(index) as unfinished:
+            unfinished.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
+    # The same checkpoint in the other number of files would be a second answer for a reader.
+    (output if count > 1 else index).unlink(missing_ok=True)
+
+    if as_json:
+        facts = {"output": str(output), "files": [*map(str, files)], "tensors": len(weight_map)}
+        ui.print_json(facts)
+    else:
+        ui.say(f"{index if count > 1 else output}: {len(weight_map)} tensors in {count} file(s)")
+
+
+class _Source:
+    """The tensors of all sources by name, with the dtypes that they will have."""
+
+    def __init__(self, paths: Sequence[Path], key: str | None, dtype: str | None) -> None:
+        self.homes: dict[str, Checkpoint] = {}
+        self.versions: dict[str, Any] = {}
+        self.metadata: dict[str, str] = {}
+        for path in paths:
+            checkpoint = Checkpoint(path, key)
+            if twice := [name for name in checkpoint.shapes if name in self.homes]:
+                raise ValueError(f"{twice[0]} is in {path} and in a SRC before it")
+            self.homes |= dict.fromkeys(checkpoint.shapes, checkpoint)
+            self.versions |= checkpoint.versions
+            self.metadata |= checkpoint.metadata
+
+        self.described: dict[str, Described] = {}
+        for name, home in self.homes.items():
+            own = getattr(torch, home.dtypes[name], None)
+            if own is None:
+                raise ValueError(f"{name} is {home.dtypes[name]}, which torch does not support")
+            new = getattr(torch, dtype) if dtype and own.is_floating_point else own
+            self.described[name] = Described(new, home.shapes[name])
+        self.done = 0
+        self._total = sum(map(self._size, self.homes))
+
+    def _size(self, name: str) -> int:
+        dtype, shape = self.described[name]
+        return shape.numel() * dtype.itemsize
+
+    def memory(self, name: str) -> Hashable:
+        """Return equal values for tied tensors."""
+        place = self.homes[name].memory(name)
+        return name if place is None else place
+
+    def split(self, most: float | None, *, tied: bool) -> list[list[str]]:
+        """Return the names in each file; with ``tied``, tied tensors share a file and are stored once."""
+        groups: dict[Hashable, list[str]] = {}
+        for name in self.homes:
+            groups.setdefault(self.memory(name) if tied else name, []).append(name)
+        shards: list[list[str]] = [[]]
+        used = 0
+        for group in groups.values():
+            size = self._size(group[0])
+            if shards[-1] and most is not None and used + size > most:
+                shards.append([])
+                used = 0
+            shards[-1] += group
+            used += size
+        order = {name: number for number, name in enumerate(self.homes)}
+        return [sorted(shard, key=order.__getitem__) for shard in shards]
+
+    def read(self, name: str, progress: Callable[[float], object]) -> Tensor:
+        """Return one tensor, verified, in its new dtype."""
+        home = self.homes[name]
+        tensor = home.tensor(name)
+        if self.described[name].dtype != tensor.dtype:
+            tensor = cast(name, tensor, home.dtypes[name], self.described[name].dtype)
+        self.done += tensor.nbytes
+        progress(self.done / max(self._total, 1))
+        return tensor
+
+
+def _write(
+    file: Path, names: Iterable[str], source: _Source, progress: Callable[[float], object]
+) -> None:
+    """Write one file. Tied tensors are written to safetensors under each name."""
+    if file.suffix == ".safetensors":
+        described = in_file_order({name: source.described[name] for name in names})
+        tensors = ((name, source.read(name, progress)) for name in described)
+        with atomic_write(file) as unfinished:
+            write_safetensors(unfinished, described, tensors, source.metadata)
+        return
+
+    state: OrderedDict[str, Tensor] = OrderedDict()
+    first: dict[Hashable, Tensor] = {}
+    for name in names:
+        memory = source.memory(name)
+        if memory not in first:
+            first[memory] = compact(source.read(name, progress))
+        state[name] = first[memory]
+    if source.versions:
+        vars(state)["_metadata"] = source.versions
+    save_checkpoint(state, file)

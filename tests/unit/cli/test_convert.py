@@ -1,0 +1,384 @@
+"""The command ``convert``: formats, dtypes and shards, streamed and atomic."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import click.testing
+import pytest
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from modkit import load_checkpoint
+from modkit.cli._commands import commands
+from modkit.errors import FileError
+from modkit.files import verify
+from modkit.files.tensor_files import Checkpoint
+from tests.processes import python
+from tests.unit.files.test_inspect import scripted
+
+
+State = dict[str, Tensor]
+MAIN = "from modkit.__main__ import main; main()"
+SUFFIXES = ("pt", "bin", "safetensors")
+both_formats = pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+
+
+def run(*arguments: object) -> click.testing.Result:
+    """Run the command, and return what it printed and with which status it ended."""
+    return click.testing.CliRunner().invoke(commands, ["convert", *map(str, arguments)])
+
+
+def state() -> State:
+    """Return tensors of several dtypes, with an empty one and a scalar."""
+    torch.manual_seed(0)
+    return {
+        "z.weight": torch.randn(40, 30),
+        "a.half": torch.randn(10, 20).bfloat16(),
+        "steps": torch.tensor(7),
+        "mask": torch.tensor([True, False, True]),
+        "empty": torch.empty(0, 3),
+        "z.bias": torch.randn(30, dtype=torch.float64),
+    }
+
+
+def write(tensors: State, path: Path) -> Path:
+    """Write a file with the library of its format."""
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".safetensors":
+        save_file(tensors, path, {"format": "pt", "origin": "a test"})
+    else:
+        torch.save(tensors, path)
+    return path
+
+
+def read(path: Path) -> State:
+    """Read a file with the library of its format; of an index, the union of its files."""
+    if path.suffix == ".json":
+        names = json.loads(path.read_text())["weight_map"]
+        files = {name: read(path.with_name(name)) for name in set(names.values())}
+        assert sorted(name for each in files.values() for name in each) == sorted(names)
+        return {name: files[file][name] for name, file in names.items()}
+    found: State = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
+    return found
+
+
+def listing(folder: Path) -> list[str]:
+    """Return the names in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def assert_same(found: State, expected: State) -> None:
+    """Compare names, dtypes and bits."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("old", SUFFIXES)
+@pytest.mark.parametrize("new", SUFFIXES)
+def test_each_format_becomes_each_other(tmp_path: Path, old: str, new: str) -> None:
+    """All tensors stay bitwise the same, and the new file is intact."""
+    source = write(state(), tmp_path / f"old.{old}")
+    found = run(source, "-o", tmp_path / f"new.{new}")
+
+    assert (found.exit_code, found.stderr) == (0, "")
+    assert found.stdout == f"{tmp_path}/new.{new}: 6 tensors in 1 file(s)\n"
+    assert_same(read(tmp_path / f"new.{new}"), state())
+    verify(tmp_path / f"new.{new}")
+    if new != "safetensors":
+        assert list(read(tmp_path / f"new.{new}")) == list(Checkpoint(source, None).shapes)
+
+
+@both_formats
+@pytest.mark.parametrize("old", SUFFIXES)
+def test_one_file_becomes_shards_and_back(tmp_path: Path, old: str, suffix: str) -> None:
+    """The files, their index and their names are those of transformers; the shards become one file."""
+    source = write(state(), tmp_path / f"one.{old}")
+    out = tmp_path / "out" / f"model.{suffix}"
+    out.parent.mkdir()
+    found = run(source, "-o", out, "--max-shard-size", "1KB", "--json")
+
+    files = json.loads(found.stdout)["files"]
+    index = json.loads(Path(f"{out}.index.json").read_text())
+    count = len(files)
+    names = [f"model-{n:05d}-of-{count:05d}.{suffix}" for n in range(1, count + 1)]
+    assert (found.exit_code, found.stderr) == (0, "")
+    assert [Path(file).name for file in files] == names
+    assert listing(out.parent) == sorted([*names, f"model.{suffix}.index.json"])
+    assert index["metadata"] == {"total_size": sum(each.nbytes for each in state().values())}
+    assert_same(read(Path(f"{out}.index.json")), state())
+    # A shard is larger only if it has a single tensor.
+    for file in files:
+        tensors = read(Path(file)).values()
+        assert len(tensors) == 1 or sum(each.nbytes for each in tensors) <= 1000
+
+    for number, again in enumerate(([f"{out}.index.json"], files)):
+        done = run(*again, "-o", tmp_path / f"again{number}.pt")
+        assert done.exit_code == 0, done.stderr
+        assert_same(read(tmp_path / f"again{number}.pt"), state())
+
+
+def test_a_directory_of_shards(tmp_path: Path) -> None:
+    """The index in a directory of transformers is found."""
+    source = write(state(), tmp_path / "one.pt")
+    (tmp_path / "out").mkdir()
+    run(source, "-o", tmp_path / "out" / "pytorch_model.bin", "--max-shard-size", "1KB")
+
+    assert run(tmp_path / "out", "-o", tmp_path / "again.safetensors").exit_code == 0
+    assert_same(read(tmp_path / "again.safetensors"), state())
+
+
+@pytest.mark.parametrize(
+    ("size", "files"),
+    [("1GB", 1), ("1 gib", 1), ("5000000", 1), ("9600B", 1), ("9.5KB", 2), ("9.5KiB", 1)],
+)
+def test_sizes(tmp_path: Path, size: str, files: int) -> None:
+    """Units are decimal, or binary with an i; what fits into one file has no index."""
+    tensors = {"a": torch.ones(1200), "b": torch.ones(1200)}
+    found = run(
+        write(tensors, tmp_path / "a.pt"), "-o", tmp_path / "b.pt", "--max-shard-size", size
+    )
+
+    assert found.exit_code == 0, found.stderr
+    assert (tmp_path / "b.pt").exists() == (files == 1)
+    assert (tmp_path / "b.pt.index.json").exists() == (files == 2)
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_dtype_and_key(tmp_path: Path, suffix: str) -> None:
+    """Floating-point tensors are cast, others are not; --key chooses a state dict."""
+    torch.save({"epoch": 1, "model": {"ema": state()}}, tmp_path / "last.pt")
+    out = tmp_path / f"out.{suffix}"
+    found = run(tmp_path / "last.pt", "-o", out, "--key", "model.ema", "--dtype", "float16")
+
+    assert found.exit_code == 0, found.stderr
+    expected = {n: t.half() if t.is_floating_point() else t for n, t in state().items()}
+    assert_same(read(out), expected)
+
+
+@both_formats
+def test_a_value_that_is_too_large_for_the_dtype(tmp_path: Path, suffix: str) -> None:
+    """It would become infinite, so nothing is written."""
+    source = write({"w": torch.tensor([1.0, 70_000.0])}, tmp_path / "a.pt")
+    found = run(source, "-o", tmp_path / f"b.{suffix}", "--dtype", "float16")
+
+    assert (found.exit_code, "too large for torch.float16" in found.stderr) == (1, True)
+    assert listing(tmp_path) == ["a.pt"]
+
+
+def test_tied_tensors(tmp_path: Path) -> None:
+    """They stay tied in torch files, in one shard, and have a copy for each name in safetensors."""
+    net = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30), nn.Linear(30, 30, bias=False))
+    net[2].weight = net[0].weight
+    tied = net.state_dict()
+    torch.save(tied, tmp_path / "tied.pt")
+    for name in ("again.pt", "shards.bin", "copies.safetensors"):
+        found = run(tmp_path / "tied.pt", "-o", tmp_path / name, "--max-shard-size", "5KB")
+        assert found.exit_code == 0, found.stderr
+    run(tmp_path / "tied.pt", "-o", tmp_path / "one.pt")
+    one = read(tmp_path / "one.pt")
+    index = json.loads((tmp_path / "shards.bin.index.json").read_text())
+    shard = read(tmp_path / index["weight_map"]["0.weight"])
+
+    assert list(one) == list(tied)
+    assert one["0.weight"].data_ptr() == one["2.weight"].data_ptr()
+    assert shard["0.weight"].data_ptr() == shard["2.weight"].data_ptr()
+    assert index["metadata"]["total_size"] == sum(each.nbytes for each in net.parameters())
+    for name in ("shards.bin.index.json", "copies.safetensors.index.json"):
+        assert_same(read(tmp_path / name), dict(tied))
+
+
+def test_views_are_written_without_their_storage(tmp_path: Path) -> None:
+    """A small view of a large tensor does not take the large one along."""
+    torch.save({"view": torch.ones(1000, 1000)[:2, :2]}, tmp_path / "a.pt")
+    run(tmp_path / "a.pt", "-o", tmp_path / "b.pt")
+
+    assert (tmp_path / "b.pt").stat().st_size < 10_000
+    assert_same(read(tmp_path / "b.pt"), {"view": torch.ones(2, 2)})
+
+
+def test_metadata_is_kept(tmp_path: Path) -> None:
+    """Versions of modules stay in torch files, the metadata in safetensors files."""
+    versions = nn.BatchNorm1d(3).state_dict()
+    torch.save(versions, tmp_path / "a.pt")
+    run(tmp_path / "a.pt", "-o", tmp_path / "b.bin")
+    found = read(tmp_path / "b.bin")
+    write({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "a.safetensors")
+    options = ("-o", tmp_path / "b.safetensors", "--max-shard-size", "4B")
+    run(tmp_path / "a.safetensors", *options)
+
+    assert isinstance(found, OrderedDict)
+    assert vars(found)["_metadata"] == vars(versions)["_metadata"]
+    for number in (1, 2):
+        file = tmp_path / f"b-0000{number}-of-00002.safetensors"
+        with safetensors.safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt", "origin": "a test"}
+
+
+def test_a_corrupt_source_is_refused(tmp_path: Path) -> None:
+    """A flipped bit is found while the tensor is read, and nothing is left."""
+    source = write(state(), tmp_path / "a.pt")
+    content = source.read_bytes()
+    weight = state()["z.weight"].numpy().tobytes()
+    source.write_bytes(content.replace(weight, bytes(len(weight))))
+    found = run(source, "-o", tmp_path / "b.safetensors")
+
+    assert (found.exit_code, "'z.weight' does not match its checksum" in found.stderr) == (1, True)
+    assert listing(tmp_path) == ["a.pt"]
+
+
+@pytest.mark.parametrize("how", ["same", "symbolic", "hard", "shards"])
+def test_a_source_is_never_replaced(tmp_path: Path, how: str) -> None:
+    """Not under another name, and not by a shard or an index, even with --overwrite."""
+    source = write(state(), tmp_path / "a.pt")
+    output = tmp_path / ("a.pt" if how == "same" else "b.pt")
+    options = ["--overwrite", "--max-shard-size", "5KB"]
+    if how == "symbolic":
+        output.symlink_to(source)
+    elif how == "hard":
+        output.hardlink_to(source)
+    elif how == "shards":
+        assert run(source, "-o", output, *options).exit_code == 0
+        source = tmp_path / "b.pt.index.json"
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for changed in (options, options[:1]):
+        found = run(source, "-o", output, *changed)
+        assert (found.exit_code, "is an input" in found.stderr) == (1, True), found.stderr
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_overwriting(tmp_path: Path) -> None:
+    """An existing file is kept unless --overwrite is given, and then only the new checkpoint is found."""
+    source = write(state(), tmp_path / "a.pt")
+    out = tmp_path / "out"
+    out.mkdir()
+    write({"old": torch.ones(1)}, out / "model.safetensors")
+    options = ("-o", out / "model.safetensors", "--max-shard-size", "1KB")
+    refused = run(source, *options)
+    assert (refused.exit_code, "--overwrite replaces it" in refused.stderr) == (1, True)
+    assert listing(out) == ["model.safetensors"]
+
+    assert run(source, *options, "--overwrite").exit_code == 0
+    assert not (out / "model.safetensors").exists()
+    assert_same(read(out / "model.safetensors.index.json"), state())
+
+    refused = run(source, *options[:2])
+    assert (refused.exit_code, "--overwrite replaces it" in refused.stderr) == (1, True)
+    assert run(source, *options[:2], "--overwrite").exit_code == 0
+    assert not (out / "model.safetensors.index.json").exists()
+    assert_same(read(out / "model.safetensors"), state())
+
+
+def test_a_killed_run_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
+    """Killed between two shards, also over an older checkpoint, there is no index."""
+    tensors = {f"{n}": torch.full((50_000,), float(n)) for n in range(40)}
+    source = write(tensors, tmp_path / "a.pt")
+    out = tmp_path / "out"
+    out.mkdir()
+    options = ["-o", str(out / "model.safetensors"), "--max-shard-size", "200KB", "--overwrite"]
+    assert run(source, *options).exit_code == 0
+    slow = (
+        "import time; from modkit.cli import convert; w = convert._write\n"
+        "def slow(*a): w(*a); time.sleep(0.2)\n"
+        f"convert._write = slow; {MAIN}"
+    )
+    line = [sys.executable, "-c", slow, "convert", str(source), *options]
+    before = (out / "model-00003-of-00040.safetensors").stat().st_ino
+    with subprocess.Popen(line) as process:
+        # The third shard has been replaced: the run is between two shards.
+        while (out / "model-00003-of-00040.safetensors").stat().st_ino == before:
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+
+    assert not (out / "model.safetensors.index.json").exists()
+    assert not (out / "model.safetensors").exists()
+    assert run(source, *options).exit_code == 0
+    assert_same(read(out / "model.safetensors.index.json"), tensors)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "size"),
+    [
+        ("a.safetensors", "b.safetensors", "100GB"),
+        ("a.pt", "b.safetensors", "100GB"),
+        ("a.pt", "b.pt", "40MB"),
+        ("a.safetensors", "b.pt", "40MB"),
+    ],
+)
+def test_the_memory_of_a_conversion(tmp_path: Path, old: str, new: str, size: str) -> None:
+    """One tensor, or one shard of torch's format, is in memory; mapped files do not count."""
+    source = write({f"{n}": torch.ones(2_500_000) for n in range(40)}, tmp_path / old)
+    arguments = ["convert", str(source), "-o", str(tmp_path / new), "--max-shard-size", size]
+    code = (
+        "import torch, safetensors, threading, time\n"
+        "import modkit.cli._commands as c\n"
+        "def now():\n"
+        "    lines = open('/proc/self/status').read().splitlines()\n"
+        "    return sum(int(l.split()[1]) for l in lines if l.startswith(('RssAnon', 'RssShmem')))\n"
+        "peak = before = now(); done = False\n"
+        "def watch():\n"
+        "    global peak\n"
+        "    while not done:\n"
+        "        peak = max(peak, now()); time.sleep(0.002)\n"
+        "thread = threading.Thread(target=watch); thread.start()\n"
+        f"c.commands({[*arguments, '--dtype', 'bfloat16']!r}, standalone_mode=False)\n"
+        "done = True; thread.join(); print(peak - before)"
+    )
+    found = python(code)
+    peak = int(found.stdout.splitlines()[-1]) * 1024
+
+    # The file has 400 MB; a cast takes 95 MB with what torch keeps, and a shard 40 MB.
+    assert peak < 180e6, found.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "message"),
+    [
+        ("a.pt", 2, "Missing option '-o'"),
+        ("-o b.pt", 2, "Missing argument 'SRC...'"),
+        ("missing.pt -o b.pt", 2, "does not exist"),
+        ("a.pt -o -", 2, "standard output is not supported"),
+        ("a.pt -o no/b.pt", 1, "there is no directory no"),
+        ("a.pt -o b.pt --max-shard-size 5XB", 2, "'5XB' is not a size such as 5GB or 500MB"),
+        ("a.pt -o b.pt --max-shard-size 0", 2, "'0' is not a size"),
+        ("a.pt -o b.pt --dtype int8", 2, "Invalid value for '--dtype'"),
+        ("a.pt -o b.pt --key model", 1, "model"),
+        ("a.pt a.pt -o b.pt", 1, "z.weight is in a.pt and in a SRC before it"),
+        ("page.pt -o b.pt", 1, "is a text file"),
+        ("script.pt -o b.pt", 1, "is a TorchScript archive"),
+    ],
+)
+def test_wrong_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, status: int, message: str
+) -> None:
+    """One line of error, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    write(state(), tmp_path / "a.pt")
+    (tmp_path / "page.pt").write_text("<!DOCTYPE html>")
+    scripted(tmp_path / "script.pt")
+    before = listing(tmp_path)
+    found = run(*line.split())
+
+    assert (found.exit_code, message in found.stderr) == (status, True), found.stderr
+    assert listing(tmp_path) == before
+
+
+def test_the_reader_takes_the_result(tmp_path: Path) -> None:
+    """load_checkpoint() reads the torch file, and an unfinished set of shards is an error."""
+    source = write(state(), tmp_path / "a.safetensors")
+    run(source, "-o", tmp_path / "b.bin", "--max-shard-size", "1KB")
+    first = min(tmp_path.glob("b-*.bin"))
+    assert load_checkpoint(first).keys() <= state().keys()
+    first.write_bytes(first.read_bytes()[:-10])
+
+    with pytest.raises(FileError, match="is corrupt"):
+        Checkpoint(tmp_path / "b.bin.index.json", None)
