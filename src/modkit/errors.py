@@ -34,7 +34,13 @@ class NameMismatchError(ValueError):
     """
 
     def __init__(
-        self, what: str, *, missing: list[str], unexpected: list[str], shapes: list[str]
+        self,
+        what: str,
+        *,
+        missing: list[str],
+        unexpected: list[str],
+        shapes: list[str],
+        end: str = "Nothing has been changed.",
     ) -> None:
         self.missing = missing
         self.unexpected = unexpected
@@ -45,7 +51,7 @@ class NameMismatchError(ValueError):
             for kind, names in kinds.items()
             if names
         ]
-        super().__init__(shown(f"{what}: {'; '.join(parts)}. Nothing has been changed."))
+        super().__init__(shown(f"{what}: {'; '.join(parts)}. {end}".rstrip()))
 
 
 def shown(text: str) -> str:

@@ -39,7 +39,9 @@ def average_checkpoints(
 
     Args:
         paths: Files of ``torch.save`` (loaded with ``weights_only=True``), ``.safetensors`` files,
-            the ``.index.json`` of a sharded checkpoint, or directories written by transformers.
+            the ``.index.json`` of a sharded checkpoint, or directories: those that transformers,
+            diffusers or peft wrote, or with a single ``.pt``, ``.pth``, ``.ckpt`` or ``.safetensors``
+            file.
         weights: Weight of each file, 0 or more, normalized by their sum. Default: equal weights.
         key: Path of the state dict in a torch file: ``"model"``, ``"ema.averages.0.tensors"``.
         dtype: Dtype of the averages. Default: that of each tensor in the first file. A real dtype is not
@@ -134,7 +136,7 @@ def _fitting(
 ) -> Checkpoint:
     """Open a file; raise if it does not have the names, shapes and kinds of dtypes of the first one."""
     checkpoint = Checkpoint(path, key)
-    check_match(f"{path} does not fit {first}", shapes, checkpoint.shapes)
+    check_match(f"{path} does not fit {first}", shapes, checkpoint.shapes, end="")
     for name, expected in dtypes.items():
         dtype = checkpoint.dtypes[name]
         if _kind(expected) != _kind(dtype):

@@ -66,6 +66,8 @@ def check_match(
     what: str,
     expected: Mapping[str, torch.Size | None],
     found: Mapping[str, torch.Size | None],
+    *,
+    end: str = "Nothing has been changed.",
 ) -> None:
     """Compare names and shapes.
 
@@ -73,6 +75,7 @@ def check_match(
         what: What was done or does not fit, with which the error begins.
         expected: Shapes by name; None stands for any shape.
         found: Shapes by name; None stands for any shape.
+        end: Last sentence of the error; empty where nothing could have been changed.
 
     Raises:
         NameMismatchError: If they differ. It lists the names that are missing, unexpected, or of
@@ -86,7 +89,8 @@ def check_match(
         if expected_shape is not None and shape is not None and shape != expected_shape:
             shapes.append(f"{name} ({tuple(shape)} instead of {tuple(expected_shape)})")
     if missing or unexpected or shapes:
-        raise NameMismatchError(what, missing=missing, unexpected=unexpected, shapes=shapes)
+        names = {"missing": missing, "unexpected": unexpected, "shapes": shapes}
+        raise NameMismatchError(what, **names, end=end)
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:

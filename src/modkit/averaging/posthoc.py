@@ -324,14 +324,15 @@ def reconstruct(
             for entry in snapshots
         )
     if not available:
-        raise FileNotFoundError(f"no snapshots of averages in {snapshots!r}")
+        place = os.fspath(snapshots) if isinstance(snapshots, (str, os.PathLike)) else "the list"
+        raise FileNotFoundError(f"no snapshots of averages in {place}")
 
     first, last = available[0].step, available[-1].step
     step = last if step is None else step
     narrowest = min(snapshot.sigma_rel for snapshot in available)
     if sigma_rel < narrowest and not math.isclose(sigma_rel, narrowest):
         raise ValueError(
-            f"sigma_rel={sigma_rel} is narrower than all snapshots: {narrowest} or more"
+            f"the width {sigma_rel} is narrower than all snapshots: {narrowest} or more"
         )
     if not first <= step <= last:
         raise ValueError(
@@ -342,7 +343,7 @@ def reconstruct(
     fit = fit_power([(snapshot.sigma_rel, snapshot.step) for snapshot in usable], sigma_rel, step)
     if not fit.error <= max_error:
         raise ValueError(
-            f"the average with sigma_rel={sigma_rel} at step {step} can be met with a relative "
+            f"the average of the width {sigma_rel} at step {step} can be met with a relative "
             f"error of {fit.error:.2g} only, more than max_error={max_error}. The nearest earlier "
             f"snapshot is of step {usable[-1].step}; more frequent snapshots make the error smaller"
         )
@@ -363,7 +364,7 @@ def _add(result: Reconstruction, path: Path, coefficient: float) -> None:
     averages = state_dict_at(content, path, "averages")[1]
     if sums:
         problem = f"{path} does not fit the snapshots before it"
-        check_match(problem, shapes_of(sums), shapes_of(averages))
+        check_match(problem, shapes_of(sums), shapes_of(averages), end="")
 
     for name, tensor in averages.items():
         if not is_averaged(tensor):

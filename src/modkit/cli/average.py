@@ -1,5 +1,6 @@
 """``modkit average``: several checkpoints into one."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,10 +20,15 @@ from modkit.files.zip_archive import open_regular
 
 
 def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[float] | None:
+    if value is None:
+        return None
     try:
-        return None if value is None else [float(part) for part in value.split(",")]
+        weights = [float(part) for part in value.split(",")]
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,1,2") from None
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights):
+        raise click.BadParameter(f"{value!r}: weights must be finite, 0 or more, and not all 0")
+    return weights
 
 
 @click.command(epilog=ui.EPILOG)
@@ -75,6 +81,9 @@ def average(
     """  # noqa: D301
     if step is not None and ema_sigma is None:
         raise click.UsageError("--step needs --ema-sigma")
+    if weights is not None and len(weights) != len(checkpoints):
+        text = f"--weights has {len(weights)} numbers for {len(checkpoints)} checkpoints"
+        raise click.UsageError(text)
     if output is None and not dry_run:
         raise click.UsageError("missing option '-o' / '--output'")
     if any(path.suffix == ".safetensors" for path in (*checkpoints, output or Path())):

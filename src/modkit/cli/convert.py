@@ -61,8 +61,8 @@ def convert(
 ) -> None:
     """Convert SRC, one checkpoint, to another format, dtype or number of files.
 
-    SRC is a torch or safetensors file, the index of a sharded checkpoint, a directory that transformers
-    wrote, or all shards of a checkpoint. Tensors are read one at a time. With --max-shard-size, the
+    SRC is a torch or safetensors file, the index of a sharded checkpoint, a directory with one
+    checkpoint, or all shards of one. Tensors are read one at a time. With --max-shard-size, the
     files are named as transformers does, as model-00001-of-00003.safetensors for model.safetensors, and
     the index is written last. Files are written atomically; checksums of torch files are verified.
 

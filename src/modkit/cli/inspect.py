@@ -42,8 +42,8 @@ def inspect(
     """List the content of each PATH, without executing code from it.
 
     PATH is a checkpoint of torch.save, a TorchScript or torch.export archive, a safetensors file, the
-    index of a sharded checkpoint, or a directory that transformers wrote. Only --check and --sha256 read
-    the tensors. The column --key lists the keys for --key of the other commands. An empty, corrupt or
+    index of a sharded checkpoint, or a directory with one checkpoint. Only --check and --sha256 read the
+    tensors. The column --key lists the keys for --key of the other commands. An empty, corrupt or
     unknown file, and one that is not a model, is an error.
 
     \b

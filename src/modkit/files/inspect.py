@@ -78,7 +78,8 @@ def inspect(path: str | os.PathLike[str], *, hashed: bool = True) -> FileInfo:
     """List the content of a model file, without executing code from it or testing its checksums.
 
     Args:
-        path: A file, the ``.index.json`` of a sharded checkpoint, or a directory that transformers wrote.
+        path: A file, the ``.index.json`` of a sharded checkpoint, or a directory that transformers,
+            diffusers or peft wrote, or that has a single checkpoint.
         hashed: Compute the SHA-256, for which the whole file is read. With False, only names, shapes and
             the pickle are read, which takes milliseconds for a file of any size.
 

@@ -87,6 +87,8 @@ def wrong_kind(source: int | bytes, what: str, wanted: str) -> FileError:
         except FileError as error:
             return error
     advice = first_line(source) if kind == TEXT else ADVICE.get(kind)
+    if kind == LEGACY and wanted == f"a {TORCH_SAVE}":
+        wanted = f"{wanted} with checksums"
     article = "an" if kind[0] in "aeu" else "a"
     text = f"{what} is {article} {kind}, not {wanted}"
     return FileError(f"{text}: {advice}" if advice else text, kind)

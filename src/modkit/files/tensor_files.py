@@ -17,9 +17,16 @@ from modkit.files.zip_archive import open_regular, read_some
 
 
 INDEX: Final = ".index.json"
+# What transformers, diffusers and peft write into a directory; each reads the first file that exists.
 _IN_DIRECTORIES: Final = tuple(
-    f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in (INDEX, "")
+    tuple(f"{name}{end}" for name in names for end in (INDEX, ""))
+    for names in (
+        ("model.safetensors", "pytorch_model.bin"),
+        ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"),
+        ("adapter_model.safetensors", "adapter_model.bin"),
+    )
 )
+_SUFFIXES: Final = {".pt", ".pth", ".ckpt", ".safetensors"}
 _MOST_INDEX: Final = 1 << 28
 _MOST_EXPANDED: Final = 1 << 30
 _FLOAT4: Final = getattr(torch, "float4_e2m1fn_x2", None)  # since torch 2.8
@@ -67,13 +74,25 @@ class Checkpoint:
 
 
 def file_in(path: Path) -> Path:
-    """Return the file to read: in a directory, the one that transformers would read."""
+    """Return the file to read: in a directory, that of transformers, diffusers or peft, or the only one.
+
+    Raises:
+        FileNotFoundError: If a directory has no checkpoint.
+        FileError: If it has several, and it is not clear which one is meant.
+    """
     if not path.is_dir():
         return path
-    for name in _IN_DIRECTORIES:
-        if (path / name).exists():
-            return path / name
-    raise FileNotFoundError(f"{path} is a directory without {', '.join(_IN_DIRECTORIES)}")
+    known = [[path / name for name in names if (path / name).exists()] for names in _IN_DIRECTORIES]
+    candidates = [files[0] for files in known if files]
+    if not candidates:
+        candidates = sorted(f for f in path.iterdir() if f.suffix in _SUFFIXES and f.is_file())
+    if not candidates:
+        names = ", ".join(names[1] for names in _IN_DIRECTORIES)
+        raise FileNotFoundError(f"{path} is a directory without {names} or one *.pt file")
+    if len(candidates) > 1:
+        names = ", ".join(file.name for file in candidates)
+        raise FileError(f"{path} has {len(candidates)} checkpoints, name one of them: {names}")
+    return candidates[0]
 
 
 class _TorchFile:
@@ -121,7 +140,7 @@ def state_dict_at(
         for part in key.split(".") if key else ():
             found = found[int(part)] if isinstance(found, Sequence) else found[part]
     except (KeyError, IndexError, TypeError, ValueError):
-        raise FileError(f"{path} has no {part!r} on the way to key={key!r}") from None
+        raise FileError(f"{path} has no {part!r} on the way to the key {key!r}") from None
     if not isinstance(found, Mapping):
         raise FileError(f"{path} holds {type(found).__name__}, not a state dict")
     # Attributes from the file may hide methods of dicts and tensors.
@@ -129,7 +148,7 @@ def state_dict_at(
     for name, value in entries.items():
         if problem := _problem_of(name, value):
             inside = [str(part) for part, value in entries.items() if isinstance(value, Mapping)]
-            help_ = f"; key= may be one of {', '.join(inside)}" if inside else ""
+            help_ = f"; choose a key: {', '.join(inside)}" if inside else ""
             raise FileError(f"{path}: {name!r} is {problem}{help_}")
     versions = getattr(found, "_metadata", {})
     tensors = {name: Tensor.detach(value) for name, value in entries.items()}

@@ -591,3 +591,50 @@ def test_an_impossible_output_is_refused_before_any_work(
 
     assert done.exit_code in {1, 2}
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["model.safetensors", "optimizer.pt", "scheduler.pt"], "model.safetensors"),
+        (["model.safetensors", "pytorch_model.bin"], "model.safetensors"),
+        (["diffusion_pytorch_model.safetensors", "vae.pt"], "diffusion_pytorch_model.safetensors"),
+        (["adapter_model.safetensors"], "adapter_model.safetensors"),
+        (["adapter_model.bin"], "adapter_model.bin"),
+        (["last.pt", "README.md"], "last.pt"),
+        (["last.ckpt"], "last.ckpt"),
+        (["weights.safetensors"], "weights.safetensors"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, list) else "",
+)
+def test_the_checkpoint_of_a_directory(tmp_path: Path, names: list[str], expected: str) -> None:
+    """The file of transformers, diffusers or peft is read, else the only checkpoint."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for number, name in enumerate(names):
+        value = 7.0 if name == expected else float(number)
+        if name.endswith(".safetensors"):
+            save_file({"w": torch.tensor([value])}, folder / name)
+        else:
+            torch.save({"w": torch.tensor([value])}, folder / name)
+    found = run(folder, "-o", tmp_path / "out.pt")
+
+    assert (found.exit_code, found.stderr) == (0, "")
+    assert read(tmp_path / "out.pt")["w"].item() == 7.0
+
+
+@pytest.mark.parametrize(
+    "names", [["1.pt", "2.pt"], ["adapter_model.safetensors", "model.safetensors"]], ids="+".join
+)
+def test_an_ambiguous_directory(tmp_path: Path, names: list[str]) -> None:
+    """The error lists the candidates, and nothing is written."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    found = run(folder, "-o", tmp_path / "out.pt")
+
+    assert found.exit_code == 1
+    assert "run has 2 checkpoints, name one of them: " in found.stderr
+    assert all(name in found.stderr for name in names)
+    assert not (tmp_path / "out.pt").exists()

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,7 +91,10 @@ OPTIONS = [
     *("average net|-o|out.pt|--dtype|int8", "average net|-o|out.pt|--prefix|net."),
     *("average net|-o|out.pt|--key|model", "average nested|-o|out.pt|--key|model.w"),
     *("average net|-o|out.pt|--ema-sigma|0", "average net|-o|out.pt|--ema-sigma|0.1"),
-    *("average folder|-o|out.pt|--ema-sigma|0.1", "average net|shape|--dry-run", "average -o"),
+    *("average net|-o|-", "compat --html|-", "convert net|-o|-"),
+    *("average folder|-o|out.pt|--ema-sigma|0.1", "verify", "verify net|--write-sha256sums|-"),
+    *("convert net", "convert net|-o|net|--overwrite", "convert nested|-o|out.pt|--key|x"),
+    *("average net|shape|--dry-run", "average -o"),
 ]
 OTHERS = [
     *("", "nonsense", "--nonsense", "compat --area|hats", "compat net:f|--area|members"),
@@ -98,6 +102,10 @@ OTHERS = [
     *("compat nothing", "compat missing.py:f", "compat broken.py:f", "compat leaves.py:f"),
     *("compat --html|folder", "compat --html|no/such/a.html"),
 ]
+# Words of the library in an error of the command line, whose words are the names of the options.
+PYTHON = re.compile(
+    r"\b(key|weights|dtype|sigma_rel|step|paths)=|PosixPath|average_checkpoints|has been changed"
+)
 LINES = [*AVERAGE, *INSPECT, *OPTIONS, *OTHERS]
 
 
@@ -132,5 +140,60 @@ def test_a_wrong_input_is_one_line(folder: Path, monkeypatch, line: str) -> None
     errors = [text for text in found.stderr.splitlines() if text.startswith("Error: ")]
     assert len(errors) == (arguments != [])
     assert all(text.isprintable() for text in found.output.splitlines())
+    assert PYTHON.search(found.stderr) is None, found.stderr
     assert "Traceback" not in found.output
     assert {*folder.iterdir()} | {compiled} == before
+
+
+WRONG_USE = [
+    *("average net|-o|out.pt|--weights|1,2", "average net|-o|out.pt|--weights|nan"),
+    *("average net|-o|out.pt|--weights|-1", "average net|-o|out.pt|--weights|0"),
+    *("average net|-o|-", "inspect net|--sha256|zz", "inspect net|net|--sha256|" + "0" * 64),
+    *("inspect missing", "verify", "verify missing", "convert net|-o|-", "compat --html|-"),
+]
+WRONG_FILES = [
+    *("inspect html", "inspect empty", "inspect bytes", "inspect folder", "inspect net|html"),
+    *(
+        "verify html",
+        "verify net|half",
+        "average net|names|-o|out.pt",
+        "average net|html|-o|out.pt",
+    ),
+    *("convert html|-o|out.pt", "convert half|-o|out.pt", "verify legacy"),
+]
+
+
+@for_each("line", [*WRONG_USE, *WRONG_FILES])
+def test_one_rule_for_the_status(folder: Path, monkeypatch, line: str) -> None:
+    """2 for a wrong command line, 1 for a file that is not known and intact."""
+    monkeypatch.chdir(folder)
+    command, _, rest = line.partition(" ")
+    arguments = [*filter(None, [command, *rest.split("|")])]
+    found = click.testing.CliRunner().invoke(commands, arguments)
+
+    assert found.exit_code == (2 if line in WRONG_USE else 1), found.output
+
+
+@for_each(
+    ("line", "text"),
+    [
+        (
+            "average nested|-o|out.pt",
+            "nested: 'model' is not a tensor but dict; choose a key: model",
+        ),
+        ("average net|-o|out.pt|--key|x", "has no 'x' on the way to the key 'x'"),
+        ("average net|-o|out.pt|--weights|1,2", "--weights has 2 numbers for 1 checkpoints"),
+        ("average folder|-o|out.pt|--ema-sigma|0.1", "no snapshots of averages in folder\n"),
+        ("average legacy|-o|out.pt", "(before torch 1.6), not a torch.save file with checksums:"),
+        ("average net|-o|-", "standard output is not supported; give the name of a file, or ./-"),
+    ],
+)
+def test_the_words_are_those_of_the_command_line(
+    folder: Path, monkeypatch, line: str, text: str
+) -> None:
+    """An error speaks of options and paths, not of arguments and objects."""
+    monkeypatch.chdir(folder)
+    found = click.testing.CliRunner().invoke(commands, line.replace(" ", "|").split("|"))
+
+    assert text in found.stderr
+    assert not (folder / "-").exists()
