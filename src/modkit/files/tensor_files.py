@@ -17,7 +17,7 @@ from modkit.files.zip_archive import open_regular, read_some
 
 
 INDEX: Final = ".index.json"
-# What transformers, diffusers and peft write into a directory; each reads the first file that exists.
+# The files of transformers, diffusers and peft in a directory; each reads the first that exists.
 _IN_DIRECTORIES: Final = tuple(
     tuple(f"{name}{end}" for name in names for end in (INDEX, ""))
     for names in (
