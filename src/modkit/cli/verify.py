@@ -72,7 +72,7 @@ def verify(
         rows.append(row)
         if not as_json:
             verdict = f"intact: {row['tested']}" if row["intact"] else f"failed: {row['error']}"
-            ui.say(f"{file}: {verdict}")
+            ui.say(f"{file}: {verdict.replace(f': {file} is ', ': ', 1)}")
     if as_json:
         ui.print_json(rows)
 

@@ -22,6 +22,11 @@ def test_figures_are_up_to_date():
     assert runpy.run_path(str(DOCS / "figures.py"))["stale"]() == []
 
 
+def test_pictures_of_the_terminal_are_up_to_date():
+    """Each command prints the text of its picture; `python docs/terminal.py` draws them."""
+    assert runpy.run_path(str(DOCS / "terminal.py"))["stale"]() == []
+
+
 def test_readme_is_short():
     """README has at most 90 lines, and no table of more than ten rows."""
     tables = re.findall(r"(?:^ *\|.*\n)+", README, re.MULTILINE)
