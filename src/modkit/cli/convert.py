@@ -81,7 +81,10 @@ def convert(
     names = [f"{output.stem}-{n:05d}-of-{count:05d}{output.suffix}" for n in range(1, count + 1)]
     files = [output.with_name(name) for name in names] if count > 1 else [output]
     index = output.with_name(output.name + INDEX)
-    for path in dict.fromkeys([*files, output, index]):
+    # The same checkpoint in the other number of files would be a second answer for a reader.
+    other = output if count > 1 else index
+    new_files = [*files, index] if count > 1 else files
+    for path in [*new_files, other] if other.is_file() else new_files:
         ui.check_output(path, sources, overwrite=overwrite)
 
     if count > 1:
@@ -97,8 +100,8 @@ def convert(
         table = {"metadata": {"total_size": source.done}, "weight_map": weight_map}
         with atomic_write(index) as unfinished:
             unfinished.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
-    # The same checkpoint in the other number of files would be a second answer for a reader.
-    (output if count > 1 else index).unlink(missing_ok=True)
+    if other.is_file():
+        other.unlink()
 
     if as_json:
         facts = {"output": str(output), "files": [*map(str, files)], "tensors": len(weight_map)}

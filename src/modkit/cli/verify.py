@@ -80,7 +80,7 @@ def verify(
         unwritten = "" if new_sums is None else f"; {new_sums} was not written"
         raise click.ClickException(f"{failed} of {len(rows)} files failed{unwritten}")
     if new_sums is not None:
-        _write_sums(new_sums, {file: row["sha256"] for file, row in zip(files, rows, strict=True)})
+        _write_sums(new_sums, {Path(row["path"]): row["sha256"] for row in rows})
 
 
 def _result(file: Path, digest: str | None, title: str, *, hashed: bool) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _read_sums(sums: Path) -> dict[Path, str]:
 def _write_sums(sums: Path, digests: Mapping[Path, str]) -> None:
     """Write what sha256sum would write in the folder of ``sums``."""
     lines: Iterable[bytes] = (
-        _line(os.fsencode(os.path.relpath(file, sums.parent.resolve())), digest)
+        _line(os.fsencode(os.path.relpath(file, sums.parent)), digest)
         for file, digest in digests.items()
     )
     with atomic_write(sums) as unfinished:

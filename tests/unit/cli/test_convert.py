@@ -1,6 +1,7 @@
 """The command ``convert``: formats, dtypes and shards, streamed and atomic."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -275,6 +276,19 @@ def test_overwriting(tmp_path: Path) -> None:
     assert run(source, *options[:2], "--overwrite").exit_code == 0
     assert not (out / "model.safetensors.index.json").exists()
     assert_same(read(out / "model.safetensors"), state())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+def test_a_device_is_not_removed(tmp_path: Path) -> None:
+    """Shards beside a FIFO or a device of the name of the output leave it alone."""
+    source = write(state(), tmp_path / "a.pt")
+    os.mkfifo(tmp_path / "b.pt")
+    options = ("-o", tmp_path / "b.pt", "--max-shard-size", "1KB", "--overwrite")
+
+    assert run(source, *options).exit_code == 0
+    assert (tmp_path / "b.pt").is_fifo()
+    assert run(source, "-o", "/dev/null", "--overwrite").exit_code == 0
+    assert Path("/dev/null").is_char_device()
 
 
 def test_a_killed_run_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:

@@ -242,6 +242,12 @@ def test_a_file_is_tested_once(folder: Path) -> None:
     (unfinished / "last.pt").write_bytes(b"PK\x03\x04")
 
     assert len(run("run", "run/last.pt").stdout.splitlines()) == 6
+    (folder / "last.pt").rename(folder.parent / "blob")
+    (folder / "link.pt").unlink()
+    (folder / "last.pt").symlink_to("../blob")
+    run("run/last.pt", "--write-sha256sums", "run/SHA256SUMS")
+    assert (folder / "SHA256SUMS").read_text().endswith("  last.pt\n")
+    assert run("--sha256sums", "run/SHA256SUMS").exit_code == 0
 
 
 def test_an_export_archive(tmp_path: Path) -> None:
