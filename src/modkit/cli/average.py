@@ -105,13 +105,8 @@ def average(
         with ui.progress("averaging", 1.0) as bar:
             tensors = average_checkpoints(checkpoints, weights, key=key, dtype=wanted, progress=bar)
     else:
-        single = len(checkpoints) == 1 and checkpoints[0].is_dir()
-        with ui.progress("reconstructing"):
-            found = posthoc.reconstruct(checkpoints[0] if single else checkpoints, ema_sigma, step)
-        averages = {name: each.to(wanted or each.dtype) for name, each in found.averages.items()}
-        tensors = {**averages, **found.buffers}
-        facts |= {"sigma_rel": ema_sigma, "step": found.step, "snapshots": len(found.snapshots)}
-        facts["fit_error"] = found.fit.error
+        tensors, fit = _reconstructed(checkpoints, ema_sigma, step, wanted)
+        facts |= fit
     names = [name for name in tensors if name.startswith(prefix)]
     chosen = {name.removeprefix(prefix): tensors[name].contiguous() for name in names}
     if not chosen:
@@ -128,6 +123,18 @@ def average(
         )
     average_of = f"the average of {len(checkpoints)}, {facts['tensors']} tensors"
     ui.console().print(f"{ui.cell(output)}: {average_of}", soft_wrap=True)
+
+
+def _reconstructed(
+    checkpoints: Sequence[Path], sigma_rel: float, step: int | None, dtype: torch.dtype | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the average of a width from snapshots or their directory, and facts of the fit."""
+    is_folder = len(checkpoints) == 1 and checkpoints[0].is_dir()
+    with ui.progress("reconstructing"):
+        found = posthoc.reconstruct(checkpoints[0] if is_folder else checkpoints, sigma_rel, step)
+    averages = {name: each.to(dtype or each.dtype) for name, each in found.averages.items()}
+    facts = {"sigma_rel": sigma_rel, "step": found.step, "snapshots": len(found.snapshots)}
+    return {**averages, **found.buffers}, {**facts, "fit_error": found.fit.error}
 
 
 def _show_match(checkpoints: Sequence[Path], key: str | None, *, as_json: bool) -> None:

@@ -90,9 +90,17 @@ def convert(
     if count > 1:
         # Without its index, what is left of an older checkpoint does not look complete.
         index.unlink(missing_ok=True)
-    with ui.progress(f"converting {sources[0].name}", 1.0) as bar:
-        for file, shard in zip(files, shards, strict=True):
-            _write(file, shard, source, bar)
+    written: list[Path] = []
+    try:
+        with ui.progress(f"converting {sources[0].name}", 1.0) as bar:
+            for file, shard in zip(files, shards, strict=True):
+                _write(file, shard, source, bar)
+                written.append(file)
+    except BaseException:
+        # Shards without an index are of no use, and may fill the disk.
+        for file in written:
+            file.unlink()
+        raise
     weight_map = {
         name: file.name for file, each in zip(files, shards, strict=True) for name in each
     }

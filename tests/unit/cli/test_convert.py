@@ -168,11 +168,13 @@ def test_dtype_and_key(tmp_path: Path, suffix: str) -> None:
 @both_formats
 def test_a_value_that_is_too_large_for_the_dtype(tmp_path: Path, suffix: str) -> None:
     """It would become infinite, so nothing is written."""
-    source = write({"w": torch.tensor([1.0, 70_000.0])}, tmp_path / "a.pt")
-    found = run(source, "-o", tmp_path / f"b.{suffix}", "--dtype", "float16")
+    source = write({"a": torch.ones(2), "w": torch.tensor([1.0, 70_000.0])}, tmp_path / "a.pt")
+    for size in ("1GB", "4B"):
+        options = ("--dtype", "float16", "--max-shard-size", size)
+        found = run(source, "-o", tmp_path / f"b.{suffix}", *options)
 
-    assert (found.exit_code, "too large for torch.float16" in found.stderr) == (1, True)
-    assert listing(tmp_path) == ["a.pt"]
+        assert (found.exit_code, "too large for torch.float16" in found.stderr) == (1, True)
+        assert listing(tmp_path) == ["a.pt"]
 
 
 def test_tied_tensors(tmp_path: Path) -> None:
