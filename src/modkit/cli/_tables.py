@@ -43,8 +43,9 @@ Exit status:
   130  interrupted with Ctrl-C
 
 \b
-Shell completion (bash; for others replace bash by zsh or fish):
-  eval "$(_MODKIT_COMPLETE=bash_source modkit)"
+Shell completion:
+  eval "$(_MODKIT_COMPLETE=bash_source modkit)"   # or zsh_source
+  _MODKIT_COMPLETE=fish_source modkit | source    # fish
 """
 
 

@@ -115,7 +115,8 @@ def convert(
         facts = {"output": str(output), "files": [*map(str, files)], "tensors": len(weight_map)}
         ui.print_json(facts)
     else:
-        ui.say(f"{index if count > 1 else output}: {len(weight_map)} tensors in {count} file(s)")
+        split = f" in {count} files" if count > 1 else ""
+        ui.say(f"{index if split else output}: {len(weight_map)} tensors{split}")
 
 
 class _Source:

@@ -91,7 +91,7 @@ def test_each_format_becomes_each_other(tmp_path: Path, old: str, new: str) -> N
     found = run(source, "-o", tmp_path / f"new.{new}")
 
     assert (found.exit_code, found.stderr) == (0, "")
-    assert found.stdout == f"{tmp_path}/new.{new}: 6 tensors in 1 file(s)\n"
+    assert found.stdout == f"{tmp_path}/new.{new}: 6 tensors\n"
     assert_same(read(tmp_path / f"new.{new}"), state())
     verify(tmp_path / f"new.{new}")
     if new != "safetensors":
