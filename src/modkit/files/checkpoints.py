@@ -13,7 +13,6 @@ import pickle
 import re
 import sys
 import threading
-import zlib
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -38,7 +37,7 @@ from modkit.files.kinds import archive_of
 from modkit.files.operating_system import PATH_TYPES, AnyPath, path_of
 from modkit.files.pickle_limits import collector_paused, pickle_problem
 from modkit.files.plain_unpickler import PlainUnpickler, is_for_plain_unpickler, is_plain
-from modkit.files.zip_archive import Archive, open_regular, open_source, read_some
+from modkit.files.zip_archive import Archive, crc32, open_regular, open_source, read_some
 
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -206,7 +205,7 @@ class Checksums:
         if not self._known or not size or address in self._intact:
             return
         # torch does not tell which member a storage was.
-        if (size, zlib.crc32(_view(storage))) not in self._known:
+        if (size, crc32(_view(storage))) not in self._known:
             raise self._archive.corrupt(f"the content of {name!r} does not match its checksum")
         self._intact.add(address)
 

@@ -8,9 +8,10 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
@@ -18,6 +19,14 @@ from typing import IO, Any, Final, NamedTuple
 from modkit.errors import FileError
 from modkit.files.operating_system import PATH_TYPES, AnyPath, read_at, read_into_at
 
+
+try:
+    # The same values at several times the speed, if the package is installed.
+    _zlib: Any = import_module("zlib_ng.zlib_ng")
+except ImportError:
+    _zlib = zlib
+# The checksum of zip files: of bytes, after those of which the checksum is given.
+crc32: Final[Callable[..., int]] = _zlib.crc32
 
 _CHUNK: Final = 1 << 18  # stays in the processor's cache between reading and checking
 # Pickles and code are read into memory; a member that claims to be larger is refused.
@@ -231,7 +240,7 @@ class Archive:
                 raise self.corrupt(f"{member.name!r} cannot be decompressed: {error}") from error
             if unpacker.unconsumed_tail or unpacker.unused_data:
                 raise self.corrupt(f"{member.name!r} has another size than stated")
-        self._check(member, zlib.crc32(content), len(content))
+        self._check(member, crc32(content), len(content))
         return content
 
     def _content(self, member: Member) -> bytes:
@@ -268,7 +277,7 @@ class Archive:
                 count = len(piece)
             if not count:
                 raise self.corrupt(f"{name!r} is cut off")
-            crc, done = zlib.crc32(piece[:count], crc), done + count
+            crc, done = crc32(piece[:count], crc), done + count
         self._check(member, crc, done)
 
     def _check(self, member: Member, crc: int, size: int) -> None:
