@@ -26,6 +26,9 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
 - ``module_globals`` holds the tables of global hooks, looked up at each use, because torch and its
   tests rebind some of the names.
 - ``modes_are_active``, ``tensors_are_fake``: torch has no public function for active modes.
+- ``restore_of``: the rules of ``map_location``.
+- ``is_meta``, ``shares_all_storages``: what ``torch.load`` does with tensors without memory differs between
+  releases.
 - ``recurrent_kernels``, ``has_torch_function``, ``cudnn_is_enabled``: what ``torch.nn.functional`` and
   recurrent layers call; ``fast_inference`` calls them itself.
 - ``_weights_only_unpickler``, ``_load``: the list of names that torch reads belongs to the process, so
@@ -56,6 +59,7 @@ from torch.nn.modules.module import (
     _IncompatibleKeys as IncompatibleKeys,
 )
 from torch.overrides import has_torch_function_variadic as has_torch_function
+from torch.torch_version import TorchVersion
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as foreach_devices
 from torch.utils.hooks import RemovableHandle
 
@@ -279,6 +283,22 @@ def load_with_names(
     private: Any = torch.serialization
     with private._open_zipfile_reader(file) as reader:
         return private._load(reader, map_location, module, overall_storage=whole, encoding="utf-8")
+
+
+# Before, ``torch.load`` allocates again what has no address: tied tensors without memory or elements.
+shares_all_storages = TorchVersion(torch.__version__) >= "2.14"
+
+
+# Makes a function of a storage, and the location that it was saved from, for a ``map_location``.
+restore_of: Callable[[Any], Callable[[Any, str], Any]] = cast(
+    "Any", torch.serialization
+)._get_restore_location
+
+
+def is_meta(map_location: Any) -> bool:
+    """Return True if ``torch.load`` reads no content of tensors, as newer releases do for ``"meta"``."""
+    rule = getattr(torch.serialization, "_is_meta_location", None)
+    return bool(rule and rule(map_location))
 
 
 def modes_are_active() -> bool:

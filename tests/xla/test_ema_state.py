@@ -178,12 +178,12 @@ def test_files(map_location: str | None, tmp_path: Path, device: torch.device) -
 def test_reading_a_file_to_the_device_is_refused_by_torch(
     tmp_path: Path, device: torch.device
 ) -> None:
-    """torch_xla registers no place for storages, so the error of torch is the cause of modkit's."""
+    """torch_xla registers no place for storages, so modkit raises the error of torch."""
     modkit.save_checkpoint({"net": network("cpu").state_dict()}, tmp_path / "cpu.pt")
-    with pytest.raises(RuntimeError, match="don't know how to restore data location"):
-        torch.load(tmp_path / "cpu.pt", map_location=device)
-    with pytest.raises(modkit.errors.FileError, match="don't know how to restore data location"):
-        modkit.load_checkpoint(tmp_path / "cpu.pt", map_location=device)
+    for load in (torch.load, modkit.load_checkpoint):
+        with pytest.raises(RuntimeError, match="don't know how to restore data location") as caught:
+            load(tmp_path / "cpu.pt", map_location=device)
+        assert type(caught.value) is RuntimeError
 
 
 def test_a_schedule_of_a_loaded_state(device: torch.device) -> None:

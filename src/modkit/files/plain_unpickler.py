@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from modkit._upstream import shares_all_storages
 from modkit.files.pickle_limits import storage_dtype
 from modkit.files.zip_archive import Archive
 
@@ -58,10 +59,10 @@ class PlainUnpickler(pickle.Unpickler):
     memo: Any
 
     def __init__(
-        self, archive: Archive, allocate: Callable[[str], torch.UntypedStorage], any_location: bool
+        self, archive: Archive, allocate: Callable[[str, str], torch.UntypedStorage]
     ) -> None:
         super().__init__(io.BytesIO(archive.read("data.pkl")))
-        self._archive, self._allocate, self._any_location = archive, allocate, any_location
+        self._archive, self._allocate = archive, allocate
         self._storages: dict[str, _Storage] = {}
         self.used: set[str] = {"data.pkl"}
 
@@ -75,7 +76,8 @@ class PlainUnpickler(pickle.Unpickler):
         if type(pid) is not tuple or tuple(map(type, pid)) != _PID_TYPES:
             raise pickle.UnpicklingError
         tag, kind, key, location, numel = pid
-        if tag != "storage" or (location != "cpu" and not self._any_location):
+        # torch quotes the location in errors.
+        if tag != "storage" or not location.isprintable() or len(location) > 99:
             raise pickle.UnpicklingError
         if found := self._storages.get(key):
             if found.dtype is not kind.dtype or found.numel != numel:
@@ -83,13 +85,14 @@ class PlainUnpickler(pickle.Unpickler):
             return found
         name, stated = f"data/{key}", numel * kind.dtype.itemsize
         member = self._archive.members.get(name)
+        if name in self.used and member is not None and member.size != stated:
+            raise pickle.UnpicklingError
         if member is None or member.size != stated:
             size = member.size if member else "no"
             raise self._archive.corrupt(f"{name!r} has {size} bytes, {stated} in the pickle")
-        found = _Storage(self._allocate(name), kind.dtype, numel)
+        found = _Storage(self._allocate(name, location), kind.dtype, numel)
         self.used.add(name)
-        # torch makes a new storage each time for those without memory.
-        if numel:
+        if shares_all_storages or found.storage.data_ptr():
             self._storages[key] = found
         return found
 
@@ -109,9 +112,11 @@ class PlainUnpickler(pickle.Unpickler):
             if type(length) is not int or type(step) is not int or length < 0 or step < 0:
                 raise pickle.UnpicklingError
             last += (length - 1) * step
-        if 0 not in size and (last + 1) * dtype.itemsize > stored.storage.nbytes():
+        if 0 not in size and (last + 1) * dtype.itemsize > stored.numel * stored.dtype.itemsize:
             raise self._archive.corrupt("a tensor extends beyond the end of its storage")
-        tensor = torch.empty(0, dtype=dtype).set_(stored.storage, offset, size, stride)
+        tensor = torch.empty(0, dtype=dtype, device=stored.storage.device).set_(
+            stored.storage, offset, size, stride
+        )
         tensor.requires_grad = requires_grad
         tensor._backward_hooks = hooks
         return tensor

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple, TypeAlias
 
 from modkit.errors import FileError
 from modkit.files.operating_system import PATH_TYPES, AnyPath, read_at, read_into_at
@@ -48,6 +48,12 @@ _STORED: Final = 0
 _DEFLATED: Final = 8
 _FOLDER: Final = 0x10  # MS-DOS attribute
 _UNREADABLE: Final = 0x1 | 0x20 | 0x40 | 0x2000  # encrypted, patched, strongly encrypted, masked
+
+
+# Memory for the content of a member: None to drop it, or what makes, for a size, memory for a piece
+# and a function that takes the place of the piece in the content, and its length.
+Copier: TypeAlias = Callable[[int], tuple[memoryview, Callable[[int, int], object]]]
+Target: TypeAlias = memoryview | Copier | None
 
 
 class Member(NamedTuple):
@@ -258,18 +264,26 @@ class Archive:
         member = self.members[name]
         return member.size > _SMALL and member.method == _STORED
 
-    def read_all(self, targets: Mapping[str, memoryview | None]) -> None:
-        """Verify large members in threads, and copy each into its memory, unless that is None."""
+    def read_all(self, targets: Mapping[str, Target]) -> None:
+        """Verify large members in threads, and copy each into its memory."""
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(self._read_into, targets, targets.values()))
+            list(pool.map(self.read_into, targets, targets.values()))
 
-    def _read_into(self, name: str, target: memoryview | None) -> None:
+    def read_into(self, name: str, target: Target) -> None:
+        """Verify a large member, and copy it into its memory, unless that is None."""
         member = self.members[name]
         start, crc, done = self.start_of(member), 0, 0
-        scratch = memoryview(bytearray(_CHUNK if target is None else 0))
+        copy = None
+        if target is None:
+            memory = memoryview(bytearray(_CHUNK))
+        elif isinstance(target, memoryview):
+            memory = target
+        else:
+            memory, copy = target(_CHUNK)
+
         while done < member.size:
-            rest = scratch if target is None else target[done:]
-            piece = rest[: min(_CHUNK, member.size - done)]
+            at = done if memory is target else 0
+            piece = memory[at : at + min(_CHUNK, member.size - done)]
             if isinstance(self._source, int):
                 count = read_into_at(self._source, piece, start + done)
             else:
@@ -277,7 +291,10 @@ class Archive:
                 count = len(piece)
             if not count:
                 raise self.corrupt(f"{name!r} is cut off")
-            crc, done = crc32(piece[:count], crc), done + count
+            crc = crc32(piece[:count], crc)
+            if copy is not None:
+                copy(done, count)
+            done += count
         self._check(member, crc, done)
 
     def _check(self, member: Member, crc: int, size: int) -> None:

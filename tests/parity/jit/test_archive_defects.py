@@ -2,11 +2,13 @@ import errno
 import io
 import os
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
+import modkit
 from tests.parity.jit.networks import build, inputs, make_net
 from tests.processes import python
 
@@ -43,6 +45,25 @@ def test_a_member_that_is_marked_as_a_folder_is_not_loaded(impl):
 
     with pytest.raises(RuntimeError, match="is marked as a folder"):
         impl.jit.load(io.BytesIO(bytes(corrupt)))
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.serialization, "_is_meta_location"), reason="torch reads what goes to meta"
+)
+def test_meta_tensors_know_their_place_in_a_rewritten_file(impl, tmp_path):
+    """The offset of a storage without memory is that of its content, also after another program."""
+    state, path = {"a": torch.arange(4.0), "b": torch.arange(900.0)}, tmp_path / "state.pt"
+    torch.save(state, path)
+    rewritten = tmp_path / "rewritten.pt"
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(rewritten, "w") as target:
+        for member in source.infolist():
+            target.writestr(member.filename, source.read(member))
+    load = {"torch": torch.load, "modkit": modkit.load_checkpoint}[impl.name]
+
+    for name, tensor in load(rewritten, map_location="meta").items():
+        content = state[name].numpy().tobytes()
+        start = tensor.untyped_storage()._checkpoint_offset
+        assert rewritten.read_bytes()[start : start + len(content)] == content
 
 
 def test_a_file_that_was_just_written_is_read(impl):

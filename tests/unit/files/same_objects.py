@@ -24,15 +24,16 @@ class Different(AssertionError):
     """Two objects are not the same; the message begins with the path to them."""
 
 
-def assert_same(found: Any, expected: Any, *, values: bool = True) -> None:
+def assert_same(found: Any, expected: Any, *, values: bool = True, places: bool = True) -> None:
     """Raise unless both readers have made the same objects, tied and shared in the same places.
 
     Args:
         found: What one reader has returned.
         expected: What the other one has returned.
         values: Whether to compare the bytes of storages, which those of skipped files do not have.
+        places: Whether to compare where storages without memory are in the file.
     """
-    Comparison(values).compare("", found, expected)
+    Comparison(values, places).compare("", found, expected)
 
 
 def difference(found: Any, expected: Any, *, values: bool = True) -> str:
@@ -55,8 +56,9 @@ def outcome(reader: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any
 class Comparison:
     """Walks two objects at once, and remembers which object and storage stands for which."""
 
-    def __init__(self, values: bool) -> None:
+    def __init__(self, values: bool, places: bool) -> None:
         self._values = values
+        self._stored = ("_checkpoint_offset", "_fake_device") if places else ("_fake_device",)
         self._partners: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
         self._storages: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
         # An id is only an id while its object lives.
@@ -128,7 +130,7 @@ class Comparison:
         for name in ("nbytes", "is_pinned", "is_shared"):
             equal(path, f"storage {name}", getattr(a, name)(), getattr(b, name)())
         equal(path, "storage device", a.device, b.device)
-        for name in ("_checkpoint_offset", "_fake_device"):
+        for name in self._stored:
             equal(path, name, getattr(a, name, None), getattr(b, name, None))
         if self._values and a.device.type == "cpu" and b.device.type == "cpu":
             equal(path, "storage bytes", content(a), content(b))

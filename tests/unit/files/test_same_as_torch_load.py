@@ -28,6 +28,10 @@ FILES = [*CONTENTS, *WAYS]
 REFUSED = {"legacy", "no checksums"}
 # Torch reverses bytes of storages without memory, and the process dies.
 CRASHES = {"big endian"}
+# Files whose tensors were on a device that is not there.
+ELSEWHERE = {"cuda", "unknown location"}
+# torch computes where storages without memory are in a file, which is wrong in files that were rewritten.
+REWRITTEN = {"alignment 1", "no descriptors", "reversed"}
 # Classes that the user must allow-list before torch reads these.
 PERMISSIONS = {
     "subclasses": [Marked],
@@ -56,6 +60,11 @@ def assert_as_torch(path: Path, name: str = "", *, within=contextlib.nullcontext
             expected, refused = outcome(torch.load, path, weights_only=True, **options)
         if refused is None and name not in REFUSED:
             found = load_checkpoint(path, **options)
+        elif name in ELSEWHERE and options.get("map_location") is not None:
+            # The caller chooses the device, so the error is torch's own.
+            error = outcome(load_checkpoint, path, **options)[1]
+            assert (type(error), str(error)) == (type(refused), str(refused))
+            return
         else:
             with pytest.raises(FileError, match=r"file\.pt ") as caught:
                 load_checkpoint(path, **options)
@@ -63,7 +72,9 @@ def assert_as_torch(path: Path, name: str = "", *, within=contextlib.nullcontext
             assert str(caught.value).isprintable()
             return
     with quiet():
-        assert_same(found, expected, values=within != torch.serialization.skip_data)
+        places = name not in REWRITTEN or options.get("map_location") != "meta"
+        values = within != torch.serialization.skip_data
+        assert_same(found, expected, values=values, places=places)
 
 
 @for_each("name", FILES)
