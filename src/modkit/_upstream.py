@@ -26,6 +26,7 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
 - ``module_globals`` holds the tables of global hooks, looked up at each use, because torch and its
   tests rebind some of the names.
 - ``modes_are_active``, ``tensors_are_fake``: torch has no public function for active modes.
+- ``package_writer``: a ``torch.package`` is the form in which torch takes TorchScript with storages in memory.
 - ``restore_of``: the rules of ``map_location``.
 - ``is_meta``, ``shares_all_storages``: what ``torch.load`` does with tensors without memory differs between
   releases.
@@ -288,6 +289,9 @@ def load_with_names(
 # Before, ``torch.load`` allocates again what has no address: tied tensors without memory or elements.
 shares_all_storages = TorchVersion(torch.__version__) >= "2.14"
 
+
+# Writes the zip files that torch reads.
+package_writer = cast("Any", torch._C).PyTorchFileWriter
 
 # Makes a function of a storage, and the location that it was saved from, for a ``map_location``.
 restore_of: Callable[[Any], Callable[[Any, str], Any]] = cast(

@@ -560,8 +560,8 @@ _IN_JIT: Final = [
     Bug(
         "load: the digest is not compared",
         "jit/_save_and_load.py",
-        "with verified_archive(f, sha256) as",
-        "with verified_archive(f, None) as",
+        "with verified_archive(f, sha256, in_parts",
+        "with verified_archive(f, None, in_parts",
         "tests/unit/jit/test_load.py",
     ),
     Bug(

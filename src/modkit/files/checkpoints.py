@@ -4,10 +4,8 @@ A fast path reads plain state dicts, with an allow-list of names, and verifies m
 files are verified, then read by ``torch.load(weights_only=True)``. Neither executes code from the file.
 """
 
-import ctypes
 import errno
 import io
-import mmap as memory_map
 import os
 import pickle
 import re
@@ -15,9 +13,8 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import IO, Any, Final
 
 import torch
 from torch import Tensor
@@ -29,7 +26,6 @@ from modkit._upstream import (
     is_meta,
     load_with_names,
     modes_are_active,
-    restore_of,
     tensors_are_fake,
 )
 from modkit.errors import FileError
@@ -40,14 +36,8 @@ from modkit.files.kinds import archive_of
 from modkit.files.operating_system import PATH_TYPES, AnyPath, path_of
 from modkit.files.pickle_limits import collector_paused, pickle_problem
 from modkit.files.plain_unpickler import PlainUnpickler, is_for_plain_unpickler, is_plain
-from modkit.files.zip_archive import (
-    Archive,
-    Target,
-    crc32,
-    open_regular,
-    open_source,
-    read_some,
-)
+from modkit.files.storages import Storages, memory_of
+from modkit.files.zip_archive import Archive, crc32, open_regular, open_source, read_some
 
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -59,10 +49,6 @@ _NOT_REPLACED: Final = {errno.EACCES, errno.EBUSY, errno.EPERM, errno.EROFS}
 _IN_PLACE: Final = (
     "The file is writable: save_checkpoint(..., atomic=False) writes into it, not atomically."
 )
-_CPU: Final = torch.device("cpu")
-_PINNED: Final = {"cuda", "xpu"}  # other devices may not support pinned memory
-# Types of map_location that are not called.
-_LOCATIONS: Final = (type(None), dict, str, bytes, torch.device)
 
 
 class UnsafeFileError(FileError):
@@ -229,7 +215,7 @@ class Checksums:
         if not self._known or not size or address in self._intact:
             return
         # torch does not tell which member a storage was.
-        if (size, crc32(_view(storage))) not in self._known:
+        if (size, crc32(memory_of(storage))) not in self._known:
             raise self._archive.corrupt(f"the content of {name!r} does not match its checksum")
         self._intact.add(address)
 
@@ -290,75 +276,6 @@ def _left_to_torch(archive: Archive, source: int | bytes, map_location: Any, *, 
         raise FileError(f"{what}: {reason}") from error
 
 
-class _Storages:
-    """Allocates the storages of an archive where ``torch.load`` has them with a ``map_location``."""
-
-    def __init__(self, archive: Archive, map_location: Any, mapped: int | None) -> None:
-        self._archive = archive
-        self._mapping = None
-        if mapped is not None:
-            self._mapping = memory_map.mmap(mapped, 0, access=memory_map.ACCESS_COPY)
-        self._restore = restore_of(map_location)
-        self.maps_by_function = not isinstance(map_location, _LOCATIONS)
-        self._devices: dict[str, torch.device | None] = {}
-        # Memory of the members that threads read and verify after the pickle.
-        self.unread: dict[str, Target] = {}
-        self.error: Exception | None = None
-
-    def on_meta(self, name: str, location: str) -> torch.UntypedStorage:
-        """Return a storage without memory, which knows its place in the file."""
-        member = self._archive.members[name]
-        storage = torch.UntypedStorage(member.size, device="meta")
-        cast("Any", storage)._checkpoint_offset = self._archive.start_of(member)
-        return storage
-
-    def allocate(self, name: str, location: str) -> torch.UntypedStorage:
-        """Return the storage that was saved from a location; content may follow in ``unread``."""
-        member = self._archive.members[name]
-        device = None if self.maps_by_function else self._device_of(location)
-
-        if self._mapping is not None and member.size:
-            start = self._archive.start_of(member)
-            if start % 16:
-                raise pickle.UnpicklingError
-            data = memoryview(self._mapping)[start : start + member.size]
-            storage = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
-        elif not self._archive.is_large(name):
-            storage = torch.UntypedStorage(member.size)
-            _view(storage)[:] = self._archive.read(name)
-        elif device is None:
-            storage = torch.UntypedStorage(member.size)
-            self._archive.read_into(name, _view(storage))
-        else:
-            storage = torch.UntypedStorage(member.size, device=device)
-            self.unread[name] = _view(storage) if device == _CPU else partial(_staging, storage)
-            return storage
-
-        return storage if device == _CPU else self._restored(storage, location)
-
-    def _device_of(self, location: str) -> torch.device | None:
-        """Return the device of what was saved from a location; None if it needs another function."""
-        if location not in self._devices:
-            empty = torch.UntypedStorage(0)
-            found = self._restored(empty, location)
-            accelerator = torch.accelerator.current_accelerator()
-            # torch.serialization.register_package() can register other functions than torch's.
-            known = found is empty or (accelerator and found.device.type == accelerator.type)
-            self._devices[location] = found.device if known else None
-        return self._devices[location]
-
-    def _restored(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-        """Return the storage that ``torch.load`` makes of one that was saved from a location."""
-        try:
-            found = self._restore(storage, location)
-        except Exception as error:
-            self.error = error
-            raise
-        if not isinstance(found, torch.UntypedStorage):
-            raise pickle.UnpicklingError
-        return found
-
-
 def _read_plain(archive: Archive, mapped: int | None, map_location: Any) -> Any:
     """Return the content of a plain state dict, or None to let torch read the file.
 
@@ -366,7 +283,7 @@ def _read_plain(archive: Archive, mapped: int | None, map_location: Any) -> Any:
     """
     if modes_are_active() or not is_for_plain_unpickler(archive):
         return None
-    storages = _Storages(archive, map_location, mapped)
+    storages = Storages(archive, map_location, mapped)
     try:
         if storages.maps_by_function:
             # The function is called once for each storage: not here and then again by torch.
@@ -401,27 +318,6 @@ def _unpickled(
     if not is_plain(found, set()):
         raise pickle.UnpicklingError
     return found, unpickler.used
-
-
-def _staging(
-    storage: torch.UntypedStorage, size: int
-) -> tuple[memoryview, Callable[[int, int], object]]:
-    """Return host memory, and a function that copies from it to a place in a storage of a device."""
-    # Memory that the device has freed may be in use until its stream gets there.
-    torch.accelerator.synchronize(storage.device)
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=storage.device.type in _PINNED)
-    device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-    def copy(start: int, count: int) -> object:
-        return device[start : start + count].copy_(host[:count])
-
-    return _view(host.untyped_storage()), copy
-
-
-def _view(storage: torch.UntypedStorage) -> memoryview:
-    if not (size := storage.nbytes()):
-        return memoryview(bytearray())
-    return memoryview((ctypes.c_char * size).from_address(storage.data_ptr())).cast("B")
 
 
 publish("modkit", load_checkpoint, save_checkpoint)

@@ -11,10 +11,20 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
+import torch
+
 from modkit.errors import shown
 from modkit.files.atomic_write import atomic_write
+from modkit.files.torchscript_files import Parts, VerifiedArchive
 from modkit.jit._from_torch import make_parameters
-from modkit.jit._upstream import CompilationUnit, import_module, import_module_from_buffer
+from modkit.jit._upstream import (
+    CompilationUnit,
+    import_module,
+    import_module_from_buffer,
+    import_module_from_package,
+    package_reader,
+    storage_context,
+)
 
 
 RECORD: Final = "modkit.json"
@@ -59,20 +69,36 @@ def save_compiled(compiled: Any, target: Any, files: ExtraFiles) -> None:
 
 
 def read(
-    source: str | bytes, map_location: Any, files: Iterable[str], restore_shapes: bool
+    archive: VerifiedArchive, map_location: Any, files: Iterable[str], restore_shapes: bool
 ) -> tuple[Any, dict[str, bytes]]:
-    """Return the C++ module in an archive, a path or bytes, and the contents of extra files."""
+    """Return the C++ module in an archive, and the contents of extra files."""
     if import_module is None:
         raise RuntimeError("this release of torch reads no TorchScript")
+    source, present, parts = archive
     found: dict[str, Any] = dict.fromkeys((*files, RECORD), "")
     load = import_module_from_buffer if isinstance(source, bytes) else import_module
     try:
+        if parts is not None:
+            extra = {
+                name: parts.read(f"extra/{name}") if name in (present or ()) else b""
+                for name in found
+            }
+            return _of_parts(parts, map_location), extra
         cpp = load(CompilationUnit(), source, map_location, found, restore_shapes)
     except UnicodeDecodeError as error:
         # The message of C++ contains bytes of the file.
         text = bytes(error.object).decode("utf-8", "replace")
         raise RuntimeError(shown(f"torch cannot load the archive: {text}")) from error
     return cpp, found
+
+
+def _of_parts(parts: Parts, map_location: Any) -> Any:
+    """Return the C++ module of content that has been read, with the tensors in their memory."""
+    context = storage_context()
+    for key, storage in parts.storages.items():
+        context.add_storage(key, torch.empty(0, dtype=torch.uint8).set_(storage))
+    reader = package_reader(parts.package)
+    return import_module_from_package(CompilationUnit(), reader, context, map_location, "0")
 
 
 def finish(module: Any, note: bytes | str) -> Any:

@@ -94,10 +94,12 @@ def load(
         raise TypeError(f"jit.load(): _extra_files must be a dict of names, got {kind}")
     wanted = tuple(_extra_files or ())
 
-    with verified_archive(f, sha256) as archive:
+    # Torch's reader of archives restores shapes, and refuses names that are not strings.
+    in_parts = not _restore_shapes and all(type(name) is str for name in wanted)
+    with verified_archive(f, sha256, in_parts=in_parts) as archive:
         if archive.extra_files is not None:
             _check_extra_files(wanted, archive.extra_files, strict=strict_extra_files)
-        cpp, files = _archives.read(archive.source, device, wanted, _restore_shapes)
+        cpp, files = _archives.read(archive, device, wanted, _restore_shapes)
     if archive.extra_files is None:
         present = [name for name in wanted if files[name]]
         _check_extra_files(wanted, present, strict=strict_extra_files)

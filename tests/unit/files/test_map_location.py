@@ -10,7 +10,7 @@ import torch
 import modkit
 from modkit._upstream import shares_all_storages
 from modkit.errors import FileError
-from modkit.files import checkpoints
+from modkit.files import checkpoints, storages
 from modkit.files.zip_archive import Archive
 from tests.cases import for_each
 from tests.unit.files.checkpoint_zoo import file_of, file_written
@@ -147,7 +147,7 @@ def test_errors_of_the_file(tmp_path):
 
 
 def test_locations_that_are_not_printable(tmp_path):
-    """What a file names as a place moves no cursor."""
+    """Control characters in a location that a file names are escaped."""
     path = tmp_path / "file.pt"
     torch.save({"w": torch.ones(3)}, path)
     members = unpacked(path.read_bytes())
@@ -279,7 +279,7 @@ def test_memory_of_devices_is_filled_in_pieces(path, monkeypatch):
     with path.open("rb") as file:
         archive = Archive(file.fileno(), "file.pt")
         name = next(name for name, member in archive.members.items() if member.size == 800_000)
-        archive.read_into(name, lambda size: checkpoints._staging(storage, size))
+        archive.read_into(name, lambda size: storages._staging(storage, size))
 
     assert torch.equal(torch.empty(0).set_(storage)[1:], tensor)
 

@@ -1,0 +1,110 @@
+"""The storages of tensors: allocated where they belong, and verified while they are read."""
+
+import ctypes
+import mmap as memory_map
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, cast
+
+import torch
+
+from modkit._upstream import restore_of
+from modkit.files.zip_archive import Archive, Target
+
+
+_CPU: Final = torch.device("cpu")
+_PINNED: Final = {"cuda", "xpu"}  # other devices may not support pinned memory
+# Types of map_location that are not called.
+_LOCATIONS: Final = (type(None), dict, str, bytes, torch.device)
+
+
+class Storages:
+    """Allocates the storages of an archive where ``torch.load`` has them with a ``map_location``."""
+
+    def __init__(self, archive: Archive, map_location: Any, mapped: int | None) -> None:
+        self._archive = archive
+        self._mapping = None
+        if mapped is not None:
+            self._mapping = memory_map.mmap(mapped, 0, access=memory_map.ACCESS_COPY)
+        self._restore = restore_of(map_location)
+        self.maps_by_function = not isinstance(map_location, _LOCATIONS)
+        self._devices: dict[str, torch.device | None] = {}
+        # Memory of the members that threads read and verify after the pickle.
+        self.unread: dict[str, Target] = {}
+        self.error: Exception | None = None
+
+    def on_meta(self, name: str, location: str) -> torch.UntypedStorage:
+        """Return a storage without memory, which knows its place in the file."""
+        member = self._archive.members[name]
+        storage = torch.UntypedStorage(member.size, device="meta")
+        cast("Any", storage)._checkpoint_offset = self._archive.start_of(member)
+        return storage
+
+    def allocate(self, name: str, location: str) -> torch.UntypedStorage:
+        """Return the storage that was saved from a location; content may follow in ``unread``."""
+        member = self._archive.members[name]
+        device = None if self.maps_by_function else self._device_of(location)
+
+        if self._mapping is not None and member.size:
+            start = self._archive.start_of(member)
+            if start % 16:
+                raise pickle.UnpicklingError
+            data = memoryview(self._mapping)[start : start + member.size]
+            storage = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
+        elif not self._archive.is_large(name):
+            storage = torch.UntypedStorage(member.size)
+            memory_of(storage)[:] = self._archive.read(name)
+        elif device is None:
+            storage = torch.UntypedStorage(member.size)
+            self._archive.read_into(name, memory_of(storage))
+        else:
+            storage = torch.UntypedStorage(member.size, device=device)
+            self.unread[name] = memory_of(storage) if device == _CPU else partial(_staging, storage)
+            return storage
+
+        return storage if device == _CPU else self._restored(storage, location)
+
+    def _device_of(self, location: str) -> torch.device | None:
+        """Return the device of what was saved from a location; None if it needs another function."""
+        if location not in self._devices:
+            empty = torch.UntypedStorage(0)
+            found = self._restored(empty, location)
+            accelerator = torch.accelerator.current_accelerator()
+            # torch.serialization.register_package() can register other functions than torch's.
+            known = found is empty or (accelerator and found.device.type == accelerator.type)
+            self._devices[location] = found.device if known else None
+        return self._devices[location]
+
+    def _restored(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        """Return the storage that ``torch.load`` makes of one that was saved from a location."""
+        try:
+            found = self._restore(storage, location)
+        except Exception as error:
+            self.error = error
+            raise
+        if not isinstance(found, torch.UntypedStorage):
+            raise pickle.UnpicklingError
+        return found
+
+
+def _staging(
+    storage: torch.UntypedStorage, size: int
+) -> tuple[memoryview, Callable[[int, int], object]]:
+    """Return host memory, and a function that copies from it to a place in a storage of a device."""
+    # Memory that the device has freed may be in use until its stream gets there.
+    torch.accelerator.synchronize(storage.device)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=storage.device.type in _PINNED)
+    device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+    def copy(start: int, count: int) -> object:
+        return device[start : start + count].copy_(host[:count])
+
+    return memory_of(host.untyped_storage()), copy
+
+
+def memory_of(storage: torch.UntypedStorage) -> memoryview:
+    """Return the bytes of a storage on the CPU."""
+    if not (size := storage.nbytes()):
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * size).from_address(storage.data_ptr())).cast("B")
