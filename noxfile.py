@@ -319,7 +319,7 @@ def bench(session: nox.Session) -> None:
 
     Without arguments, `peers` follows.
     """
-    install(session, extras="[cli]")
+    install(session, "bench", extras="[cli]")
     # Both files go to build/, which git ignores; a second `--json` replaces the first.
     files = ("--json", "build/bench.json", "--markdown", "build/bench.md")
     session.run("python", "-m", "benchmarks", "--check", *files, *session.posargs)
@@ -329,13 +329,9 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="virtualenv")
 def peers(session: nox.Session) -> None:
-    """Time the weight averages of modkit and of other libraries; `-- --json FILE` keeps the rows.
-
-    Then time the readers of checkpoints of modkit, torch and safetensors.
-    """
+    """Time the weight averages of modkit and of other libraries; `-- --json FILE` keeps the rows."""
     install(session, "peers")
     session.run("python", "-m", "benchmarks.averaging_peers", *session.posargs)
-    session.run("python", "-m", "benchmarks.checkpoint_peers")
 
 
 @nox.session(default=False)

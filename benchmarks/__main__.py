@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
 
-from benchmarks import growth as growing, report, rows as operations, workloads
+from benchmarks import files, growth as growing, report, rows as operations, workloads
 from benchmarks.measure import Found, measure, quiet
 
 
@@ -47,7 +47,7 @@ def main(
     The arms of a row run interleaved in this process, on one thread. Each round gives one ratio to
     torch; the tables show the median of the ratios and the middle half of them.
     """
-    every = [*operations.OPERATIONS, *workloads.rows(with_compile=not without_compile)]
+    every = [*operations.OPERATIONS, *files.ROWS, *workloads.rows(with_compile=not without_compile)]
     rows = [row for row in every if not only or any(word in row.name for word in only)]
     if not rows:
         names = "\n  ".join(row.name for row in every)

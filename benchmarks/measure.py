@@ -54,7 +54,7 @@ class Row:
         budget: The largest acceptable ratio; None is shown as a dash.
         arms: Makes what is timed: the base first, then the subject of the budget, then others.
         cold: The budget with evicted caches, None for a dash; False leaves that row out.
-        table: ``"operations"`` or ``"inference"``.
+        table: ``"operations"``, ``"files"`` or ``"inference"``.
         unit: What the arms return: ``"s"`` or ``"B"``.
     """
 

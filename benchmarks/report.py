@@ -14,9 +14,14 @@ from benchmarks.measure import Found
 # The columns of other arms in each table.
 ARMS: Final[dict[str, tuple[str, ...]]] = {
     "operations": ("limit",),
+    "files": ("zlib", "safetensors"),
     "inference": ("modkit", "TorchScript frozen", "torch.compile", "limit"),
 }
-HEADINGS: Final = {"operations": ("operation", "ratio"), "inference": ("model", "fast_inference")}
+HEADINGS: Final = {
+    "operations": ("operation", "ratio"),
+    "files": ("operation", "ratio"),
+    "inference": ("model", "fast_inference"),
+}
 
 
 def report(rows: list[Found], growth: list[Found]) -> dict[str, Any]:
@@ -70,7 +75,7 @@ def ratios(rows: list[Found], name: str) -> str:
         budget = "\N{EN DASH}" if row["budget"] is None else f"{row['budget']:.2f}"
         lines.append(
             [
-                f"`{row['name']}`" if name == "operations" else row["name"],
+                row["name"] if name == "inference" else f"`{row['name']}`",
                 amount(row["base"], row["unit"]),
                 f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})",
                 budget,

@@ -1,17 +1,13 @@
 """One row for each operation that has a budget, and for each that is slower than in torch."""
 
 import copy
-import ctypes
 import importlib
 import pickle
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache, partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, Final
 
@@ -291,40 +287,6 @@ def bytes_of_skipping(_: ExitStack) -> Arms:
     return {"model": lambda number: number * 64e6, "modkit": run}
 
 
-def checkpoint(stack: ExitStack) -> Arms:
-    """Time the readers of 5,460 tensors by the clock: modkit verifies in threads."""
-    path = Path(stack.enter_context(TemporaryDirectory())) / "checkpoint.pt"
-    torch.save({f"layers.{i}.weight": torch.zeros(8, 8) for i in range(5460)}, path)
-    names = {"path": path, "torch": torch.load, "modkit": modkit.load_checkpoint}
-    return {n: Code(f"read = {n}(path)", names, time.perf_counter) for n in ("torch", "modkit")}
-
-
-def archive(stack: ExitStack, share: float = 1.0, *, reused: bool) -> Arms:
-    """Time the readers of a compiled model of 200 MB, in fresh or in reused memory."""
-    path = Path(stack.enter_context(TemporaryDirectory())) / "archive.pt"
-    linears = (torch.nn.Linear(1024, int(1024 * share)) for _ in range(50))
-    torch.jit.save(torch.jit.script(torch.nn.Sequential(*linears)), path)
-    give_back = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
-    pins: list[object] = []
-    for _ in range(3 * reused):
-        loaded = torch.jit.load(path)
-        # Allocated behind the model, so that the memory of the model stays with the process.
-        pins.append((torch.zeros(900_000), loaded)[0])
-
-    def timed(load: Any, number: int) -> float:
-        seconds = 0.0
-        for _ in range(number):
-            if not pins:
-                give_back(0)
-            start = time.perf_counter()
-            read = load(path)
-            seconds += time.perf_counter() - start
-            del read
-        return seconds
-
-    return {name: partial(timed, sibling(nn, "jit").load) for name, nn in NAMESPACES.items()}
-
-
 def sizes_of_siblings(_: ExitStack) -> Arms:
     """Load twice as many siblings."""
     return {f"{n}": Code(LOAD, siblings(modkit.nn, n)) for n in (3000, 6000)}
@@ -424,9 +386,6 @@ OPERATIONS: Final = [
     against("EMA.update(), on_nonfinite='skip' / 'ignore', 16M", 1.5, EMA, OTHER, skipping),
     Row("EMA.update(), on_nonfinite='skip': memory / model", 0.01, bytes_of_skipping, unit="B"),
     against("EMA.applied(), 1,000 tensors / 2.5 ms", 1.0, 2.5e-3, "with ema.applied(): pass", tiny),
-    Row("load_checkpoint(), verified / torch.load(), 5,460 tensors", 0.35, checkpoint),
-    Row("jit.load(), verified, 200 MB", 1.5, partial(archive, reused=False)),
-    Row("jit.load(), 200 MB in reused memory", None, partial(archive, reused=True)),
     Row("import modkit after torch / 60 ms", 1.0, imports),
     Row("bytes of an empty Module()", 1.05, bytes_of_a_module, unit="B"),
 ]

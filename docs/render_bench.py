@@ -14,7 +14,11 @@ COLD = ", caches evicted"
 # Operations below this ratio are not in the table.
 SHOWN = 1.0
 DASH, SPACE = "\N{EN DASH}", "\N{NO-BREAK SPACE}"
-ARMS = ("modkit", "TorchScript frozen", "torch.compile", "limit")
+ARMS = {
+    "operations": (),
+    "files": ("zlib", "safetensors"),
+    "inference": ("modkit", "TorchScript frozen", "torch.compile", "limit"),
+}
 
 
 def cell(value: float | str | None) -> str:
@@ -34,10 +38,10 @@ def rows(name: str) -> list[list[str]]:
     lines = []
     for row in warm:
         evicted = cold.get(row["name"])
-        arms = [row["others"].get(arm) for arm in (ARMS if name == "inference" else ())]
+        arms = [row["others"].get(arm) for arm in ARMS[name]]
         lines.append(
             [
-                f"`{row['name']}`" if name == "operations" else row["name"],
+                row["name"] if name == "inference" else f"`{row['name']}`",
                 report.amount(row["base"], row["unit"]).replace(" ", SPACE),
                 f"{row['ratio']:.2f}{SPACE}({row['low']:.2f}{DASH}{row['high']:.2f})",
                 cell(evicted["ratio"] if evicted else None),
@@ -68,6 +72,12 @@ def growth(series: list[dict[str, Any]]) -> str:
     )
 
 
+def files() -> str:
+    """Return the table of readers and writers of files; none is measured with evicted caches."""
+    lines = [[*line[:3], *line[4:]] for line in rows("files")]
+    return table(["operation", "torch", "ratio", "budget", "verdict", *ARMS["files"]], lines)
+
+
 def blocks() -> dict[str, str]:
     """Return the blocks of the page."""
     from benchmarks import report
@@ -77,8 +87,9 @@ def blocks() -> dict[str, str]:
     return {
         "operations": f"{report.heading(found)}\n\n"
         + table(["operation", "torch", "ratio", *shared], rows("operations")),
+        "files": files(),
         "inference": table(
-            ["model", "torch", "`fast_inference`", *shared, *ARMS], rows("inference")
+            ["model", "torch", "`fast_inference`", *shared, *ARMS["inference"]], rows("inference")
         ),
         "growth": fill(growth(found["growth"])),
     }

@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 from typing import Any
 
+import render_bench
 from blocks import ROOT, fill, read, table, write
 
 
@@ -47,7 +48,7 @@ def features(libraries: list[str], wanted: list[str] | None = None) -> str:
 def times(name: str) -> str:
     """Return a table of times."""
     found = read("peers")["times"][name]
-    return table([name if name != "files" else "file", *found["columns"]], found["rows"])
+    return table([name, *found["columns"]], found["rows"])
 
 
 def blocks() -> dict[str, str]:
@@ -56,7 +57,7 @@ def blocks() -> dict[str, str]:
     return {
         "features": f"{features(found['libraries'])}\n\n{compared(found['versions'])}",
         "times of averages": f"{times('update')}\n\n{times('swap')}",
-        "times of files": times("files"),
+        "times of files": render_bench.files(),
     }
 
 

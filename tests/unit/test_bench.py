@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import modkit.nn
-from benchmarks import __main__ as command, growth, measure, report, rows, workloads
+from benchmarks import __main__ as command, files, growth, measure, report, rows, workloads
 from tests.cases import for_each
 
 
@@ -30,6 +30,7 @@ def _planted(monkeypatch):
     """Have three rows: one whose budget every run meets, and two that every run misses."""
     monkeypatch.setattr(measure, "WARM_UP_SECONDS", 1e-6)
     monkeypatch.setattr(rows, "OPERATIONS", ROWS)
+    monkeypatch.setattr(files, "ROWS", [])
     monkeypatch.setattr(workloads, "rows", lambda *, with_compile: MODELS)
     monkeypatch.setattr(growth, "SIZES", (10, 20))
 
@@ -217,8 +218,9 @@ def test_the_statement_of_a_row_runs_on_both(each):
     assert all(second >= 0 for second in seconds)
 
 
-FILES = ("jit.load()", "load_checkpoint()", "import modkit")
-OTHERS = [row for row in rows.OPERATIONS[len(rows.TIMES) :] if not row.name.startswith(FILES)]
+OTHERS = [
+    row for row in rows.OPERATIONS[len(rows.TIMES) :] if not row.name.startswith("import modkit")
+]
 
 
 @pytest.mark.usefixtures("_shortest")
@@ -233,22 +235,21 @@ def test_a_row_without_torch_measures_something(each):
     assert found["base"] > 0
 
 
-@pytest.mark.parametrize("make", [rows.checkpoint, rows.imports])
-def test_arms_that_are_slow_run_once(make):
-    """Reading a checkpoint takes time, and so does importing modkit."""
+def test_imports_run_once():
+    """Importing modkit takes time."""
     with measure.quiet(), ExitStack() as stack:
-        arms = make(stack)
-
-        assert all(arm(1) > 0 for arm in arms.values())
+        assert all(arm(1) > 0 for arm in rows.imports(stack).values())
 
 
-@pytest.mark.parametrize("reused", [False, True])
-def test_the_readers_of_an_archive_run(reused):
-    """Both read the file, in fresh and in reused memory."""
+@for_each("row", files.ROWS, ids=[row.name for row in files.ROWS])
+def test_readers_and_writers_run(row):
+    """Each arm reads or writes the file; a missing one is not the base, and not the subject."""
     with measure.quiet(), ExitStack() as stack:
-        arms = rows.archive(stack, 0.1, reused=reused)
+        arms = row.arms(stack, share=0.01)
+        seconds = {name: arm(1) for name, arm in arms.items() if not isinstance(arm, str)}
 
-        assert all(arm(1) > 0 for arm in arms.values())
+    assert ["torch", "modkit"] == list(seconds)[:2]
+    assert all(second > 0 for second in seconds.values())
 
 
 SMALL = [
