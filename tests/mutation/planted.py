@@ -501,7 +501,7 @@ _IN_FILES: Final = [
     Bug(
         "plain state dicts: a tensor beyond the end of its storage",
         "files/plain_unpickler.py",
-        "        if 0 not in size and (last + 1) * dtype.itemsize > stored.storage.nbytes():\n",
+        "        if 0 not in size and (last + 1) * dtype.itemsize > stored.numel * stored.dtype.itemsize:\n",
         "        if 0 not in size and last * dtype.itemsize > stored.storage.nbytes():\n",
         _FILES + "/test_hostile_pickles.py",
     ),
