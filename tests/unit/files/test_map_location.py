@@ -170,6 +170,21 @@ def test_functions_that_return_something_else(path):
     assert str(caught.value).endswith(reason)
 
 
+@for_each("location", [None, "meta", {"cpu": "cpu"}, nothing], ids=repr)
+def test_a_tensor_one_element_beyond_its_storage(location, tmp_path):
+    """The view of a storage ends with it, wherever the storage goes."""
+    path = tmp_path / "file.pt"
+    torch.save({"w": torch.arange(4.0)[1:]}, path)
+    members = unpacked(path.read_bytes())
+    for member in members:
+        # The offset and the size of the view.
+        member.data = member.data.replace(b"K\x01K\x03\x85", b"K\x02K\x03\x85")
+    path.write_bytes(build(members))
+
+    with pytest.raises(FileError, match="beyond the end of its storage"):
+        modkit.load_checkpoint(path, location)
+
+
 @for_each("name", CALLED)
 def test_calls_of_functions(name, tmp_path):
     """A function is called once for each storage, in the order of torch, with the content of the file."""
