@@ -515,9 +515,16 @@ _IN_FILES: Final = [
     Bug(
         "zip files: names that differ in case",
         "files/zip_archive.py",
-        "            seen.add(short.lower())",
-        "            seen.add(short)",
+        "            names_in_lower_case.add(short.lower())",
+        "            names_in_lower_case.add(short)",
         _FILES + "/test_hostile_zip.py",
+    ),
+    Bug(
+        "zip files: a number that its field has room for, from the extra field",
+        "files/zip_records.py",
+        "return [next(numbers, n) if n == IN_ZIP64_32 else n for n in short]",
+        "return [next(numbers, n) for n in short]",
+        _FILES + "/test_zip_records.py",
     ),
 ]
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from modkit.files.zip_archive import Member
+from modkit.files.zip_records import Member
 
 
 DEEPEST: Final = 1000

@@ -14,10 +14,23 @@ from contextlib import contextmanager
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple, TypeAlias
+from typing import IO, Any, Final, TypeAlias
 
 from modkit.errors import FileError
+from modkit.files import zip_records as records
 from modkit.files.operating_system import PATH_TYPES, AnyPath, read_at, read_into_at
+from modkit.files.zip_records import (
+    DEFLATED,
+    LOCAL_HEADER,
+    STORED,
+    EndRecord,
+    LocalHeader,
+    Member,
+    TableEntry,
+    Zip64EndRecord,
+    Zip64Locator,
+    member_of,
+)
 
 
 try:
@@ -36,35 +49,23 @@ _MOST_MEMBERS: Final = 1_000_000
 _SMALL: Final = 1 << 16
 _THREADS: Final = min(4, os.cpu_count() or 1)
 
-# Signature; this disk, disk of the table, entries here, entries; size and start of the table, comment.
-_END: Final = struct.Struct("<4s4H2LH")
-_END_64_LOCATOR: Final = struct.Struct("<4sLQL")
-_END_64: Final = struct.Struct("<4sQ2H2L4Q")
-_ENDS: Final = _END_64.size + _END_64_LOCATOR.size + _END.size
-_ENTRY: Final = struct.Struct("<4s4B4HL2L5H2L")
-_LOCAL: Final = struct.Struct("<4s5H3L2H")
-_UNKNOWN: Final = 0xFFFFFFFF
-_STORED: Final = 0
-_DEFLATED: Final = 8
-_FOLDER: Final = 0x10  # MS-DOS attribute
-_UNREADABLE: Final = 0x1 | 0x20 | 0x40 | 0x2000  # encrypted, patched, strongly encrypted, masked
+_CODE: Final = (".py", ".debug_pkl")  # torch compresses these
+_UNREADABLE: Final = (
+    records.ENCRYPTED | records.PATCHED | records.STRONGLY_ENCRYPTED | records.MASKED
+)
 
+# The fields of both end records, with the value that leaves a field of the short one to the long one.
+_IN_BOTH_ENDS: Final = {
+    "entries_on_this_disk": records.IN_ZIP64_16,
+    "total_entries": records.IN_ZIP64_16,
+    "size_of_central_directory": records.IN_ZIP64_32,
+    "offset_of_central_directory": records.IN_ZIP64_32,
+}
 
 # Memory for the content of a member: None to drop it, or what makes, for a size, memory for a piece
 # and a function that takes the place of the piece in the content, and its length.
 Copier: TypeAlias = Callable[[int], tuple[memoryview, Callable[[int, int], object]]]
 Target: TypeAlias = memoryview | Copier | None
-
-
-class Member(NamedTuple):
-    """A member: offset of its local header, compressed and uncompressed size, CRC-32, compression."""
-
-    name: str
-    header: int
-    packed: int
-    size: int
-    crc: int
-    method: int
 
 
 @contextmanager
@@ -131,86 +132,158 @@ class Archive:
 
     def _find_table(self) -> tuple[int, int, int]:
         """Return the number of members, and where their table begins and ends."""
-        tail = read_some(self._source, max(0, self._length - _ENDS), _ENDS)
-        last = tail[-_END.size :]
-        if len(tail) < _END.size or not last.startswith(b"PK\x05\x06"):
+        zip64_size = records.ZIP64_END.size + records.ZIP64_LOCATOR.size
+        size = zip64_size + records.END.size
+        tail = read_some(self._source, max(0, self._length - size), size)
+        in_zip64, last = tail[: -records.END.size], tail[-records.END.size :]
+
+        # A copy or a download was cut off, or bytes were appended.
+        if not last.startswith(records.END_SIGNATURE) or len(last) < records.END.size:
             raise self.corrupt("the end of a zip file is missing; copy or download it again")
-        end = self._length - _END.size
-        _, disk, table_disk, here, count, size, start, comment = _END.unpack(last)
-        disks = {disk, table_disk}
-        locator = tail[-_END.size - _END_64_LOCATOR.size : -_END.size]
-        if locator.startswith(b"PK\x06\x07"):
-            end -= _END_64_LOCATOR.size + _END_64.size
-            record = _END_64.unpack(tail[: _END_64.size])
-            _, on_disk, found, number = _END_64_LOCATOR.unpack(locator)
-            short, (here, count, size, start) = (here, count, size, start), record[6:]
-            unknown = (0xFFFF, 0xFFFF, _UNKNOWN, _UNKNOWN)
-            both = zip(short, record[6:], unknown, strict=True)
-            agree = found == end and all(a in {b, c} for a, b, c in both)
-            if not agree or record[:2] != (b"PK\x06\x06", _END_64.size - 12) or number > 1:
-                raise self.corrupt("its end record for large files is invalid")
-            disks |= {record[4], record[5], on_disk}
-        if disks != {0} or comment or here != count:
+        end_record = EndRecord._make(records.END.unpack(last))
+        # A comment may contain another end record, which another reader would take for the end.
+        if end_record.comment_length:
             raise self.corrupt("its end record is not one that torch writes")
-        if start + size != end or count * _ENTRY.size > size or count > _MOST_MEMBERS:
+        self._check_disks(end_record)
+
+        end = self._length - records.END.size
+        found: EndRecord | Zip64EndRecord = end_record
+        if in_zip64[records.ZIP64_END.size :].startswith(records.ZIP64_LOCATOR_SIGNATURE):
+            end -= zip64_size
+            found = self._zip64_end(end_record, in_zip64, end)
+
+        # A table that begins elsewhere, or has a gap behind it, hides a second table.
+        if found.offset_of_central_directory + found.size_of_central_directory != end:
             raise self.corrupt("its table of members has another size or place than stated")
-        return count, start, end
+        # Memory for entries that the table has no room for.
+        if found.total_entries * records.TABLE_ENTRY.size > found.size_of_central_directory:
+            raise self.corrupt("its table of members has another size or place than stated")
+        # Memory and time for more members than any model has.
+        if found.total_entries > _MOST_MEMBERS:
+            raise self.corrupt(
+                f"it has {found.total_entries:,} members, more than {_MOST_MEMBERS:,}"
+            )
+        return found.total_entries, found.offset_of_central_directory, end
+
+    def _zip64_end(self, end_record: EndRecord, tail: bytes, place: int) -> Zip64EndRecord:
+        """Return the end record for large files, which must be in its place and agree."""
+        found = Zip64EndRecord._make(records.ZIP64_END.unpack_from(tail))
+        locator = Zip64Locator._make(
+            records.ZIP64_LOCATOR.unpack_from(tail, records.ZIP64_END.size)
+        )
+
+        # A locator that leads to a second record, which a reader that follows it would use.
+        if locator.offset_of_zip64_end != place or found.signature != records.ZIP64_END_SIGNATURE:
+            raise self.corrupt("its end record for large files is not where it should be")
+        # A longer record has bytes that readers interpret differently.
+        if found.size_of_record != records.ZIP64_END_STATED_SIZE:
+            raise self.corrupt("its end record for large files has another size than stated")
+        # Two tables: one for readers of this record, one for those of the short one.
+        for field, marker in _IN_BOTH_ENDS.items():
+            if getattr(end_record, field) not in {getattr(found, field), marker}:
+                raise self.corrupt(f"its end records do not agree about {field}")
+        # An archive in parts; torch writes 1, other writers 0.
+        if locator.total_number_of_disks > 1 or locator.disk_of_zip64_end:
+            raise self.corrupt("its end record is not one that torch writes")
+        self._check_disks(found)
+        return found
+
+    def _check_disks(self, end: EndRecord | Zip64EndRecord) -> None:
+        # An archive in parts: its offsets are those of another file.
+        if end.number_of_this_disk or end.disk_of_central_directory:
+            raise self.corrupt("its end record is not one that torch writes")
+        # Some readers take one of these numbers, some the other.
+        if end.entries_on_this_disk != end.total_entries:
+            raise self.corrupt("its end record is not one that torch writes")
 
     def _read_table(self, count: int, start: int, end: int) -> None:
         table = read_some(self._source, start, end - start)
-        at, seen = 0, set[str]()
         self._table = start
         self.folder: str = ""
+        names_in_lower_case = set[str]()
+        place = 0
         for _ in range(count):
-            entry = _ENTRY.unpack_from(table, at)
-            name_at = at + _ENTRY.size
-            extra_at = name_at + entry[12]
-            at = extra_at + entry[13] + entry[14]
-            name = table[name_at:extra_at].decode()
-            if entry[0] != b"PK\x01\x02" or at > len(table):
+            entry = TableEntry._make(records.TABLE_ENTRY.unpack_from(table, place))
+            name_at = place + records.TABLE_ENTRY.size
+            extra_at = name_at + entry.file_name_length
+            comment_at = extra_at + entry.extra_field_length
+            place = comment_at + entry.file_comment_length
+
+            # An entry that another reader would skip, or look for elsewhere.
+            if entry.signature != records.TABLE_ENTRY_SIGNATURE:
                 raise self.corrupt("its table of members cannot be read")
-            size, packed, header = entry[11], entry[10], entry[18]
-            if _UNKNOWN in {packed, size, header}:
-                extra = table[extra_at : extra_at + entry[13]]
-                size, packed, header = _long_fields(extra, [size, packed, header])
+            # A name, an extra field or a comment that reaches into the end records.
+            if place > len(table):
+                raise self.corrupt("its table of members cannot be read")
+
+            name = table[name_at:extra_at].decode()
             if not self.members:
                 self.folder = name.partition("/")[0] + "/"
             short = name.removeprefix(self.folder)
-            member = Member(name, header, packed, size, entry[9], entry[6])
-            self._check_entry(member, short, entry)
+            member = member_of(entry, name, table[extra_at:comment_at])
+            self._check_entry(entry, member, short)
             # torch ignores case when it looks a member up.
-            seen.add(short.lower())
+            names_in_lower_case.add(short.lower())
             self.members[short] = member
-        if len(seen) < count:
+
+        # Two contents under one name: one reader takes the first, another one the last.
+        if len(names_in_lower_case) < count:
             raise self.corrupt("two members have the same name")
-        if at != len(table):
+        # Entries behind the stated number, which a reader that does not count would find.
+        if place != len(table):
             raise self.corrupt("its table of members has another size than stated")
 
-    def _check_entry(self, member: Member, short: str, entry: tuple[int, ...]) -> None:
-        name, _, packed, size, *_ = member
-        stored = entry[6] == _STORED and packed == size
-        code = entry[6] == _DEFLATED and short.endswith((".py", ".debug_pkl")) and size <= MOST_TEXT
-        problem = "" if stored or code else f"is compressed ({packed} of {size} bytes)"
-        if not short or self.folder == "/" or "\0" in name:
+    def _check_entry(self, entry: TableEntry, member: Member, short: str) -> None:
+        name, _, packed, size, _, method = member
+        problem = ""
+        # Readers look members up by their name in the folder.
+        if not short or self.folder == "/":
             problem = "has no name in a folder"
-        elif len(short) == len(name) or entry[17] & _FOLDER or name.endswith("/"):
-            problem = "is marked as a folder, or in another folder"
-        elif entry[5] & _UNREADABLE or entry[15]:
-            problem = "is encrypted, or on another disk"
+        # C++ ends the name at the zero, Python does not.
+        elif "\0" in name:
+            problem = "has a name with a zero in it"
+        # torch takes the folder of the first member for that of all.
+        elif len(short) == len(name):
+            problem = "is in another folder"
+        # A folder has no content, whatever its sizes state.
+        elif entry.external_file_attributes & records.MS_DOS_DIRECTORY or name.endswith("/"):
+            problem = "is marked as a folder"
+        # Readers that ignore these flags would return other bytes.
+        elif entry.general_purpose_flags & _UNREADABLE:
+            problem = "is encrypted"
+        # The content would be in another part of the archive.
+        elif entry.disk_number_start:
+            problem = "is on another disk"
+        # Two sizes for one content: readers choose differently.
+        elif method == STORED and packed != size:
+            problem = f"is stored, with two sizes ({packed} and {size} bytes)"
+        # A decompression bomb, except in code, whose size is limited.
+        elif method == DEFLATED and not (short.endswith(_CODE) and size <= MOST_TEXT):
+            problem = f"is compressed ({packed} of {size} bytes)"
+        # Only some readers have other methods.
+        elif method != STORED and method != DEFLATED:  # noqa: PLR1714 - a set is made each time
+            problem = f"is compressed by the method {method}"
+
         if problem:
             text = f"{self.what} is not a zip file as torch writes it: its member {name!r}"
             raise FileError(f"{text} {problem}", "zip file")
 
     def _check_places(self) -> None:
-        """Refuse bytes before the first member, and members that overlap."""
         place = 0
         for member in sorted(self.members.values(), key=attrgetter("header")):
-            if member.header < place or (place == 0 and member.header):
+            # Bytes before the first member make the file one of another kind as well, such as a script.
+            if place == 0 and member.header:
                 raise self.corrupt(f"its member {member.name!r} is not where it should be")
-            place = member.header + _LOCAL.size + len(member.name.encode()) + member.packed
+            # Members that overlap are small in the file and large in memory.
+            if member.header < place:
+                raise self.corrupt(f"its member {member.name!r} is not where it should be")
+            place = member.header + LOCAL_HEADER.size + len(member.name.encode()) + member.packed
+
+        # A member that reaches into the table changes with the names in it.
         if place > self._table:
             raise self.corrupt("its last member reaches into the table of members")
-        size = sum(m.size for m in self.members.values() if m.method == _DEFLATED)
+        # Many members of code, each within the limit.
+        size = sum(member.size for member in self.members.values() if member.method == DEFLATED)
         if size > MOST_TEXT:
             raise self.corrupt(f"its compressed members have {size} bytes uncompressed")
 
@@ -221,15 +294,27 @@ class Archive:
 
     def start_of(self, member: Member, head: bytes = b"") -> int:
         """Return where the content of a member begins, after comparing its local header."""
-        head = head or read_some(self._source, member.header, _LOCAL.size + 4 * len(member.name))
-        fields = _LOCAL.unpack_from(head.ljust(_LOCAL.size, b"\0"))
-        magic, _, flags, method, *_, length, extra = fields
-        name = head[_LOCAL.size : _LOCAL.size + length]
-        if magic != b"PK\x03\x04" or method != member.method or flags & _UNREADABLE:
+        head = head or read_some(
+            self._source, member.header, LOCAL_HEADER.size + 4 * len(member.name)
+        )
+        header = LocalHeader._make(LOCAL_HEADER.unpack_from(head.ljust(LOCAL_HEADER.size, b"\0")))
+        extra_at = LOCAL_HEADER.size + header.file_name_length
+        start = member.header + extra_at + header.extra_field_length
+
+        # An offset into the middle of another member.
+        if header.signature != records.LOCAL_HEADER_SIGNATURE:
             raise self.corrupt(f"the header of {member.name!r} is invalid")
-        start: int = member.header + _LOCAL.size + length + extra
-        if name != member.name.encode() or start + member.packed > self._table:
+        # A reader of local headers would decompress or decrypt where a reader of the table does not.
+        if header.compression_method != member.method:
+            raise self.corrupt(f"the header of {member.name!r} is invalid: another compression")
+        if header.general_purpose_flags & _UNREADABLE:
+            raise self.corrupt(f"the header of {member.name!r} is invalid: it is encrypted")
+        # One content under two names, one in the table and one here.
+        if head[LOCAL_HEADER.size : extra_at] != member.name.encode():
             raise self.corrupt(f"the header of {member.name!r} is that of another member")
+        # An extra field that moves the content into the table.
+        if start + member.packed > self._table:
+            raise self.corrupt(f"the header of {member.name!r} is too long")
         return start
 
     def read(self, name: str) -> bytes:
@@ -238,21 +323,27 @@ class Archive:
         if member.packed > MOST_TEXT:
             raise self.corrupt(f"{name!r} has {member.size} bytes, more than torch would write")
         content = self._content(member)
-        if member.method == _DEFLATED:
-            unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
-            try:
-                content = unpacker.decompress(content, member.size + 1)
-            except zlib.error as error:
-                raise self.corrupt(f"{member.name!r} cannot be decompressed: {error}") from error
-            if unpacker.unconsumed_tail or unpacker.unused_data:
-                raise self.corrupt(f"{member.name!r} has another size than stated")
+        if member.method == DEFLATED:
+            content = self._decompressed(member, content)
         self._check(member, crc32(content), len(content))
         return content
+
+    def _decompressed(self, member: Member, content: bytes) -> bytes:
+        unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
+        try:
+            # One byte more than stated shows that there is more, without decompressing all of it.
+            unpacked = unpacker.decompress(content, member.size + 1)
+        except zlib.error as error:
+            raise self.corrupt(f"{member.name!r} cannot be decompressed: {error}") from error
+        # Bytes behind the stream, which another reader could find.
+        if unpacker.unconsumed_tail or unpacker.unused_data:
+            raise self.corrupt(f"{member.name!r} has another size than stated")
+        return unpacked
 
     def _content(self, member: Member) -> bytes:
         if member.packed <= _SMALL:
             # With the header at once; torch pads that to a multiple of 64 bytes.
-            room = _LOCAL.size + len(member.name) + 128
+            room = LOCAL_HEADER.size + len(member.name) + 128
             block = read_some(self._source, member.header, room + member.packed)
             start = self.start_of(member, block) - member.header
             if len(content := block[start : start + member.packed]) == member.packed:
@@ -262,7 +353,7 @@ class Archive:
     def is_large(self, name: str) -> bool:
         """Return True for a member for :meth:`read_all`, False for one for :meth:`read`."""
         member = self.members[name]
-        return member.size > _SMALL and member.method == _STORED
+        return member.size > _SMALL and member.method == STORED
 
     def read_all(self, targets: Mapping[str, Target]) -> None:
         """Verify large members in threads, and copy each into its memory."""
@@ -308,14 +399,3 @@ class Archive:
         for name in chosen:
             if not self.is_large(name):
                 self.read(name)
-
-
-def _long_fields(extra: bytes, short: list[int]) -> list[int]:
-    """Return the fields, with those that exceed 32 bits from the extra field."""
-    while len(extra) >= 4:
-        kind, length = struct.unpack_from("<2H", extra)
-        if kind == 1:
-            values = iter(struct.unpack_from(f"<{length // 8}Q", extra, 4))
-            return [next(values, _UNKNOWN) if value == _UNKNOWN else value for value in short]
-        extra = extra[4 + length :]
-    return short
