@@ -503,7 +503,14 @@ _IN_FILES: Final = [
         "files/plain_unpickler.py",
         "        if 0 not in size and (last + 1) * dtype.itemsize > stored.numel * stored.dtype.itemsize:\n",
         "        if 0 not in size and last * dtype.itemsize > stored.numel * stored.dtype.itemsize:\n",
-        _FILES + "/test_map_location.py",
+        _FILES + "/test_plain_unpickler.py",
+    ),
+    Bug(
+        "plain state dicts: a tuple of more than numbers",
+        "files/plain_unpickler.py",
+        "  | NUMBER TUPLE1\n",
+        "  | TUPLE1\n",
+        _FILES + "/test_plain_unpickler.py",
     ),
     Bug(
         "TorchScript: the pickle of the inputs of a trace",

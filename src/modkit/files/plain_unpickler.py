@@ -30,16 +30,55 @@ _NEWER: Final = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, 
 _LEAVES: Final = frozenset(
     {str, int, float, bool, type(None), Tensor, torch.nn.Parameter, torch.dtype, torch.Size}
 )
-# The instructions that torch.save writes, except those that contain the length of their argument. Memo
-# places are below 2 ** 21: the unpickler allocates as many as a hostile file names. Tuples contain only
-# numbers or are the arguments of a call: hashing nested tuples may take exponential time.
-_NUMBER: Final = rb"(?:K.|M..|J....|G.{8}|[\x88\x89N])"
-_INSTRUCTIONS: Final = re.compile(
-    rb"(?:[hq].|r..[\x00-\x1f]\x00|j....|[)\]}RabesuQ]|[t\x85-\x87](?:q.|r..[\x00-\x1f]\x00)?[RQ]"
-    rb"|\((?:%(n)s{1,99}t|(?![eut]))|%(n)s{3}\x87|%(n)s{2}\x86|%(n)s\x85|%(n)s"
-    rb"|c[^\n]{0,99}\n[^\n]{0,99}\n){0,1000}" % {b"n": _NUMBER},
-    re.DOTALL,
+# The instructions that torch.save writes, by their names in the module pickle, each with its argument;
+# except those whose argument has a length of its own, which no expression can follow.
+_INSTRUCTIONS_WITHOUT_LENGTH: Final = r"""(?:
+    # The memo. Its places are below 2 ** 21: the unpickler allocates as many as a hostile file names.
+    (?: BINGET | BINPUT ) .
+  | LONG_BINPUT ..[\x00-\x1f]\x00
+  | LONG_BINGET ....
+
+    # Empty containers, what fills them, and calls.
+  | (?: EMPTY_TUPLE | EMPTY_LIST | EMPTY_DICT
+      | APPEND | APPENDS | SETITEM | SETITEMS | BUILD | REDUCE | BINPERSID )
+
+    # A tuple of anything is the arguments of a call, or describes a storage: hashing nested tuples may
+    # take exponential time. torch.save may memoize it first.
+  | (?: TUPLE | TUPLE1 | TUPLE2 | TUPLE3 )
+    (?: BINPUT . | LONG_BINPUT ..[\x00-\x1f]\x00 )?
+    (?: REDUCE | BINPERSID )
+
+    # Any other tuple holds only numbers: sizes and strides. torch.save never marks an empty batch.
+  | MARK (?: NUMBER{1,99} TUPLE | (?! APPENDS | SETITEMS | TUPLE ) )
+  | NUMBER{3} TUPLE3
+  | NUMBER{2} TUPLE2
+  | NUMBER TUPLE1
+  | NUMBER
+
+    # A name: two lines, compared with those that are allowed when it is looked up.
+  | GLOBAL [^\n]{0,99}\n [^\n]{0,99}\n
+
+    # The limit bounds the memory for backtracking; the next match goes on where this one ends.
+){0,1000}"""
+_NUMBER: Final = (
+    "(?: BININT1 . | BININT2 .. | BININT .... | BINFLOAT .{8} | NEWTRUE | NEWFALSE | NONE )"
 )
+
+
+def _compiled(expression: str) -> re.Pattern[bytes]:
+    """Compile an expression in which names of the module pickle stand for their opcodes."""
+
+    def opcode(name: re.Match[str]) -> str:
+        return re.escape(getattr(pickle, name[0]).decode("latin-1"))
+
+    with_numbers = expression.replace("NUMBER", _NUMBER)
+    without_comments = re.sub(r"#.*", "", with_numbers)
+    text = re.sub(r"[A-Z][A-Z_\d]+", opcode, without_comments)
+    return re.compile(text.encode("latin-1"), re.DOTALL | re.VERBOSE)
+
+
+_INSTRUCTIONS: Final = _compiled(_INSTRUCTIONS_WITHOUT_LENGTH)
+_PROTOCOL: Final = pickle.PROTO + b"\x02"
 _VERSIONS: Final = {str(version).encode() for version in range(1, 11)}  # of the container
 
 
@@ -160,20 +199,23 @@ def _is_as_torch_writes(archive: Archive) -> bool:
 
 
 def _has_known_instructions(content: bytes) -> bool:
-    if not content.startswith(b"\x80\x02"):
+    """Return True if a pickle has only the instructions above, strings and long integers."""
+    if not content.startswith(_PROTOCOL) or content[-1:] != pickle.STOP:
         return False
-    at, end = 2, len(content) - 1
-    while at < end:
-        before = at
-        if content[at] == 0x58:  # a string, after its length
-            at += 5 + int.from_bytes(content[at + 1 : at + 5], "little")
-        elif content[at] == 0x8A:  # a long integer, after its length
-            at += 2 + content[at + 1]
-        run = _INSTRUCTIONS.match(content, at, end)
-        at = run.end() if run else at
-        if at == before:
+    string, long_integer = pickle.BINUNICODE[0], pickle.LONG1[0]
+    place, end = len(_PROTOCOL), len(content) - 1
+    while place < end:
+        before = place
+        if content[place] == string:
+            place += 5 + int.from_bytes(content[place + 1 : place + 5], "little")
+        elif content[place] == long_integer:
+            place += 2 + content[place + 1]
+        run = _INSTRUCTIONS.match(content, place, end)
+        place = run.end() if run else place
+        if place == before:
             return False
-    return at == end and content[end] == 0x2E
+    # A string may state a length that reaches beyond the end.
+    return place == end
 
 
 def is_plain(found: Any, seen: set[int], depth: int = 0) -> bool:

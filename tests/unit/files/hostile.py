@@ -138,8 +138,8 @@ def named(module: str, name: str) -> bytes:
 
 
 def called(function: bytes, *arguments: bytes) -> bytes:
-    """Return the opcodes for a call."""
-    return function + tuple_of(*arguments) + b"R"
+    """Return the opcodes for a call, with the empty tuple as pickle writes it."""
+    return function + (tuple_of(*arguments) if arguments else b")") + b"R"
 
 
 def storage(

@@ -1,0 +1,244 @@
+import struct
+
+import pytest
+import torch
+
+import modkit
+from modkit.errors import FileError
+from modkit.files.plain_unpickler import (
+    _has_known_instructions,
+    is_for_plain_unpickler,
+    is_plain,
+)
+from modkit.files.zip_archive import Archive
+from tests.cases import for_each
+from tests.unit.files.hostile import (
+    ORDERED,
+    called,
+    checkpoint,
+    long_int,
+    named,
+    numbers,
+    state,
+    storage,
+    tensor,
+    text,
+    tuple_of,
+    with_object,
+)
+from tests.unit.files.raw_zip import replaced, unpacked
+from tests.unit.files.same_objects import assert_same
+
+
+def place(number):
+    """Return the instruction that stores an object at a place of the memo."""
+    return b"r" + struct.pack("<I", number)
+
+
+def line_of(length, other=b"N"):
+    """Return an instruction for a name of this length."""
+    return b"c" + b"m" * length + b"\n" + other + b"\n"
+
+
+ACCEPTED = {
+    "nothing": b"",
+    "number of one byte": b"K\xff",
+    "number of two bytes": b"M\xff\xff",
+    "number of four bytes": b"J\xff\xff\xff\xff",
+    "float": b"G" + b"\n" * 8,
+    "constants": b"\x88\x89N",
+    "string": text("name"),
+    "empty string": text(""),
+    "long integer": long_int(1 << 70),
+    "name": named("torch", "FloatStorage"),
+    "name of 99 letters": line_of(99, b"n" * 99),
+    "empty name": b"c\n\n",
+    "empty containers": b")]}",
+    "list": b"](" + numbers(1) + text("x") + b"e",
+    "dict": b"}(" + text("x") + numbers(1) + b"u",
+    "single items": b"]Na}NNs",
+    "memo": b"Nq\xffh\xffj\xff\xff\xff\xff",
+    "last place of the memo": b"N" + place((1 << 21) - 1),
+    "tuple of a number": b"N\x85",
+    "tuple of two numbers": b"K\1K\2\x86",
+    "tuple of three numbers": b"K\1M\2\2J\3\3\3\3\x87",
+    "tuple after numbers": b"NNN\x85",
+    "tuple of 99 numbers": b"(" + b"K\1" * 99 + b"t",
+    "call": called(named("a", "b")),
+    "call with a text": named("a", "b") + text("x") + b"\x85R",
+    "call with tuples": named("a", "b") + b"N\x85N\x85\x86R",
+    "call, memoized": named("a", "b") + b"(" + text("x") + b"tq\1R",
+    "call, memoized far away": named("a", "b") + b"]]]\x87" + place(1 << 20) + b"R",
+    "storage": storage(),
+    "storage of a pair": text("a") + text("b") + b"\x86Q",
+    "state": ORDERED + b"}b",
+    "many instructions": (b"N" * 999 + text("x")) * 3 + b"N" * 2001,
+}
+REFUSED = {
+    "unknown instruction": b"\xff",
+    "extension": b"\x82\1",
+    "end in the middle": b"N.N",
+    "another protocol": b"\x80\x03",
+    "name of 100 letters": line_of(100),
+    "second line of 100 letters": line_of(1, b"n" * 100),
+    "name without end": b"cabc",
+    "number cut off": b"J\1\1\1",
+    "string of another length": b"X\5\0\0\0name",
+    "string of 4 GB": b"X\xff\xff\xff\xffname",
+    "long integer of another length": b"\x8a\5abcd",
+    "memo in text": b"Np0\n",
+    "place 2 ** 21 of the memo": b"N" + place(1 << 21),
+    "place 2 ** 24 of the memo": b"N" + place(1 << 24),
+    "tuple of 100 numbers": b"(" + b"K\1" * 100 + b"t",
+    "tuple of a text": text("x") + b"\x85",
+    "tuple of a tuple": b"N\x85\x85",
+    "tuple of an empty tuple": b")\x85",
+    "tuple of a list": b"(]t",
+    "empty tuple by a mark": b"(t",
+    "empty batch of a list": b"](e",
+    "empty batch of a dict": b"}(u",
+    "tuple, memoized at place 2 ** 21": b"]\x85" + place(1 << 21) + b"R",
+    "tuple in the memo": b"]\x85q\1",
+    "pop": b"N0",
+    "pop to a mark": b"(N1",
+    "copy": b"N2",
+    "new object": named("torch", "Tensor") + b")\x81",
+    "name from the stack": text("os") + text("system") + b"\x93",
+    "short string": b"U\1a",
+    "set": b"\x8f",
+    "frame": b"\x95" + bytes(8),
+}
+
+
+@for_each("case", ACCEPTED)
+def test_accepted_instructions(case):
+    """Sequences that torch.save writes."""
+    assert _has_known_instructions(b"\x80\x02" + ACCEPTED[case] + b".")
+
+
+@for_each("case", REFUSED)
+def test_refused_instructions(case):
+    """Sequences that torch.save never writes are left to torch."""
+    assert not _has_known_instructions(b"\x80\x02" + REFUSED[case] + b".")
+
+
+@for_each("content", [b"", b".", b"\x80\x02", b"\x80\x02N", b"\x80\x03N.", b"N."])
+def test_the_frame_of_a_pickle(content):
+    """A pickle begins with its protocol, 2, and ends with STOP."""
+    assert not _has_known_instructions(content)
+
+
+def test_hostile_tensors_are_for_this_unpickler():
+    """The pickles of these tests are as plain as those of torch.save."""
+    for data in (checkpoint(), with_object(tensor()), with_object(tensor(offset=numbers(1)))):
+        assert is_for_plain_unpickler(Archive(data, "x"))
+
+
+# Offset, size and stride of tensors whose last element is the last one of a storage of four.
+WITHIN = {
+    "vector": (0, [4], [1]),
+    "last element": (3, [1], [1]),
+    "scalar": (3, [], []),
+    "strided": (1, [2], [2]),
+    "matrix": (0, [2, 2], [2, 1]),
+    "transposed": (0, [2, 2], [1, 2]),
+    "overlapping": (1, [2, 2], [1, 1]),
+    "expanded": (3, [5], [0]),
+    "one dimension of one": (0, [1, 4], [1 << 40, 1]),
+    "nothing at the end": (4, [0], [1]),
+    "nothing far away": (1 << 40, [3, 0], [1, 1]),
+}
+
+
+def described(offset, size, stride):
+    """Return the opcodes for a tensor."""
+    sizes, strides = (tuple_of(*map(long_int, each)) if each else b")" for each in (size, stride))
+    # Tuples hold numbers of up to four bytes.
+    small = max([*size, *stride], default=0) < 1 << 31
+    if small:
+        sizes, strides = (
+            tuple_of(*map(numbers, each)) if each else b")" for each in (size, stride)
+        )
+    return tensor(offset=long_int(offset), size=sizes, stride=strides)
+
+
+@for_each("case", WITHIN)
+def test_tensors_up_to_the_end_of_their_storage(case, tmp_path):
+    """They are read as torch reads them."""
+    path = tmp_path / "file.pt"
+    path.write_bytes(with_object(described(*WITHIN[case])))
+
+    for options in ({}, {"mmap": True}):
+        found = modkit.load_checkpoint(path, **options)
+        assert_same(found, torch.load(path, weights_only=True, **options))
+
+
+@for_each("case", [case for case in WITHIN if "nothing" not in case])
+def test_tensors_one_element_beyond_their_storage(case, tmp_path):
+    """They are refused: torch would allocate a larger storage, with values that are not in the file."""
+    offset, size, stride = WITHIN[case]
+    path = tmp_path / "file.pt"
+    path.write_bytes(with_object(described(offset + 1, size, stride)))
+
+    for options in ({}, {"mmap": True}):
+        with pytest.raises(FileError) as caught:
+            modkit.load_checkpoint(path, **options)
+        # Dimensions of 2 ** 40 are left to torch, which has words of its own.
+        plain = is_for_plain_unpickler(Archive(path.read_bytes(), "x"))
+        text_of_modkit = "a tensor extends beyond the end of its storage"
+        assert (text_of_modkit in str(caught.value)) == plain
+        assert plain or case == "one dimension of one"
+    with pytest.raises(RuntimeError):
+        torch.load(path, weights_only=True)
+
+
+@for_each(("offset", "size", "stride"), [(-1, [1], [1]), (0, [-1], [1]), (3, [2], [-1])])
+def test_negative_numbers(offset, size, stride, tmp_path):
+    """No tensor has them; the file is left to torch, which refuses it."""
+    path = tmp_path / "file.pt"
+    path.write_bytes(with_object(described(offset, size, stride)))
+
+    with pytest.raises(FileError, match="cannot be read as a checkpoint"):
+        modkit.load_checkpoint(path)
+
+
+@for_each(("numel", "fails"), [(3, True), (4, False), (5, True)])
+def test_the_number_of_elements_of_a_storage(numel, fails, tmp_path):
+    """It is that of the member."""
+    path = tmp_path / "file.pt"
+    path.write_bytes(with_object(tensor(storage(numel=numbers(numel)), size=tuple_of(numbers(3)))))
+    if fails:
+        with pytest.raises(FileError, match=f"has 16 bytes, {4 * numel} in the pickle"):
+            modkit.load_checkpoint(path)
+    else:
+        assert modkit.load_checkpoint(path)["w"].shape == (3,)
+
+
+@for_each(("version", "plain"), [("0", False), ("1", True), ("10", True), ("11", False)])
+def test_versions_of_the_container(version, plain):
+    """Versions that torch has had; torch reads others, or refuses them."""
+    data = checkpoint()
+    names = {member.name.partition(b"/")[2].decode() for member in unpacked(data)}
+    changes = {name: version.encode() for name in names & {"version", ".data/version"}}
+
+    assert is_for_plain_unpickler(Archive(replaced(data, changes), "x")) == plain
+
+
+@for_each(("depth", "plain"), [(100, True), (101, False)])
+def test_the_depth_of_a_state_dict(depth, plain):
+    """Up to 100 containers within containers."""
+    content = []
+    for _ in range(depth - 2):
+        content = [content]
+
+    assert is_plain([content], set()) == plain
+
+
+def test_a_memo_of_a_hostile_place(tmp_path):
+    """The last place that is accepted takes 16 MB, and the state dict is read."""
+    path = tmp_path / "file.pt"
+    data = state(tensor() + place((1 << 21) - 1))
+    path.write_bytes(replaced(checkpoint(), {"data.pkl": data}))
+
+    assert is_for_plain_unpickler(Archive(path.read_bytes(), "x"))
+    assert torch.equal(modkit.load_checkpoint(path)["w"], torch.arange(4.0))
