@@ -485,6 +485,13 @@ _IN_FILES: Final = [
         _FILES + "/test_hostile_pickles.py",
     ),
     Bug(
+        "limits: the memory that a call takes",
+        "files/pickle_limits.py",
+        "        self._spend(_REBUILD_COST if is_rebuilt else",
+        "        (_REBUILD_COST if is_rebuilt else",
+        _FILES + "/test_pickle_limits.py",
+    ),
+    Bug(
         "checksums: two writers at once",
         "files/checkpoints.py",
         "_CRC_OPTIONS.pop())",

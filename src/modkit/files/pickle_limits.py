@@ -1,12 +1,16 @@
 """Limits on what a pickle may make torch's readers do: nesting, hashing, memory.
 
 In C++, deep nesting overflows the stack, and a storage is as large as the pickle states. In Python, hashing
-nested tuples takes exponential time. This module follows the instructions without making the objects.
+nested tuples takes exponential time, and a byte may make an object of 200. This module follows the
+instructions without making the objects.
 """
 
 import gc
+import io
+import pickle
 import pickletools
 import re
+import struct
 import warnings
 from collections.abc import Container, Generator, Mapping
 from contextlib import contextmanager
@@ -30,6 +34,48 @@ _KNOWN: Final = {
     *("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
 }
 
+# Bytes that readers allocate at an instruction. torch.save memoizes each container, which takes 5 bytes
+# besides those of its own instruction and of its content, so its pickles stay far below the limit.
+_COSTS: Final = {
+    **dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT"), 80),
+    **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"), 112),
+    **dict.fromkeys(("SETITEM", "SETITEMS"), 168),
+    **dict.fromkeys(("APPEND", "APPENDS", "REDUCE", "NEWOBJ"), 32),
+    **dict.fromkeys(("EMPTY_SET", "BINPERSID"), 256),
+}
+_CALL_COSTS: Final = {"OrderedDict": 128, "Counter": 224, "set": 224, "frozenset": 224, "dict": 72}
+_REBUILD_COST: Final = 320  # of a tensor or a parameter
+_FREE_MEMORY: Final = 16 << 20
+_MEMORY_PER_BYTE: Final = 6
+_MEMORY_PER_MEMBER: Final = 2048
+
+# Runs of numbers, and of places of the memo: lists of many are followed in one step.
+_RUN_OF_NUMBERS: Final = re.compile(
+    rb"(?:[\x88\x89N]{1,1000}|(?:K.){1,1000}|(?:M..){1,1000}|(?:J.{4}){1,1000}|(?:G.{8}){1,1000})",
+    re.DOTALL,
+)
+_RUN_OF_PLACES: Final = {
+    "BINGET": re.compile(rb"(?:h.){1,1000}", re.DOTALL),
+    "LONG_BINGET": re.compile(rb"(?:j.{4}){1,1000}", re.DOTALL),
+}
+_RUNS: Final = {
+    **dict.fromkeys(("NONE", "NEWTRUE", "NEWFALSE", "BINFLOAT"), _RUN_OF_NUMBERS),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2"), _RUN_OF_NUMBERS),
+    **_RUN_OF_PLACES,
+}
+
+
+def most_memory(size: int, members: int) -> int:
+    """Return how much memory the containers in a pickle of this size may take, in bytes."""
+    return _FREE_MEMORY + _MEMORY_PER_BYTE * size + _MEMORY_PER_MEMBER * members
+
+
+def memory_bound(data: bytes) -> int:
+    """Return at least the memory of the containers in a pickle, quickly: its strings are counted too."""
+    calls = data.count(pickle.REDUCE) * max(_REBUILD_COST, *_CALL_COSTS.values())
+    costs = (data.count(getattr(pickle, name)) * cost for name, cost in _COSTS.items())
+    return calls + sum(costs)
+
 
 @contextmanager
 def collector_paused() -> Generator[None]:
@@ -52,7 +98,7 @@ def storage_dtype(kind: str) -> torch.dtype | None:
 
 def pickle_problem(
     data: bytes,
-    members: Mapping[str, Member],
+    members: Mapping[str, Member | None],
     folder: str = "data/",
     *,
     script: bool = False,
@@ -81,9 +127,11 @@ def pickle_problem(
 
 # Contents of objects that are not constants.
 _OPAQUE: Final = object()
+_NO_ITEMS: Final = ()  # of an empty container; many of them take little memory
 _DTYPE: Final = object()
 _ARRAY: Final = object()
 _CONSTANTS: Final[dict[str, object]] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_SHARED: Final = {*_CONSTANTS, "BININT1", "BININT2"}
 # The dtypes of numbers. Other dtypes have flags, and fields, that are addresses of objects.
 _CODE: Final = re.compile("b1|[iu][1248]|f[248]|c8|c16")
 _DTYPE_STATES: Final = [[3, order, None, None, None, -1, -1, 0] for order in "<>|="]
@@ -109,13 +157,22 @@ class _Object:
             item.held = True
 
 
+class _Number(_Object):
+    """A small number or constant; one object stands for all that are equal."""
+
+    __slots__ = ()
+
+    def hold(self, items: "list[_Object]", *, strict: bool) -> None:
+        raise TypeError
+
+
 class _Follower:
     """Follows the instructions of one pickle, and raises ValueError where they exceed a limit."""
 
     def __init__(
         self,
         size: int,
-        members: Mapping[str, Member],
+        members: Mapping[str, Member | None],
         folder: str,
         *,
         script: bool,
@@ -125,20 +182,34 @@ class _Follower:
         self._trusted = trusted
         self._stack: list[_Object] = []
         self._memo: dict[int, _Object] = {}
+        self._numbers: dict[tuple[str, object], _Number] = {}
         self._marks: list[int] = []
         self._storages: set[str] = set()
         self._work = 10_000 + 10 * size
+        self._memory = most_memory(size, len(members))
 
     def follow(self, data: bytes) -> None:
         """Follow the pickle, up to an instruction that torch does not have."""
         argument: Any
-        for instruction, argument, _ in pickletools.genops(data):
+        file = io.BytesIO(data)
+        end_of_run = 0
+        for instruction, argument, place in pickletools.genops(file):
             name = instruction.name
             if name not in _KNOWN:
                 if self._script:
                     raise ValueError(f"it has the instruction {name}, which torch never writes")
                 return
+            if name in _RUNS and place is not None and place >= end_of_run:
+                end_of_run = _end_of_run(_RUNS[name], data, place)
+                # The whole run is appended to a list.
+                if data[end_of_run : end_of_run + 1] == pickle.APPENDS:
+                    self._stack += self._items_of(name, data[place:end_of_run])
+                    file.seek(end_of_run)
+                    continue
+            self._spend(_COSTS.get(name, 0))
             if name == "MARK":
+                if len(self._marks) > 2 * DEEPEST:
+                    raise ValueError(f"it nests deeper than {DEEPEST:,} levels")
                 self._marks.append(len(self._stack))
             elif name.endswith("PUT"):
                 # torch's reader in C++ allocates all places below.
@@ -151,9 +222,31 @@ class _Follower:
                 self._stack.append(self._stack[-1])
             elif instruction.stack_before:
                 self._take(name, instruction.stack_before)
+            elif name in _SHARED:
+                content = _CONSTANTS.get(name, argument)
+                number = self._numbers.setdefault((name, argument), _Number(content))
+                self._stack.append(number)
             elif instruction.stack_after:
-                content = [] if name.startswith("EMPTY_") else _CONSTANTS.get(name, argument)
+                is_empty = name.startswith("EMPTY_")
+                content = _NO_ITEMS if is_empty else argument
                 self._stack.append(_Object(content))
+
+    def _spend(self, memory: int) -> None:
+        self._memory -= memory
+        if self._memory < 0:
+            text = "it makes more objects than its size explains"
+            raise ValueError(f"{text}: {self._size:,} bytes would take many times their memory")
+
+    def _items_of(self, name: str, run: bytes) -> "list[_Object]":
+        """Return the different objects in a run, and one that stands for hashing all of them."""
+        rest = _Object()
+        if name not in _RUN_OF_PLACES:
+            rest.weight = len(run)
+            return [rest]
+        layout = "<xB" if name == "BINGET" else "<xL"
+        items = [self._memo[place] for (place,) in set(struct.iter_unpack(layout, run))]
+        rest.weight = len(run) * max(item.weight for item in items)
+        return [*items, rest]
 
     def _take(self, name: str, takes: list[Any]) -> None:
         marked = pickletools.markobject in takes
@@ -174,7 +267,9 @@ class _Follower:
                 _check_state_of_numpy(target, items[0])
             for key in items[::2] if name.startswith("SETITEM") else ():
                 self._hash(key)
-            if isinstance(target.content, list):
+            if target.content is _NO_ITEMS:
+                target.content = items
+            elif isinstance(target.content, list):
                 target.content += items
             target.hold(items, strict=self._script)
             self._stack.append(target)
@@ -196,6 +291,8 @@ class _Follower:
         self._stack.append(_Object())
         self._stack[-1].hold([arguments], strict=self._script)
         name = function.content.replace(" ", ".") if isinstance(function.content, str) else ""
+        is_rebuilt = name.startswith("torch") and "_rebuild_" in name
+        self._spend(_REBUILD_COST if is_rebuilt else _CALL_COSTS.get(name.rpartition(".")[2], 0))
         given = arguments.content if isinstance(arguments.content, list) else []
         if name.endswith(_HASHING):
             self._hash(arguments, 3)
@@ -215,7 +312,11 @@ class _Follower:
             self._hash(taken, 2)
             return
         _, kind, key, location, numel = (item.content for item in given)
-        if not isinstance(key, (str, int)) or given[3].weight > 1 or isinstance(location, list):
+        if (
+            not isinstance(key, (str, int))
+            or given[3].weight > 1
+            or isinstance(location, (list, tuple))
+        ):
             raise ValueError("it names a storage by something else than a string")
         member = self._members.get(f"{self._folder}{key}")
         dtype = storage_dtype(str(kind).rpartition(" ")[2])
@@ -228,6 +329,12 @@ class _Follower:
         self._storages.add(str(key))
         if member is not None and size != member.size:
             raise ValueError(f"{member.name!r} has {member.size} bytes, not {size}")
+
+
+def _end_of_run(kind: re.Pattern[bytes], data: bytes, place: int) -> int:
+    while run := kind.match(data, place):
+        place = run.end()
+    return place
 
 
 def _contents(held: Any) -> list[Any]:

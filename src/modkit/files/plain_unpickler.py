@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from modkit._upstream import shares_all_storages
-from modkit.files.pickle_limits import storage_dtype
+from modkit.files.pickle_limits import memory_bound, most_memory, storage_dtype
 from modkit.files.zip_archive import Archive
 
 
@@ -69,7 +69,8 @@ def _compiled(expression: str) -> re.Pattern[bytes]:
     """Compile an expression in which names of the module pickle stand for their opcodes."""
 
     def opcode(name: re.Match[str]) -> str:
-        return re.escape(getattr(pickle, name[0]).decode("latin-1"))
+        code: bytes = getattr(pickle, name[0])
+        return re.escape(code.decode("latin-1"))
 
     with_numbers = expression.replace("NUMBER", _NUMBER)
     without_comments = re.sub(r"#.*", "", with_numbers)
@@ -79,6 +80,8 @@ def _compiled(expression: str) -> re.Pattern[bytes]:
 
 _INSTRUCTIONS: Final = _compiled(_INSTRUCTIONS_WITHOUT_LENGTH)
 _PROTOCOL: Final = pickle.PROTO + b"\x02"
+_DEEPEST: Final = 100
+_SMALL: Final = 8
 _VERSIONS: Final = {str(version).encode() for version in range(1, 11)}  # of the container
 
 
@@ -186,7 +189,12 @@ _NAMES: Final[dict[tuple[str, str], Any]] = {
 
 def is_for_plain_unpickler(archive: Archive) -> bool:
     """Return True if a file is one that ``torch.save`` wrote on a machine of this byte order."""
-    return _is_as_torch_writes(archive) and _has_known_instructions(archive.read("data.pkl"))
+    if not _is_as_torch_writes(archive):
+        return False
+    content = archive.read("data.pkl")
+    # A pickle with more containers than this is followed, and refused if they are really in it.
+    is_small = memory_bound(content) <= most_memory(len(content), len(archive.members))
+    return is_small and _has_known_instructions(content)
 
 
 def _is_as_torch_writes(archive: Archive) -> bool:
@@ -223,11 +231,18 @@ def is_plain(found: Any, seen: set[int], depth: int = 0) -> bool:
     kind, inner = type(found), found
     if kind in _LEAVES or id(found) in seen:
         return True
-    seen.add(id(found))
+    # Deeper nesting is left to pickle_problem.
+    if depth >= _DEEPEST:
+        return False
+
     if kind is dict or kind is OrderedDict:
         attributes = vars(found).values() if kind is OrderedDict else ()
         inner = [*dict.keys(found), *dict.values(found), *attributes]
     elif kind is not list and kind is not tuple:
         return False
-    # Deeper nesting is left to pickle_problem.
-    return depth < 100 and all(is_plain(each, seen, depth + 1) for each in inner)
+
+    # To visit a small container again takes less than to remember it.
+    has_leaves_only = all(type(each) in _LEAVES for each in inner)
+    if not has_leaves_only or len(inner) > _SMALL:
+        seen.add(id(found))
+    return has_leaves_only or all(is_plain(each, seen, depth + 1) for each in inner)

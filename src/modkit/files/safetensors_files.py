@@ -14,7 +14,7 @@ from torch import Tensor
 from modkit.errors import FileError, shown
 from modkit.files.atomic_write import atomic_write
 from modkit.files.kinds import SAFETENSORS
-from modkit.files.zip_archive import open_regular
+from modkit.files.zip_archive import open_regular, read_some
 
 
 # Names of dtypes in the format and in torch.
@@ -32,6 +32,13 @@ _DTYPES: Final[dict[str, str]] = {
 _NAMES: Final[dict[Any, str]] = {getattr(torch, own, None): name for name, own in _DTYPES.items()}
 _ALIGNMENT: Final = 8
 
+# JSON may take so many bytes of memory for each of its own, and some more.
+_MEMORY_PER_BYTE: Final = 8
+_FREE_MEMORY: Final = 4 << 20
+_STRING_COST: Final = 90
+_CONTAINER_COST: Final = 64
+_MOST_HEADER: Final = 100_000_000  # the limit of safetensors
+
 
 class SafetensorsFile:
     """The tensors of a safetensors file, and its metadata."""
@@ -40,8 +47,9 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         package = library("safetensors")
-        with open_regular(path):
-            pass
+        with open_regular(path) as descriptor:
+            length = int.from_bytes(read_some(descriptor, 0, 8), "little")
+            check_json(read_some(descriptor, 8, min(length, _MOST_HEADER)), path, SAFETENSORS)
         try:
             self._file = package.safe_open(path, framework="pt")
         except package.SafetensorError as error:
@@ -55,6 +63,16 @@ class SafetensorsFile:
     def tensor(self, name: str) -> Tensor:
         """Return one tensor."""
         return cast("Tensor", self._file.get_tensor(name))
+
+
+def check_json(content: bytes, path: Path, kind: str) -> None:
+    """Raise FileError for JSON whose objects would take many times its size."""
+    strings = (content.count(b'"') - content.count(b'\\"')) // 2
+    containers = content.count(b"{") + content.count(b"[")
+    memory = _STRING_COST * strings + _CONTAINER_COST * containers
+    if memory > _FREE_MEMORY + _MEMORY_PER_BYTE * len(content):
+        text = f"{strings:,} strings and {containers:,} objects in {len(content):,} bytes"
+        raise FileError(f"{path} is not as a library writes it: {text} of JSON", kind)
 
 
 def library(name: str) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from modkit.errors import FileError, shown
 from modkit.files.checkpoints import read_mapped
 from modkit.files.kinds import SHARDED
-from modkit.files.safetensors_files import SafetensorsFile
+from modkit.files.safetensors_files import SafetensorsFile, check_json
 from modkit.files.zip_archive import open_regular, read_some
 
 
@@ -27,7 +27,7 @@ _IN_DIRECTORIES: Final = tuple(
     )
 )
 _SUFFIXES: Final = {".pt", ".pth", ".ckpt", ".safetensors"}
-_MOST_INDEX: Final = 1 << 28
+_MOST_INDEX: Final = 1 << 25  # a hundred times the index of the largest model
 _MOST_EXPANDED: Final = 1 << 30
 _FLOAT4: Final = getattr(torch, "float4_e2m1fn_x2", None)  # since torch 2.8
 
@@ -118,6 +118,7 @@ def shards_of(index: Path) -> dict[Path, list[str]]:
     """Return the names in each file that an index lists."""
     with open_regular(index) as descriptor:
         content = read_some(descriptor, 0, _MOST_INDEX)
+    check_json(content, index, SHARDED)
     shards: dict[Path, list[str]] = {}
     try:
         for name, file in json.loads(content)["weight_map"].items():

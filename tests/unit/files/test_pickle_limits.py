@@ -1,0 +1,182 @@
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+import modkit
+from modkit.errors import FileError
+from modkit.files import pickle_limits
+from modkit.files.pickle_limits import memory_bound, most_memory, pickle_problem
+from modkit.files.plain_unpickler import is_for_plain_unpickler
+from modkit.files.zip_archive import Archive
+from tests.cases import for_each
+from tests.unit.files.amplification import cost
+from tests.unit.files.hostile import ORDERED, called, named, tensor, text
+from tests.unit.files.raw_zip import saved
+
+
+DEEPEST = pickle_limits.DEEPEST
+
+
+def nested(depth, kind):
+    """Return a pickle of containers in one another."""
+    if kind == "lists":
+        return b"\x80\x02" + b"]" * (depth + 1) + b"a" * depth + b"."
+    if kind == "tuples":
+        return b"\x80\x02)" + b"\x85" * depth + b"."
+    return b"\x80\x02" + b"}N" * depth + b"N" + b"s" * depth + b"."
+
+
+@for_each("kind", ["lists", "tuples", "dicts"])
+@for_each("script", [False, True])
+def test_the_deepest_pickle(kind, script):
+    """1,000 levels are accepted, one more is refused."""
+    assert pickle_problem(nested(DEEPEST, kind), {}, script=script) == ""
+    problem = pickle_problem(nested(DEEPEST + 1, kind), {}, script=script)
+
+    assert problem == "it nests deeper than 1,000 levels"
+
+
+def test_open_marks():
+    """Twice as many marks as levels may be open at once."""
+    marks = b"(" * (2 * DEEPEST + 1)
+    assert pickle_problem(b"\x80\x02" + marks + b"N.", {}) == ""
+
+    assert "nests deeper" in pickle_problem(b"\x80\x02(" + marks + b"N.", {})
+
+
+def test_the_last_place_of_the_memo():
+    """A place may be as large as the pickle is long: torch's reader allocates all below it."""
+    size = len(b"\x80\x02Nr\0\0\0\0.")
+    for place, problem in ((size, ""), (size + 1, f"it stores an object at place {size + 1}")):
+        assert pickle_problem(b"\x80\x02Nr" + struct.pack("<I", place) + b".", {}) == problem
+
+
+@for_each(("size", "fails"), [(4000, False), (3999, True)])
+def test_the_work_of_hashing(size, fails):
+    """Ten hashed objects for each byte, and 10,000, are accepted."""
+    # A tuple of 999 numbers is 1,000 objects, and is hashed 50 times.
+    wide = b"(" + b"N" * 999 + b"tq\1"
+    pickled = b"\x80\x02" + wide + b"}" + b"h\1Ns" * 50
+    pickled += text("x" * (size - len(pickled) - 6)) + b"."
+    assert len(pickled) == size
+    assert 50 * 1000 == 10_000 + 10 * 4000
+
+    assert ("take too long to hash" in pickle_problem(pickled, {})) == fails
+
+
+COSTS = {
+    "lists": (b"]", 80),
+    "dicts": (b"}", 80),
+    "dicts of one entry": (b"}NNs", 80 + 168),
+    "sets": (b"\x8f", 256),
+    "tuples": (b"N\x85", 112),
+    "lists of one": (b"]Na", 80 + 32),
+    "ordered dicts": (named("collections", "OrderedDict") + b")R", 32 + 128),
+    "tensors": (tensor(b"N", b"N", b"N", b"N", b"N", ORDERED), 112 + 2 * 32 + 128 + 320),
+}
+
+
+@for_each("case", COSTS)
+@for_each("script", [False, True])
+def test_the_memory_of_containers(case, script, monkeypatch):
+    """Exactly as many containers as the limit are accepted; a quick count is never below the exact one."""
+    one, memory = COSTS[case]
+    pickled = b"\x80\x02(" + one * 50 + b"0."
+    free = 50 * memory - 6 * len(pickled)
+    monkeypatch.setattr(pickle_limits, "_FREE_MEMORY", free)
+    assert pickle_problem(pickled, {}, script=False) == ""
+    assert memory_bound(pickled) >= 50 * memory == most_memory(len(pickled), 0)
+
+    monkeypatch.setattr(pickle_limits, "_FREE_MEMORY", free - 1)
+    assert "makes more objects than its size explains" in pickle_problem(pickled, {})
+    monkeypatch.setattr(pickle_limits, "_FREE_MEMORY", free - 2048)
+    members = {"data/0": None}
+    assert pickle_problem(pickled, members) == ""
+
+
+def real_checkpoints():
+    """Yield contents with very many small objects, as training writes them."""
+    yield "floats", {"losses": [float(i) for i in range(1_000_000)]}
+    yield "small numbers", {"labels": [i % 7 for i in range(1_000_000)]}
+    yield "truths", {"mask": [True, False] * 500_000}
+    yield "texts", {"words": [f"word {i % 50}" for i in range(300_000)]}
+    yield "pairs", {"pairs": [[i % 200, 1] for i in range(300_000)]}
+    yield "tuples", {"pairs": [(i % 200, 1) for i in range(300_000)]}
+    yield "records", {"log": [{"step": i, "loss": i / 7} for i in range(100_000)]}
+    yield "merges", {("a" * (i % 9), str(i)): i for i in range(100_000)}
+    yield "numbers of NumPy", {"losses": [np.float64(i) for i in range(50_000)]}
+    yield "a set", {"losses": [float(i) for i in range(300_000)], "seen": set(range(100_000))}
+    yield "optimizer", {"state": {i: {"step": i, "m": torch.ones(1)} for i in range(3000)}}
+    whole = torch.arange(10_000.0)
+    yield "views", {str(i): whole[i : i + 1] for i in range(10_000)}
+
+
+@pytest.mark.slow
+@for_each(
+    ("name", "content"), list(real_checkpoints()), ids=[name for name, _ in real_checkpoints()]
+)
+def test_contents_of_many_small_objects(name, content, tmp_path):
+    """They are saved, and read as torch reads them."""
+    path = tmp_path / "last.pt"
+    modkit.save_checkpoint(content, path)
+
+    assert str(modkit.load_checkpoint(path))[-500:] == str(content)[-500:]
+
+
+def test_what_cannot_be_read_is_not_saved(tmp_path, monkeypatch):
+    """A checkpoint with too many containers for its size is refused before the file is written."""
+    content = {"empty": [[] for _ in range(1000)], "weight": torch.ones(2)}
+    path = tmp_path / "last.pt"
+    modkit.save_checkpoint(content, path)
+    monkeypatch.setattr(pickle_limits, "_FREE_MEMORY", 16 << 10)
+    with pytest.raises(FileError, match="makes more objects than its size explains"):
+        modkit.load_checkpoint(path)
+    with pytest.raises(ValueError, match="save_checkpoint: it makes more objects than"):
+        modkit.save_checkpoint(content, tmp_path / "other.pt")
+
+    assert not (tmp_path / "other.pt").exists()
+
+
+def test_a_quick_count_leaves_the_pickle_to_torch(tmp_path, monkeypatch):
+    """Brackets in a text are counted as lists: the file is then followed, and read by torch."""
+    path = tmp_path / "last.pt"
+    path.write_bytes(saved({"text": "]" * 1000, "weight": torch.ones(2)}))
+    assert is_for_plain_unpickler(Archive(path.read_bytes(), "x"))
+    monkeypatch.setattr(pickle_limits, "_FREE_MEMORY", 1 << 10)
+
+    assert not is_for_plain_unpickler(Archive(path.read_bytes(), "x"))
+    assert modkit.load_checkpoint(path)["text"] == "]" * 1000
+
+
+def test_runs_of_the_memo_are_followed():
+    """A list of one object many times is as deep as the object, and hashing it takes as long."""
+    deep = b"\x80\x02" + b"]" * DEEPEST + b"a" * (DEEPEST - 1) + b"q\1"
+    for count in (1, 5):
+        assert "nests deeper" not in pickle_problem(deep + b"0](" + b"h\1" * count + b"e.", {})
+        inner = deep + b"0](](" + b"h\1" * count + b"ee."
+        assert "nests deeper" in pickle_problem(inner, {})
+    wide = b"\x80\x02(" + b"N" * 5000 + b"tq\1"
+    hashed = called(named("__builtin__", "set"), b"](" + b"h\1" * 20_000 + b"e")
+    assert "take too long to hash" in pickle_problem(wide + hashed + b".", {})
+    assert "do not fit together" in pickle_problem(b"\x80\x02](h\7h\7e.", {})
+    assert "do not fit together" in pickle_problem(b"\x80\x02NNe.", {})
+    assert pickle_problem(b"\x80\x02](" + text("x") + b"q\1" + b"h\1j\1\0\0\0NNe.", {}) == ""
+
+
+# Twice the promise, since a test runs beside others.
+AMPLIFIED = ["empty lists", "dicts of one entry", "ordered dicts", "sets", "marks", "tuples"]
+
+
+@for_each("who", ["modkit", "inspect"])
+@for_each(
+    "case", [*AMPLIFIED, "index.json, empty objects", "index.json, names", "safetensors, metadata"]
+)
+def test_amplification(who, case, tmp_path):
+    """2 MB take at most 20 times their memory and 16 MB, and a few seconds, in a process of its own."""
+    found = cost(who, case, 2_000_000, tmp_path)
+
+    assert found.outcome.startswith("FileError")
+    assert found.memory < 20 * 2_000_000 + (16 << 20)
+    assert found.seconds < 5
