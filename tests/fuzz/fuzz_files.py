@@ -1,5 +1,7 @@
 """Read corrupt and hostile files: each is refused with FileError, or read as torch reads it.
 
+A fifth of the inputs are others: shards and indices, states of averages, snapshots, and commands.
+
     python -m tests.fuzz.fuzz_files                               # 100,000 files
     python -m tests.fuzz.fuzz_files --seed 7 --seconds 60         # others, for a minute
     python -m tests.fuzz.fuzz_files --seed 7 --only 1474          # one file, with the traceback
@@ -19,6 +21,7 @@ import json
 import mmap
 import os
 import resource
+import shutil
 import struct
 import subprocess
 import sys
@@ -36,7 +39,8 @@ import torch
 from modkit import jit
 from modkit.errors import FileError
 from modkit.files.checkpoint_values import extra_names
-from tests.fuzz.mutations import Case, case, seeds
+from tests.fuzz.mutations import Case, Dice, case, corrupted, seeds
+from tests.fuzz.other_inputs import LONGEST, outcome_of_input
 from tests.unit.files.hostile import average, load, load_mapped
 from tests.unit.files.raw_zip import replaced
 from tests.unit.files.same_objects import difference, outcome
@@ -177,6 +181,9 @@ def readers_of(chosen: Case, number: int) -> Iterator[str]:
 
 def faults_of(chosen: Case, number: int, folder: Path, counts: Counter[str]) -> Iterator[Fault]:
     """Read a file with all readers, and yield the errors."""
+    if chosen.how == "other":
+        yield from faults_of_input(chosen, number, folder, counts)
+        return
     # A new name each time: tensors of the last file may still be mapped from it.
     path = folder / f"{number}.pt"
     path.write_bytes(chosen.data)
@@ -194,13 +201,33 @@ def faults_of(chosen: Case, number: int, folder: Path, counts: Counter[str]) -> 
         path.unlink()
 
 
+def faults_of_input(
+    chosen: Case, number: int, folder: Path, counts: Counter[str]
+) -> Iterator[Fault]:
+    """Try an input that is not a file, and yield the errors."""
+    name, start = chosen.name, time.process_time()
+    place = folder / f"other {number}"
+    try:
+        what, text = outcome_of_input(name, Dice(chosen.data), place, corrupted)
+    except Exception as error:
+        what, text = "leak", "".join(traceback.format_exception(error))
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    counts[f"{name}: {what}"] += 1
+    if text:
+        yield Fault(number, name, what, text[-4000:])
+    taken = time.process_time() - start
+    if taken > 5 * SLOW:
+        yield Fault(number, name, "slow", f"{taken:.1f} s")
+
+
 def outcome_of(reader: str, chosen: Case, path: Path) -> tuple[str, str]:
     """Read a file with one reader; return the outcome, and a text if it is an error."""
     try:
         found = READERS[reader][0](path)
     except FileError as error:
         text = str(error)
-        if not text.isprintable() or str(path) not in text or len(text) > 4000:
+        if not text.isprintable() or str(path) not in text or len(text) > LONGEST:
             return "bad text", text
         return "FileError", ""
     except Exception as error:

@@ -15,21 +15,25 @@ from typing import NamedTuple
 
 import torch
 
+from tests.fuzz.other_inputs import INPUTS
 from tests.unit.files.checkpoint_zoo import CONTENTS, WAYS, file_of, file_written, scripted
 from tests.unit.files.raw_zip import (
     CENTRAL,
     DESCRIPTOR,
     FORMATS,
+    LOCAL,
     Member,
     build,
     data_start,
     records,
+    replaced,
     unpacked,
 )
 
 
 Dice = random.Random
 # Files that are large, or without checksums, or not zip files.
+OTHERS = 0.2  # of all inputs, those that are not single files
 LEFT_OUT = {"many", "alignment 4096", "no checksums", "legacy", "value list"}
 NUMBERS = [
     *(0, 1, 2, 3, 4, 5, 7, 8, 16, 63, 64, 100, 255, 256, 1000, 65535, 65536),
@@ -68,8 +72,10 @@ def seeds() -> dict[str, bytes]:
 
 
 def case(seed: int, number: int) -> Case:
-    """Return one file."""
+    """Return one file, or the name and the seed of another input."""
     dice = Dice(f"{seed} {number}")
+    if dice.random() < OTHERS:
+        return Case(dice.choice(list(INPUTS)), "other", dice.randbytes(8), checked=True)
     names = [*seeds(), *["script"] * 8]
     name = dice.choice(names)
     how = dice.choice([*UNCHECKED, *CHECKED, "corrupted", "pickles", "pickles"])
@@ -168,6 +174,23 @@ def field(dice: Dice, data: bytes) -> bytes:
         chosen = dice.randrange(1, len(names))
         size = {"H": 2, "L": 4, "Q": 8}[expanded(form)[chosen]]
         new = dice.choice([*NUMBERS, len(data), values[chosen] + 1, values[chosen] - 1, 1, 8, 9])
+        values[chosen] = new % (1 << 8 * size)
+        struct.pack_into(form, changed, place, *values)
+    return bytes(changed)
+
+
+def local(dice: Dice, data: bytes) -> bytes:
+    """Make local headers differ from the central directory."""
+    changed = bytearray(data)
+    places = [place for signature, place in records(data) if signature == LOCAL]
+    form, names = FORMATS[LOCAL]
+    for _ in range(dice.choice([1, 1, 2])):
+        place, other = dice.choice(places), dice.choice(places)
+        values = list(struct.unpack_from(form, changed, place))
+        chosen = dice.randrange(1, len(names))
+        theirs = struct.unpack_from(form, data, other)[chosen]
+        new = dice.choice([theirs, values[chosen] ^ 1, values[chosen] ^ 8, *NUMBERS[:12]])
+        size = {"H": 2, "L": 4}[expanded(form)[chosen]]
         values[chosen] = new % (1 << 8 * size)
         struct.pack_into(form, changed, place, *values)
     return bytes(changed)
@@ -279,17 +302,17 @@ def change(dice: Dice, parts: list[bytes]) -> None:
         start, end = sorted(dice.randrange(len(parts)) for _ in range(2))
         parts[at:at] = parts[start : min(end, start + 20)]
     elif what == 6:
-        replace(dice, parts, b"KMJ\x8a", integer(dice))
+        replace_one(dice, parts, b"KMJ\x8a", integer(dice))
     elif what == 7:
         text = dice.choice(TEXTS).encode()
-        replace(dice, parts, b"X", b"X" + struct.pack("<I", len(text)) + text)
+        replace_one(dice, parts, b"X", b"X" + struct.pack("<I", len(text)) + text)
     elif what == 8:
-        replace(dice, parts, b"c", f"c{dice.choice(allowed())}\n".replace(" ", "\n").encode())
+        replace_one(dice, parts, b"c", f"c{dice.choice(allowed())}\n".replace(" ", "\n").encode())
     else:
         parts[at] = hurt(dice, parts[at])
 
 
-def replace(dice: Dice, parts: list[bytes], kinds: bytes, new: bytes) -> None:
+def replace_one(dice: Dice, parts: list[bytes], kinds: bytes, new: bytes) -> None:
     """Replace an instruction of one of some kinds."""
     places = [at for at, part in enumerate(parts) if part[:1] and part[:1] in kinds]
     if places:
@@ -325,13 +348,44 @@ def spliced(dice: Dice, data: bytes) -> bytes:
     return build(members)
 
 
+def aligned(dice: Dice, data: bytes) -> bytes:
+    """Align members otherwise than the file states."""
+    text = dice.choice([b"0", b"1", b"3", b"64", b"65536", b"4096\n", b"-64", b"9" * 20, b"x"])
+    new = {".storage_alignment": text} if dice.random() < 0.7 else {}
+    return replaced(data, new, alignment=dice.choice([1, 2, 8, 16, 64, 100, 4096]))
+
+
+def aliased(dice: Dice, data: bytes) -> bytes:
+    """Make storages alias: the same key for several, with other dtypes and sizes."""
+    members = unpacked(data)
+    pickles = [m for m in members if m.name.endswith((b"/data.pkl", b"/constants.pkl"))]
+    chosen = dice.choice(pickles)
+    parts = instructions(chosen.data)
+    keys = [at for at, part in enumerate(parts) if part[:1] == b"X" and part[5:].isdigit()]
+    kinds = [at for at, part in enumerate(parts) if part.endswith(b"Storage\n")]
+    numels = [at for at, part in enumerate(parts) if part[:1] in {b"K", b"M", b"J"}]
+    for _ in range(dice.choice([1, 2, 3])):
+        if keys:
+            parts[dice.choice(keys)] = parts[dice.choice(keys)]
+        if kinds and dice.random() < 0.5:
+            kind = dice.choice(["Float", "Half", "Double", "Long", "Byte", "ComplexFloat"])
+            parts[dice.choice(kinds)] = f"ctorch\n{kind}Storage\n".encode()
+        if numels and dice.random() < 0.5:
+            parts[dice.choice(numels)] = parts[dice.choice(numels)]
+    chosen.data = b"".join(parts)
+    return build(members)
+
+
 UNCHECKED: dict[str, Callable[[Dice, bytes], bytes]] = {
     "corrupted": corrupted,
     "field": field,
+    "local": local,
 }
 CHECKED: dict[str, Callable[[Dice, bytes], bytes]] = {
     "repaired": repaired,
     "members": members_changed,
     "pickles": pickles_changed,
     "spliced": spliced,
+    "aligned": aligned,
+    "aliased": aliased,
 }
