@@ -371,6 +371,9 @@ def _add(result: Reconstruction, path: Path, coefficient: float) -> None:
             raise FileError(f"{path} is corrupt: its average {name!r} has integers")
         checksums.check(name, tensor)
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        if name in sums and wide.is_complex() != sums[name].is_complex():
+            kinds = f"{wide.dtype}, and {sums[name].dtype} in the snapshots before it"
+            raise FileError(f"{path} does not fit: its average {name!r} is {kinds}")
         if name in sums:
             sums[name].add_(wide, alpha=coefficient)
         else:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from modkit.averaging.posthoc import find_snapshots, reconstruct, save_snapshot
-from modkit.errors import NameMismatchError
+from modkit.errors import FileError, NameMismatchError
 from modkit.schedules import Power
 from tests.cases import for_each
 from tests.processes import python
@@ -259,3 +259,14 @@ def test_peak_memory(tmp_path):
     size = numel * 4
     assert count == 12
     assert size / 2 <= peak <= 2.75 * size
+
+
+@pytest.mark.parametrize("later", [torch.float32, torch.complex64])
+def test_real_and_complex_snapshots_do_not_fit(later, tmp_path):
+    """An average that is real in one file and complex in another is refused, with the file's name."""
+    earlier = torch.complex64 if later == torch.float32 else torch.float32
+    for step, dtype in ((5, earlier), (10, later)):
+        save_snapshot(tmp_path, {"w": torch.ones(2, dtype=dtype)}, step=step, sigma_rel=0.1)
+
+    with pytest.raises(FileError, match=r"ema-0000000010.* 'w' is torch\.\w+, and torch\.\w+ in"):
+        reconstruct(tmp_path, 0.15, max_error=9)
