@@ -10,12 +10,12 @@ import random
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click.testing
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import modkit
 from modkit import files
@@ -108,7 +108,8 @@ def check_unchanged(before: Any, after: Any) -> None:
 
 def state_of_ema(dice: Dice, folder: Path, hurt: Hurt) -> None:
     """Load a changed state into averages; a refused state changes nothing."""
-    ema = modkit.EMA(model(), decay=dice.choice([0.9, modkit.schedules.InverseGamma()]))
+    decay: Any = dice.choice([0.9, modkit.schedules.InverseGamma()])
+    ema = modkit.EMA(model(), decay=decay)
     ema.update()
     state = changed(dice, ema.state_dict())
     before = copy.deepcopy(ema.state_dict())
@@ -152,7 +153,7 @@ def distributed(dice: Dice, folder: Path, hurt: Hurt) -> None:
     state = ema.state_dict()
     is_changed = dice.random() < 0.5
     try:
-        dcp.save({"ema": changed(dice, state) if is_changed else state}, checkpoint_id=folder)
+        save({"ema": changed(dice, state) if is_changed else state}, checkpoint_id=folder)
     except Exception:
         # torch cannot write each of these.
         return
@@ -192,8 +193,8 @@ def shards(dice: Dice, folder: Path, hurt: Hurt) -> None:
     if what == 2:
         written = hurt(dice, written)
     if what == 3:
-        file = folder / dice.choice(sorted(paths.values()))
-        file.write_bytes(hurt(dice, file.read_bytes()))
+        shard = folder / dice.choice(sorted(paths.values()))
+        shard.write_bytes(hurt(dice, shard.read_bytes()))
     name = "pytorch_model.bin" if end == "bin" else "model.safetensors"
     path = folder / f"{name}.index.json"
     path.write_bytes(written)
@@ -238,12 +239,17 @@ def command_line(dice: Dice, folder: Path, hurt: Hurt) -> None:
         raise Surprise(f"{line} printed {len(done.stderr)} characters")
 
 
+Act = Callable[[Dice, Path, Hurt], None]
+Documented = tuple[type[Exception], ...]
 # By name: what to do, and the exceptions that the documentation names.
-INPUTS: dict[str, tuple[Callable[[Dice, Path, Hurt], None], tuple[type[Exception], ...]]] = {
+INPUTS: dict[str, tuple[Act, Documented]] = {
     "state of EMA": (state_of_ema, (ValueError,)),
     "state of PostHocEMA": (state_of_posthoc, (ValueError,)),
     "snapshots": (snapshots, (FileError, ValueError, FileNotFoundError)),
-    "load_averages": (distributed, (ValueError, FileNotFoundError, CheckpointException)),
+    "load_averages": (
+        distributed,
+        (ValueError, FileNotFoundError, cast("Any", CheckpointException)),
+    ),
     "shards": (shards, (FileError, ValueError, OSError)),
     "commands": (command_line, ()),
 }
