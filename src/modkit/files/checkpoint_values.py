@@ -17,7 +17,6 @@ from typing import Any, Final, cast
 import torch
 
 from modkit._upstream import readable_globals
-from modkit.files.pickle_limits import memory_bound, most_memory, pickle_problem
 from modkit.files.zip_archive import MOST_TEXT
 
 
@@ -95,16 +94,6 @@ class _Pickler(pickle.Pickler):
         if size > MOST_TEXT:
             text = f"without its tensors it has {size:,} bytes, and load_checkpoint reads {MOST_TEXT:,}"
             raise ValueError(f"save_checkpoint: {text}; save long lists as tensors")
-        if problem := self._too_many_objects():
-            raise ValueError(f"save_checkpoint: {problem}; save small containers as one tensor")
-
-    def _too_many_objects(self) -> str:
-        content: bytes = self._file.getvalue()
-        if memory_bound(content) <= most_memory(len(content), 0):
-            return ""
-        # An upper bound of the number of storages.
-        storages = content.count(pickle.BINPERSID)
-        return pickle_problem(content, dict.fromkeys(map(str, range(storages))), folder="/")
 
     def reducer_override(self, obj: Any, /) -> Any:
         kind = type(obj)

@@ -78,7 +78,7 @@ def save_checkpoint(
         TypeError: ``load_checkpoint`` would refuse an entry, for instance a path or a module. The text
             says where it is, and what to save instead. Nothing is written. Also for a file that is open
             as text.
-        ValueError: The checkpoint has more than 128 MB without its tensors, or millions of small containers.
+        ValueError: The checkpoint has more than 128 MB without its tensors.
         OSError: The file cannot be written.
         AttributeError: ``path`` is neither a path nor a file.
 

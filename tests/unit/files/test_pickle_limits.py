@@ -1,11 +1,11 @@
 import struct
+from collections import Counter, OrderedDict
 
 import numpy as np
 import pytest
 import torch
 
 import modkit
-from modkit.errors import FileError
 from modkit.files import pickle_limits
 from modkit.files.pickle_limits import memory_bound, most_memory, pickle_problem
 from modkit.files.plain_unpickler import is_for_plain_unpickler
@@ -84,7 +84,7 @@ def test_the_memory_of_containers(case, script, monkeypatch):
     """Exactly as many containers as the limit are accepted; a quick count is never below the exact one."""
     one, memory = COSTS[case]
     pickled = b"\x80\x02(" + one * 50 + b"0."
-    free = 50 * memory - 6 * len(pickled)
+    free = 50 * memory - pickle_limits._MEMORY_PER_BYTE * len(pickled)
     monkeypatch.setattr(pickle_limits, "_FREE_MEMORY", free)
     assert pickle_problem(pickled, {}, script=False) == ""
     assert memory_bound(pickled) >= 50 * memory == most_memory(len(pickled), 0)
@@ -125,18 +125,39 @@ def test_contents_of_many_small_objects(name, content, tmp_path):
     assert str(modkit.load_checkpoint(path))[-500:] == str(content)[-500:]
 
 
-def test_what_cannot_be_read_is_not_saved(tmp_path, monkeypatch):
-    """A checkpoint with too many containers for its size is refused before the file is written."""
-    content = {"empty": [[] for _ in range(1000)], "weight": torch.ones(2)}
+CONTAINERS = {
+    "lists": list,
+    "lists of one": lambda: [None],
+    "dicts": dict,
+    "dicts of one": lambda: {True: None},
+    "tuples of one": lambda: (None,),
+    "tuples of two": lambda: (0, 1),
+    "sets": set,
+    "ordered dicts": OrderedDict,
+    "counters": Counter,
+}
+
+
+@for_each("kind", CONTAINERS)
+def test_containers_without_anything_to_spare(kind, tmp_path, monkeypatch):
+    """Any number of the smallest containers can be read, because writers memoize each of them."""
+    # The first 256 places of the memo take fewer bytes.
+    monkeypatch.setattr(pickle_limits, "_FREE_MEMORY", 64 << 10)
+    monkeypatch.setattr(pickle_limits, "_MEMORY_PER_MEMBER", 0)
+    content = {"many": [CONTAINERS[kind]() for _ in range(10_000)]}
     path = tmp_path / "last.pt"
     modkit.save_checkpoint(content, path)
-    monkeypatch.setattr(pickle_limits, "_FREE_MEMORY", 16 << 10)
-    with pytest.raises(FileError, match="makes more objects than its size explains"):
-        modkit.load_checkpoint(path)
-    with pytest.raises(ValueError, match="save_checkpoint: it makes more objects than"):
-        modkit.save_checkpoint(content, tmp_path / "other.pt")
 
-    assert not (tmp_path / "other.pt").exists()
+    assert modkit.load_checkpoint(path) == content
+
+
+def test_a_long_log(tmp_path):
+    """The log of a long training is read, as torch reads it."""
+    content = {"log": [{"step": i, "loss": i / 7, "lr": 0.5 / (i + 1)} for i in range(300_000)]}
+    path = tmp_path / "last.pt"
+    modkit.save_checkpoint(content, path)
+
+    assert modkit.load_checkpoint(path) == content
 
 
 def test_a_quick_count_leaves_the_pickle_to_torch(tmp_path, monkeypatch):
@@ -165,7 +186,6 @@ def test_runs_of_the_memo_are_followed():
     assert pickle_problem(b"\x80\x02](" + text("x") + b"q\1" + b"h\1j\1\0\0\0NNe.", {}) == ""
 
 
-# Twice the promise, since a test runs beside others.
 AMPLIFIED = ["empty lists", "dicts of one entry", "ordered dicts", "sets", "marks", "tuples"]
 
 
@@ -174,9 +194,9 @@ AMPLIFIED = ["empty lists", "dicts of one entry", "ordered dicts", "sets", "mark
     "case", [*AMPLIFIED, "index.json, empty objects", "index.json, names", "safetensors, metadata"]
 )
 def test_amplification(who, case, tmp_path):
-    """2 MB take at most 20 times their memory and 16 MB, and a few seconds, in a process of its own."""
+    """2 MB are refused after a few seconds and 60 times their memory, in a process of its own."""
     found = cost(who, case, 2_000_000, tmp_path)
 
     assert found.outcome.startswith("FileError")
-    assert found.memory < 20 * 2_000_000 + (16 << 20)
-    assert found.seconds < 5
+    assert found.memory < 60 * 2_000_000
+    assert found.seconds < 8
