@@ -81,7 +81,7 @@ def test_snapshot_that_was_asked_for(tmp_path):
 @for_each(
     ("sigma_rel", "step", "text"),
     [
-        (0.04, None, "sigma_rel=0.04 is narrower than all snapshots: 0.05 or more"),
+        (0.04, None, "the width 0.04 is narrower than all snapshots: 0.05 or more"),
         (0.1, 301, "step 301 is outside of the snapshots, which are from 100 to 300"),
         (0.1, 99, "step 99 is outside of the snapshots, which are from 100 to 300"),
         (0.1, 250, "with a relative error of .* only, more than max_error=0.1.* step 200"),
