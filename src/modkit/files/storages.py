@@ -24,9 +24,10 @@ class Storages:
 
     def __init__(self, archive: Archive, map_location: Any, mapped: int | None) -> None:
         self._archive = archive
-        self._mapping = None
+        self._mapping: torch.UntypedStorage | None = None
         if mapped is not None:
-            self._mapping = memory_map.mmap(mapped, 0, access=memory_map.ACCESS_COPY)
+            content = memory_map.mmap(mapped, 0, access=memory_map.ACCESS_COPY)
+            self._mapping = torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
         self._restore = restore_of(map_location)
         self.maps_by_function = not isinstance(map_location, _LOCATIONS)
         self._devices: dict[str, torch.device | None] = {}
@@ -46,12 +47,12 @@ class Storages:
         member = self._archive.members[name]
         device = None if self.maps_by_function else self._device_of(location)
 
-        if self._mapping is not None and member.size:
+        if self._mapping is not None:
             start = self._archive.start_of(member)
             if start % 16:
                 raise pickle.UnpicklingError
-            data = memoryview(self._mapping)[start : start + member.size]
-            storage = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
+            # An empty one has an address, by which torch knows that it is shared.
+            storage = self._mapping[start : start + member.size]
         elif not self._archive.is_large(name):
             storage = torch.UntypedStorage(member.size)
             memory_of(storage)[:] = self._archive.read(name)

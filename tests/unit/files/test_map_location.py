@@ -327,3 +327,25 @@ def test_an_accelerator(mmap, path):
     }
     torch.save(state, path)
     assert_same(modkit.load_checkpoint(path, mmap=mmap), torch.load(path, mmap=mmap))
+
+
+@for_each("mmap", [False, True])
+@for_each("map_location", [None, "cpu", "meta"])
+def test_empty_tensors_of_one_storage(mmap, map_location, tmp_path) -> None:
+    """Mapped ones share a storage, and so the dtype of the first; others are made one by one."""
+    first = torch.empty(0)
+    storage = first.untyped_storage()
+    second = torch.empty(0, dtype=torch.complex64).set_(storage, 0, (2, 0), (1, 1))
+    path = tmp_path / "empty.pt"
+    torch.save({"first": first, "second": second}, path)
+    found = modkit.load_checkpoint(path, map_location, mmap=mmap)
+    expected = torch.load(path, map_location, mmap=mmap, weights_only=True)
+
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert found[name].device == tensor.device
+    ties = [
+        pair["first"].untyped_storage()._cdata == pair["second"].untyped_storage()._cdata
+        for pair in (found, expected)
+    ]
+    assert ties[0] == ties[1]
