@@ -96,7 +96,7 @@ def save_checkpoint(
         write_checkpoint(checkpoint, path, checked_pickle())
     except OSError as error:
         file = Path(os.fsdecode(path))
-        # Writing into a file that is mapped would change tensors, so that is no advice.
+        # Writing into a file that is mapped would change tensors, so it is not advised.
         helps = error.errno in _NOT_REPLACED and IN_USE not in str(error)
         if helps and file.is_file() and os.access(file, os.W_OK):
             add_note(error, _IN_PLACE)
