@@ -97,7 +97,7 @@ class FlatBuffer:
         if as_parameters:
             require_grad = [like.requires_grad for like in likes.values()]
             self.tensors = list(map(make_parameter, self.tensors, require_grad))
-        self.placement = Placement(self.tensors)
+        self.placement: Placement = Placement(self.tensors)
 
     def rename(self, names: Mapping[int, str]) -> None:
         """Give the tensors the names that they have now, by the ``id`` of the tensor.

@@ -84,7 +84,7 @@ class Evaluation:
 
     def __init__(self) -> None:
         self._swap: AbstractContextManager[None] | None = None
-        self.in_block = False
+        self.in_block: bool = False
         # Index of the average of the block, or None for the training weights.
         self._index: int | None = None
 
@@ -121,7 +121,8 @@ class Evaluation:
                 ema.model.eval()
                 yield ema.model
         finally:
-            self.in_block, self._index = outer
+            self._index = outer[1]
+            self.in_block = outer[0]
             # By attribute: ``train()`` may be overridden to freeze layers.
             for module, training in modes:
                 module.training = training

@@ -33,7 +33,7 @@ class Copies:
     ) -> None:
         self.pairs: list[tuple[dict[str, Any], str, Member]] = list(pairs)
         self.lists: list[tuple[list[Tensor], list[Tensor]]] = []
-        self.watch = Watch(unknown=len(self.pairs) > 0)
+        self.watch: Watch = Watch(unknown=len(self.pairs) > 0)
         self._device = device
         self._follow = follow
 

@@ -29,7 +29,7 @@ class Pairing:
         self.pairs: Pairs = pairs_for(named, values)
         self.registered: Registered = Registered(named, self.pairs)
         tensors = [tensor for _, tensor, _ in self.pairs]
-        self.watch = Watch([named], tensors, buffers=True, unknown=named.has_lazy())
+        self.watch: Watch = Watch([named], tensors, buffers=True, unknown=named.has_lazy())
 
 
 class Engine:

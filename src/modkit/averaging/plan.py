@@ -64,7 +64,7 @@ class Plan:
         self._flats = [flat for one in averages for flat in one.flats if flat.holds(one.tensors)]
 
         in_flats = {id(tensor) for flat in self._flats for tensor in flat.tensors}
-        self.watch = Watch(
+        self.watch: Watch = Watch(
             models,
             [*currents.values(), *(tensor for tensor in more if id(tensor) not in in_flats)],
             buffers=buffers,

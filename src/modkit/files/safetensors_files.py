@@ -56,9 +56,13 @@ class SafetensorsFile:
             raise FileError(f"{path} is corrupt: {error}", SAFETENSORS) from error
         self.metadata: Mapping[str, str] = self._file.metadata() or {}
         slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 - not a mapping
-        self.shapes = {name: torch.Size(found.get_shape()) for name, found in slices.items()}
+        self.shapes: dict[str, torch.Size] = {
+            name: torch.Size(found.get_shape()) for name, found in slices.items()
+        }
         dtypes = {name: str(found.get_dtype()) for name, found in slices.items()}
-        self.dtypes = {name: _DTYPES.get(dtype, dtype) for name, dtype in dtypes.items()}
+        self.dtypes: dict[str, str] = {
+            name: _DTYPES.get(dtype, dtype) for name, dtype in dtypes.items()
+        }
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor."""

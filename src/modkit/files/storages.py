@@ -29,7 +29,7 @@ class Storages:
             content = memory_map.mmap(mapped, 0, access=memory_map.ACCESS_COPY)
             self._mapping = torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
         self._restore = restore_of(map_location)
-        self.maps_by_function = not isinstance(map_location, _LOCATIONS)
+        self.maps_by_function: bool = not isinstance(map_location, _LOCATIONS)
         self._devices: dict[str, torch.device | None] = {}
         # Memory of the members that threads read and verify after the pickle.
         self.unread: dict[str, Target] = {}

@@ -62,8 +62,12 @@ class Checkpoint:
             self.metadata = {**self.metadata, **opened.metadata}
         if not self._homes:
             raise FileError(f"{path} holds no tensors")
-        self.shapes = {name: home.shapes[name] for name, home in self._homes.items()}
-        self.dtypes = {name: home.dtypes[name] for name, home in self._homes.items()}
+        self.shapes: dict[str, torch.Size] = {
+            name: home.shapes[name] for name, home in self._homes.items()
+        }
+        self.dtypes: dict[str, str] = {
+            name: home.dtypes[name] for name, home in self._homes.items()
+        }
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor, verified."""

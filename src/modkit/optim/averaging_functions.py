@@ -30,7 +30,8 @@ class AveragingFunction:
     """
 
     def __init__(self, name: str, decay: float | None = None) -> None:
-        self.name, self.decay = name, decay
+        self.name: str = name
+        self.decay: float | None = decay
         self._arguments = () if "swa" in name else (decay,)
         self._function = getattr(torch.optim.swa_utils, name)(*self._arguments)
         # The name and the signature of torch's, which loggers and configuration tools show.
