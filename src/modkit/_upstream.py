@@ -122,6 +122,11 @@ def copy_all_(
         _foreach_copy_(targets, sources)
 
 
+def copier(*devices: torch.device) -> Callable[[list[torch.Tensor], list[torch.Tensor]], object]:
+    """Return what copies lists of tensors between devices: the kernel itself where it is safe."""
+    return copy_all_ if any(device.type == "xla" for device in devices) else _foreach_copy_
+
+
 def _as_torch_wrote_it(value: Any) -> Any:
     # A function that was patched in before this import, by dynamo for instance, mostly has the one
     # that it wraps in its closure.

@@ -1,13 +1,17 @@
 """Copies of the tensors that are not averaged, such as integer buffers."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from modkit._upstream import copier
 from modkit.averaging.named_tensors import Member
 from modkit.averaging.watch import Watch
+
+
+ListCopier: TypeAlias = Callable[[list[Tensor], list[Tensor]], object]
 
 
 class Copies:
@@ -20,8 +24,8 @@ class Copies:
             follow: its buffers stay where the user moved the averaged model to.
 
     Attributes:
-        lists: Lists of targets and sources that have one device and dtype each. Valid until ``watch``
-            has noticed a change: then call :meth:`plan`.
+        lists: Lists of targets and sources that have one device and dtype each, with what copies
+            them. Valid until ``watch`` has noticed a change: then call :meth:`plan`.
     """
 
     def __init__(
@@ -32,7 +36,7 @@ class Copies:
         follow: bool = True,
     ) -> None:
         self.pairs: list[tuple[dict[str, Any], str, Member]] = list(pairs)
-        self.lists: list[tuple[list[Tensor], list[Tensor]]] = []
+        self.lists: list[tuple[ListCopier, list[Tensor], list[Tensor]]] = []
         self.watch: Watch = Watch(unknown=len(self.pairs) > 0)
         self._device = device
         self._follow = follow
@@ -49,7 +53,10 @@ class Copies:
             target_list, source_list = lists.setdefault(place, ([], []))
             target_list.append(target)
             source_list.append(source)
-        self.lists = list(lists.values())
+        self.lists = [
+            (copier(targets[0].device, sources[0].device), targets, sources)
+            for targets, sources in lists.values()
+        ]
 
         targets = [registry.get(key) for registry, key, _ in self.pairs]
         tensors = [tensor for tensor in sources + targets if tensor is not None]

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import Self, TypeVar, override
 
-from modkit._upstream import copy_all_
 from modkit.averaging import precision
 from modkit.averaging.averages import Average, Tensors
 from modkit.averaging.copies import Copies
@@ -118,8 +117,8 @@ class Plan:
                     # Autograd and guards compare versions, and the step wrote to the flat buffer alone.
                     if flat.exposed:
                         increment_version(flat.tensors)
-            for targets, sources in self._copies.lists:
-                copy_all_(targets, sources)
+            for copy_list, targets, sources in self._copies.lists:
+                copy_list(targets, sources)
         return finite
 
     def _starts_finite(self) -> bool:
