@@ -46,7 +46,7 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter
 from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
-from typing import IO, Any, Final, TypeVar, cast
+from typing import IO, Any, Final, TypeAlias, TypeVar, cast
 
 import torch
 import torch.nn.modules.module as module_globals
@@ -122,7 +122,10 @@ def copy_all_(
         _foreach_copy_(targets, sources)
 
 
-def copier(*devices: torch.device) -> Callable[[list[torch.Tensor], list[torch.Tensor]], object]:
+ListCopier: TypeAlias = Callable[[list[torch.Tensor], list[torch.Tensor]], object]
+
+
+def copier(*devices: torch.device) -> ListCopier:
     """Return what copies lists of tensors between devices: the kernel itself where it is safe."""
     return copy_all_ if any(device.type == "xla" for device in devices) else _foreach_copy_
 

@@ -1,17 +1,14 @@
 """Copies of the tensors that are not averaged, such as integer buffers."""
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from modkit._upstream import copier
+from modkit._upstream import ListCopier, copier
 from modkit.averaging.named_tensors import Member
 from modkit.averaging.watch import Watch
-
-
-ListCopier: TypeAlias = Callable[[list[Tensor], list[Tensor]], object]
 
 
 class Copies:

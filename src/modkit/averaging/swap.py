@@ -171,7 +171,8 @@ class Registered:
         tables: list[Any] = [
             table for row in self._before for table in (row[0]._parameters, row[0]._modules)
         ]
-        tables += [table for table, *_ in self._buffers]
+        # A module has several buffers in one table.
+        tables += {id(table): table for table, *_ in self._buffers}.values()
         self._tables = Snapshot(table for table in tables if table)
 
         # Removing a parametrization also deletes a property of a class that the module has to itself.
