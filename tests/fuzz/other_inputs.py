@@ -106,23 +106,8 @@ def check_unchanged(before: Any, after: Any) -> None:
         raise Surprise("the state was refused, and something has changed")
 
 
-def state_of_ema(dice: Dice, folder: Path, hurt: Hurt) -> None:
-    """Load a changed state into averages; a refused state changes nothing."""
-    decay: Any = dice.choice([0.9, modkit.schedules.InverseGamma()])
-    ema = modkit.EMA(model(), decay=decay)
-    ema.update()
-    state = changed(dice, ema.state_dict())
-    before = copy.deepcopy(ema.state_dict())
-    try:
-        ema.load_state_dict(state)
-    except Exception:
-        check_unchanged(before, ema.state_dict())
-        raise
-
-
-def state_of_posthoc(dice: Dice, folder: Path, hurt: Hurt) -> None:
-    """Load a changed state into power averages; a refused state changes nothing."""
-    averages = modkit.PostHocEMA(model(), folder / "snapshots")
+def load_changed(dice: Dice, averages: Any) -> None:
+    """Load a changed state into averages after an update."""
     averages.update()
     state = changed(dice, averages.state_dict())
     before = copy.deepcopy(averages.state_dict())
@@ -131,6 +116,19 @@ def state_of_posthoc(dice: Dice, folder: Path, hurt: Hurt) -> None:
     except Exception:
         check_unchanged(before, averages.state_dict())
         raise
+
+
+def state_of_ema(dice: Dice, folder: Path, hurt: Hurt) -> None:
+    """Load a changed state into averages; a refused state changes nothing."""
+    decay: Any = dice.choice([0.9, modkit.schedules.InverseGamma()])
+    ema = modkit.EMA(model(), decay=decay)
+    load_changed(dice, ema)
+
+
+def state_of_posthoc(dice: Dice, folder: Path, hurt: Hurt) -> None:
+    """Load a changed state into power averages; a refused state changes nothing."""
+    averages = modkit.PostHocEMA(model(), folder / "snapshots")
+    load_changed(dice, averages)
 
 
 def snapshots(dice: Dice, folder: Path, hurt: Hurt) -> None:
