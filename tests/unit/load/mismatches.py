@@ -1,0 +1,694 @@
+"""Checkpoints that do not fit, as names and shapes, each with the cause that a note has to name.
+
+``KINDS`` has one case for each kind of mismatch that users report. ``LIBRARIES`` has the names of real
+libraries, shortened to a few layers and narrowed to a few channels. They were written before the
+function that they test ran on them.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One checkpoint that does not fit.
+
+    ``causes`` are patterns that the first three lines have to match, each. ``truth`` maps names of the
+    checkpoint to those of the model, where they are the same tensor: a rename that is stated without
+    doubt has to be among them.
+    """
+
+    name: str
+    model: Shapes
+    checkpoint: dict[str, Any]
+    causes: tuple[str, ...]
+    truth: dict[str, str] = field(default_factory=dict)
+
+
+def linear(name: str, outputs: int, inputs: int, *, bias: bool = True) -> Shapes:
+    """Return the tensors of a linear layer."""
+    return {f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if bias else {})
+
+
+def norm(name: str, width: int) -> Shapes:
+    """Return the tensors of a LayerNorm or GroupNorm."""
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def batch_norm(name: str, width: int) -> Shapes:
+    """Return the tensors of a BatchNorm."""
+    statistics = {f"{name}.running_mean": (width,), f"{name}.running_var": (width,)}
+    return norm(name, width) | statistics | {f"{name}.num_batches_tracked": ()}
+
+
+def conv(name: str, outputs: int, inputs: int, kernel: int, *, bias: bool = False) -> Shapes:
+    """Return the tensors of a 2d convolution."""
+    weight = {f"{name}.weight": (outputs, inputs, kernel, kernel)}
+    return weight | ({f"{name}.bias": (outputs,)} if bias else {})
+
+
+def vit(depth: int = 3, width: int = 8, classes: int = 10, tokens: int = 5) -> Shapes:
+    """Return a vision transformer with timm's names."""
+    shapes: Shapes = {"cls_token": (1, 1, width), "pos_embed": (1, tokens, width)}
+    shapes |= conv("patch_embed.proj", width, 3, 4, bias=True)
+    for i in range(depth):
+        shapes |= norm(f"blocks.{i}.norm1", width)
+        shapes |= linear(f"blocks.{i}.attn.qkv", 3 * width, width)
+        shapes |= linear(f"blocks.{i}.attn.proj", width, width)
+        shapes |= norm(f"blocks.{i}.norm2", width)
+        shapes |= linear(f"blocks.{i}.mlp.fc1", 4 * width, width)
+        shapes |= linear(f"blocks.{i}.mlp.fc2", width, 4 * width)
+    return shapes | norm("norm", width) | linear("head", classes, width)
+
+
+def resnet(classes: int = 10, width: int = 8, channels: int = 3) -> Shapes:
+    """Return a small ResNet with torchvision's names."""
+    shapes = conv("conv1", width, channels, 7) | batch_norm("bn1", width)
+    for stage in (1, 2):
+        for block in (0, 1):
+            inputs = width * stage // (2 if stage == 2 and block == 0 else 1)
+            home, outputs = f"layer{stage}.{block}", width * stage
+            shapes |= conv(f"{home}.conv1", outputs, inputs, 3) | batch_norm(f"{home}.bn1", outputs)
+            shapes |= conv(f"{home}.conv2", outputs, outputs, 3)
+            shapes |= batch_norm(f"{home}.bn2", outputs)
+    return shapes | linear("fc", classes, 2 * width)
+
+
+def bert(depth: int = 2, width: int = 8, vocabulary: int = 30, prefix: str = "") -> Shapes:
+    """Return ``transformers.BertModel``."""
+    shapes: Shapes = {
+        "embeddings.word_embeddings.weight": (vocabulary, width),
+        "embeddings.position_embeddings.weight": (16, width),
+        "embeddings.token_type_embeddings.weight": (2, width),
+    }
+    shapes |= norm("embeddings.LayerNorm", width)
+    for i in range(depth):
+        home = f"encoder.layer.{i}"
+        for name in ("query", "key", "value"):
+            shapes |= linear(f"{home}.attention.self.{name}", width, width)
+        shapes |= linear(f"{home}.attention.output.dense", width, width)
+        shapes |= norm(f"{home}.attention.output.LayerNorm", width)
+        shapes |= linear(f"{home}.intermediate.dense", 4 * width, width)
+        shapes |= linear(f"{home}.output.dense", width, 4 * width)
+        shapes |= norm(f"{home}.output.LayerNorm", width)
+    shapes |= linear("pooler.dense", width, width)
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def llama(depth: int = 2, width: int = 8) -> Shapes:
+    """Return ``transformers.LlamaForCausalLM`` with grouped queries."""
+    shapes: Shapes = {"model.embed_tokens.weight": (32, width)}
+    for i in range(depth):
+        home = f"model.layers.{i}"
+        shapes |= linear(f"{home}.self_attn.q_proj", width, width, bias=False)
+        shapes |= linear(f"{home}.self_attn.k_proj", width // 2, width, bias=False)
+        shapes |= linear(f"{home}.self_attn.v_proj", width // 2, width, bias=False)
+        shapes |= linear(f"{home}.self_attn.o_proj", width, width, bias=False)
+        shapes |= linear(f"{home}.mlp.gate_proj", 3 * width, width, bias=False)
+        shapes |= linear(f"{home}.mlp.up_proj", 3 * width, width, bias=False)
+        shapes |= linear(f"{home}.mlp.down_proj", width, 3 * width, bias=False)
+        shapes |= {f"{home}.input_layernorm.weight": (width,)}
+        shapes |= {f"{home}.post_attention_layernorm.weight": (width,)}
+    return shapes | {"model.norm.weight": (width,), "lm_head.weight": (32, width)}
+
+
+def gpt2(depth: int = 2, width: int = 8, *, turned: bool = False) -> Shapes:
+    """Return GPT-2 with the names of nanoGPT; turned, with the weights of ``Conv1D``."""
+    shapes: Shapes = {"transformer.wte.weight": (30, width), "transformer.wpe.weight": (16, width)}
+    for i in range(depth):
+        home = f"transformer.h.{i}"
+        shapes |= norm(f"{home}.ln_1", width) | linear(f"{home}.attn.c_attn", 3 * width, width)
+        shapes |= linear(f"{home}.attn.c_proj", width, width) | norm(f"{home}.ln_2", width)
+        shapes |= linear(f"{home}.mlp.c_fc", 4 * width, width)
+        shapes |= linear(f"{home}.mlp.c_proj", width, 4 * width)
+    shapes |= norm("transformer.ln_f", width) | {"lm_head.weight": (30, width)}
+    if turned:
+        shapes = {
+            name: shape[::-1] if ".c_" in name else shape for name, shape in shapes.items()
+        }
+    return shapes
+
+
+def without(shapes: Shapes, pattern: str) -> Shapes:
+    """Return the shapes whose names do not match."""
+    return {name: shape for name, shape in shapes.items() if not re.search(pattern, name)}
+
+
+def only(shapes: Shapes, pattern: str) -> Shapes:
+    """Return the shapes whose names match."""
+    return {name: shape for name, shape in shapes.items() if re.search(pattern, name)}
+
+
+def prefixed(prefix: str, shapes: Shapes) -> Shapes:
+    """Return the shapes with a prefix."""
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def case(
+    name: str,
+    model: Shapes,
+    rename: Callable[[str], str],
+    *causes: str,
+    more: dict[str, Any] | None = None,
+    less: str = r"(?!)",
+    wrap: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state,
+) -> Mismatch:
+    """Return a case whose checkpoint has the model's tensors under other names, and some more."""
+    truth = {rename(each): each for each in without(model, less)}
+    checkpoint = {old: model[new] for old, new in truth.items()} | (more or {})
+    return Mismatch(name, model, wrap(checkpoint), causes, truth)
+
+
+def sub(*rules: tuple[str, str]) -> Callable[[str], str]:
+    """Return a function that substitutes patterns, one after the other."""
+
+    def rename(name: str) -> str:
+        for pattern, replacement in rules:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    return rename
+
+
+def same(name: str) -> str:
+    """Return the name."""
+    return name
+
+
+class Object:
+    """An object in a checkpoint that is not a state dict."""
+
+
+_mlp = linear("0", 6, 4) | linear("2", 6, 6) | linear("5", 3, 6)
+_net = linear("body", 6, 4) | linear("head", 3, 6)
+_two_norms = {
+    f"blocks.{i}.{name}": (8,) for i in range(3) for name in ("norm1.weight", "norm2.weight")
+} | {f"blocks.{i}.fc.weight": (16, 8) for i in range(3)}
+_separate = without(vit(), r"qkv") | {
+    name: shape
+    for i in range(3)
+    for part in "qkv"
+    for name, shape in linear(f"blocks.{i}.attn.{part}", 8, 8).items()
+}
+_attention = {
+    name: shape
+    for i in range(2)
+    for part in ("q_proj", "k_proj", "v_proj", "out_proj")
+    for name, shape in linear(f"layers.{i}.self_attn.{part}", 8, 8).items()
+}
+_in_proj = only(_attention, "out_proj") | {
+    name: shape
+    for i in range(2)
+    for name, shape in {
+        f"layers.{i}.self_attn.in_proj_weight": (24, 8),
+        f"layers.{i}.self_attn.in_proj_bias": (24,),
+    }.items()
+}
+_optimizer = {"state": {0: {"step": (), "exp_avg": (8, 8)}}, "param_groups": [{"lr": 0.1}]}
+
+KINDS = [
+    case("DDP", vit(), lambda n: f"module.{n}", r"'module\.'"),
+    case("compiled", vit(), lambda n: f"_orig_mod.{n}", r"'_orig_mod\.'"),
+    case("Lightning", vit(), lambda n: f"model.{n}", r"'model\.'", more={"loss.weight": (10,)}),
+    case("a student", vit(), lambda n: f"student.backbone.{n}", r"'student\.backbone\.'"),
+    case("a prefix is lacking", prefixed("model.", vit()), lambda n: n[6:], r"lack.*'model\.'"),
+    Mismatch(
+        "counters",
+        resnet(),
+        without(resnet(), "num_batches_tracked"),
+        (r"num_batches_tracked",),
+    ),
+    case(
+        "nested",
+        vit(),
+        same,
+        r"checkpoint\['state_dict'\]",
+        wrap=lambda state: {"epoch": 3, "state_dict": state, "optimizer": _optimizer},
+    ),
+    case(
+        "nested twice",
+        vit(),
+        same,
+        r"checkpoint\['state'\]\['model'\]",
+        wrap=lambda state: {"state": {"model": state, "optimizer": _optimizer}, "step": 5},
+    ),
+    case(
+        "nested, with a prefix",
+        vit(),
+        lambda n: f"module.{n}",
+        r"checkpoint\['model'\]",
+        r"'module\.'",
+        wrap=lambda state: {"model": state, "epoch": 1},
+    ),
+    Mismatch("an optimizer", vit(), _optimizer, (r"optimizer",)),
+    Mismatch(
+        "training state without weights",
+        vit(),
+        {"optimizer": _optimizer, "epoch": 3, "rng": (4,)},
+        (r"optimizer", r"no state dict|not .*state dict|none"),
+    ),
+    case(
+        "averages without dots", vit(), lambda n: "ema_" + n.replace(".", ""), r"dots", r"'ema_'"
+    ),
+    case(
+        "gamma and beta",
+        bert(),
+        sub((r"LayerNorm\.weight", "LayerNorm.gamma"), (r"LayerNorm\.bias", "LayerNorm.beta")),
+        r"gamma",
+        r"beta",
+    ),
+    case("one layer renamed", vit(), sub((r"attn\.proj", "attn.out")), r"'out'.*'proj'"),
+    Mismatch(
+        "two norms of equal shape",
+        _two_norms,
+        {re.sub(r"norm(\d)", r"layer_norms.\1", name): s for name, s in _two_norms.items()},
+        (r"norm1.*norm2|norm2.*norm1", r"layer_norms"),
+    ),
+    case("a typo", vit(), sub((r"patch_embed", "pacth_embed")), r"'pacth_embed'.*'patch_embed'"),
+    case("a number moved", _mlp, sub((r"^5\.", "4.")), r"'4'.*'5'"),
+    Mismatch("q, k, v joined by the model", vit(), _separate, (r"qkv\.weight.*q\.weight",)),
+    Mismatch("q, k, v split by the model", _separate, vit(), (r"qkv\.weight.*q\.weight",)),
+    Mismatch("in_proj split", _attention, _in_proj, (r"in_proj_weight.*q_proj\.weight",)),
+    Mismatch("Conv1D", gpt2(), gpt2(turned=True), (r"transposed",)),
+    Mismatch("fewer layers", vit(depth=2), vit(depth=4), (r"'blocks'.*\b4\b.*\b2\b",)),
+    Mismatch("more layers", vit(depth=4), vit(depth=2), (r"'blocks'.*\b[24]\b.*\b[24]\b",)),
+    Mismatch("width", vit(width=16), vit(width=8), (r"width.*\b8\b.*\b16\b",)),
+    Mismatch("classes", resnet(classes=5), resnet(), (r"classes.*\b10\b.*\b5\b",)),
+    Mismatch("vocabulary", bert(vocabulary=31), bert(), (r"vocabulary.*\b30\b.*\b31\b",)),
+    Mismatch("positions", vit(tokens=10), vit(), (r"pos_embed", r"length|resolution|position")),
+    case(
+        "LoRA",
+        vit(),
+        same,
+        r"LoRA",
+        more={
+            f"blocks.{i}.attn.qkv.lora_{part}": shape
+            for i in range(3)
+            for part, shape in (("A", (2, 8)), ("B", (24, 2)))
+        },
+    ),
+    Mismatch(
+        "weight_norm",
+        _net,
+        without(_net, r"body\.weight") | {"body.weight_g": (6, 1), "body.weight_v": (6, 4)},
+        (r"weight_norm",),
+    ),
+    Mismatch(
+        "BatchNorm and GroupNorm",
+        resnet(),
+        without(resnet(), r"running_|num_batches"),
+        (r"BatchNorm",),
+    ),
+]
+
+_densenet = {
+    name: shape
+    for i in (1, 2)
+    for home in [f"features.denseblock1.denselayer{i}"]
+    for name, shape in (
+        batch_norm(f"{home}.norm1", 8 * i)
+        | conv(f"{home}.conv1", 16, 8 * i, 1)
+        | batch_norm(f"{home}.norm2", 16)
+        | conv(f"{home}.conv2", 8, 16, 3)
+    ).items()
+}
+_vision_vit = {
+    name: shape
+    for i in range(2)
+    for home in [f"encoder.layers.encoder_layer_{i}"]
+    for name, shape in (
+        norm(f"{home}.ln_1", 8)
+        | linear(f"{home}.self_attention.out_proj", 8, 8)
+        | norm(f"{home}.ln_2", 8)
+        | linear(f"{home}.mlp.0", 32, 8)
+        | linear(f"{home}.mlp.3", 8, 32)
+    ).items()
+}
+_retina = {
+    name: shape
+    for head in ("classification_head", "regression_head")
+    for i in range(4)
+    for name, shape in conv(f"head.{head}.conv.{i}.0", 8, 8, 3, bias=True).items()
+}
+_vgg = conv("features.0", 8, 3, 3, bias=True) | conv("features.2", 8, 8, 3, bias=True)
+_vgg |= conv("features.5", 16, 8, 3, bias=True) | conv("features.7", 16, 16, 3, bias=True)
+_vgg_bn: Shapes = {}
+for _index, _outputs, _inputs in ((0, 8, 3), (3, 8, 8), (7, 16, 8), (10, 16, 16)):
+    _vgg_bn |= conv(f"features.{_index}", _outputs, _inputs, 3, bias=True)
+    _vgg_bn |= batch_norm(f"features.{_index + 1}", _outputs)
+_vgg |= linear("classifier.0", 10, 16)
+_vgg_bn |= linear("classifier.0", 10, 16)
+
+_hf_vit = {
+    "vit.embeddings.cls_token": (1, 1, 8),
+    "vit.embeddings.position_embeddings": (1, 5, 8),
+    **conv("vit.embeddings.patch_embeddings.projection", 8, 3, 4, bias=True),
+    **norm("vit.layernorm", 8),
+    **linear("classifier", 10, 8),
+}
+for _i in range(3):
+    _home = f"vit.encoder.layer.{_i}"
+    for _part in ("query", "key", "value"):
+        _hf_vit |= linear(f"{_home}.attention.attention.{_part}", 8, 8)
+    _hf_vit |= linear(f"{_home}.attention.output.dense", 8, 8)
+    _hf_vit |= linear(f"{_home}.intermediate.dense", 32, 8) | linear(f"{_home}.output.dense", 8, 32)
+    _hf_vit |= norm(f"{_home}.layernorm_before", 8) | norm(f"{_home}.layernorm_after", 8)
+
+_convnext: Shapes = {}
+for _stage, _width in ((0, 8), (1, 16)):
+    if _stage:
+        _convnext |= norm("stages.1.downsample.0", 8)
+        _convnext |= conv("stages.1.downsample.1", 16, 8, 2, bias=True)
+    for _i in range(2):
+        _home = f"stages.{_stage}.blocks.{_i}"
+        _convnext |= {f"{_home}.gamma": (_width,)} | norm(f"{_home}.norm", _width)
+        _convnext |= conv(f"{_home}.conv_dw", _width, 1, 7, bias=True)
+        _convnext |= linear(f"{_home}.mlp.fc1", 4 * _width, _width)
+        _convnext |= linear(f"{_home}.mlp.fc2", _width, 4 * _width)
+
+_mae_decoder = {
+    "mask_token": (1, 1, 6),
+    "decoder_pos_embed": (1, 5, 6),
+    **linear("decoder_embed", 6, 8),
+    **linear("decoder_blocks.0.attn.qkv", 18, 6),
+    **norm("decoder_norm", 6),
+    **linear("decoder_pred", 48, 6),
+}
+_swin: Shapes = {}
+for _i in range(2):
+    _home = f"layers.0.blocks.{_i}"
+    _swin |= norm(f"{_home}.norm1", 8) | linear(f"{_home}.attn.qkv", 24, 8)
+    _swin |= {f"{_home}.attn.relative_position_bias_table": (169, 2)}
+_swin_file = {n: (529, 2) if n.endswith("table") else s for n, s in _swin.items()} | {
+    f"layers.0.blocks.{i}.attn.relative_position_index": (144, 144) for i in range(2)
+}
+_mixtral = {
+    name: shape
+    for i in range(2)
+    for home in [f"model.layers.{i}.mlp.experts"]
+    for name, shape in {f"{home}.gate_up_proj": (4, 24, 8), f"{home}.down_proj": (4, 8, 12)}.items()
+}
+_mixtral_file = {
+    name: shape
+    for i in range(2)
+    for expert in range(4)
+    for home in [f"model.layers.{i}.mlp.experts.{expert}"]
+    for name, shape in (
+        linear(f"{home}.gate_proj", 12, 8, bias=False)
+        | linear(f"{home}.up_proj", 12, 8, bias=False)
+        | linear(f"{home}.down_proj", 8, 12, bias=False)
+    ).items()
+}
+_lora = {
+    f"model.layers.{i}.self_attn.q_proj.lora_{part}.default.weight": shape
+    for i in range(2)
+    for part, shape in (("A", (2, 8)), ("B", (8, 2)))
+}
+_vae = norm("mid_block.attentions.0.group_norm", 8)
+for _part in ("to_q", "to_k", "to_v", "to_out.0"):
+    _vae |= linear(f"mid_block.attentions.0.{_part}", 8, 8)
+for _i in range(2):
+    _vae |= norm(f"mid_block.resnets.{_i}.norm1", 8)
+    _vae |= conv(f"mid_block.resnets.{_i}.conv1", 8, 8, 3, bias=True)
+_unet = conv("conv_in", 8, 9, 3, bias=True) | conv("conv_out", 4, 8, 3, bias=True)
+_unet |= linear("time_embedding.linear_1", 32, 8) | conv("down_blocks.0.conv1", 8, 8, 3, bias=True)
+_diffusion = linear("time_embed.0", 32, 8) | conv("input_blocks.0.0", 8, 4, 3, bias=True)
+_diffusion |= norm("out.0", 8) | conv("out.2", 4, 8, 3, bias=True)
+_segmenter = prefixed("backbone.", without(resnet(), "fc"))
+_segmenter |= conv("decode_head.conv_seg", 19, 16, 1, bias=True)
+_roberta = prefixed("encoder.sentence_encoder.", _attention)
+_roberta |= {"encoder.sentence_encoder.embed_tokens.weight": (30, 8)}
+_roberta_file = prefixed("decoder.sentence_encoder.", _in_proj)
+_roberta_file |= {"decoder.sentence_encoder.embed_tokens.weight": (30, 8)}
+_vocoder: Shapes = {}
+_vocoder_file: Shapes = {}
+for _i in range(3):
+    _vocoder |= {f"ups.{_i}.bias": (4,), f"ups.{_i}.parametrizations.weight.original0": (8, 1, 1)}
+    _vocoder |= {f"ups.{_i}.parametrizations.weight.original1": (8, 4, 3)}
+    _vocoder_file |= {f"ups.{_i}.bias": (4,), f"ups.{_i}.weight_g": (8, 1, 1)}
+    _vocoder_file |= {f"ups.{_i}.weight_v": (8, 4, 3)}
+
+LIBRARIES = [
+    case(
+        "torchvision: a classifier for a detector's backbone",
+        prefixed("backbone.body.", without(resnet(), "fc")) | linear("rpn.head.conv", 8, 8),
+        lambda n: n.removeprefix("backbone.body."),
+        r"lack.*'backbone\.body\.'",
+        less="rpn",
+        more=linear("fc", 10, 16),
+    ),
+    case(
+        "torchvision: DenseNet before 0.3",
+        _densenet,
+        sub((r"(norm|conv)([12])\.", r"\1.\2.")),
+        r"'norm\.1'.*'norm1'|'norm\.\*'.*'norm\*'|'conv\.1'.*'conv1'",
+    ),
+    case(
+        "torchvision: ViT's MLPBlock, version 1",
+        _vision_vit,
+        sub((r"mlp\.0", "mlp.linear_1"), (r"mlp\.3", "mlp.linear_2")),
+        r"linear_1.*\b0\b",
+        r"linear_2.*\b3\b",
+    ),
+    case(
+        "torchvision: RetinaNet's heads, version 1",
+        _retina,
+        sub((r"conv\.(\d)\.0", r"conv.\1")),
+        r"'conv\.\*'.*'conv\.\*\.0'",
+    ),
+    Mismatch("torchvision: VGG for VGG with BatchNorm", _vgg_bn, _vgg, (r"BatchNorm",)),
+    Mismatch(
+        "timm: a distilled DeiT",
+        vit(),
+        vit(tokens=6) | {"dist_token": (1, 1, 8)} | linear("head_dist", 10, 8),
+        (r"pos_embed", r"dist_token|head_dist"),
+    ),
+    Mismatch(
+        "timm: Swin with another window",
+        _swin,
+        _swin_file,
+        (r"relative_position_bias_table", r"relative_position_index"),
+    ),
+    Mismatch(
+        "transformers to timm: ViT",
+        vit(),
+        _hf_vit,
+        (r"qkv\.weight.*query\.weight|renamed",),
+        {
+            "vit.embeddings.cls_token": "cls_token",
+            "vit.embeddings.position_embeddings": "pos_embed",
+            "vit.embeddings.patch_embeddings.projection.weight": "patch_embed.proj.weight",
+            "vit.embeddings.patch_embeddings.projection.bias": "patch_embed.proj.bias",
+            "classifier.weight": "head.weight",
+            "classifier.bias": "head.bias",
+            "vit.layernorm.weight": "norm.weight",
+            "vit.layernorm.bias": "norm.bias",
+        }
+        | {
+            f"vit.encoder.layer.{i}.{old}.{leaf}": f"blocks.{i}.{new}.{leaf}"
+            for i in range(3)
+            for leaf in ("weight", "bias")
+            for old, new in (
+                ("attention.output.dense", "attn.proj"),
+                ("intermediate.dense", "mlp.fc1"),
+                ("output.dense", "mlp.fc2"),
+                ("layernorm_before", "norm1"),
+                ("layernorm_after", "norm2"),
+            )
+        },
+    ),
+    case(
+        "timm: ConvNeXt of its authors",
+        _convnext,
+        sub(
+            (r"stages\.1\.downsample", "downsample_layers.1"),
+            (r"\.blocks\.", "."),
+            ("conv_dw", "dwconv"),
+            (r"mlp\.fc", "pwconv"),
+        ),
+        r"blocks",
+    ),
+    Mismatch(
+        "timm: num_classes=0", without(vit(), "head"), vit(), (r"only the checkpoint.*'head'",)
+    ),
+    case(
+        "MAE: a pre-trained encoder",
+        vit(),
+        same,
+        r"checkpoint\['model'\]",
+        r"decoder",
+        less="head",
+        more=_mae_decoder,
+        wrap=lambda state: {"model": state},
+    ),
+    case(
+        "DINO: student and teacher",
+        without(vit(), "head"),
+        lambda n: f"module.backbone.{n}",
+        r"checkpoint\['(student|teacher)'\]",
+        r"'module\.backbone\.'",
+        more=linear("module.head.mlp.0", 16, 8) | linear("module.head.last_layer", 32, 16),
+        wrap=lambda state: {"student": state, "teacher": {**state}, "epoch": 99},
+    ),
+    case(
+        "MoCo: two encoders",
+        resnet(),
+        lambda n: f"module.encoder_q.{n}",
+        r"checkpoint\['state_dict'\]",
+        r"'module\.encoder_[qk]\.'",
+        more=prefixed("module.encoder_k.", resnet()) | {"module.queue": (8, 64)},
+        wrap=lambda state: {"epoch": 200, "arch": "resnet50", "state_dict": state},
+    ),
+    Mismatch(
+        "ultralytics: a pickled module",
+        resnet(),
+        {"epoch": -1, "model": Object(), "ema": None, "train_args": {"lr0": 0.01}},
+        (r"'model'.*Object|'model'", r"not .*state dict|no state dict"),
+    ),
+    case(
+        "transformers: BertForMaskedLM for BertModel",
+        bert(),
+        lambda n: f"bert.{n}",
+        r"'bert\.'",
+        less="pooler",
+        more=norm("cls.predictions.transform.LayerNorm", 8)
+        | linear("cls.predictions.transform.dense", 8, 8)
+        | {"cls.predictions.bias": (30,)},
+    ),
+    case(
+        "transformers: BertModel for a classifier",
+        bert(prefix="bert.") | linear("classifier", 2, 8),
+        lambda n: n.removeprefix("bert."),
+        r"lack.*'bert\.'",
+        r"classifier",
+        less="classifier",
+    ),
+    case(
+        "transformers: BERT from TensorFlow",
+        bert(),
+        sub(
+            (r"LayerNorm\.weight", "LayerNorm.gamma"),
+            (r"LayerNorm\.bias", "LayerNorm.beta"),
+            (r"^", "bert."),
+        ),
+        r"'bert\.'",
+        r"gamma",
+    ),
+    Mismatch(
+        "transformers to nanoGPT: GPT-2",
+        gpt2(),
+        gpt2(turned=True)
+        | {f"transformer.h.{i}.attn.bias": (1, 1, 16, 16) for i in range(2)}
+        | {f"transformer.h.{i}.attn.masked_bias": () for i in range(2)},
+        (r"transposed", r"attn\.bias|masked_bias"),
+    ),
+    case(
+        "transformers to Meta: Llama",
+        llama(),
+        sub(
+            (r"^model\.", ""),
+            (r"embed_tokens", "tok_embeddings"),
+            (r"lm_head", "output"),
+            (r"self_attn\.(\w)_proj", r"attention.w\1"),
+            (r"mlp\.gate_proj", "feed_forward.w1"),
+            (r"mlp\.down_proj", "feed_forward.w2"),
+            (r"mlp\.up_proj", "feed_forward.w3"),
+            (r"input_layernorm", "attention_norm"),
+            (r"post_attention_layernorm", "ffn_norm"),
+        ),
+        r"attention.*self_attn|feed_forward.*mlp|lack.*'model\.'",
+    ),
+    Mismatch("transformers: Mixtral's experts", _mixtral, _mixtral_file, (r"experts",)),
+    case(
+        "PEFT: a saved wrapper",
+        llama(),
+        lambda n: f"base_model.model.{re.sub(r'q_proj.weight', 'q_proj.base_layer.weight', n)}",
+        r"'base_model\.model\.'",
+        r"LoRA",
+        more=prefixed("base_model.model.", _lora),
+    ),
+    Mismatch(
+        "PEFT: an adapter alone",
+        llama(),
+        {f"base_model.model.{name.replace('.default', '')}": s for name, s in _lora.items()},
+        (r"LoRA",),
+    ),
+    case(
+        "diffusers: the old attention block",
+        _vae,
+        sub(
+            (r"to_q", "query"),
+            (r"to_k", "key"),
+            (r"to_v", "value"),
+            (r"to_out\.0", "proj_attn"),
+        ),
+        r"query",
+        r"to_q",
+    ),
+    Mismatch(
+        "diffusers: text-to-image for inpainting",
+        _unet,
+        _unet | {"conv_in.weight": (8, 4, 3, 3)},
+        (r"channels.*conv_in",),
+    ),
+    case(
+        "CompVis: the whole latent diffusion model",
+        _diffusion,
+        lambda n: f"model.diffusion_model.{n}",
+        r"checkpoint\['state_dict'\]",
+        r"'model\.diffusion_model\.'",
+        more=conv("first_stage_model.encoder.conv_in", 8, 3, 3)
+        | {"betas": (10,), "cond_stage_model.transformer.embeddings.weight": (30, 8)},
+        wrap=lambda state: {"state_dict": state, "global_step": 470000, "callbacks": {}},
+    ),
+    Mismatch(
+        "mmsegmentation: another data set",
+        _segmenter,
+        {
+            "meta": {"epoch": 3},
+            "state_dict": {**_segmenter, **conv("decode_head.conv_seg", 150, 16, 1, bias=True)},
+        },
+        (r"checkpoint\['state_dict'\]", r"\b150\b.*\b19\b"),
+    ),
+    case(
+        "torch: AveragedModel",
+        resnet(),
+        lambda n: f"module.{n}",
+        r"'module\.'",
+        r"n_averaged|average",
+        more={"n_averaged": ()},
+    ),
+    Mismatch(
+        "fairseq: RoBERTa",
+        _roberta,
+        _roberta_file,
+        (r"decoder.*encoder", r"in_proj"),
+        {
+            name: name.replace("decoder", "encoder")
+            for name in only(_roberta_file, r"out_proj|embed")
+        },
+    ),
+    Mismatch(
+        "HiFi-GAN: weight_norm and parametrizations",
+        _vocoder,
+        _vocoder_file,
+        (r"weight_norm|weight_g.*original0",),
+        {
+            f"ups.{i}.weight_{old}": f"ups.{i}.parametrizations.weight.original{new}"
+            for i in range(3)
+            for old, new in (("g", 0), ("v", 1))
+        },
+    ),
+    case(
+        "FSDP with activation checkpointing",
+        vit(),
+        sub((r"(blocks\.\d)", r"\1._checkpoint_wrapped_module"), (r"^", "_fsdp_wrapped_module.")),
+        r"_fsdp_wrapped_module",
+        r"_checkpoint_wrapped_module",
+    ),
+]
