@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
     )
+    from modkit.nn._load_matching import load_matching as load_matching
 
 # Imported on first access, so that a program waits only for what it uses.
 _HOMES = {
@@ -37,6 +38,7 @@ _HOMES = {
     "PostHocEMA": "averaging.posthoc",
     "average_checkpoints": "averaging.checkpoints",
     "load_checkpoint": "files.checkpoints",
+    "load_matching": "nn._load_matching",
     "save_checkpoint": "files.checkpoints",
 }
 
@@ -50,6 +52,7 @@ __all__ = [
     "fast_inference",
     "jit",
     "load_checkpoint",
+    "load_matching",
     "load_state_dict",
     "models",
     "nn",

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch.nn import Buffer, Parameter
 
+from modkit._messages import add_note
 from modkit._tree import descend
 from modkit._upstream import (
     FunctionT,
@@ -36,6 +37,7 @@ class Load:
         # A copy, since hooks and overrides may edit what they are given.
         entries: Any = OrderedDict(state_dict)
         self.entries = entries
+        self.given = state_dict
         self.metadata: Any = getattr(state_dict, "_metadata", None)
         if self.metadata is not None:
             entries._metadata = self.metadata
@@ -63,9 +65,19 @@ class Load:
                 errors.insert(0, f"{kind} key(s) in state_dict: {quoted}. ")
         if errors:
             listed = "\n\t".join(errors)
-            raise RuntimeError(
+            error = RuntimeError(
                 f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{listed}"
             )
+            for line in self.explain(module):
+                add_note(error, line)
+            raise error
+
+    def explain(self, module: torch.nn.Module) -> list[str]:
+        """Say why the entries do not fit, in a few lines."""
+        # Imported here: it costs nothing until a load has failed.
+        from modkit._mismatches import explain_load
+
+        return explain_load(module, self.given, self.missing, self.unexpected, self.errors)
 
 
 class Plan:
@@ -93,7 +105,7 @@ class Plan:
             if isinstance(entry, str):
                 loading.errors.append(entry)
             elif entry[3] in self.unsure:
-                warn_if_meta(entry, assign=assign, stacklevel=5)
+                warn_if_meta(entry, assign=assign, stacklevel=6)
                 # Trying out a tensor subclass, a shard for instance, may take as long as loading it.
                 # That is spent only if the load is refused anyway, or if a plain tensor gets an odd
                 # value.

@@ -4,6 +4,7 @@ If no class and no hook takes part in loading, all entries are checked before th
 written (``_load_plan.py``). Otherwise modules load one after the other, in torch's order.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
 
@@ -31,8 +32,20 @@ def load(
     it, nothing is written unless every entry fits. With ``assign=True``, tied parameters stay tied if
     their entries share memory. The state dict, its metadata included, is not modified. Keys below a child
     that is None are unexpected. A load hook may remove itself while it runs. A module that contains
-    itself raises a RecursionError that names it.
+    itself raises a RecursionError that names it. A refused load says why below the error, if it can
+    tell: a prefix too much, for instance. With ``strict=False``, a load that takes none of the
+    parameters warns, and says why.
     """
+    loading = run_load(self, state_dict, strict=strict, assign=assign)
+    if loading.unexpected and loading.missing:
+        _warn_if_no_parameter_was_loaded(self, loading)
+    return IncompatibleKeys(loading.missing, loading.unexpected)
+
+
+def run_load(
+    self: torch.nn.Module, state_dict: Mapping[str, Any], *, strict: bool, assign: bool = False
+) -> Load:
+    """Load a state dict, and return what did not match."""
     if not isinstance(cast("object", state_dict), Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
     if may_plan(self):
@@ -45,13 +58,25 @@ def load(
             loading.refuse(self, strict=strict)
             plan.write(loading)
             loading.refuse(self, strict=False)
-            return IncompatibleKeys(loading.missing, loading.unexpected)
+            return loading
 
     # A new one: layers may have migrated entries before another module turned out to take part.
     loading = Load(state_dict, assign=assign)
     _load_in_order(self, loading)
     loading.refuse(self, strict=strict)
-    return IncompatibleKeys(loading.missing, loading.unexpected)
+    return loading
+
+
+def _warn_if_no_parameter_was_loaded(module: torch.nn.Module, loading: Load) -> None:
+    """Warn if keys were given, some of them in vain, and no parameter was loaded."""
+    missing = {*loading.missing}
+    names = [name for name, _ in module.named_parameters()]
+    if names and missing.issuperset(names):
+        text = (
+            f"load_state_dict(strict=False) loaded none of the {len(names)} parameters of "
+            f"{type(module).__name__}"
+        )
+        warnings.warn("\n".join([text, *loading.explain(module)]), stacklevel=4)
 
 
 load.__name__ = "load_state_dict"
@@ -78,7 +103,11 @@ def load_state_dict(
         The named tuple ``(missing_keys, unexpected_keys)``.
 
     Raises:
-        RuntimeError: Lists all problems, if names do not match (``strict``) or tensors do not fit.
+        RuntimeError: Lists all problems, if names do not match (``strict``) or tensors do not fit. The
+            note below it says why, if that can be told from names and shapes.
+
+    Warns:
+        UserWarning: If ``strict`` is False and none of the parameters was loaded.
 
     Example:
         >>> import modkit, torch

@@ -266,7 +266,10 @@ KINDS = [
     Mismatch(
         "two norms of equal shape",
         _two_norms,
-        {re.sub(r"norm(\d)", r"layer_norms.\1", name): s for name, s in _two_norms.items()},
+        {
+            name.replace("norm1", "layer_norms.0").replace("norm2", "layer_norms.1"): shape
+            for name, shape in _two_norms.items()
+        },
         (r"norm1.*norm2|norm2.*norm1", r"layer_norms"),
     ),
     case("a typo", vit(), sub((r"patch_embed", "pacth_embed")), r"'pacth_embed'.*'patch_embed'"),
@@ -461,7 +464,14 @@ LIBRARIES = [
         sub((r"conv\.(\d)\.0", r"conv.\1")),
         r"'conv\.\*'.*'conv\.\*\.0'",
     ),
-    Mismatch("torchvision: VGG for VGG with BatchNorm", _vgg_bn, _vgg, (r"BatchNorm",)),
+    Mismatch(
+        "torchvision: VGG for VGG with BatchNorm",
+        _vgg_bn,
+        _vgg,
+        (r"BatchNorm",),
+        {f"features.{old}.{leaf}": f"features.{new}.{leaf}"
+         for old, new in ((2, 3), (5, 7), (7, 10)) for leaf in ("weight", "bias")},
+    ),
     Mismatch(
         "timm: a distilled DeiT",
         vit(),

@@ -1,0 +1,419 @@
+"""Why a state dict does not fit a model: the few causes behind hundreds of names, from names and shapes.
+
+It is imported when a load has failed. No tensor is read, and nothing is changed.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from modkit._renames import WRAPPERS, Joined, Rule, Shape, Shapes, find_renames, starred
+from modkit.errors import printable
+
+
+MOST_LINES: Final = 8
+_LONGEST: Final = 80
+# The portion of names that fit below which the checkpoint seems to be of another model.
+_ANOTHER_MODEL: Final = 0.1
+_ADDED_BY: Final = {
+    "module": "DataParallel, DDP or AveragedModel",
+    "model": "Lightning or another trainer",
+    "base_model": "PEFT",
+    **WRAPPERS,
+}
+# What one side alone has: tensors of these names, which no rename explains.
+_FAMILIES: Final = {
+    r"lora_|adapter": "an adapter such as LoRA",
+    r"(^|\.)(SCB|weight\.absmax|weight\.quant_\w+|qweight|qzeros|g_idx)(\.|$)": "quantized weights",
+    r"(^|\.)n_averaged$": "the counter of an AveragedModel",
+    r"(^|\.)(running_mean|running_var|num_batches_tracked)$": "statistics of BatchNorm; the other "
+    "side has another norm such as GroupNorm, none, or track_running_stats=False",
+    r"(^|\.)weight_[gv]$": "weight_norm",
+    r"(^|\.)weight_(orig|mask|u)$": "spectral_norm or pruning",
+    r"(^|\.)parametrizations\.": "a parametrization such as weight_norm",
+    r"(^|\.)_extra_state$": "extra state, for instance of TransformerEngine",
+    r"(^|\.)(inv_freq|position_ids|relative_position_index|attn_mask|masked_bias|attn\.bias)$": (
+        "constants that some versions of a library save"
+    ),
+}
+Note: TypeAlias = tuple[int, int, str]  # rank, number of tensors, text
+# In this order, and the cause that explains most tensors first.
+_PREFIX, _CAUSE, _DOUBTFUL, _REST = range(4)
+
+
+def shapes_of(entries: Mapping[Any, Any]) -> dict[str, Shape | None]:
+    """Return the shapes of the tensors among entries of a state dict; None where one has no shape yet."""
+    return {
+        name: None if torch.nn.parameter.is_lazy(value) else tuple(value.shape)
+        for name, value in entries.items()
+        if isinstance(name, str) and isinstance(value, torch.Tensor)
+    }
+
+
+def explain_load(
+    module: torch.nn.Module,
+    state_dict: Mapping[Any, Any],
+    missing: Collection[str],
+    unexpected: Collection[str],
+    errors: Collection[str],
+) -> list[str]:
+    """Say why a load has failed, from what it reported; no lines if that cannot be found out.
+
+    Hooks and classes may load under other names, so only the names that the load reported count.
+    """
+    size = "size mismatch for "
+    mismatched = [e[len(size) :].partition(": ")[0] for e in errors if e.startswith(size)]
+    try:
+        members = (*module.named_parameters(remove_duplicate=False), *module.named_buffers())
+        return explain(shapes_of(dict(members)), state_dict, missing, unexpected, mismatched)
+    except Exception:  # noqa: BLE001 - whatever models and files hold, the load's own error is shown
+        return []
+
+
+def explain(
+    model: Shapes,
+    state_dict: Mapping[Any, Any],
+    missing: Collection[str] | None = None,
+    unexpected: Collection[str] | None = None,
+    mismatched: Collection[str] | None = None,
+) -> list[str]:
+    """Say why a state dict does not fit a model, the cause that explains most tensors first.
+
+    Args:
+        model: The names and shapes of the model's tensors.
+        state_dict: What was given for a state dict, of any content.
+        missing: Names that a load reported as missing; without it, those of the model alone.
+        unexpected: Names that a load reported as unexpected.
+        mismatched: Names that a load reported for their shapes.
+
+    Returns:
+        At most eight lines. They propose, and may name several causes where shapes do not tell.
+    """
+    file = shapes_of(state_dict)
+    if not file.keys() & model.keys():
+        nested = _find_state_dict(model, state_dict)
+        if nested is not None:
+            return nested
+    return compare(model, file, missing, unexpected, mismatched)
+
+
+def compare(
+    model: Shapes,
+    file: Shapes,
+    missing: Collection[str] | None = None,
+    unexpected: Collection[str] | None = None,
+    mismatched: Collection[str] | None = None,
+) -> list[str]:
+    """Say how names and shapes of a checkpoint differ from a model's; see :func:`explain`."""
+    missing = model.keys() - file.keys() if missing is None else set(missing)
+    unexpected = file.keys() - model.keys() if unexpected is None else set(unexpected)
+    if mismatched is None:
+        mismatched = [n for n in model if n in file and file[n] != model[n]]
+    lacking = {name: shape for name, shape in model.items() if name in missing}
+    surplus = {name: shape for name, shape in file.items() if name in unexpected}
+
+    notes = list(_dotless(surplus, lacking))
+    notes += _families(surplus, lacking)
+    notes += _depths(model, file, surplus, lacking)
+    renames = find_renames(file, model, surplus, lacking)
+    is_other = renames.coverage < _ANOTHER_MODEL and bool(renames.old)
+    if is_other:
+        notes.append(_another_model(model, file, renames.coverage))
+    else:
+        notes += [_say_rule(rule, len(file)) for rule in renames.rules]
+        notes += _say_joined(renames.joined)
+
+    sizes = {name: (file[name], model[name]) for name in mismatched if name in file}
+    sizes |= {
+        new: (file[old], model[new])
+        for old, new in renames.pairs.items()
+        if file[old] != model[new]
+    }
+    notes += _sizes({name: pair for name, pair in sizes.items() if None not in pair}, len(model))
+    if not is_other:
+        notes += _rest("the checkpoint", [renames.original[name] for name in renames.old])
+        notes += _rest("the model", [*renames.new])
+    return _lines(notes)
+
+
+def _lines(notes: list[Note]) -> list[str]:
+    texts = [text for *_, text in sorted(notes, key=lambda note: (note[0], -note[1]))]
+    if len(texts) > MOST_LINES:
+        texts[MOST_LINES - 1 :] = [f"and {len(texts) - MOST_LINES + 1} more differences"]
+    return texts
+
+
+def _quoted(name: str) -> str:
+    text = printable(name[: 2 * _LONGEST])
+    return repr(text if len(name) <= _LONGEST else f"{text[: _LONGEST // 2]}...")
+
+
+def _listed(names: Collection[str], most: int = 3, word: str = ", ") -> str:
+    shown = word.join(map(_quoted, islice(names, most)))
+    return shown + (", ..." if len(names) > most else "")
+
+
+def _another_model(model: Shapes, file: Shapes, coverage: float) -> Note:
+    portion = "no name" if not coverage else f"less than {_ANOTHER_MODEL:.0%} of the names"
+    text = (
+        f"{portion} of the checkpoint can be matched: is it of another model? It has names such as "
+        f"{_listed(file, 2)}; the model has {_listed(model, 2)}"
+    )
+    return _CAUSE, len(file), text
+
+
+def _find_state_dict(model: Shapes, given: Mapping[Any, Any]) -> list[str] | None:
+    """Find the state dict in a checkpoint that has it below a key, or say that there is none."""
+    if {"state", "param_groups"} <= given.keys():
+        return ["this is the state of an optimizer, not of a model"]
+    nested = {(key,): value for key, value in given.items() if isinstance(value, Mapping)}
+    nested |= {
+        (*path, key): value
+        for path, inner in nested.items()
+        for key, value in inner.items()
+        if isinstance(value, Mapping)
+    }
+    wanted = Counter(model.values())
+    scores = {}
+    for path, inner in nested.items():
+        shapes = shapes_of(inner)
+        if shapes:
+            same = len(shapes.keys() & model.keys())
+            scores[path] = (same, (Counter(shapes.values()) & wanted).total(), len(shapes))
+    good = [path for path in scores if scores[path] == max(scores.values())]
+    if good:
+        keys = [f"checkpoint{''.join(f'[{_key(key)}]' for key in path)}" for path in good[:3]]
+        where = f"the state dict is below a key of this checkpoint: load {' or '.join(keys)}"
+        inside = shapes_of(nested[good[0]])
+        rest = [] if inside == model else compare(model, inside)
+        return [where, *rest][:MOST_LINES]
+    if any(isinstance(value, torch.Tensor) for value in given.values()) and not nested:
+        return None
+    modules = [key for key, value in given.items() if isinstance(value, torch.nn.Module)]
+    if modules:
+        key = _key(modules[0])
+        return [f"the entry {key} is a whole model: load checkpoint[{key}].state_dict()"]
+    if not given:
+        return ["the state dict is empty"]
+    entries = ", ".join(_key(key) for key in islice(given, 6))
+    return [f"this is not a state dict, and no state dict is inside; its entries are {entries}"]
+
+
+def _key(key: object) -> str:
+    return _quoted(key) if isinstance(key, str) else _quoted(repr(key))[1:-1]
+
+
+def _dotless(surplus: dict[str, Shape | None], lacking: dict[str, Shape | None]) -> Iterator[Note]:
+    """Find averages that some libraries store without the dots of names, behind a prefix."""
+    plain = {re.sub(r"[._]", "", name): name for name in lacking}
+    for prefix in ("ema_", "ema.", "model_ema.", "ema_model.", ""):
+        pairs = {
+            name: plain[short]
+            for name in surplus
+            if name.startswith(prefix)
+            and (short := re.sub(r"[._]", "", name.removeprefix(prefix))) in plain
+        }
+        if len(pairs) > 1 and not any("." in name.removeprefix(prefix) for name in pairs):
+            for name, other in pairs.items():
+                del surplus[name]
+                lacking.pop(other, None)
+            behind = f" behind {prefix!r}" if prefix else ""
+            text = (
+                f"{len(pairs)} names of the checkpoint are those of the model without dots{behind}: "
+                "averages (EMA) that another library saved?"
+            )
+            yield _PREFIX, len(pairs), text
+            return
+
+
+def _families(surplus: dict[str, Shape | None], lacking: dict[str, Shape | None]) -> Iterator[Note]:
+    """Find tensors that only one side has, by what their names say."""
+    for pattern, why in _FAMILIES.items():
+        finder = re.compile(pattern)
+        hits = [[n for n in names if finder.search(n)] for names in (surplus, lacking)]
+        if bool(hits[0]) == bool(hits[1]):
+            continue
+        side, names = ("the checkpoint", surplus) if hits[0] else ("the model", lacking)
+        found = hits[0] or hits[1]
+        if all(name.endswith("num_batches_tracked") for name in found):
+            why = "counters of BatchNorm, which torch before 0.4.1 did not save"
+        yield (
+            _CAUSE,
+            len(found),
+            f"only {side} has {_count(len(found), 'tensor')} such as {_quoted(found[0])}: {why}",
+        )
+        for name in found:
+            del names[name]
+
+
+def _numbered(names: Collection[str]) -> dict[str, set[int]]:
+    """Return the numbers below each home, such as those of layers in a list."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for name in names:
+        for match in re.finditer(r"(?:^|\.)(\d{1,9})(?=\.)", name[:1000]):
+            found[name[: match.start()]].add(int(match[1]))
+    return found
+
+
+def _depths(
+    model: Shapes,
+    file: Shapes,
+    surplus: dict[str, Shape | None],
+    lacking: dict[str, Shape | None],
+) -> Iterator[Note]:
+    """Find lists of layers that are longer on one side, or that start at another number."""
+    here, there = _numbered(file), _numbered(model)
+    for home in sorted(here.keys() & there.keys()):
+        extra, lost = here[home] - there[home], there[home] - here[home]
+        if (not extra and not lost) or not here[home] & there[home]:
+            continue
+        first, last = min(here[home]), min(there[home])
+        if extra and lost:
+            if {n - first for n in here[home]} == {n - last for n in there[home]}:
+                text = (
+                    f"the numbers below {_quoted(home)} begin with {first} in the checkpoint and "
+                    f"with {last} in the model: are all of them shifted?"
+                )
+                yield _PREFIX, len(here[home]), text
+                _forget_below(home, extra, surplus)
+                _forget_below(home, lost, lacking)
+            continue
+        count = _forget_below(home, extra, surplus) + _forget_below(home, lost, lacking)
+        if count:
+            text = (
+                f"another depth: {_quoted(home)} has {len(here[home])} entries in the checkpoint, "
+                f"{len(there[home])} in the model"
+            )
+            yield _CAUSE, count, text
+
+
+def _forget_below(home: str, indices: set[int], names: dict[str, Shape | None]) -> int:
+    starts = tuple(f"{home}.{index}." if home else f"{index}." for index in indices)
+    found = [name for name in names if name.startswith(starts)] if starts else []
+    for name in found:
+        del names[name]
+    return len(found)
+
+
+def _count(number: int, noun: str, among: int | None = None) -> str:
+    shown = f"{number}" if among is None else f"{number} of {among}"
+    if number == among:
+        shown = f"all {number}"
+    return f"{shown} {noun}" if number == 1 and among is None else f"{shown} {noun}s"
+
+
+def _say_rule(rule: Rule, total: int) -> Note:
+    old, new = _listed(rule.old, 4, " or "), _listed(rule.new, 4, " or ")
+    names = f"{_count(rule.count, 'name', total)} of the checkpoint"
+    if not rule.new[0]:
+        why = next((_ADDED_BY[p] for p in rule.old[0].split(".") if p in _ADDED_BY), "")
+        text = f"{names} have {old} too much"
+        text += f" (added by {why})" if why else ""
+        if not rule.is_certain:
+            text += "; which one the model needs, shapes do not tell"
+        elif rule.is_prefix:
+            text += f": remove it, or pass strip={_quoted(rule.old[0])} to modkit.load_matching()"
+        return _PREFIX, rule.count, text
+    if rule.is_prefix:
+        where = "load it into that submodule, or pass rename= to modkit.load_matching()"
+        return _PREFIX, rule.count, f"{names} lack the prefix {new}: {where}"
+    tensors = _count(rule.count, "tensor", total)
+    if rule.is_certain:
+        text = f"{tensors} are renamed: {old} in the checkpoint is {new} in the model"
+        return _CAUSE, rule.count, text
+    doubt = (
+        "they have one shape" if len(rule.old) == len(rule.new) == 1 else "shapes do not tell which"
+    )
+    text = f"{tensors} may be renamed: {old} in the checkpoint may be {new} in the model; {doubt}"
+    return _DOUBTFUL, rule.count, text
+
+
+def _say_joined(joined: list[Joined]) -> Iterator[Note]:
+    counts: Counter[tuple[str, str, str, bool]] = Counter()
+    for each in joined:
+        names = [name.split(".") for name in each.parts]
+        homes = {".".join(name[:-2]) for name in names}
+        parts = ", ".join(_quoted(".".join(name[-2:])) for name in names)
+        counts[starred(each.whole), parts, starred(min(homes)), each.in_old] += each.count
+    for (whole, parts, home, in_old), count in counts.items():
+        one, other = ("model", "checkpoint") if in_old else ("checkpoint", "model")
+        text = (
+            f"{_count(count, 'tensor')} of the {other} are joined in the {one}: {_quoted(whole)} has the "
+            f"size of {parts} in {_quoted(home)}"
+        )
+        yield _CAUSE, count, text
+
+
+def _rest(side: str, names: list[str]) -> Iterator[Note]:
+    if names:
+        homes = Counter(starred(name.rpartition(".")[0] or name) for name in names)
+        heads = [home for home, _ in homes.most_common()]
+        yield (
+            _REST,
+            len(names),
+            f"only {side} has {_count(len(names), 'other tensor')}, in {_listed(heads)}",
+        )
+
+
+Sizes: TypeAlias = dict[str, tuple[Any, Any]]
+
+
+def _sizes(sizes: Sizes, total: int) -> Iterator[Note]:
+    """Find what kinds of sizes differ."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name, pair in sizes.items():
+        kinds[_kind(name, *pair)].append(name)
+    by_width = kinds["outputs"] + kinds["other"] + kinds["channels"]
+    if len(by_width) > max(4, 0.3 * total):
+        for kind in ("outputs", "other", "channels"):
+            del kinds[kind]
+        changes = Counter(
+            change
+            for name in by_width
+            for change in zip(*sizes[name], strict=False)
+            if change[0] != change[1]
+        )
+        (old, new), _ = changes.most_common(1)[0]
+        text = (
+            f"another width: {len(by_width)} of {total} tensors have other sizes, most often {old} in "
+            f"the checkpoint, {new} in the model"
+        )
+        yield _CAUSE, len(by_width), text
+    for kind, names in kinds.items():
+        if names:
+            old, new = sizes[names[0]]
+            shown = (
+                f"{_quoted(names[0])} is {list(old)} in the checkpoint, {list(new)} in the model"
+            )
+            more = f" ({len(names)} tensors)" if len(names) > 1 else ""
+            yield _CAUSE, len(names), f"{_KINDS[kind]}: {shown}{more}"
+
+
+_KINDS: Final = {
+    "transposed": "transposed (Conv1D, or another framework)",
+    "ones": "dimensions of size 1 differ (a 1x1 convolution, a scalar)",
+    "positions": "another length or resolution, so other positions",
+    "vocabulary": "another vocabulary",
+    "outputs": "another number of outputs or classes",
+    "channels": "another number of input channels",
+    "other": "other sizes",
+}
+
+
+def _kind(name: str, old: Shape, new: Shape) -> str:
+    differing = [i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b]
+    if len(old) == 2 and old[::-1] == new:
+        return "transposed"
+    if [n for n in old if n != 1] == [n for n in new if n != 1]:
+        return "ones"
+    if re.search(r"pos(ition)?[a-z]*_?emb|relative_position|positional|wpe", name):
+        # Not the width, which stands last.
+        return "other" if differing == [len(old) - 1] else "positions"
+    if len(old) == len(new) and differing == [0]:
+        of_words = len(old) <= 2 and re.search(r"emb|wte|vocab|lm_head", name)
+        return "vocabulary" if of_words else "outputs"
+    return "channels" if len(old) == len(new) >= 3 and differing == [1] else "other"

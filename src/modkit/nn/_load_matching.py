@@ -1,0 +1,239 @@
+"""``load_matching``: loading the entries of a state dict that fit, and saying what was left out."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from modkit._messages import add_note
+from modkit._mismatches import explain, shapes_of
+from modkit._tree import descend
+from modkit.errors import NameMismatchError, printable
+from modkit.nn._load_plan import own_names
+from modkit.nn._load_state_dict import run_load
+from modkit.nn._load_tensor import check
+from modkit.nn._overrides import TorchModule, is_standard
+
+
+_MOST_ROWS = 20
+_LONGEST_NAME = 60
+
+
+@dataclass(frozen=True, repr=False)
+class Matched:
+    """What :func:`modkit.load_matching` has loaded and left out; its ``repr`` is a table.
+
+    Attributes:
+        loaded: Names of the model that were loaded, extra state included.
+        skipped: Names of the state dict that were not loaded, each with the reason.
+        missing: Names of the model that were not loaded, and so keep their values.
+    """
+
+    loaded: list[str]
+    skipped: dict[str, str]
+    missing: list[str]
+
+    def __repr__(self) -> str:
+        """Return a table of what was left out."""
+        counts = (
+            f"{len(self.loaded)} loaded, {len(self.skipped)} skipped, {len(self.missing)} missing"
+        )
+        rows = [("skipped", name, reason) for name, reason in self.skipped.items()]
+        rows += [("missing", name, "keeps its value") for name in self.missing]
+        shown = [(kind, _shortened(name), reason) for kind, name, reason in rows[:_MOST_ROWS]]
+        width = max((len(name) for _, name, _ in shown), default=0)
+        lines = [f"  {kind}  {name:{width}}  {reason}" for kind, name, reason in shown]
+        if len(rows) > _MOST_ROWS:
+            lines.append(f"  and {len(rows) - _MOST_ROWS} more")
+        return "\n".join([f"Matched: {counts}", *lines])
+
+
+def _shortened(name: str) -> str:
+    return printable(name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}...")
+
+
+def load_matching(
+    model: torch.nn.Module,
+    state_dict: Mapping[str, Any],
+    *,
+    strip: str | Iterable[str] | None = None,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+) -> Matched:
+    """Load the entries of a state dict that fit a model, and return what was loaded and left out.
+
+    For fine-tuning with another number of classes, or with a changed head. ``load_state_dict`` with
+    ``strict=False`` raises where a shape differs; this function skips the entry, with both shapes.
+    Names are never guessed: what ``strip`` and ``rename`` do not say has to be the same. As in
+    ``load_state_dict``, nothing is written unless all that fits can be written, if no class and no
+    hook takes part in loading; a class that migrates old entries is called.
+
+    Args:
+        model: Any ``torch.nn.Module``.
+        state_dict: Names to tensors, as ``state_dict()`` returns them.
+        strip: The beginning of names to remove, such as ``"module."``, or several of them, removed one
+            after the other. Names without it stay.
+        rename: Old names, or their first parts, to new ones: ``{"head": "classifier"}`` renames
+            ``head.weight``, and the longest key counts. Or a function from an old name to the new one.
+            It is applied after ``strip``.
+
+    Returns:
+        The names that were loaded, skipped and are missing. A tied parameter is loaded if one of its
+        names is.
+
+    Raises:
+        NameMismatchError: If no entry fits. The note below it says why.
+        ValueError: If two entries get one name, or ``rename`` has a name that no entry has.
+        RuntimeError: If a tensor that fits cannot be written.
+        TypeError: If the model is not a ``torch.nn.Module``, or the state dict is not a mapping.
+
+    Example:
+        >>> import modkit, torch
+        >>> model = torch.nn.Linear(2, 3)
+        >>> modkit.load_matching(model, {"net.weight": torch.ones(3, 2), "net.bias": torch.ones(5)}, strip="net.")
+        Matched: 1 loaded, 1 skipped, 1 missing
+          skipped  net.bias  shape [5], the model has [3]
+          missing  bias      keeps its value
+    """
+    if not isinstance(cast("object", model), TorchModule):
+        raise TypeError(
+            f"modkit.load_matching(): model must be a torch.nn.Module, got {torch.typename(model)}"
+        )
+    if not isinstance(cast("object", state_dict), Mapping):
+        raise TypeError(
+            f"modkit.load_matching(): state_dict must be a mapping, got {torch.typename(state_dict)}"
+        )
+    new_names = _new_names(state_dict, strip, rename)
+    targets = _tensors_of(model)
+    skipped: dict[str, str] = {}
+    entries: Any = OrderedDict()
+    for key, value in state_dict.items():
+        name = new_names.get(key)
+        reason = "its key is not a string" if name is None else _misfit(name, value, targets)
+        if name is None or reason:
+            skipped[key if isinstance(cast("object", key), str) else repr(key)] = reason
+        else:
+            entries[name] = value
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        entries._metadata = _moved_metadata(metadata, new_names)
+
+    fitting = bool(targets.keys() & entries.keys())
+    if is_standard(model, "load_state_dict"):
+        loading = run_load(model, entries, strict=False)
+        unused, missing = {*loading.unexpected}, {*loading.missing}
+    else:
+        keys = model.load_state_dict(entries, strict=False)
+        unused, missing = {*keys.unexpected_keys}, {*keys.missing_keys}
+    old_names = {new: old for old, new in new_names.items()}
+    skipped |= {old_names[name]: "not in the model" for name in entries if name in unused}
+    # Other names that were taken: extra state, or entries that a class migrated.
+    others = [name for name in entries if name not in targets and name not in unused]
+    if not fitting and not others:
+        raise _nothing_fits(model, targets, {new_names.get(k, k): v for k, v in state_dict.items()})
+
+    loaded = [n for n in targets if n not in missing and (n in entries or others)]
+    loaded += [name for name in others if name.endswith("_extra_state")]
+    written = {id(targets[name]) for name in loaded if name in targets}
+    lacking = [n for n, target in targets.items() if n in missing and id(target) not in written]
+    return Matched(loaded, skipped, lacking)
+
+
+def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers under all of their names."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def enter(name: str, module: torch.nn.Module, prefix: str) -> str:
+        own = own_names(module)
+        members = {**module._parameters, **module._buffers}
+        path = f"{prefix}{name}." if name else prefix
+        tensors.update({path + each: members[each] for each in members if each in own})
+        return path
+
+    enter("", model, "")
+    descend(model, "", enter)
+    return tensors
+
+
+def _new_names(
+    state_dict: Mapping[str, Any],
+    strip: str | Iterable[str] | None,
+    rename: Mapping[str, str] | Callable[[str], str] | None,
+) -> dict[str, str]:
+    """Return the new name of each entry, which no other entry has."""
+    prefixes = [strip] if isinstance(strip, str) else [*(strip or ())]
+    used: set[str] = set()
+
+    def renamed(name: str) -> str:
+        for prefix in prefixes:
+            name = name.removeprefix(prefix)
+        if callable(rename):
+            return rename(name)
+        parts = name.split(".") if rename else []
+        for end in range(len(parts), 0, -1):
+            start = ".".join(parts[:end])
+            if rename and start in rename:
+                used.add(start)
+                return rename[start] + name[len(start) :]
+        return name
+
+    new_names = {key: renamed(key) for key in state_dict if isinstance(cast("object", key), str)}
+    if rename and not callable(rename) and not used.issuperset(rename):
+        unknown = ", ".join(repr(name) for name in rename if name not in used)
+        raise ValueError(
+            f"modkit.load_matching(): rename has {printable(unknown)}, which is not a name, or the first "
+            "parts of a name, in the state dict. Nothing has been changed."
+        )
+    for name, uses in Counter(new_names.values()).items():
+        if uses > 1:
+            old = ", ".join(repr(key) for key in new_names if new_names[key] == name)
+            raise ValueError(
+                f"modkit.load_matching(): {printable(old)} would all be {printable(name)!r}. Nothing has "
+                "been changed."
+            )
+    return new_names
+
+
+def _misfit(name: str, value: Any, targets: Mapping[str, torch.Tensor]) -> str:
+    """Return why a value cannot be loaded; empty if it can, or if only the load knows."""
+    target = targets.get(name)
+    if target is None:
+        return ""
+    problem = check(name, target, value)[1]
+    if problem is None:
+        return ""
+    if not isinstance(value, torch.Tensor):
+        return f"not a tensor: {torch.typename(value)}"
+    return f"shape {list(value.shape)}, the model has {list(target.shape)}"
+
+
+def _moved_metadata(metadata: Mapping[str, Any], new_names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the versions of modules under their new paths."""
+    moved: dict[str, Any] = {}
+    for old, new in new_names.items():
+        while old.rpartition(".")[2] == new.rpartition(".")[2]:
+            old, new = old.rpartition(".")[0], new.rpartition(".")[0]
+            if new in moved:
+                break
+            if old in metadata:
+                moved[new] = metadata[old]
+            if not old or not new:
+                break
+    return moved
+
+
+def _nothing_fits(
+    model: torch.nn.Module, targets: Mapping[str, torch.Tensor], entries: Mapping[Any, Any]
+) -> NameMismatchError:
+    shapes = shapes_of(targets)
+    file = shapes_of(entries)
+    error = NameMismatchError(
+        f"modkit.load_matching(): no entry of the state dict fits {type(model).__name__}",
+        missing=[name for name in shapes if name not in file],
+        unexpected=[printable(str(name)) for name in entries if name not in shapes],
+        shapes=[f"{n} ({file[n]} instead of {shapes[n]})" for n in file if n in shapes],
+    )
+    for line in explain(shapes, entries):
+        add_note(error, line)
+    return error
