@@ -6,6 +6,7 @@ It is imported when a load has failed. No tensor is read, and nothing is changed
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Final, TypeAlias
 
@@ -17,8 +18,8 @@ from modkit.errors import printable
 
 MOST_LINES: Final = 8
 _LONGEST: Final = 80
-# The portion of names that fit below which the checkpoint seems to be of another model.
-_ANOTHER_MODEL: Final = 0.1
+# Below this portion of names that rules explain, what they explain are coincidences.
+_LEAST_COVERAGE: Final = 0.1
 _ADDED_BY: Final = {
     "module": "DataParallel, DDP or AveragedModel",
     "model": "Lightning or another trainer",
@@ -52,26 +53,6 @@ def shapes_of(entries: Mapping[Any, Any]) -> dict[str, Shape | None]:
         for name, value in entries.items()
         if isinstance(name, str) and isinstance(value, torch.Tensor)
     }
-
-
-def explain_load(
-    module: torch.nn.Module,
-    state_dict: Mapping[Any, Any],
-    missing: Collection[str],
-    unexpected: Collection[str],
-    errors: Collection[str],
-) -> list[str]:
-    """Say why a load has failed, from what it reported; no lines if that cannot be found out.
-
-    Hooks and classes may load under other names, so only the names that the load reported count.
-    """
-    size = "size mismatch for "
-    mismatched = [e[len(size) :].partition(": ")[0] for e in errors if e.startswith(size)]
-    try:
-        members = (*module.named_parameters(remove_duplicate=False), *module.named_buffers())
-        return explain(shapes_of(dict(members)), state_dict, missing, unexpected, mismatched)
-    except Exception:  # noqa: BLE001 - whatever models and files hold, the load's own error is shown
-        return []
 
 
 def explain(
@@ -120,13 +101,13 @@ def compare(
     notes += _families(surplus, lacking)
     notes += _depths(model, file, surplus, lacking)
     renames = find_renames(file, model, surplus, lacking)
-    is_other = renames.coverage < _ANOTHER_MODEL and bool(renames.old)
+    is_other = renames.is_of_another_model and bool(surplus)
     if is_other:
-        notes.append(_another_model(model, file, renames.coverage))
-    else:
+        notes.append((_PREFIX, len(file), _another_model(model, file)))
+    is_covered = not is_other or renames.coverage >= _LEAST_COVERAGE
+    if is_covered:
         notes += [_say_rule(rule, len(file)) for rule in renames.rules]
         notes += _say_joined(renames.joined)
-
     sizes = {name: (file[name], model[name]) for name in mismatched if name in file}
     sizes |= {
         new: (file[old], model[new])
@@ -134,7 +115,7 @@ def compare(
         if file[old] != model[new]
     }
     notes += _sizes({name: pair for name, pair in sizes.items() if None not in pair}, len(model))
-    if not is_other:
+    if is_covered:
         notes += _rest("the checkpoint", [renames.original[name] for name in renames.old])
         notes += _rest("the model", [*renames.new])
     return _lines(notes)
@@ -157,13 +138,11 @@ def _listed(names: Collection[str], most: int = 3, word: str = ", ") -> str:
     return shown + (", ..." if len(names) > most else "")
 
 
-def _another_model(model: Shapes, file: Shapes, coverage: float) -> Note:
-    portion = "no name" if not coverage else f"less than {_ANOTHER_MODEL:.0%} of the names"
-    text = (
-        f"{portion} of the checkpoint can be matched: is it of another model? It has names such as "
-        f"{_listed(file, 2)}; the model has {_listed(model, 2)}"
+def _another_model(model: Shapes, file: Shapes) -> str:
+    return (
+        "hardly a name of the checkpoint fits, with or without a prefix: is it of another model, or of "
+        f"another library? It has {_listed(file, 2)}; the model has {_listed(model, 2)}"
     )
-    return _CAUSE, len(file), text
 
 
 def _find_state_dict(model: Shapes, given: Mapping[Any, Any]) -> list[str] | None:
@@ -301,7 +280,7 @@ def _forget_below(home: str, indices: set[int], names: dict[str, Shape | None]) 
 
 def _count(number: int, noun: str, among: int | None = None) -> str:
     shown = f"{number}" if among is None else f"{number} of {among}"
-    if number == among:
+    if number == among != 1:
         shown = f"all {number}"
     return f"{shown} {noun}" if number == 1 and among is None else f"{shown} {noun}s"
 
@@ -333,16 +312,18 @@ def _say_rule(rule: Rule, total: int) -> Note:
 
 
 def _say_joined(joined: list[Joined]) -> Iterator[Note]:
-    counts: Counter[tuple[str, str, str, bool]] = Counter()
+    counts: Counter[tuple[str, str, str, Joined]] = Counter()
     for each in joined:
         names = [name.split(".") for name in each.parts]
         homes = {".".join(name[:-2]) for name in names}
         parts = ", ".join(_quoted(".".join(name[-2:])) for name in names)
-        counts[starred(each.whole), parts, starred(min(homes)), each.in_old] += each.count
-    for (whole, parts, home, in_old), count in counts.items():
-        one, other = ("model", "checkpoint") if in_old else ("checkpoint", "model")
+        kind = replace(each, parts=(), whole="", count=0)
+        counts[starred(each.whole), parts, starred(min(homes)), kind] += each.count
+    for (whole, parts, home, kind), count in counts.items():
+        one, other = ("model", "checkpoint") if kind.in_old else ("checkpoint", "model")
+        are = "are" if kind.is_certain else "may be"
         text = (
-            f"{_count(count, 'tensor')} of the {other} are joined in the {one}: {_quoted(whole)} has the "
+            f"{_count(count, 'tensor')} of the {other} {are} joined in the {one}: {_quoted(whole)} has the "
             f"size of {parts} in {_quoted(home)}"
         )
         yield _CAUSE, count, text
@@ -351,12 +332,11 @@ def _say_joined(joined: list[Joined]) -> Iterator[Note]:
 def _rest(side: str, names: list[str]) -> Iterator[Note]:
     if names:
         homes = Counter(starred(name.rpartition(".")[0] or name) for name in names)
-        heads = [home for home, _ in homes.most_common()]
-        yield (
-            _REST,
-            len(names),
-            f"only {side} has {_count(len(names), 'other tensor')}, in {_listed(heads)}",
-        )
+        text = f"only {side} has {_count(len(names), 'other tensor')}, in "
+        text += _listed([home for home, _ in homes.most_common()])
+        if len(homes) == 1 < len(names):
+            text += f": {_listed([name.rpartition('.')[2] for name in names])}"
+        yield _REST, len(names), text
 
 
 Sizes: TypeAlias = dict[str, tuple[Any, Any]]
@@ -404,6 +384,10 @@ _KINDS: Final = {
 }
 
 
+# Parts of names, not those of other embeddings: patches, classes.
+_OF_WORDS: Final = r"(^|\.)(wte|lm_head|\w*vocab\w*|(word_|tok(en)?_)?emb\w*)(\.|$)"
+
+
 def _kind(name: str, old: Shape, new: Shape) -> str:
     differing = [i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b]
     if len(old) == 2 and old[::-1] == new:
@@ -414,6 +398,6 @@ def _kind(name: str, old: Shape, new: Shape) -> str:
         # Not the width, which stands last.
         return "other" if differing == [len(old) - 1] else "positions"
     if len(old) == len(new) and differing == [0]:
-        of_words = len(old) <= 2 and re.search(r"emb|wte|vocab|lm_head", name)
+        of_words = len(old) <= 2 and re.search(_OF_WORDS, name)
         return "vocabulary" if of_words else "outputs"
     return "channels" if len(old) == len(new) >= 3 and differing == [1] else "other"

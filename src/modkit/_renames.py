@@ -26,8 +26,8 @@ _MOST_NAMES: Final = 20_000
 _MOST_CANDIDATES: Final = 64
 _MOST_SAMPLES: Final = 200
 _MOST_SUBSTITUTIONS: Final = 4
-# The portion of the names below which nothing is certain.
-_LEAST_COVERAGE: Final = 0.3
+# The portion of names that have to fit, apart from a few parts, for shapes to make others certain.
+_LEAST_BY_NAME: Final = 0.1
 _MOST_READINGS: Final = 4
 _MOST_COMPARED: Final = 2500
 # How similar two names are that differ by a typing error.
@@ -64,6 +64,7 @@ class Rule:
         count: The number of tensors that it explains.
         is_certain: Whether names and shapes leave one reading.
         is_prefix: Whether it removes or adds the beginning of all names.
+        by_name: Whether it was found from what the names have in common.
     """
 
     old: Parts
@@ -71,6 +72,7 @@ class Rule:
     count: int
     is_certain: bool = True
     is_prefix: bool = False
+    by_name: bool = True
 
 
 @dataclass
@@ -81,7 +83,8 @@ class Renames:
         rules: The rules, in the order in which they were found.
         pairs: Each old name that certainly is a new one.
         joined: Tensors of one side that are one tensor of the other side.
-        coverage: The portion of the names that fit, or that a certain rule explains.
+        coverage: The portion of the names that fit, or that a rule explains without rivals.
+        is_of_another_model: Whether hardly a name fits, apart from a prefix or a few parts.
         old: The shapes of the names that no rule explains, by the name that the rules gave them.
         new: The shapes of the new names that no rule explains.
         original: The old name of each name in ``old``.
@@ -96,6 +99,7 @@ class Renames:
     pairs: dict[str, str] = field(default_factory=dict)
     joined: list["Joined"] = field(default_factory=list)
     coverage: float = 1.0
+    is_of_another_model: bool = False
 
     def substitute(self, names: Mapping[str, str]) -> int:
         """Give old names their names under a rule, and take those that are new names now as pairs."""
@@ -149,17 +153,22 @@ def find_renames(
     for _ in range(_MOST_SUBSTITUTIONS):
         if not _find_substitution(renames):
             break
+    by_name = len(renames.pairs) + sum(name in new for name in old if name not in renames.pairs)
+    by_name += sum(rule.count for rule in renames.rules if not rule.is_certain)
     _find_joined(renames)
     once = [{shape for shape, n in Counter(side.values()).items() if n == 1} for side in (old, new)]
     _match_rest(renames, once[0] & once[1])
-    explained = len(renames.pairs) + sum(each.count for each in renames.joined)
-    explained += sum(name in new for name in old if name not in renames.pairs)
-    explained += sum(rule.count for rule in renames.rules if rule.is_prefix and not rule.is_certain)
-    renames.coverage = explained / max(1, min(len(old), len(new)))
-    if renames.coverage < _LEAST_COVERAGE:
-        # Of another model, perhaps: some shapes are the same everywhere.
+
+    explained = by_name + sum(each.count for each in renames.joined)
+    explained += sum(rule.count for rule in renames.rules if rule.is_certain and not rule.by_name)
+    least = max(1, min(len(old), len(new)))
+    renames.coverage = explained / least
+    renames.is_of_another_model = by_name / least < _LEAST_BY_NAME
+    if renames.is_of_another_model:
+        # Some shapes are the same everywhere.
         renames.rules = [replace(rule, is_certain=False) for rule in renames.rules]
         renames.pairs = {}
+        renames.joined = [replace(each, is_certain=False) for each in renames.joined]
     return renames
 
 
@@ -203,7 +212,7 @@ def _find_prefix(renames: Renames) -> bool:
                     prefix = name[: match.end()]
                     rule = (prefix, "") if side == 0 else ("", prefix)
                     votes[rule] += 1
-                    fitting[rule] += shape == shorter[tail]
+                    fitting[rule] += shape == shorter[tail] or None in {shape, shorter[tail]}
 
     enough = min(len(old), len(new))
     accepted = [rule for rule, n in votes.items() if n * 4 >= enough and fitting[rule] * 2 >= n]
@@ -325,12 +334,14 @@ class Joined:
         whole: The name of the tensor that has their elements.
         count: The number of tensors that are joined.
         in_old: Whether the old names are the parts.
+        is_certain: Whether the names of the two sides have enough in common to say so.
     """
 
     parts: Parts
     whole: str
     count: int
     in_old: bool
+    is_certain: bool = True
 
 
 def _find_joined(renames: Renames) -> None:
@@ -348,7 +359,7 @@ def _find_joined(renames: Renames) -> None:
                 groups = beside.get((numbers(whole), size[:dim] + size[dim + 1 :]), [])
                 for names in groups[:_MOST_CANDIDATES]:
                     sizes = {name: pieces[name].shape[dim] for name in names}
-                    chosen = _adding_up(whole, size[dim], sizes)
+                    chosen = _adding_up(whole, size[dim], sizes, least=2 - dim)
                     joined = [name for piece in chosen for name in pieces[piece].names]
                     if joined and all(name in parts for name in joined):
                         first = tuple(pieces[piece].names[0] for piece in chosen)
@@ -381,7 +392,7 @@ def _pieces_beside(pieces: Mapping[str, _Piece], dim: int) -> dict[Hashable, lis
     return groups
 
 
-def _adding_up(whole: str, size: int, sizes: Mapping[str, int]) -> list[str]:
+def _adding_up(whole: str, size: int, sizes: Mapping[str, int], least: int) -> list[str]:
     """Return the names whose sizes add up, if the name of the whole says the same."""
     if sum(sizes.values()) < size:
         return []
@@ -394,7 +405,7 @@ def _adding_up(whole: str, size: int, sizes: Mapping[str, int]) -> list[str]:
     telling = zip(names, _telling([_tokens(name) for name in names]), strict=True)
     named = [name for name, own in telling if own & words]
     for chosen in (attention, named):
-        if chosen and sum(sizes[name] for name in chosen) == size:
+        if len(chosen) >= least and sum(sizes[name] for name in chosen) == size:
             return chosen
     return []
 
@@ -434,8 +445,9 @@ def _match_rest(renames: Renames, unique: set[Shape | None]) -> None:
 
             rest = [name for name in olds if name not in pairs]
             others = [name for name in news if name not in pairs.values()]
-            # Many readings are no help.
-            if rest and 0 < len(others) <= _MOST_READINGS and len(rest) <= _MOST_READINGS:
+            # Many readings are no help, and vectors of one size are everywhere.
+            few = 0 < len(others) <= _MOST_READINGS and 0 < len(rest) <= _MOST_READINGS
+            if few and (by_module or len(rest) == len(others)):
                 readings = _rule_parts(*rest, *others)
                 counts[
                     tuple(sorted(readings[: len(rest)])),
@@ -451,7 +463,9 @@ def _match_rest(renames: Renames, unique: set[Shape | None]) -> None:
                             del shapes[each]
         for olds, news in [key[:2] for key in counts if not key[2] and (*key[:2], True) in counts]:
             counts[olds, news, True] += counts.pop((olds, news, False))
-        renames.rules += [Rule(olds, news, n, sure) for (olds, news, sure), n in counts.items()]
+        renames.rules += [
+            Rule(olds, news, n, sure, by_name=False) for (olds, news, sure), n in counts.items()
+        ]
 
 
 def _tensors(name: str, content: Content) -> list[str]:

@@ -9,9 +9,8 @@ import torch
 
 from modkit._messages import add_note
 from modkit._mismatches import explain, shapes_of
-from modkit._tree import descend
 from modkit.errors import NameMismatchError, printable
-from modkit.nn._load_plan import own_names
+from modkit.nn._load_plan import tensors_of
 from modkit.nn._load_state_dict import run_load
 from modkit.nn._load_tensor import check
 from modkit.nn._overrides import TorchModule, is_standard
@@ -105,7 +104,7 @@ def load_matching(
             f"modkit.load_matching(): state_dict must be a mapping, got {torch.typename(state_dict)}"
         )
     new_names = _new_names(state_dict, strip, rename)
-    targets = _tensors_of(model)
+    targets = tensors_of(model)
     skipped: dict[str, str] = {}
     entries: Any = OrderedDict()
     for key, value in state_dict.items():
@@ -138,22 +137,6 @@ def load_matching(
     written = {id(targets[name]) for name in loaded if name in targets}
     lacking = [n for n, target in targets.items() if n in missing and id(target) not in written]
     return Matched(loaded, skipped, lacking)
-
-
-def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and persistent buffers under all of their names."""
-    tensors: dict[str, torch.Tensor] = {}
-
-    def enter(name: str, module: torch.nn.Module, prefix: str) -> str:
-        own = own_names(module)
-        members = {**module._parameters, **module._buffers}
-        path = f"{prefix}{name}." if name else prefix
-        tensors.update({path + each: members[each] for each in members if each in own})
-        return path
-
-    enter("", model, "")
-    descend(model, "", enter)
-    return tensors
 
 
 def _new_names(

@@ -73,11 +73,20 @@ class Load:
             raise error
 
     def explain(self, module: torch.nn.Module) -> list[str]:
-        """Say why the entries do not fit, in a few lines."""
-        # Imported here: it costs nothing until a load has failed.
-        from modkit._mismatches import explain_load
+        """Say why the entries do not fit, in a few lines; none if that cannot be found out.
 
-        return explain_load(module, self.given, self.missing, self.unexpected, self.errors)
+        Hooks and classes may load under other names, so only the names that the load reported count.
+        """
+        # Imported here: it costs nothing until a load has failed.
+        from modkit._mismatches import explain, shapes_of
+
+        size = "size mismatch for "
+        mismatched = [e[len(size) :].partition(": ")[0] for e in self.errors if e.startswith(size)]
+        try:
+            shapes = shapes_of(tensors_of(module))
+            return explain(shapes, self.given, self.missing, self.unexpected, mismatched)
+        except Exception:  # noqa: BLE001 - whatever the model or the file holds, torch's error is shown
+            return []
 
 
 class Plan:
@@ -347,3 +356,19 @@ def own_names(module: torch.nn.Module) -> set[str]:
     buffers = (item for item in module._buffers.items() if item[0] not in transient)
     members = (*module._parameters.items(), *buffers)
     return {name for name, tensor in members if tensor is not None}
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers under all of their names."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def enter(name: str, module: torch.nn.Module, prefix: str) -> str:
+        own = own_names(module)
+        members = {**module._parameters, **module._buffers}
+        path = f"{prefix}{name}." if name else prefix
+        tensors.update({path + each: members[each] for each in members if each in own})
+        return path
+
+    enter("", model, "")
+    descend(model, "", enter)
+    return tensors

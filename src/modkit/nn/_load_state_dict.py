@@ -13,7 +13,15 @@ import torch
 from modkit._messages import text_of
 from modkit._tree import descend
 from modkit._upstream import EXTRA_STATE_KEY, IncompatibleKeys
-from modkit.nn._load_plan import TORCH_LOAD, Load, check_own, make_plan, may_plan, own_names
+from modkit.nn._load_plan import (
+    TORCH_LOAD,
+    Load,
+    check_own,
+    make_plan,
+    may_plan,
+    own_names,
+    tensors_of,
+)
 from modkit.nn._load_tensor import Entry, Ties, warn_if_meta, write
 from modkit.nn._overrides import TorchModule, is_dynamo_compiling, is_standard, patchable, standard
 
@@ -70,7 +78,8 @@ def run_load(
 def _warn_if_no_parameter_was_loaded(module: torch.nn.Module, loading: Load) -> None:
     """Warn if keys were given, some of them in vain, and no parameter was loaded."""
     missing = {*loading.missing}
-    names = [name for name, _ in module.named_parameters()]
+    tensors = tensors_of(module)
+    names = [name for name, tensor in tensors.items() if isinstance(tensor, torch.nn.Parameter)]
     if names and missing.issuperset(names):
         text = (
             f"load_state_dict(strict=False) loaded none of the {len(names)} parameters of "

@@ -108,6 +108,7 @@ def test_an_average_goes_on_where_it_was_saved(
     assert freeze(resumed) == freeze(averaged)
 
 
+@pytest.mark.filterwarnings("ignore:.*loaded none of the")
 @every_subject
 @pytest.mark.parametrize("change", ["missing", "unexpected", "without prefix", "shape"])
 @pytest.mark.parametrize("strict", [True, False])

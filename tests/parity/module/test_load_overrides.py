@@ -403,6 +403,7 @@ def test_lazy_layers_and_uninitialized_checkpoints():
     assert same(scenario)[0] == "returned"
 
 
+@pytest.mark.filterwarnings("ignore:.*loaded none of the")
 @pytest.mark.parametrize("kind", ["hook", "override"])
 def test_hooks_and_overrides_are_always_told_strict(impl: Implementation, kind: str) -> None:
     """Also in a load that is not, and the result lists the keys."""

@@ -30,6 +30,7 @@ def test_a_load_copies_into_the_members(impl: Implementation) -> None:
     assert all(torch.equal(value, expected[key]) for key, value in module.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore:.*loaded none of the")
 def test_the_result_is_torchs_named_tuple(impl: Implementation) -> None:
     """The result unpacks into the missing and the unexpected keys, and is torch's own class."""
     result = tree(impl).load_state_dict({"bogus": torch.ones(1)}, strict=False)
@@ -56,6 +57,7 @@ def test_the_result_is_torchs_named_tuple(impl: Implementation) -> None:
     ],
     ids=lambda checkpoint: ",".join(checkpoint) or "empty",
 )
+@pytest.mark.filterwarnings("ignore:.*loaded none of the")
 def test_loading_without_strict_lists_what_does_not_match(checkpoint):
     """``strict=False`` loads what fits and returns the other keys in torch's order."""
 
@@ -292,6 +294,7 @@ def test_assign_takes_dtype_and_device(impl: Implementation) -> None:
         "m.load_state_dict({'weight': torch.ones(2, 3, device='meta')}, False, True)",
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*loaded none of the")
 def test_assign_of_odd_values(call):
     """Integers, buffers, tensors with history and others are assigned or refused as in torch."""
 

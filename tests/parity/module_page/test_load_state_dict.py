@@ -279,6 +279,7 @@ def test_post_hook_gets_the_module_it_is_registered_on(impl: Implementation, tar
     assert modules == [model.get_submodule(target)]
 
 
+@pytest.mark.filterwarnings("ignore:.*loaded none of the")
 def test_post_hook_gets_two_lists_of_names(impl: Implementation) -> None:
     """missing_keys and unexpected_keys are lists of str."""
     model = scaling(impl)

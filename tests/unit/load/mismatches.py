@@ -2,7 +2,7 @@
 
 ``KINDS`` has one case for each kind of mismatch that users report. ``LIBRARIES`` has the names of real
 libraries, shortened to a few layers and narrowed to a few channels. They were written before the
-function that they test ran on them.
+function that they test ran on them, and ``FRESH`` after it had been improved with the others.
 """
 
 import re
@@ -128,9 +128,7 @@ def gpt2(depth: int = 2, width: int = 8, *, turned: bool = False) -> Shapes:
         shapes |= linear(f"{home}.mlp.c_proj", width, 4 * width)
     shapes |= norm("transformer.ln_f", width) | {"lm_head.weight": (30, width)}
     if turned:
-        shapes = {
-            name: shape[::-1] if ".c_" in name else shape for name, shape in shapes.items()
-        }
+        shapes = {name: shape[::-1] if ".c_" in name else shape for name, shape in shapes.items()}
     return shapes
 
 
@@ -252,9 +250,7 @@ KINDS = [
         {"optimizer": _optimizer, "epoch": 3, "rng": (4,)},
         (r"optimizer", r"no state dict|not .*state dict|none"),
     ),
-    case(
-        "averages without dots", vit(), lambda n: "ema_" + n.replace(".", ""), r"dots", r"'ema_'"
-    ),
+    case("averages without dots", vit(), lambda n: "ema_" + n.replace(".", ""), r"dots", r"'ema_'"),
     case(
         "gamma and beta",
         bert(),
@@ -469,8 +465,11 @@ LIBRARIES = [
         _vgg_bn,
         _vgg,
         (r"BatchNorm",),
-        {f"features.{old}.{leaf}": f"features.{new}.{leaf}"
-         for old, new in ((2, 3), (5, 7), (7, 10)) for leaf in ("weight", "bias")},
+        {
+            f"features.{old}.{leaf}": f"features.{new}.{leaf}"
+            for old, new in ((2, 3), (5, 7), (7, 10))
+            for leaf in ("weight", "bias")
+        },
     ),
     Mismatch(
         "timm: a distilled DeiT",
@@ -700,5 +699,162 @@ LIBRARIES = [
         sub((r"(blocks\.\d)", r"\1._checkpoint_wrapped_module"), (r"^", "_fsdp_wrapped_module.")),
         r"_fsdp_wrapped_module",
         r"_checkpoint_wrapped_module",
+    ),
+]
+
+_wav2vec: Shapes = {}
+_whisper: Shapes = {}
+_clip: Shapes = {}
+_clip_file: Shapes = {}
+_efficient: Shapes = {}
+for _i in range(2):
+    _home = f"encoder.layers.{_i}"
+    for _part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        _wav2vec |= linear(f"{_home}.attention.{_part}", 8, 8)
+        _clip |= linear(f"vision_model.encoder.layers.{_i}.self_attn.{_part}", 8, 8)
+    _wav2vec |= norm(f"{_home}.layer_norm", 8) | norm(f"{_home}.final_layer_norm", 8)
+    _wav2vec |= linear(f"{_home}.feed_forward.intermediate_dense", 32, 8)
+    _wav2vec |= linear(f"{_home}.feed_forward.output_dense", 8, 32)
+    _home = f"model.decoder.layers.{_i}"
+    for _part in ("self_attn", "encoder_attn"):
+        for _leaf in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            _whisper |= linear(f"{_home}.{_part}.{_leaf}", 8, 8)
+        _whisper |= norm(f"{_home}.{_part}_layer_norm", 8)
+    _whisper |= norm(f"{_home}.final_layer_norm", 8)
+    _whisper |= linear(f"{_home}.fc1", 32, 8) | linear(f"{_home}.fc2", 8, 32)
+    _home = f"visual.transformer.resblocks.{_i}.attn"
+    _clip_file |= {f"{_home}.in_proj_weight": (24, 8), f"{_home}.in_proj_bias": (24,)}
+    _clip_file |= linear(f"{_home}.out_proj", 8, 8)
+    _home = f"blocks.{_i}.0"
+    _efficient |= conv(f"{_home}.conv_dw", 8, 1, 3) | batch_norm(f"{_home}.bn1", 8)
+    _efficient |= conv(f"{_home}.conv_pw", 8 + 8 * _i, 8, 1) | batch_norm(
+        f"{_home}.bn2", 8 + 8 * _i
+    )
+_efficient |= conv("conv_stem", 8, 3, 3) | batch_norm("bn0", 8)
+_detector = without(resnet(), "fc") | linear("class_embed", 21, 8) | linear("bbox_embed", 4, 8)
+_rnn = {
+    name: shape
+    for end in ("l0", "l0_reverse")
+    for name, shape in {
+        f"rnn.weight_ih_{end}": (32, 4),
+        f"rnn.weight_hh_{end}": (32, 8),
+        f"rnn.bias_ih_{end}": (32,),
+        f"rnn.bias_hh_{end}": (32,),
+    }.items()
+}
+_fused = {name: shape for name, shape in resnet().items() if "bn" not in name} | {
+    name.replace("weight", "bias"): s[:1] for name, s in resnet().items() if "conv" in name
+}
+_quantized = {
+    name: shape
+    for whole, size in llama().items()
+    for name, shape in (
+        {
+            whole.replace("weight", "qweight"): (1, size[0]),
+            whole.replace("weight", "qzeros"): (1, 1),
+            whole.replace("weight", "scales"): (1, size[0]),
+        }
+        if "_proj" in whole
+        else {whole: size}
+    ).items()
+}
+
+FRESH = [
+    Mismatch("BERT for GPT-2", gpt2(), bert(), (r"another model",)),
+    Mismatch("ResNet for ViT", vit(), resnet(), (r"another model",)),
+    case(
+        "fairseq to transformers: wav2vec 2.0",
+        prefixed("wav2vec2.", _wav2vec),
+        sub(
+            (r"wav2vec2\.", ""),
+            (r"\.layer_norm", ".self_attn_layer_norm"),
+            (r"attention", "self_attn"),
+            (r"feed_forward\.intermediate_dense", "fc1"),
+            (r"feed_forward\.output_dense", "fc2"),
+        ),
+        r"self_attn.*attention|lack.*wav2vec2",
+    ),
+    case(
+        "OpenAI to transformers: Whisper's decoder",
+        _whisper,
+        sub(
+            (r"model\.decoder\.layers", "decoder.blocks"),
+            (r"self_attn_layer_norm", "attn_ln"),
+            (r"encoder_attn_layer_norm", "cross_attn_ln"),
+            (r"final_layer_norm", "mlp_ln"),
+            (r"self_attn\.", "attn."),
+            (r"encoder_attn\.", "cross_attn."),
+            (r"q_proj", "query"),
+            (r"k_proj", "key"),
+            (r"v_proj", "value"),
+            (r"out_proj", "out"),
+            (r"fc1", "mlp.0"),
+            (r"fc2", "mlp.2"),
+        ),
+        r"another library",
+    ),
+    Mismatch(
+        "OpenAI to transformers: CLIP's image encoder",
+        _clip,
+        _clip_file,
+        (r"in_proj_weight.*q_proj",),
+        {
+            name: name.replace(
+                "visual.transformer.resblocks", "vision_model.encoder.layers"
+            ).replace("attn.", "self_attn.")
+            for name in only(_clip_file, "out_proj")
+        },
+    ),
+    case(
+        "EfficientNet-PyTorch to timm",
+        _efficient,
+        sub(
+            (r"conv_stem", "_conv_stem"),
+            (r"bn0", "_bn0"),
+            (r"blocks\.(\d)\.0\.", r"_blocks.\1."),
+            (r"conv_dw", "_depthwise_conv"),
+            (r"conv_pw", "_project_conv"),
+            (r"bn1", "_bn1"),
+            (r"bn2", "_bn2"),
+        ),
+        r"_blocks.*blocks",
+    ),
+    Mismatch(
+        "DETR: another data set",
+        _detector,
+        _detector | linear("class_embed", 92, 8),
+        (r"classes.*\b92\b.*\b21\b",),
+    ),
+    Mismatch(
+        "JAX: kernels",
+        _net,
+        {"params.body.kernel": (4, 6), "params.body.bias": (6,)}
+        | {"params.head.kernel": (6, 3), "params.head.bias": (3,)},
+        (r"'params\.'|kernel",),
+        {"params.body.bias": "body.bias", "params.head.bias": "head.bias"},
+    ),
+    case("a Sequential around", prefixed("0.", _net), lambda n: n[2:], r"lack.*'0\.'"),
+    Mismatch("BatchNorm folded into convolutions", _fused, resnet(), (r"BatchNorm",)),
+    Mismatch("LSTM in one direction", without(_rnn, "reverse"), _rnn, (r"reverse|'rnn'",)),
+    Mismatch(
+        "LSTM with two layers",
+        without(_rnn, "reverse"),
+        {n.replace("l0_reverse", "l1"): s for n, s in _rnn.items()},
+        (r"_l1|'rnn'",),
+    ),
+    case(
+        "model and average in one file",
+        vit(),
+        same,
+        r"checkpoint\['model'\]",
+        r"checkpoint\['model_ema'\]",
+        wrap=lambda state: {"model": state, "model_ema": {**state}, "epoch": 1},
+    ),
+    Mismatch("GPTQ", llama(), _quantized, (r"quantized",)),
+    case(
+        "DDP around a submodule",
+        prefixed("encoder.", vit()) | linear("decoder", 3, 8),
+        sub((r"^encoder\.", "encoder.module.")),
+        r"'encoder\.module'|'module'",
     ),
 ]

@@ -1,0 +1,290 @@
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import modkit
+import modkit.nn
+from modkit import _mismatches
+from modkit._renames import find_renames
+from tests.cases import for_each
+from tests.processes import python
+from tests.unit.load.mismatches import FRESH, KINDS, LIBRARIES, vit
+
+
+NOTES = sys.version_info >= (3, 11)
+needs_notes = pytest.mark.skipif(not NOTES, reason="needs notes on exceptions: Python 3.11")
+
+
+def tensors(value):
+    """Make tensors without data of the shapes in a checkpoint."""
+    if isinstance(value, tuple):
+        return torch.empty(value, device="meta")
+    if isinstance(value, dict):
+        return {key: tensors(inner) for key, inner in value.items()}
+    return value
+
+
+class Net(modkit.nn.Module):
+    """A network with parameters and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = modkit.nn.Linear(4, 6)
+        self.norm = modkit.nn.BatchNorm1d(6)
+
+
+def prefixed(prefix, module):
+    """Return the state dict of a module with a prefix."""
+    return {prefix + name: tensor for name, tensor in module.state_dict().items()}
+
+
+@for_each("mismatch", [*KINDS, *LIBRARIES, *FRESH], ids=lambda mismatch: mismatch.name)
+def test_the_cause_is_named(mismatch):
+    """It is in the first three of at most eight lines."""
+    lines = _mismatches.explain(mismatch.model, tensors(mismatch.checkpoint))
+
+    assert 0 < len(lines) <= 8
+    for cause in mismatch.causes:
+        assert re.search(cause, "\n".join(lines[:3]))
+
+
+@for_each("mismatch", [*KINDS, *LIBRARIES, *FRESH], ids=lambda mismatch: mismatch.name)
+def test_what_is_certain_is_true(mismatch, monkeypatch):
+    """Each pair of names that is taken as certain is one tensor."""
+    found = []
+
+    def recorded(*args):
+        found.append(find_renames(*args))
+        return found[-1]
+
+    monkeypatch.setattr(_mismatches, "find_renames", recorded)
+    _mismatches.explain(mismatch.model, tensors(mismatch.checkpoint))
+    pairs = {old: new for renames in found for old, new in renames.pairs.items()}
+
+    assert pairs.items() <= mismatch.truth.items()
+
+
+def test_lines_do_not_depend_on_hashes():
+    """Two processes with other hashes of strings say the same."""
+    code = """
+from modkit import _mismatches
+from tests.unit.load.mismatches import FRESH, KINDS, LIBRARIES
+from tests.unit.load.test_failed_load import tensors
+for mismatch in (*KINDS, *LIBRARIES, *FRESH):
+    print(_mismatches.explain(mismatch.model, tensors(mismatch.checkpoint)))
+"""
+    first, second = (
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    )
+
+    assert first == second
+    assert first.count("\n") == len([*KINDS, *LIBRARIES, *FRESH])
+
+
+@needs_notes
+@for_each("load", [Net.load_state_dict, modkit.load_state_dict], ids=["method", "function"])
+def test_the_error_is_torchs_with_a_note(load):
+    """Type and text are those of torch; the cause stands below."""
+    state = prefixed("module.", Net())
+    with pytest.raises(RuntimeError) as expected:
+        torch.nn.Module.load_state_dict(Net(), state)
+    with pytest.raises(RuntimeError) as caught:
+        load(Net(), state)
+
+    assert type(caught.value) is type(expected.value)
+    assert str(caught.value) == str(expected.value)
+    (note,) = caught.value.__notes__
+    assert note.startswith("all 7 names of the checkpoint have 'module.' too much (added by Data")
+    assert note.endswith("pass strip='module.' to modkit.load_matching()")
+
+
+def test_a_load_that_succeeds_imports_nothing():
+    """The diagnosis is imported by a load that fails."""
+    code = """
+import sys, torch, modkit
+model = torch.nn.Linear(1, 1)
+modkit.load_state_dict(model, model.state_dict())
+modkit.load_state_dict(model, {"weight": torch.ones(1, 1)}, strict=False)
+print("modkit._mismatches" in sys.modules)
+try:
+    modkit.load_state_dict(model, {"stray": torch.ones(1)})
+except RuntimeError:
+    print("modkit._mismatches" in sys.modules)
+"""
+
+    assert python(code).stdout.split() == ["False", "True"]
+
+
+@needs_notes
+def test_a_fault_of_the_diagnosis_does_not_hide_the_error(monkeypatch):
+    """Torch's error is raised without a note."""
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(_mismatches, "explain", fail)
+    with pytest.raises(RuntimeError, match="Missing key") as caught:
+        Net().load_state_dict(prefixed("module.", Net()))
+
+    assert not hasattr(caught.value, "__notes__")
+
+
+@needs_notes
+def test_names_that_a_hook_has_translated_are_no_cause():
+    """Only what the load itself has reported is explained."""
+    model = Net()
+
+    def rename(module, state_dict, *_):
+        for name in list(state_dict):
+            state_dict[name.removeprefix("module.")] = state_dict.pop(name)
+
+    model.register_load_state_dict_pre_hook(rename)
+    state = {**prefixed("module.", Net()), "module.body.weight": torch.ones(5, 4)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for body\.weight") as caught:
+        model.load_state_dict(state)
+
+    assert not hasattr(caught.value, "__notes__")
+
+
+_cycle = {"model": {}}
+_cycle["model"]["model"] = _cycle
+
+
+@for_each(
+    "state",
+    [
+        {},
+        {"text": "value", "none": None},
+        {"w" * 70_000: torch.ones(1), ".".join("ab" * 35_000): torch.ones(1)},
+        {"." * 70_000: torch.ones(4, 6), "a..b": torch.ones(1), "": torch.ones(1)},
+        {f"{'1' * 5000}.weight": torch.ones(6, 4), "٣.weight": torch.ones(6, 4)},
+        {"body.weight\x1b[2J\n": torch.ones(6, 4)},
+        {"body.weight": torch.ones(3, 3).to_sparse()},
+        {"module.body.weight": torch.ones(6, 4).to_mkldnn()},
+        {"body.weight": torch.nn.Parameter(torch.empty(0))},
+        _cycle,
+    ],
+    ids=lambda state: repr(list(state))[:40],
+)
+def test_odd_state_dicts(state):
+    """Any content is torch's error; the lines below are short and printable."""
+    with pytest.raises(RuntimeError, match="loading state_dict for Net") as caught:
+        Net().load_state_dict(state)
+
+    lines = getattr(caught.value, "__notes__", [])
+    assert len(lines) <= 8
+    assert all(line.isprintable() and len(line) < 1000 for line in lines)
+
+
+@for_each(
+    "state",
+    [
+        {1: torch.ones(1), ("a",): {2: 3}},
+        {1: {"weight": torch.ones(1)}},
+        {None: None},
+        {"x.weight": torch.nn.UninitializedParameter()},
+    ],
+)
+def test_what_torch_raises_other_errors_for(state):
+    """Keys that are not strings and parameters without a shape are ignored, or shown."""
+    lines = _mismatches.explain({"weight": (1,)}, state)
+
+    assert all(line.isprintable() for line in lines)
+
+
+def test_fake_tensors_and_lazy_parameters():
+    """Neither data nor missing shapes are read."""
+    with FakeTensorMode():
+        state = {f"module.{name}": torch.empty(shape) for name, shape in vit().items()}
+    lazy = modkit.nn.Module()
+    lazy.layer = modkit.nn.LazyLinear(3)
+
+    assert "'module.'" in _mismatches.explain(vit(), state)[0]
+    with pytest.raises(RuntimeError, match="Missing key") as caught:
+        lazy.load_state_dict(prefixed("module.layer.", torch.nn.Linear(2, 3)))
+    assert not NOTES or "'module.'" in caught.value.__notes__[0]
+
+
+def test_a_model_in_the_place_of_a_state_dict():
+    """The note says which entry is a model."""
+    lines = _mismatches.explain(vit(), {"epoch": 3, "model": Net()})
+
+    assert lines == ["the entry 'model' is a whole model: load checkpoint['model'].state_dict()"]
+
+
+def test_shifted_numbers_are_doubted():
+    """The other layers fit by name alone, and would get the weights of their neighbours."""
+    model = {f"layers.{i}.weight": (4, 4) for i in range(4)}
+    file = {f"layers.{i}.weight": (4, 4) for i in range(1, 5)}
+    lines = _mismatches.explain(model, tensors(file))
+
+    assert len(lines) == 1
+    assert "begin with 1 in the checkpoint and with 0 in the model" in lines[0]
+
+
+def test_the_time_of_a_diagnosis():
+    """A thousand names take a fraction of a second, whether they fit after a rename or not at all."""
+    rng = random.Random(0)
+    model = vit(depth=82)
+    renamed = {name.replace("attn.proj", "attn.out"): shape for name, shape in model.items()}
+    others = {f"{rng.random()}.x{rng.random()}.weight": (8, 8) for _ in range(1000)}
+    start = time.process_time()
+    first = _mismatches.compare(model, renamed)
+    middle = time.process_time()
+    second = _mismatches.compare(model, others)
+    end = time.process_time()
+
+    assert "'out'" in first[0]
+    assert "another model" in second[0]
+    # Ten times what is measured on an idle core.
+    assert middle - start < 1
+    assert end - middle < 10
+
+
+def loads_silently(model, state):
+    """Return True if a load that is not strict emits no warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(state, strict=False)
+    return True
+
+
+@for_each("load", [Net.load_state_dict, modkit.load_state_dict], ids=["method", "function"])
+def test_a_load_in_vain_warns(load):
+    """If no parameter was loaded, the warning says why, and points to the caller."""
+    with pytest.warns(
+        UserWarning, match=r"none of the 4 parameters of Net\nall 7 .*'module\.'"
+    ) as w:
+        load(Net(), prefixed("module.", Net()), strict=False)
+
+    assert [each.filename for each in w] == [__file__]
+
+
+def test_loads_that_are_not_in_vain():
+    """No warning: one parameter, nothing given, buffers alone, no parameter, a hook that took it."""
+    state = Net().state_dict()
+    buffers = {name: tensor for name, tensor in state.items() if "running" in name}
+    bare = modkit.nn.Module()
+    taking = Net()
+    taking.register_load_state_dict_pre_hook(lambda module, state_dict, *_: state_dict.clear())
+
+    assert loads_silently(Net(), {"body.bias": state["body.bias"], "stray": torch.ones(1)})
+    assert loads_silently(Net(), {})
+    assert loads_silently(Net(), buffers)
+    assert loads_silently(bare, {"stray": torch.ones(1)})
+    assert loads_silently(taking, {"stray": torch.ones(1)})
