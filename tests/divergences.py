@@ -77,6 +77,13 @@ ROWS: Final = (
         "tests/parity/fixes/test_load.py::test_a_wrong_shape_changes_nothing_in_a_load_that_is_not_strict",
         "tests/parity/fixes/test_load.py::test_a_refused_assignment_of_a_checkpoint_changes_nothing",
     ),
+    _row(
+        "torch",
+        "`load_state_dict(strict=False)` that takes none of the parameters returns silently | A "
+        "UserWarning says why, if some of the keys are unexpected",
+        "https://github.com/pytorch/examples/issues/1029",
+        "tests/parity/fixes/test_load.py::test_a_load_that_takes_nothing_warns",
+    ),
     _shown(
         "loading: assign=True and tied parameters",
         "tests/parity/fixes/test_load.py::test_assign_keeps_tied_parameters_tied",

@@ -29,12 +29,13 @@ if TYPE_CHECKING:
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
     )
-    from modkit.nn._load_matching import load_matching as load_matching
+    from modkit.nn._load_matching import Matched as Matched, load_matching as load_matching
 
 # Imported on first access, so that a program waits only for what it uses.
 _HOMES = {
     "EMA": "averaging.ema",
     "EMACallback": "averaging.callback",
+    "Matched": "nn._load_matching",
     "PostHocEMA": "averaging.posthoc",
     "average_checkpoints": "averaging.checkpoints",
     "load_checkpoint": "files.checkpoints",
@@ -45,6 +46,7 @@ _HOMES = {
 __all__ = [
     "EMA",
     "EMACallback",
+    "Matched",
     "PostHocEMA",
     "average_checkpoints",
     "distributed",

@@ -25,11 +25,13 @@ class FileError(ValueError, RuntimeError):
 
 
 class NameMismatchError(ValueError):
-    """The names or shapes of a model's tensors do not match those of the averages.
+    """The names or shapes of a model's tensors do not match those of the averages, or of a state dict.
 
     Attributes:
-        missing: Names in the averages that the model does not have.
-        unexpected: Names in the model that the averages do not have.
+        missing: Names in the averages that the model does not have; for ``load_matching()``, names in
+            the model that the state dict does not have.
+        unexpected: Names in the model that the averages do not have; for ``load_matching()``, names in
+            the state dict that the model does not have.
         shapes: Names whose shapes differ, each with both shapes.
     """
 

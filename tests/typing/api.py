@@ -73,6 +73,11 @@ assert_type(net.get_buffer("mean"), torch.Tensor)
 # State.
 assert_type(net.state_dict(), dict[str, Any])
 assert_type(modkit.load_state_dict(net, net.state_dict(), strict=False), IncompatibleKeys)
+matched = modkit.load_matching(net, {}, strip=["module."], rename=lambda name: name.lower())
+assert_type(matched, modkit.Matched)
+assert_type(matched.loaded, list[str])
+assert_type(matched.skipped, dict[str, str])
+assert_type(matched.missing, list[str])
 with modkit.fast_inference(net) as inside:
     assert_type(inside, Net)
 

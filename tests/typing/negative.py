@@ -4,6 +4,7 @@
 
 import torch
 
+import modkit
 from modkit import jit, nn
 from modkit.optim.swa_utils import AveragedModel
 
@@ -17,6 +18,8 @@ net.load_state_dict(5)  # type: ignore[arg-type]
 net.load_state_dict({}, strictly=True)  # type: ignore[call-arg]
 net.to_empty()  # type: ignore[call-arg]
 net.register_forward_hook(3)  # type: ignore[arg-type]
+modkit.load_matching(net, {}, "module.")  # type: ignore[misc]
+modkit.load_matching(net, {}, strip=5)  # type: ignore[arg-type]
 AveragedModel("net")  # type: ignore[type-var]
 jit.freeze(net)  # type: ignore[arg-type]
 jit.trace_module(5, {})  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import torch
 
 from modkit._messages import add_note
 from modkit._mismatches import explain, shapes_of
+from modkit._namespace import publish
 from modkit.errors import NameMismatchError, printable
 from modkit.nn._load_plan import tensors_of
 from modkit.nn._load_state_dict import run_load
@@ -220,3 +221,6 @@ def _nothing_fits(
     for line in explain(shapes, entries):
         add_note(error, line)
     return error
+
+
+publish("modkit", Matched, load_matching)

@@ -195,3 +195,12 @@ def test_assign_leaves_nothing_behind_in_the_state_dict(impl: Implementation, ho
     assert state._metadata == before
     assert copied_into.weight is weight
     assert torch.equal(weight, state["weight"])
+
+
+def test_a_load_that_takes_nothing_warns(impl: Implementation) -> None:
+    """With ``strict=False``, names that have a prefix too much would pass unnoticed."""
+    model = network(impl)
+    state = {f"module.{name}": tensor for name, tensor in other_values(model).items()}
+
+    with pytest.warns(UserWarning, match="loaded none of the"):
+        model.load_state_dict(state, strict=False)
