@@ -6,13 +6,12 @@ It is imported when a load has failed. No tensor is read, and nothing is changed
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from itertools import islice
 from typing import Any, Final, TypeAlias
 
 import torch
 
-from modkit._renames import WRAPPERS, Joined, Rule, Shape, Shapes, find_renames, starred
+from modkit._renames import Rule, Shape, Shapes, find_renames, starred
 from modkit.errors import printable
 
 
@@ -24,7 +23,9 @@ _ADDED_BY: Final = {
     "module": "DataParallel, DDP or AveragedModel",
     "model": "Lightning or another trainer",
     "base_model": "PEFT",
-    **WRAPPERS,
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
 }
 # What one side alone has: tensors of these names, which no rename explains.
 _FAMILIES: Final = {
@@ -107,7 +108,6 @@ def compare(
     is_covered = not is_other or renames.coverage >= _LEAST_COVERAGE
     if is_covered:
         notes += [_say_rule(rule, len(file)) for rule in renames.rules]
-        notes += _say_joined(renames.joined)
     sizes = {name: (file[name], model[name]) for name in mismatched if name in file}
     sizes |= {
         new: (file[old], model[new])
@@ -168,8 +168,7 @@ def _find_state_dict(model: Shapes, given: Mapping[Any, Any]) -> list[str] | Non
         keys = [f"checkpoint{''.join(f'[{_key(key)}]' for key in path)}" for path in good[:3]]
         where = f"the state dict is below a key of this checkpoint: load {' or '.join(keys)}"
         inside = shapes_of(nested[good[0]])
-        rest = [] if inside == model else compare(model, inside)
-        return [where, *rest][:MOST_LINES]
+        return [where, *compare(model, inside)][:MOST_LINES]
     if any(isinstance(value, torch.Tensor) for value in given.values()) and not nested:
         return None
     modules = [key for key, value in given.items() if isinstance(value, torch.nn.Module)]
@@ -188,24 +187,18 @@ def _key(key: object) -> str:
 
 def _dotless(surplus: dict[str, Shape | None], lacking: dict[str, Shape | None]) -> Iterator[Note]:
     """Find averages that some libraries store without the dots of names, behind a prefix."""
-    plain = {re.sub(r"[._]", "", name): name for name in lacking}
+    plain = {name.replace(".", ""): name for name in lacking if "." in name}
     for prefix in ("ema_", "ema.", "model_ema.", "ema_model.", ""):
-        pairs = {
-            name: plain[short]
-            for name in surplus
-            if name.startswith(prefix)
-            and (short := re.sub(r"[._]", "", name.removeprefix(prefix))) in plain
-        }
-        if len(pairs) > 1 and not any("." in name.removeprefix(prefix) for name in pairs):
-            for name, other in pairs.items():
-                del surplus[name]
-                lacking.pop(other, None)
+        pairs = {n: plain.get(n.removeprefix(prefix)) for n in surplus if n.startswith(prefix)}
+        found = {name: other for name, other in pairs.items() if other}
+        if len(found) > 1:
+            for name, other in found.items():
+                del surplus[name], lacking[other]
             behind = f" behind {prefix!r}" if prefix else ""
             text = (
-                f"{len(pairs)} names of the checkpoint are those of the model without dots{behind}: "
-                "averages (EMA) that another library saved?"
+                f"{len(found)} names of the checkpoint are those of the model without dots{behind}"
             )
-            yield _PREFIX, len(pairs), text
+            yield _PREFIX, len(found), f"{text}: averages (EMA) that another library saved?"
             return
 
 
@@ -220,11 +213,8 @@ def _families(surplus: dict[str, Shape | None], lacking: dict[str, Shape | None]
         found = hits[0] or hits[1]
         if all(name.endswith("num_batches_tracked") for name in found):
             why = "counters of BatchNorm, which torch before 0.4.1 did not save"
-        yield (
-            _CAUSE,
-            len(found),
-            f"only {side} has {_count(len(found), 'tensor')} such as {_quoted(found[0])}: {why}",
-        )
+        text = f"only {side} has {_count(len(found), 'tensor')} such as {_quoted(found[0])}: {why}"
+        yield _CAUSE, len(found), text
         for name in found:
             del names[name]
 
@@ -287,46 +277,36 @@ def _count(number: int, noun: str, among: int | None = None) -> str:
 
 def _say_rule(rule: Rule, total: int) -> Note:
     old, new = _listed(rule.old, 4, " or "), _listed(rule.new, 4, " or ")
-    names = f"{_count(rule.count, 'name', total)} of the checkpoint"
-    if not rule.new[0]:
+    if rule.kind == "prefix":
+        text = f"{_count(rule.count, 'name', total)} of the checkpoint "
+        text += f"have {old} too much" if rule.old[0] else f"lack the prefix {new}"
         why = next((_ADDED_BY[p] for p in rule.old[0].split(".") if p in _ADDED_BY), "")
-        text = f"{names} have {old} too much"
         text += f" (added by {why})" if why else ""
         if not rule.is_certain:
-            text += "; which one the model needs, shapes do not tell"
-        elif rule.is_prefix:
-            text += f": remove it, or pass strip={_quoted(rule.old[0])} to modkit.load_matching()"
+            text += "; which one, shapes do not tell"
+        elif rule.old[0]:
+            text += f": remove it, or pass strip={old} to modkit.load_matching()"
+        else:
+            text += ": load it into that submodule, or pass rename= to modkit.load_matching()"
         return _PREFIX, rule.count, text
-    if rule.is_prefix:
-        where = "load it into that submodule, or pass rename= to modkit.load_matching()"
-        return _PREFIX, rule.count, f"{names} lack the prefix {new}: {where}"
-    tensors = _count(rule.count, "tensor", total)
-    if rule.is_certain:
-        text = f"{tensors} are renamed: {old} in the checkpoint is {new} in the model"
-        return _CAUSE, rule.count, text
-    doubt = (
-        "they have one shape" if len(rule.old) == len(rule.new) == 1 else "shapes do not tell which"
+    if rule.kind == "rename":
+        tensors, be = _count(rule.count, "tensor", total), "is" if rule.is_certain else "may be"
+        are = "are" if rule.is_certain else "may be"
+        text = f"{tensors} {are} renamed: {old} in the checkpoint {be} {new} in the model"
+        if not rule.is_certain:
+            is_single = len(rule.old) == len(rule.new) == 1
+            text += "; they have one shape" if is_single else "; shapes do not tell which"
+        return _CAUSE if rule.is_certain else _DOUBTFUL, rule.count, text
+
+    (whole,), parts = (rule.new, rule.old) if rule.kind == "join" else (rule.old, rule.new)
+    one, other = ("model", "checkpoint") if rule.kind == "join" else ("checkpoint", "model")
+    home = parts[0].rpartition(".")[0].rpartition(".")[0]
+    names = ", ".join(_quoted(part[len(home) + bool(home) :]) for part in parts)
+    are = "are" if rule.is_certain else "may be"
+    text = (
+        f"{_count(rule.count, 'tensor')} of the {other} {are} joined in the {one}: {_quoted(whole)}"
     )
-    text = f"{tensors} may be renamed: {old} in the checkpoint may be {new} in the model; {doubt}"
-    return _DOUBTFUL, rule.count, text
-
-
-def _say_joined(joined: list[Joined]) -> Iterator[Note]:
-    counts: Counter[tuple[str, str, str, Joined]] = Counter()
-    for each in joined:
-        names = [name.split(".") for name in each.parts]
-        homes = {".".join(name[:-2]) for name in names}
-        parts = ", ".join(_quoted(".".join(name[-2:])) for name in names)
-        kind = replace(each, parts=(), whole="", count=0)
-        counts[starred(each.whole), parts, starred(min(homes)), kind] += each.count
-    for (whole, parts, home, kind), count in counts.items():
-        one, other = ("model", "checkpoint") if kind.in_old else ("checkpoint", "model")
-        are = "are" if kind.is_certain else "may be"
-        text = (
-            f"{_count(count, 'tensor')} of the {other} {are} joined in the {one}: {_quoted(whole)} has the "
-            f"size of {parts} in {_quoted(home)}"
-        )
-        yield _CAUSE, count, text
+    return _CAUSE, rule.count, f"{text} has the size of {names} in {_quoted(home)}"
 
 
 def _rest(side: str, names: list[str]) -> Iterator[Note]:
@@ -357,11 +337,9 @@ def _sizes(sizes: Sizes, total: int) -> Iterator[Note]:
             for change in zip(*sizes[name], strict=False)
             if change[0] != change[1]
         )
-        (old, new), _ = changes.most_common(1)[0]
-        text = (
-            f"another width: {len(by_width)} of {total} tensors have other sizes, most often {old} in "
-            f"the checkpoint, {new} in the model"
-        )
+        text = f"another width: {len(by_width)} of {total} tensors have other sizes"
+        for (old, new), _ in changes.most_common(1):
+            text += f", most often {old} in the checkpoint, {new} in the model"
         yield _CAUSE, len(by_width), text
     for kind, names in kinds.items():
         if names:

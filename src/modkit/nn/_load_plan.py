@@ -364,7 +364,7 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     def enter(name: str, module: torch.nn.Module, prefix: str) -> str:
         own = own_names(module)
-        members = {**module._parameters, **module._buffers}
+        members: dict[str, Any] = {**module._parameters, **module._buffers}
         path = f"{prefix}{name}." if name else prefix
         tensors.update({path + each: members[each] for each in members if each in own})
         return path
