@@ -42,6 +42,8 @@ _FAMILIES: Final = {
         "constants that some versions of a library save"
     ),
 }
+# Names that are missing, unexpected, or of another shape.
+Reported: TypeAlias = tuple[Collection[str], Collection[str], Collection[str]]
 Note: TypeAlias = tuple[int, int, str]  # rank, number of tensors, text
 # In this order, and the cause that explains most tensors first.
 _PREFIX, _CAUSE, _DOUBTFUL, _REST = range(4)
@@ -57,20 +59,15 @@ def shapes_of(entries: Mapping[Any, Any]) -> dict[str, Shape | None]:
 
 
 def explain(
-    model: Shapes,
-    state_dict: Mapping[Any, Any],
-    missing: Collection[str] | None = None,
-    unexpected: Collection[str] | None = None,
-    mismatched: Collection[str] | None = None,
+    model: Shapes, state_dict: Mapping[Any, Any], reported: Reported | None = None
 ) -> list[str]:
     """Say why a state dict does not fit a model, the cause that explains most tensors first.
 
     Args:
         model: The names and shapes of the model's tensors.
         state_dict: What was given for a state dict, of any content.
-        missing: Names that a load reported as missing; without it, those of the model alone.
-        unexpected: Names that a load reported as unexpected.
-        mismatched: Names that a load reported for their shapes.
+        reported: The names that a load reported as missing, as unexpected and for their shapes; without
+            it, all that differ.
 
     Returns:
         At most eight lines. They propose, and may name several causes where shapes do not tell.
@@ -80,21 +77,15 @@ def explain(
         nested = _find_state_dict(model, state_dict)
         if nested is not None:
             return nested
-    return compare(model, file, missing, unexpected, mismatched)
+    return compare(model, file, reported)
 
 
-def compare(
-    model: Shapes,
-    file: Shapes,
-    missing: Collection[str] | None = None,
-    unexpected: Collection[str] | None = None,
-    mismatched: Collection[str] | None = None,
-) -> list[str]:
+def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> list[str]:
     """Say how names and shapes of a checkpoint differ from a model's; see :func:`explain`."""
-    missing = model.keys() - file.keys() if missing is None else set(missing)
-    unexpected = file.keys() - model.keys() if unexpected is None else set(unexpected)
-    if mismatched is None:
-        mismatched = [n for n in model if n in file and file[n] != model[n]]
+    if reported is None:
+        differing = [name for name in model if name in file and file[name] != model[name]]
+        reported = model.keys() - file.keys(), file.keys() - model.keys(), differing
+    missing, unexpected = set(reported[0]), set(reported[1])
     lacking = {name: shape for name, shape in model.items() if name in missing}
     surplus = {name: shape for name, shape in file.items() if name in unexpected}
 
@@ -108,7 +99,7 @@ def compare(
     is_covered = not is_other or renames.coverage >= _LEAST_COVERAGE
     if is_covered:
         notes += [_say_rule(rule, len(file)) for rule in renames.rules]
-    sizes = {name: (file[name], model[name]) for name in mismatched if name in file}
+    sizes = {name: (file[name], model[name]) for name in reported[2] if name in file}
     sizes |= {
         new: (file[old], model[new])
         for old, new in renames.pairs.items()

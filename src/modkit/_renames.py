@@ -208,35 +208,41 @@ def _tails(name: str) -> Iterator[str]:
     yield from (name[dot:] for dot in dots[:-1])
 
 
-def _find_head(renames: Renames, enough: int) -> bool:
-    """Find the beginnings of names whose other parts are the same: a prefix, or another home of layers."""
-    old, new = renames.old, renames.new
+def _names_by_tail(renames: Renames) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield an old name, a new one, the longest end that they share, and whether only these two do."""
     by_tail: dict[tuple[str, Parts | None], list[str]] = defaultdict(list)
-    for name in new:
+    for name in renames.new:
         inside = _numbers(name)
         for tail in _tails(name):
             by_tail[tail, inside].append(name)
             by_tail[tail, None].append(name)
-    longest = {}
-    for name in old:
-        tails = (*_tails(name), name.rpartition(".")[2])
-        tail = next((tail for tail in tails if (tail, None) in by_tail), None)
-        if tail is not None:
-            longest[name] = tail, _numbers(name)
-    uses = Counter(longest.values())
 
-    votes: Counter[Parts] = Counter()
-    fits: Counter[Parts] = Counter()
-    modules: dict[Parts, set[str]] = defaultdict(set)
+    longest: dict[str, tuple[str, Parts]] = {}
+    for name in renames.old:
+        tails = (*_tails(name), name.rpartition(".")[2])
+        for tail in tails:
+            if (tail, None) in by_tail:
+                longest[name] = tail, _numbers(name)
+                break
+    uses = Counter(longest.values())
     for name, (tail, inside) in longest.items():
         others = by_tail.get((tail, inside)) or by_tail[tail, None]
         is_alone = len(others) == uses[tail, inside] == 1
-        for other in others[:_MOST_READINGS]:
-            rule = _star_shared(each[: -len(tail)].removesuffix(".") for each in (name, other))
-            if is_alone or "" in rule:
-                votes[rule] += 1
-                fits[rule] += old[name] == new[other] or None in {old[name], new[other]}
-                modules[rule].add(tail.rpartition(".")[0])
+        yield from ((name, other, tail, is_alone) for other in others[:_MOST_READINGS])
+
+
+def _find_head(renames: Renames, enough: int) -> bool:
+    """Find the beginnings of names whose other parts are the same: a prefix, or another home of layers."""
+    votes: Counter[Parts] = Counter()
+    fits: Counter[Parts] = Counter()
+    modules: dict[Parts, set[str]] = defaultdict(set)
+    for name, other, tail, is_alone in _names_by_tail(renames):
+        rule = _star_shared(each[: -len(tail)].removesuffix(".") for each in (name, other))
+        if is_alone or "" in rule:
+            shapes = {renames.old[name], renames.new[other]}
+            votes[rule] += 1
+            fits[rule] += len(shapes) == 1 or None in shapes
+            modules[rule].add(tail.rpartition(".")[0])
 
     # A prefix is of many names. Another beginning could be a coincidence in a single module.
     rules = [
@@ -249,26 +255,32 @@ def _find_head(renames: Renames, enough: int) -> bool:
     best = max(rules, key=lambda rule: (votes[rule], fits[rule], rule))
     side = 0 if best[0] else 1
     rivals = sorted(r for r in rules if r[1 - side] == best[1 - side] and fits[r] == fits[best])
+    is_certain = len(rivals) == 1
     head, new_head = rivals[0]
-    pattern = r"(\d+)".join(map(re.escape, head.split("*"))) + r"(?:\.|$)" * bool(head)
-    finder = re.compile(pattern)
-    substituted = {}
-    for name in old:
+    explained = renames.substitute(_under(renames.old, head, new_head), is_certain=is_certain)
+    olds, news = (tuple(dict.fromkeys(rival[i] for rival in rivals)) for i in (0, 1))
+    if "" in best:
+        olds, news = (tuple(f"{each}." if each else "" for each in side) for side in (olds, news))
+        renames.rules.append(Rule("prefix", olds, news, explained, is_certain))
+    else:
+        if is_certain:
+            olds, news = ((part,) for part in _differing_parts(head, new_head))
+        renames.rules.append(Rule("rename", olds, news, explained, is_certain))
+    return explained > 0
+
+
+def _under(names: Iterable[str], head: str, new_head: str) -> dict[str, str]:
+    """Return the names that begin with ``head``, each with the new beginning and the same numbers."""
+    pattern = r"(\d+)".join(map(re.escape, head.split("*")))
+    finder = re.compile(rf"{pattern}(?:\.|$)" if head else "")
+    found: dict[str, str] = {}
+    for name in names:
         if match := finder.match(name):
             filled = new_head
             for number in match.groups():
                 filled = filled.replace("*", number, 1)
-            substituted[name] = ".".join(part for part in (filled, name[match.end() :]) if part)
-    explained = renames.substitute(substituted, is_certain=len(rivals) == 1)
-    readings = [tuple(dict.fromkeys(rival[i] for rival in rivals)) for i in (0, 1)]
-    if "" in best:
-        olds, news = (tuple(f"{each}." if each else "" for each in side) for side in readings)
-        renames.rules.append(Rule("prefix", olds, news, explained, len(rivals) == 1))
-    else:
-        shown = _differing_parts(head, new_head) if len(rivals) == 1 else readings
-        olds, news = (each if isinstance(each, tuple) else (each,) for each in shown)
-        renames.rules.append(Rule("rename", olds, news, explained, len(rivals) == 1))
-    return explained > 0
+            found[name] = ".".join(part for part in (filled, name[match.end() :]) if part)
+    return found
 
 
 def _find_joined(renames: Renames, kind: Literal["join", "split"]) -> None:

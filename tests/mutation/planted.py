@@ -87,6 +87,20 @@ _NN: Final = [
         _MODULE + "/test_load_overrides.py",
     ),
     Bug(
+        "load_matching: a tied parameter counts as missing",
+        "nn/_load_matching.py",
+        "if n in missing and id(target) not in written",
+        "if n in missing",
+        "tests/unit/load/test_load_matching.py",
+    ),
+    Bug(
+        "failed load: one of two prefixes is taken as certain",
+        "_renames.py",
+        "    is_certain = len(rivals) == 1",
+        "    is_certain = True",
+        "tests/unit/load/test_failed_load.py",
+    ),
+    Bug(
         "tree: a module without children is not left",
         "_tree.py",
         "                leave(child, entered)",

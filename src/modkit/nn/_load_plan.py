@@ -83,8 +83,8 @@ class Load:
         size = "size mismatch for "
         mismatched = [e[len(size) :].partition(": ")[0] for e in self.errors if e.startswith(size)]
         try:
-            shapes = shapes_of(tensors_of(module))
-            return explain(shapes, self.given, self.missing, self.unexpected, mismatched)
+            reported = self.missing, self.unexpected, mismatched
+            return explain(shapes_of(tensors_of(module)), self.given, reported)
         except Exception:  # noqa: BLE001 - whatever the model or the file holds, torch's error is shown
             return []
 
