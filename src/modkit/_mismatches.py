@@ -27,7 +27,7 @@ _ADDED_BY: Final = {
     "_fsdp_wrapped_module": "FSDP",
     "_checkpoint_wrapped_module": "activation checkpointing",
 }
-# What one side alone has: tensors of these names, which no rename explains.
+# Tensors that one side alone has, which no rename explains, by their names.
 _FAMILIES: Final = {
     r"lora_|adapter": "an adapter such as LoRA",
     r"(^|\.)(SCB|weight\.absmax|weight\.quant_\w+|qweight|qzeros|g_idx)(\.|$)": "quantized weights",

@@ -190,7 +190,7 @@ def _differing_parts(*names: str) -> Parts:
     start = next((i for i in range(shortest) if len({each[i] for each in parts}) > 1), shortest)
     most = shortest - start
     end = next((i for i in range(most) if len({each[-1 - i] for each in parts}) > 1), most)
-    # What is inserted or removed is shown with the part that it follows, or is followed by.
+    # A part that is inserted or removed is shown with the part that it follows, or is followed by.
     if any(len(each) == start + end for each in parts):
         end -= bool(end and not start)
         start -= bool(start)
@@ -297,7 +297,7 @@ def _find_joined(renames: Renames, kind: Literal["join", "split"]) -> None:
         leaf = re.split(r"[._]", whole)[-1]
         groups = beside.get((_numbers(whole), size[1:], leaf), {}) if size else {}
         for names in islice(groups.values(), _MOST_CANDIDATES):
-            # What another tensor has taken counts as too large.
+            # A tensor that is part of another one counts as too large.
             sizes = {name: (parts.get(name) or size or (0,))[0] for name in names}
             smaller = [name for name in names if size and sizes[name] < size[0]]
             chosen = _joined_names(whole, smaller) if len(smaller) > 1 else ()
@@ -344,7 +344,7 @@ def _match_rest(renames: Renames, unique: set[Shape | None]) -> int:
 
             rest = [name for name in olds if name not in pairs]
             others = [name for name in news if name not in pairs.values()]
-            # Many readings are no help, and vectors of one size are everywhere.
+            # Many readings do not help, and vectors of one size are everywhere.
             few = 0 < len(others) <= _MOST_READINGS and 0 < len(rest) <= _MOST_READINGS
             if few and (by_module or len(rest) == len(others)):
                 shown = _differing_parts(*rest, *others)
@@ -430,7 +430,7 @@ def _closest(name: str, others: list[str]) -> list[str]:
 
 def _tokens(name: str) -> set[str]:
     words = re.findall(r"[a-z]+|\d+", name.lower())
-    return {_SYNONYMS.get(word, word) for word in words}
+    return {_SYNONYMS.get(str(word), str(word)) for word in words}
 
 
 def _telling(words: Iterable[set[str]]) -> list[set[str]]:

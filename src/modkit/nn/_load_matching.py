@@ -23,7 +23,7 @@ _LONGEST_NAME = 60
 
 @dataclass(frozen=True, repr=False)
 class Matched:
-    """What :func:`modkit.load_matching` has loaded and left out; its ``repr`` is a table.
+    """The names that :func:`modkit.load_matching` has loaded and left out; its ``repr`` is a table.
 
     Attributes:
         loaded: Names of the model that were loaded, extra state included.

@@ -47,7 +47,7 @@ def equal(model, before):
 
 @every_base
 def test_another_number_of_classes(base):
-    """What fits is loaded; the head is left out, with both shapes."""
+    """The body is loaded; the head is left out, with both shapes."""
     model = network(base, classes=5)
     head = copy.deepcopy(model.head.state_dict())
     state = other(network(base))
@@ -184,7 +184,7 @@ def test_a_rename_of_nothing():
 
 
 def test_a_tensor_that_cannot_be_written_changes_nothing():
-    """What fits in name and shape is loaded altogether, or not at all."""
+    """All entries that fit in name and shape are loaded, or none."""
     model = network(OURS)
     before = values(model)
     state = {**other(model), "head.bias": torch.ones(3, device="meta")}
