@@ -27,6 +27,9 @@ known cause. {cases} behaviors are compared bitwise; deliberate differences are 
 **Weight averaging that is hard to get wrong**, in your loop, in Lightning and transformers, under DDP and FSDP2. Each
 cell is the [result of a test](docs/comparison.md):
 
+**Checkpoints that fit.** Below a failed load stands its [cause](docs/load_matching.md): a prefix, a nested dict, renamed
+layers, another number of classes. `load_matching()` loads the entries that fit and lists the others.
+
 **Less overhead.** Loading is O(n), not O(n²): 3,000 sibling layers load in {siblings} instead of {siblings_torch}.
 `load_checkpoint()` verifies checksums: it reads {fast} in {fast_ratio:.0%} of the time of `torch.load()`, and {slow} in
 {slow_ratio:.0%}, or {slow_zlib:.0%} without the package zlib-ng.
@@ -77,4 +80,4 @@ def blocks() -> dict[str, str]:
         fill(f"{number}. {reason}", "   ")
         for number, reason in enumerate(REASONS.format(**figures).split("\n\n"), 1)
     ]
-    return {"reasons": "\n\n".join(["\n".join(reasons[:2]), table, reasons[2]])}
+    return {"reasons": "\n\n".join(["\n".join(reasons[:2]), table, "\n".join(reasons[2:])])}

@@ -22,10 +22,12 @@ Content: TypeAlias = frozenset[tuple[str, Shape | None]]
 
 # Names from a file may be of any length; what is longer than any attribute path is only counted.
 _LONGEST_NAME: Final = 1000
-_MOST_NAMES: Final = 20_000
+_MOST_NAMES: Final = 10_000
 _MOST_TAILS: Final = 40
 # Names of one content that a name is compared with.
 _MOST_CANDIDATES: Final = 64
+# Comparisons of two names, for all names together.
+_MOST_COMPARISONS: Final = 64_000
 _MOST_COMPARED: Final = 2500
 _MOST_HEADS: Final = 6
 _MOST_READINGS: Final = 4
@@ -389,10 +391,11 @@ def _components(
     for name, content in new.items():
         for key in _keys(name, content):
             by_key[key].append(name)
+    most = min(_MOST_CANDIDATES, 4 + _MOST_COMPARISONS // (1 + len(old)))
     targets, owners = {}, defaultdict[str, list[str]](list)
     for name, content in old.items():
         candidates = next((by_key[key] for key in _keys(name, content) if key in by_key), [])
-        targets[name] = _closest(name, candidates[:_MOST_CANDIDATES])
+        targets[name] = _closest(name, candidates[:most])
         for other in targets[name]:
             owners[other].append(name)
 
