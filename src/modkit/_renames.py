@@ -22,7 +22,9 @@ Content: TypeAlias = frozenset[tuple[str, Shape | None]]
 
 # Names from a file may be of any length; what is longer than any attribute path is only counted.
 _LONGEST_NAME: Final = 1000
-_MOST_NAMES: Final = 10_000
+_MOST_NAMES: Final = 100_000
+# Names that beginnings do not explain, beyond which shapes are not compared.
+_MOST_LEFT: Final = 10_000
 _MOST_TAILS: Final = 40
 # Names of one content that a name is compared with.
 _MOST_CANDIDATES: Final = 64
@@ -146,10 +148,14 @@ def find_renames(
             break
     fitting = len(old.keys() & new.keys()) + sum(rule.count for rule in renames.rules)
 
-    _find_joined(renames, "join")
-    _find_joined(renames, "split")
-    once = [{shape for shape, n in Counter(side.values()).items() if n == 1} for side in (old, new)]
-    by_shape = _match_rest(renames, once[0] & once[1])
+    by_shape = 0
+    if max(len(renames.old), len(renames.new)) <= _MOST_LEFT:
+        _find_joined(renames, "join")
+        _find_joined(renames, "split")
+        once = [
+            {shape for shape, n in Counter(side.values()).items() if n == 1} for side in (old, new)
+        ]
+        by_shape = _match_rest(renames, once[0] & once[1])
 
     least = max(1, min(len(old), len(new)))
     joined = sum(rule.count for rule in renames.rules if rule.kind in {"join", "split"})
