@@ -221,7 +221,8 @@ def _names_by_tail(renames: Renames) -> Iterator[tuple[str, str, str, bool]]:
     by_tail: dict[tuple[str, Parts | None], list[str]] = defaultdict(list)
     for name in renames.new:
         inside = _numbers(name)
-        for tail in _tails(name):
+        last = name.rpartition(".")[2]
+        for tail in (*_tails(name), *([last] if last != name and last in renames.old else [])):
             by_tail[tail, inside].append(name)
             by_tail[tail, None].append(name)
 

@@ -227,6 +227,15 @@ def test_a_model_in_the_place_of_a_state_dict():
     assert lines == ["the entry 'model' is a whole model: load checkpoint['model'].state_dict()"]
 
 
+def test_the_state_dict_of_a_single_layer():
+    """Names without a dot have a prefix too much, or lack one, as others do."""
+    layer = {"weight": (3, 4), "bias": (3,)}
+    inside = {f"head.fc.{name}": shape for name, shape in layer.items()}
+
+    assert "lack the prefix 'head.fc.'" in _mismatches.compare(inside, layer)[0]
+    assert "have 'head.fc.' too much" in _mismatches.compare(layer, inside)[0]
+
+
 def test_shifted_numbers_are_doubted():
     """The other layers fit by name alone, and would get the weights of their neighbours."""
     model = {f"layers.{i}.weight": (4, 4) for i in range(4)}
