@@ -8,7 +8,7 @@ from modkit._namespace import publish_all
 # A file may have names of any length.
 _LONGEST: Final = 2000
 
-__all__ = ["FileError", "NameMismatchError"]
+__all__ = ["FileError", "MigrationError", "NameMismatchError"]
 
 
 class FileError(ValueError, RuntimeError):
@@ -22,6 +22,17 @@ class FileError(ValueError, RuntimeError):
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(shown(message))
         self.kind = kind
+
+
+class MigrationError(ValueError, RuntimeError):
+    """A state dict cannot be migrated; nothing has been changed.
+
+    It is also a ``RuntimeError``, as ``load_state_dict`` raises for a state dict that does not fit. Names may
+    come from a file: control characters are escaped, and the message is shortened to 2,000 characters.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shown(message))
 
 
 class NameMismatchError(ValueError):

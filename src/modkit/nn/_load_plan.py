@@ -20,6 +20,7 @@ from modkit._upstream import (
     module_globals,
     original_methods,
 )
+from modkit.errors import MigrationError
 from modkit.nn._load_tensor import PLAIN, Entry, Ties, check, may_fail, try_out, warn_if_meta, write
 from modkit.nn._overrides import STANDARD, StandardClasses, TorchModule, standard_classes
 
@@ -42,9 +43,21 @@ class Load:
         if self.metadata is not None:
             entries._metadata = self.metadata
         self.assign = assign
+        self.is_migrated = False
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.errors: list[str] = []
+
+    def migrate(self, module: torch.nn.Module, migrate: Any) -> None:
+        """Replace the entries by those of the present versions, or raise what makes it impossible."""
+        self.missing.clear()
+        try:
+            self.entries = migrate(module, self.entries)
+        except MigrationError as error:
+            self.errors.append(str(error))
+            self.refuse(module, strict=False)
+        self.metadata = self.entries._metadata
+        self.is_migrated = True
 
     def local_metadata(self, prefix: str) -> dict[str, Any]:
         """Return the metadata of one module, and whether to assign."""
@@ -189,6 +202,14 @@ class _NotPlannedError(Exception):
     """A class or a hook takes part in loading, or one key may belong to two tensors."""
 
 
+class _OldVersionError(Exception):
+    """A module was saved in another version, and its class migrates the whole state dict first."""
+
+    def __init__(self, migrate: Any) -> None:
+        super().__init__()
+        self.migrate = migrate
+
+
 def may_plan(module: torch.nn.Module) -> bool:
     """Return False if it is certain, before any entry is looked at, that there will be no plan."""
     state = module.__dict__
@@ -230,6 +251,9 @@ def make_plan(module: torch.nn.Module, loading: Load) -> Plan | None:
             descend(module, "", enter)
     except _NotPlannedError:
         return None
+    except _OldVersionError as error:
+        loading.migrate(module, error.migrate)
+        return make_plan(module, loading)
     return plan
 
 
@@ -242,12 +266,28 @@ def only_migrates(loader: FunctionT) -> FunctionT:
     return loader
 
 
+# The loaders of classes that declare migrations, and what migrates a whole state dict.
+_MIGRATING_BEFORE: Final[dict[object, Any]] = {}
+
+
+def migrates_before(loader: FunctionT, migrate: Any) -> None:
+    """Mark a ``_load_from_state_dict`` that does nothing after ``migrate(model, state_dict)``."""
+    _MIGRATING_BEFORE[loader] = migrate
+
+
 class _PlannedClasses(dict[type, tuple[object, ...] | None]):
     """Caches for one walk how each class is planned for.
 
     Empty: its entries are checked here. None: it takes part in loading, so nothing can be planned.
     Else the versions of the classes behind it whose own methods migrate entries first.
+
+    Attributes:
+        before: Classes that migrate the whole state dict first, with the function that does.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: dict[type, Any] = {}
 
     def __missing__(self, cls: type[torch.nn.Module]) -> tuple[object, ...] | None:
         """Check a class that this walk has not met before."""
@@ -262,10 +302,16 @@ class _PlannedClasses(dict[type, tuple[object, ...] | None]):
                 loader = base.__dict__.get("_load_from_state_dict", TORCH_LOAD)
                 if loader in STANDARD:
                     continue
+                if loader in _MIGRATING_BEFORE:
+                    self.before[cls] = _MIGRATING_BEFORE[loader]
+                    continue
                 if loader not in _MIGRATING:
                     found = None
                     break
                 found += (getattr(base, "_version", None),)
+            if cls in self.before:
+                # A loader behind a declaration runs after it, on each module.
+                found = (cls._version,) if found == () else None
         self[cls] = found
         return found
 
@@ -289,6 +335,8 @@ def _plan_one(
     if migrating:
         written = (loading.metadata or {}).get(prefix[:-1])
         if not written or migrating.count(written.get("version")) < len(migrating):
+            if not loading.is_migrated and (migrate := classes.before.get(type(module))):
+                raise _OldVersionError(migrate)
             try:
                 _migrate(module, prefix, loading, plan)
             except Exception as error:

@@ -1,0 +1,320 @@
+"""Migrating the state dict of a model: the walk over its modules, upwards and downwards."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, TypeAlias, cast
+
+import torch
+
+from modkit._tree import descend
+from modkit._upstream import EXTRA_STATE_KEY
+from modkit.averaging.names import canonical_name, canonical_names
+from modkit.errors import MigrationError
+from modkit.migrations.steps import Change, Entries
+from modkit.migrations.versions import (
+    Part,
+    Saved,
+    bring,
+    is_declared,
+    meta_of,
+    without_wrappers,
+)
+
+
+# Versions by class, or the metadata of a state dict: versions by the path of a module.
+Versions: TypeAlias = Mapping[Any, Any]
+# Path of a module, its class, and what was done.
+Record: TypeAlias = tuple[str, type, Change]
+
+
+def migrate(
+    model: torch.nn.Module,
+    state_dict: Mapping[str, Any],
+    *,
+    to: Mapping[type, int] | None = None,
+    versions: Versions | None = None,
+) -> "OrderedDict[str, Any]":
+    """Return a state dict as the classes of a model write it now, or as they once did.
+
+    ``load_state_dict`` of the model migrates by itself. This function is for other tensors by name, for
+    files of older versions, and where the versions are known but not saved. The prefixes of
+    DistributedDataParallel, FSDP, ``torch.compile`` and activation checkpointing are removed.
+
+    Args:
+        model: The model, whose values and versions are not used, except by functions of the user.
+        state_dict: Its old or new state dict, averages or other tensors by the names of one, or the state of
+            an optimizer whose parameters have names. It is not modified; tensors that do not change are shared.
+        to: Versions to return to, by class. Other classes get their present version.
+        versions: Versions of a state dict that has lost its own: its ``_metadata``, or versions by class.
+            Without versions, names and shapes decide.
+
+    Returns:
+        The entries in the order of the model, with ``_metadata``; the others come last.
+
+    Raises:
+        TypeError: If an argument has another type.
+        MigrationError: If the state dict is newer than a class, may be of two versions, or a step is
+            impossible. Nothing is changed.
+
+    Example:
+        >>> import torch
+        >>> from modkit import migrations as mig
+        >>> @mig.declare({2: [mig.rename("fc.*", "head.*")]})
+        ... class Net(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.head = torch.nn.Linear(2, 1)
+        >>> new = mig.migrate(Net(), {"fc.weight": torch.ones(1, 2), "fc.bias": torch.ones(1)})
+        >>> list(new), list(mig.migrate(Net(), new, to={Net: 1}))
+        (['head.weight', 'head.bias'], ['fc.weight', 'fc.bias'])
+    """
+    return migrate_with_record(model, state_dict, [], to=to, versions=versions)
+
+
+def plan(
+    model: torch.nn.Module,
+    state_dict: Mapping[str, Any],
+    *,
+    to: Mapping[type, int] | None = None,
+    versions: Versions | None = None,
+) -> list[str]:
+    """Return what ``migrate`` would do, one line for each change; no tensor is read.
+
+    Args:
+        model: As in ``migrate``.
+        state_dict: As in ``migrate``.
+        to: As in ``migrate``.
+        versions: As in ``migrate``.
+
+    Returns:
+        Lines with the path of the module, its class, the versions before and after, the step, and the names and
+        shapes before and after.
+
+    Raises:
+        TypeError: As ``migrate``.
+        MigrationError: As ``migrate``.
+
+    Example:
+        >>> import torch
+        >>> from modkit import migrations as mig
+        >>> @mig.declare({2: [mig.merge(["up", "gate"], "up_gate")]})
+        ... class Mlp(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.up_gate = torch.nn.Parameter(torch.ones(8, 2))
+        >>> print(*mig.plan(Mlp(), {"up": torch.ones(4, 2), "gate": torch.ones(4, 2)}))
+        (root): Mlp 1 -> 2: merge up [4, 2], gate [4, 2] -> up_gate [8, 2]
+    """
+    record: list[Record] = []
+    metas = {name: meta_of(value) for name, value in _checked(model, state_dict).items()}
+    described = _with_metadata(metas, getattr(state_dict, "_metadata", None))
+    migrate_with_record(model, described, record, to=to, versions=versions)
+    return lines_of(record)
+
+
+def lines_of(record: list[Record]) -> list[str]:
+    """Return one line for each change."""
+    return [
+        f"{path or '(root)'}: {cls.__name__} {change.versions[0]} -> {change.versions[1]}: {change}"
+        for path, cls, change in record
+    ]
+
+
+def migrate_with_record(
+    model: torch.nn.Module,
+    state_dict: Mapping[str, Any],
+    record: list[Record],
+    *,
+    to: Mapping[type, int] | None = None,
+    versions: Versions | None = None,
+) -> "OrderedDict[str, Any]":
+    """Migrate, and add to ``record`` what was done."""
+    _checked(model, state_dict)
+    model = unwrapped(model)
+    _check_goals(model, to or {})
+    names = dict(state_dict)
+    # A child of the model's own called ``module`` is not DistributedDataParallel's.
+    if "module" not in model._modules:
+        names = {canonical: state_dict[name] for name, canonical in canonical_names(names).items()}
+
+    by_class, saved = _split_versions(versions, getattr(state_dict, "_metadata", None))
+    part = Part(names, saved)
+    modules = _walk(model, part, record, by_class, to or {}, with_wrappers=False)
+    if to:
+        return _with_metadata(part.entries, part.saved)
+    present = {path: own for path, own in part.saved.items() if path in modules}
+    return _with_metadata(_in_model_order(modules, part.entries), present)
+
+
+def migrate_before_load(
+    model: torch.nn.Module, state_dict: Mapping[str, Any]
+) -> "OrderedDict[str, Any]":
+    """Return a state dict as ``model`` loads it: names keep the prefixes of wrappers."""
+    part = Part(dict(state_dict), dict(getattr(state_dict, "_metadata", None) or {}))
+    _walk(model, part, [], {}, {}, with_wrappers=True)
+    return _with_metadata(part.entries, part.saved)
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside DataParallel, DistributedDataParallel and ``torch.compile``."""
+    parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    while True:
+        if isinstance(model, parallel):
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = cast("torch.nn.Module", model._modules["_orig_mod"])
+        else:
+            return model
+
+
+def _checked(model: object, state_dict: object) -> Mapping[str, Any]:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"migrate: model must be a torch.nn.Module, got {torch.typename(model)}")
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"migrate: state_dict must be a mapping, got {torch.typename(state_dict)}")
+    if strange := next((name for name in state_dict if not isinstance(name, str)), None):
+        raise TypeError(f"migrate: names in a state dict are str, got {strange!r}")
+    return state_dict
+
+
+def _check_goals(model: torch.nn.Module, to: Mapping[Any, Any]) -> None:
+    for cls, version in to.items():
+        if not isinstance(cls, type) or not isinstance(version, int):
+            raise TypeError(f"migrate: to= maps classes to versions, got {cls!r}: {version!r}")
+        if not any(isinstance(each, cls) and is_declared(each) for each in model.modules()):
+            raise MigrationError(
+                f"to={{{cls.__name__}: {version}}}: the model has no module of this class that declares "
+                "migrations"
+            )
+
+
+def _split_versions(versions: Versions | None, own: Any) -> tuple[dict[type, int], Saved]:
+    """Return versions by class, and metadata by the path of a module without the parts of wrappers."""
+    by_class: dict[type, int] = {}
+    by_path = dict(own or {})
+    for key, value in (versions or {}).items():
+        if isinstance(key, type) and isinstance(value, int):
+            by_class[key] = value
+        elif isinstance(key, str) and isinstance(value, Mapping):
+            by_path[key] = value
+        else:
+            raise TypeError(
+                "migrate: versions= maps classes to versions, or is the _metadata of a state dict, got "
+                f"{key!r}: {value!r}"
+            )
+    # A module of a path has tensors of this path and one part more.
+    saved = {canonical_name(f"{path}._".lstrip("."))[:-2]: value for path, value in by_path.items()}
+    return by_class, saved
+
+
+def _for_class(cls: type, values: Mapping[type, int]) -> int | None:
+    return next((values[base] for base in cls.__mro__ if base in values), None)
+
+
+def _walk(
+    model: torch.nn.Module,
+    part: Part,
+    record: list[Record],
+    by_class: Mapping[type, int],
+    to: Mapping[type, int],
+    *,
+    with_wrappers: bool,
+) -> dict[str, torch.nn.Module]:
+    """Migrate the parts of all modules: upwards before their children, downwards after them.
+
+    Returns:
+        The modules by path.
+    """
+    modules: dict[str, torch.nn.Module] = {}
+
+    def run(module: Any, place: _Place, version: int | None, goal: int) -> None:
+        changes = bring(module, place.path, place.part, version, goal)
+        record.extend((place.path, type(module), change) for change in changes)
+
+    def upwards(module: Any, place: _Place) -> None:
+        modules[place.path] = module
+        if module._version == 1:
+            # Nothing could migrate it. Others keep what was saved: none means old, to BatchNorm.
+            place.part.saved.setdefault("", {"version": 1})
+        if is_declared(module):
+            version = _for_class(type(module), by_class)
+            if version is None:
+                version = place.part.saved.get("", {}).get("version")
+            run(module, place, version, module._version)
+
+    def enter(name: str, child: torch.nn.Module, parent: _Place) -> "_Place | None":
+        if "." in name:
+            # ``setattr`` accepts such a name, and its keys may be those of another child.
+            return None
+        is_wrapper_part = not with_wrappers and not without_wrappers(name)
+        place = _Place(parent.path, parent.part) if is_wrapper_part else parent.child(name)
+        upwards(child, place)
+        return place
+
+    def leave(module: Any, place: _Place) -> None:
+        place.join()
+        goal = _for_class(type(module), to)
+        if goal not in {None, module._version} and is_declared(module):
+            run(module, place, module._version, goal)
+
+    root = _Place("", part)
+    upwards(model, root)
+    descend(model, root, enter, leave)
+    leave(model, root)
+    return modules
+
+
+class _Place:
+    """The part of a state dict at the path of a module, sorted by child once."""
+
+    def __init__(self, path: str, part: Part) -> None:
+        self.path = path
+        self.part = part
+        self._groups: dict[str, Part] | None = None
+
+    def child(self, name: str) -> "_Place":
+        """Return the place of a child."""
+        if self._groups is None:
+            self._groups = {}
+            for key, value in self.part.entries.items():
+                head, dot, rest = key.partition(".")
+                self._groups.setdefault(head + dot, Part({}, {})).entries[rest] = value
+            for path, own in self.part.saved.items():
+                head, _, rest = path.partition(".")
+                if path:
+                    self._groups.setdefault(f"{head}.", Part({}, {})).saved[rest] = own
+        path = f"{self.path}.{name}" if self.path else name
+        return _Place(path, self._groups.setdefault(f"{name}.", Part({}, {})))
+
+    def join(self) -> None:
+        """Put the parts of the children together."""
+        if self._groups is None:
+            return
+        part, own = self.part, self.part.saved.get("")
+        part.entries = {
+            head + rest: value
+            for head, group in self._groups.items()
+            for rest, value in group.entries.items()
+        }
+        part.saved = {} if own is None else {"": own}
+        for head, group in self._groups.items():
+            part.saved |= {(head + path).rstrip("."): kept for path, kept in group.saved.items()}
+
+
+def _in_model_order(modules: Mapping[str, torch.nn.Module], entries: Entries) -> Entries:
+    """Sort entries as the model's own state dict is."""
+    result: Entries = {}
+    for path, module in modules.items():
+        prefix = f"{path}." if path else ""
+        for name in (*module._parameters, *module._buffers, EXTRA_STATE_KEY):
+            if prefix + name in entries:
+                result[prefix + name] = entries[prefix + name]
+    return {**result, **entries}
+
+
+def _with_metadata(entries: Entries, saved: Any) -> "OrderedDict[str, Any]":
+    """Return entries as a state dict."""
+    result: Any = OrderedDict(entries)
+    if saved is not None:
+        result._metadata = OrderedDict(saved)
+    return cast("OrderedDict[str, Any]", result)

@@ -1,0 +1,302 @@
+"""Loading old state dicts into classes that declare migrations, with torch's loader and modkit's."""
+
+import copy
+import pickle
+from collections import OrderedDict
+
+import pytest
+import torch
+
+import modkit
+from modkit import migrations as mig
+from modkit.migrations import declarations, state_dicts
+from tests.unit.migrations.networks import (
+    equal,
+    joined,
+    middle_attention,
+    network,
+    new_attention,
+    old_attention,
+)
+
+
+def test_old_state_dicts_load(impl):
+    """A state dict of any version, with or without versions, loads; the argument is not modified."""
+    old = network(impl.nn, old_attention(impl.nn)).state_dict()
+    names, metadata = list(old), copy.deepcopy(old._metadata)
+    model = network(impl.nn, new_attention(impl.nn))
+
+    for given in (old, dict(old)):
+        other = copy.deepcopy(model)
+        result = other.load_state_dict(given)
+
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        assert equal(other.state_dict(), joined(old))
+    assert (list(old), old._metadata) == (names, metadata)
+
+
+def test_the_version_in_between_and_the_present_one_load(impl):
+    """A state dict of version 2 gets the steps to version 3; one of version 3 none."""
+    model = network(impl.nn, new_attention(impl.nn))
+    middle = network(impl.nn, middle_attention(impl.nn)).state_dict()
+
+    model.load_state_dict(middle)
+    once = copy.deepcopy(model.state_dict())
+    model.load_state_dict(once)
+
+    assert torch.equal(once["blocks.0.qkv.weight"], middle["blocks.0.qkv.weight"])
+    assert equal(model.state_dict(), once)
+
+
+def test_options_of_loading(impl):
+    """``assign`` takes the migrated tensors, and ``strict=False`` lists what is still absent."""
+    old = network(impl.nn, old_attention(impl.nn)).state_dict()
+    with torch.device("meta"):
+        model = network(impl.nn, new_attention(impl.nn))
+
+    model.load_state_dict(old, assign=True)
+
+    assert equal(model.state_dict(), joined(old))
+    del old["head.bias"]
+    assert model.load_state_dict(old, strict=False).missing_keys == ["head.bias"]
+
+
+def test_a_refused_migration_is_an_error_of_loading(impl):
+    """The error is torch's RuntimeError with the text of the refusal."""
+    old = network(impl.nn, old_attention(impl.nn)).state_dict()
+    model = network(impl.nn, new_attention(impl.nn))
+    del old["blocks.1.k.weight"]
+
+    with pytest.raises(
+        RuntimeError, match=r"Error\(s\) in loading state_dict for Network:"
+    ) as caught:
+        model.load_state_dict(old)
+
+    assert (
+        "blocks.1: Attention: merge q.*, k.*, v.* -> qkv.*: there is q.weight, but no k.weight"
+    ) in str(caught.value)
+
+
+def test_a_newer_state_dict_is_refused(impl):
+    """A file newer than the class does not load in silence."""
+    model = network(impl.nn, new_attention(impl.nn))
+    newer = model.state_dict()
+    newer._metadata["blocks.0"]["version"] = 4
+
+    with pytest.raises(RuntimeError, match=r"blocks.0: Attention was saved in version 4"):
+        model.load_state_dict(newer)
+
+
+def test_a_refused_load_changes_nothing():
+    """With modkit's loader, nothing is written, and the error is the refusal alone."""
+    old = network(torch.nn, old_attention(torch.nn)).state_dict()
+    del old["blocks.1.k.weight"]
+    for model in (
+        network(modkit.nn, new_attention(modkit.nn)),
+        network(torch.nn, new_attention(torch.nn)),
+    ):
+        before = copy.deepcopy(model.state_dict())
+
+        with pytest.raises(RuntimeError) as caught:
+            modkit.load_state_dict(model, old)
+
+        assert str(caught.value) == (
+            "Error(s) in loading state_dict for Network:\n\t"
+            "blocks.1: Attention: merge q.*, k.*, v.* -> qkv.*: there is q.weight, but no k.weight"
+        )
+        assert equal(model.state_dict(), before)
+
+
+def square(nn, **members):
+    """Return a class whose one step transposes a square weight, which keeps its shape."""
+
+    class Square(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(2, 2))
+
+    for name, value in members.items():
+        setattr(Square, name, value)
+    return mig.declare({2: [mig.convert("w", torch.t, torch.t)]})(Square)
+
+
+def test_an_ambiguous_state_dict_is_refused(impl):
+    """Names and shapes of the real module are compared: a square transpose is not taken for done."""
+    model = square(impl.nn)()
+
+    with pytest.raises(RuntimeError, match="w may be of version 1 or 2; say which"):
+        model.load_state_dict({"w": torch.ones(2, 2)})
+    with pytest.raises(RuntimeError, match="w may be of version 1 or 2; say which"):
+        modkit.load_state_dict(torch.nn.Sequential(model), {"0.w": torch.ones(2, 2)})
+
+
+def test_the_method_of_the_class_is_called_afterwards(impl):
+    """The class's own loader gets migrated entries, and the version that was saved."""
+    calls = []
+
+    def own(self, state_dict, prefix, local_metadata, *rest):
+        calls.append((list(state_dict), local_metadata.get("version")))
+        super(type(self), self)._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    class Net(impl.nn.Module):
+        _load_from_state_dict = own
+
+        def __init__(self):
+            super().__init__()
+            self.new = torch.nn.Parameter(torch.zeros(1))
+
+    model = mig.declare({2: [mig.rename("old", "new")]})(Net)()
+    old = OrderedDict(old=torch.ones(1))
+    old._metadata = {"": {"version": 1}}
+
+    model.load_state_dict(old)
+
+    assert calls == [(["new"], 1)]
+    assert float(model.new.detach()) == 1.0
+
+
+def test_a_derived_layer_migrates_as_its_base_does(impl):
+    """A layer with a loader of torch's own keeps it: BatchNorm's old files get a counter."""
+
+    @mig.declare({3: [mig.rename("gamma", "weight"), mig.rename("beta", "bias")]})
+    class Norm(torch.nn.BatchNorm1d, impl.nn.Module):
+        pass
+
+    reference = torch.nn.BatchNorm1d(2)
+    old = dict(reference.state_dict(), gamma=torch.ones(2) * 3, beta=torch.ones(2))
+    for name in ("weight", "bias", "num_batches_tracked"):
+        del old[name]
+    given = OrderedDict(old)
+    given._metadata = {"": {"version": 1}}
+    model = Norm(2)
+
+    model.load_state_dict(given)
+
+    assert model.weight.tolist() == [3.0, 3.0]
+    assert model.num_batches_tracked.item() == 0
+
+
+def test_a_hook_or_a_class_that_takes_part(impl):
+    """Where nothing can be planned, each module migrates when it is loaded."""
+    old = network(impl.nn, old_attention(impl.nn)).state_dict()
+    model = network(impl.nn, new_attention(impl.nn))
+    seen = []
+    model.blocks[0].register_load_state_dict_pre_hook(
+        lambda module, entries, prefix, *rest: seen.append(sorted(entries))
+    )
+
+    model.load_state_dict(old)
+
+    assert seen[0] == sorted(f"blocks.0.{n}" for n in model.blocks[0].state_dict())
+    assert equal(model.state_dict(), joined(old))
+
+
+def moving(nn):
+    """Return a sequence whose children have moved by one place, and its square child class."""
+    cls = square(nn)
+
+    @mig.declare({2: [mig.rename("1.**", "2.**"), mig.rename("0.**", "1.**")]})
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for number in (1, 2):
+                self.add_module(str(number), cls())
+
+    return Layers
+
+
+def test_moved_children_find_their_versions():
+    """The planned load takes the version that a child was saved with, at its old path."""
+    model = moving(modkit.nn)()
+    value = torch.rand(2, 2)
+    old = OrderedDict({"0.w": value, "1.w": value})
+    old._metadata = {"": {"version": 1}, "0": {"version": 1}, "1": {"version": 2}}
+
+    model.load_state_dict(old)
+
+    assert torch.equal(model.get_submodule("1").w, value.t())
+    assert torch.equal(model.get_submodule("2").w, value)
+
+
+def test_moved_children_whose_versions_cannot_be_found():
+    """Torch's loader hands a moved child the version of its present path: refused, with the way out."""
+    model = moving(torch.nn)()
+    value = torch.rand(2, 2)
+    old = OrderedDict({"0.w": value, "1.w": value})
+    old._metadata = {"": {"version": 1}, "0": {"version": 1}, "1": {"version": 2}}
+
+    with pytest.raises(
+        RuntimeError, match=r"1: Square was saved as 0, .* migrate\(model, state_dict"
+    ):
+        model.load_state_dict(old)
+    model.load_state_dict(mig.migrate(model, old))
+
+    assert torch.equal(model.get_submodule("1").w, value.t())
+
+
+def test_an_old_state_dict_migrates_once(monkeypatch):
+    """Modkit's loader migrates the whole state dict once, and calls the loader of no class."""
+    calls = []
+    original = state_dicts._walk
+    monkeypatch.setattr(
+        state_dicts, "_walk", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+    )
+    monkeypatch.setattr(declarations, "bring", None)
+    old = network(modkit.nn, old_attention(modkit.nn)).state_dict()
+    model = network(modkit.nn, new_attention(modkit.nn))
+
+    model.load_state_dict(old)
+    model.load_state_dict(dict(old))
+    model.load_state_dict(model.state_dict())
+
+    assert calls == [1, 1]
+
+
+def test_partial_state_dicts_keep_what_they_do_not_name(impl):
+    """``strict=False`` with a part of a present state dict fills nothing with defaults."""
+    model = network(impl.nn, new_attention(impl.nn))
+    before = model.blocks[0].scale.tolist()
+
+    model.load_state_dict({"blocks.0.qkv.bias": torch.zeros(12)}, strict=False)
+
+    assert model.blocks[0].scale.tolist() == before
+    assert model.blocks[0].qkv.bias.tolist() == [0.0] * 12
+
+
+def test_declared_classes_stay_usable(impl):
+    """Copies, scripts and compiled calls of a declared class work as before."""
+
+    @mig.declare({2: [mig.rename("old", "new")]})
+    class Net(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.new = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return x * self.new
+
+    model = Net()
+    x = torch.ones(1)
+
+    assert copy.deepcopy(model)(x).item() == 1.0
+    assert torch.compile(model, backend="eager", fullgraph=True)(x).item() == 1.0
+    assert Net._load_from_state_dict.__qualname__.endswith("Net._load_from_state_dict")
+    assert model.state_dict()._metadata[""]["version"] == 2
+
+
+@mig.declare({2: [mig.rename("old", "new")]})
+class Pickled(torch.nn.Module):
+    """A declared class at the top of a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.new = torch.nn.Parameter(torch.ones(1))
+
+
+def test_declared_modules_can_be_pickled():
+    """A module of a declared class is pickled by reference to the class."""
+    copied = pickle.loads(pickle.dumps(Pickled()))
+
+    copied.load_state_dict({"old": torch.zeros(1)})
+
+    assert copied.new.item() == 0.0
