@@ -103,11 +103,11 @@ def _add_loader(cls: Any) -> None:
             except MigrationError as error:
                 error_msgs.append(str(error))
                 return
-        loader = super(cls, self)._load_from_state_dict
-        if own_loader is not None:
-            loader = own_loader.__get__(self)
-        problems = missing_keys, unexpected_keys, error_msgs
-        loader(state_dict, prefix, local_metadata, strict, *problems)
+        # As cheap as possible: it is called for each module of each load.
+        loader = super(cls, self)._load_from_state_dict if own_loader is None else own_loader.__get__(self)
+        loader(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     _load_from_state_dict.__module__ = cls.__module__
     _load_from_state_dict.__qualname__ = f"{cls.__qualname__}._load_from_state_dict"

@@ -40,6 +40,7 @@ class Load:
         self.entries = entries
         self.given = state_dict
         self.metadata: Any = getattr(state_dict, "_metadata", None)
+        self.saved: Any = (self.metadata or {}).get
         if self.metadata is not None:
             entries._metadata = self.metadata
         self.assign = assign
@@ -57,6 +58,7 @@ class Load:
             self.errors.append(str(error))
             self.refuse(module, strict=False)
         self.metadata = self.entries._metadata
+        self.saved = self.metadata.get
         self.is_migrated = True
 
     def local_metadata(self, prefix: str) -> dict[str, Any]:
@@ -275,11 +277,12 @@ def migrates_before(loader: FunctionT, migrate: Any) -> None:
     _MIGRATING_BEFORE[loader] = migrate
 
 
-class _PlannedClasses(dict[type, tuple[object, ...] | None]):
+class _PlannedClasses(dict[type, dict[str, object] | None]):
     """Caches for one walk how each class is planned for.
 
     Empty: its entries are checked here. None: it takes part in loading, so nothing can be planned.
-    Else the versions of the classes behind it whose own methods migrate entries first.
+    Else the metadata with which nothing is left to do for the classes behind it, whose own methods migrate
+    entries first.
 
     Attributes:
         before: Classes that migrate the whole state dict first, with the function that does.
@@ -289,11 +292,11 @@ class _PlannedClasses(dict[type, tuple[object, ...] | None]):
         super().__init__()
         self.before: dict[type, Any] = {}
 
-    def __missing__(self, cls: type[torch.nn.Module]) -> tuple[object, ...] | None:
+    def __missing__(self, cls: type[torch.nn.Module]) -> dict[str, object] | None:
         """Check a class that this walk has not met before."""
-        found: tuple[object, ...] | None = None
+        found: dict[str, object] | None = None
         if getattr(cls, "set_extra_state", None) is _TORCH_SET_EXTRA_STATE:
-            found = ()
+            found = {}
             bases = cls.__mro__
             if cls._load_from_state_dict in STANDARD and bases[-2] is TorchModule:
                 # Ours or torch's, and no class behind torch's has another one.
@@ -308,10 +311,13 @@ class _PlannedClasses(dict[type, tuple[object, ...] | None]):
                 if loader not in _MIGRATING:
                     found = None
                     break
-                found += (getattr(base, "_version", None),)
+                version = getattr(base, "_version", None)
+                if found and found["version"] != version:
+                    version = _MISSING
+                found = {"version": version}
             if cls in self.before:
                 # A loader behind a declaration runs after it, on each module.
-                found = (cls._version,) if found == () else None
+                found = None if found else {"version": cls._version}
         self[cls] = found
         return found
 
@@ -332,9 +338,10 @@ def _plan_one(
     ):
         raise _NotPlannedError
 
-    if migrating:
-        written = (loading.metadata or {}).get(prefix[:-1])
-        if not written or migrating.count(written.get("version")) < len(migrating):
+    # One comparison, since it is made for each such module of each load.
+    if migrating and loading.saved(prefix[:-1]) != migrating:
+        written = loading.saved(prefix[:-1])
+        if not written or written.get("version") != migrating["version"]:
             if not loading.is_migrated and (migrate := classes.before.get(type(module))):
                 raise _OldVersionError(migrate)
             try:
