@@ -31,6 +31,8 @@ _DTYPES: Final[dict[str, str]] = {
 }
 _NAMES: Final[dict[Any, str]] = {getattr(torch, own, None): name for name, own in _DTYPES.items()}
 _ALIGNMENT: Final = 8
+# The key in the metadata of a file for the versions of modules, which files of torch have by themselves.
+_VERSIONS: Final = "modkit.versions"
 
 # JSON may take so many bytes of memory for each of its own, and some more.
 _MEMORY_PER_BYTE: Final = 8
@@ -43,8 +45,6 @@ _MOST_HEADER: Final = 100_000_000  # the limit of safetensors
 class SafetensorsFile:
     """The tensors of a safetensors file, and its metadata."""
 
-    versions: Mapping[str, Any] = MappingProxyType({})
-
     def __init__(self, path: Path) -> None:
         package = library("safetensors")
         with open_regular(path) as descriptor:
@@ -55,6 +55,7 @@ class SafetensorsFile:
         except package.SafetensorError as error:
             raise FileError(f"{path} is corrupt: {error}", SAFETENSORS) from error
         self.metadata: Mapping[str, str] = self._file.metadata() or {}
+        self.versions: Mapping[str, Any] = _versions_in(self.metadata, path)
         slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 - not a mapping
         self.shapes: dict[str, torch.Size] = {
             name: torch.Size(found.get_shape()) for name, found in slices.items()
@@ -77,6 +78,26 @@ def check_json(content: bytes, path: Path, kind: str) -> None:
     if memory > _FREE_MEMORY + _MEMORY_PER_BYTE * len(content):
         text = f"{strings:,} strings and {containers:,} objects in {len(content):,} bytes"
         raise FileError(f"{path} is not as a library writes it: {text} of JSON", kind)
+
+
+def versions_as_metadata(state_dict_metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the versions of modules as the metadata of a file, which holds strings."""
+    versions = {path: own.get("version") for path, own in state_dict_metadata.items()}
+    return {_VERSIONS: json.dumps(versions)}
+
+
+def _versions_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
+    """Return the versions of modules in the form that ``_metadata`` of a state dict has."""
+    if _VERSIONS not in metadata:
+        return {}
+    try:
+        versions = json.loads(metadata[_VERSIONS])
+        is_valid = all(isinstance(version, (int, type(None))) for version in versions.values())
+    except (ValueError, AttributeError, RecursionError):
+        is_valid = False
+    if not is_valid:
+        raise FileError(f"{path} is corrupt: {_VERSIONS} are not versions of modules", SAFETENSORS)
+    return {name: {"version": version} for name, version in versions.items()}
 
 
 def library(name: str) -> Any:

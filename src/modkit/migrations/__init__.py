@@ -2,6 +2,7 @@
 
 from modkit._namespace import publish_all
 from modkit.migrations.declarations import declare
+from modkit.migrations.files import migrate_file
 from modkit.migrations.state_dicts import migrate, plan
 from modkit.migrations.steps import add, convert, drop, merge, rename, split
 
@@ -13,6 +14,7 @@ __all__ = [
     "drop",
     "merge",
     "migrate",
+    "migrate_file",
     "plan",
     "rename",
     "split",

@@ -104,7 +104,11 @@ def _add_loader(cls: Any) -> None:
                 error_msgs.append(str(error))
                 return
         # As cheap as possible: it is called for each module of each load.
-        loader = super(cls, self)._load_from_state_dict if own_loader is None else own_loader.__get__(self)
+        loader = (
+            super(cls, self)._load_from_state_dict
+            if own_loader is None
+            else own_loader.__get__(self)
+        )
         loader(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

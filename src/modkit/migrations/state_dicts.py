@@ -107,7 +107,7 @@ def plan(
     """
     record: list[Record] = []
     metas = {name: meta_of(value) for name, value in _checked(model, state_dict).items()}
-    described = _with_metadata(metas, getattr(state_dict, "_metadata", None))
+    described = with_metadata(metas, getattr(state_dict, "_metadata", None))
     migrate_with_record(model, described, record, to=to, versions=versions)
     return lines_of(record)
 
@@ -141,9 +141,9 @@ def migrate_with_record(
     part = Part(names, saved)
     modules = _walk(model, part, record, by_class, to or {}, with_wrappers=False)
     if to:
-        return _with_metadata(part.entries, part.saved)
+        return with_metadata(part.entries, part.saved)
     present = {path: own for path, own in part.saved.items() if path in modules}
-    return _with_metadata(_in_model_order(modules, part.entries), present)
+    return with_metadata(_in_model_order(modules, part.entries), present)
 
 
 def migrate_before_load(
@@ -152,7 +152,7 @@ def migrate_before_load(
     """Return a state dict as ``model`` loads it: names keep the prefixes of wrappers."""
     part = Part(dict(state_dict), dict(getattr(state_dict, "_metadata", None) or {}))
     _walk(model, part, [], {}, {}, with_wrappers=True)
-    return _with_metadata(part.entries, part.saved)
+    return with_metadata(part.entries, part.saved)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -312,7 +312,7 @@ def _in_model_order(modules: Mapping[str, torch.nn.Module], entries: Entries) ->
     return {**result, **entries}
 
 
-def _with_metadata(entries: Entries, saved: Any) -> "OrderedDict[str, Any]":
+def with_metadata(entries: Entries, saved: Any) -> "OrderedDict[str, Any]":
     """Return entries as a state dict."""
     result: Any = OrderedDict(entries)
     if saved is not None:

@@ -1,0 +1,160 @@
+"""Migrating a file without loading it: tensors are read, computed and written one at a time."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from modkit.errors import FileError, MigrationError
+from modkit.files.atomic_write import atomic_write
+from modkit.files.safetensors_files import (
+    Described,
+    in_file_order,
+    library,
+    versions_as_metadata,
+    write_safetensors,
+)
+from modkit.files.tensor_files import Checkpoint
+from modkit.migrations.state_dicts import (
+    Record,
+    Versions,
+    lines_of,
+    migrate_with_record,
+    with_metadata,
+)
+from modkit.migrations.steps import Lazy
+
+
+# Files are mapped: the pages that were read count as memory of the process until the mapping is closed.
+_MOST_MAPPED: Final = 32 << 20
+
+
+def migrate_file(
+    model: torch.nn.Module,
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    key: str | None = None,
+    to: Mapping[type, int] | None = None,
+    versions: Versions | None = None,
+) -> list[str]:
+    """Migrate the state dict in a file into a safetensors file.
+
+    Tensors are read, computed and written one at a time, so the file may be larger than memory. The target is
+    written atomically: it is the previous file or the complete new one. It holds the versions of modules in
+    its metadata, which this function and ``average_checkpoints`` read.
+
+    Args:
+        model: The model; one on the meta device is enough, unless a function of the user needs its values.
+        source: A file of ``torch.save`` or safetensors, the ``.index.json`` of shards, or a directory that
+            transformers wrote.
+        target: The safetensors file to write.
+        key: Path of the state dict in a torch file: ``"model"``.
+        to: As in ``migrate``.
+        versions: As in ``migrate``.
+
+    Returns:
+        One line for each change, as ``plan`` returns them.
+
+    Raises:
+        ValueError: If the target's name does not end in ``.safetensors``, or a dtype has no name there.
+        MigrationError: As ``migrate``, or if a function returns another shape or dtype than on meta tensors.
+        FileError: If the source is not an intact state dict, or is replaced while it is read.
+        OSError: If a file cannot be read or written.
+        ImportError: If the package safetensors is not installed.
+    """
+    if Path(target).suffix != ".safetensors":
+        raise ValueError(
+            f"migrate_file: target must end in .safetensors, got {os.fspath(target)!r}"
+        )
+    library("safetensors")
+    file = _File(Path(source), key)
+    record: list[Record] = []
+    result = migrate_with_record(model, file.state_dict(), record, to=to, versions=versions)
+
+    values = {name: _as_lazy(name, value) for name, value in result.items()}
+    described = in_file_order(
+        {name: Described(one.meta.dtype, one.meta.shape) for name, one in values.items()}
+    )
+    metadata = versions_as_metadata(result._metadata)  # type: ignore[attr-defined]
+    # The tensors are freed as they are written.
+    result.clear()
+    with atomic_write(target) as unfinished:
+        write_safetensors(unfinished, described, _read_all(values, described, file), metadata)
+    return lines_of(record)
+
+
+class _File:
+    """The tensors of a file, which is opened anew from time to time."""
+
+    def __init__(self, path: Path, key: str | None) -> None:
+        self._path = path
+        self._key = key
+        self._opened: Checkpoint | None = Checkpoint(path, key)
+        self._files = self._opened.files
+        self._identity = self._identify()
+        self._mapped = 0
+
+    def state_dict(self) -> "OrderedDict[str, Any]":
+        """Return the tensors, which are read on demand."""
+        opened = self._open()
+        entries: dict[str, Any] = {}
+        for name, shape in opened.shapes.items():
+            dtype = getattr(torch, opened.dtypes[name], None)
+            if not isinstance(dtype, torch.dtype):
+                raise FileError(f"{self._path}: {name} is {opened.dtypes[name]}, unknown to torch")
+            meta = torch.empty(shape, dtype=dtype, device="meta")
+            entries[name] = Lazy(meta, lambda name=name: self._tensor(name))
+        return with_metadata(entries, opened.versions or None)
+
+    def release(self) -> None:
+        """Close the file if much of it was read; call it when none of its tensors is in use."""
+        if self._mapped > _MOST_MAPPED:
+            self._opened = None
+            self._mapped = 0
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor = self._open().tensor(name)
+        self._mapped += tensor.nbytes
+        return tensor
+
+    def _open(self) -> Checkpoint:
+        if self._opened is None:
+            # Each mapping shows one file; two of them could be different ones.
+            if self._identify() != self._identity:
+                raise FileError(f"{self._path} was replaced while it was read")
+            self._opened = Checkpoint(self._path, self._key)
+        return self._opened
+
+    def _identify(self) -> list[tuple[int, int, int]]:
+        stats = (file.stat() for file in self._files)
+        return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
+
+
+def _as_lazy(name: str, value: Any) -> Lazy:
+    if isinstance(value, Lazy):
+        return value
+    if value.is_meta:
+        raise MigrationError(
+            f"{name} has no values, on the device meta: the default needs the model's"
+        )
+    return Lazy(value.to("meta"), value.cpu)
+
+
+def _read_all(
+    values: dict[str, Lazy], described: Mapping[str, Described], file: _File
+) -> Iterator[tuple[str, Tensor]]:
+    for name, expected in described.items():
+        tensor = values.pop(name).read()
+        if (tensor.dtype, tensor.shape) != expected:
+            raise MigrationError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, and was {expected.dtype} "
+                f"{list(expected.shape)} on meta tensors"
+            )
+        yield name, tensor
+        del tensor
+        file.release()

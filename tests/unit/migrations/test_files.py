@@ -1,0 +1,257 @@
+"""``migrate_file``: streamed, atomic, with versions in the metadata of the target."""
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import modkit
+from modkit import migrations as mig
+from modkit.errors import FileError, MigrationError
+from modkit.files.tensor_files import Checkpoint
+from tests.unit.migrations.networks import (
+    equal,
+    joined,
+    network,
+    new_attention,
+    old_attention,
+    versions,
+)
+
+
+pytest.importorskip("safetensors")
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+
+nn = torch.nn
+Attention = new_attention(nn)
+
+
+@pytest.fixture
+def old():
+    """Return a state dict of version 1."""
+    return network(nn, old_attention(nn)).state_dict()
+
+
+@pytest.fixture
+def model():
+    """Return a model of version 3, without values."""
+    with torch.device("meta"):
+        return network(nn, Attention)
+
+
+def content(folder):
+    """Return the names in a folder with their bytes."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_every_kind_of_source(tmp_path, old, model):
+    """Files of torch and of safetensors, and state dicts at a key, give what ``migrate`` returns."""
+    torch.save(old, tmp_path / "a.pt")
+    torch.save({"model": old, "epoch": 3}, tmp_path / "b.pt")
+    save_file(dict(old), tmp_path / "c.safetensors")
+
+    for name, key in (("a.pt", None), ("b.pt", "model"), ("c.safetensors", None)):
+        lines = mig.migrate_file(model, tmp_path / name, tmp_path / "new.safetensors", key=key)
+
+        assert equal(load_file(tmp_path / "new.safetensors"), joined(old))
+        assert sorted(lines) == sorted(mig.plan(model, old))
+
+
+def test_the_target_holds_versions(tmp_path, old, model):
+    """The metadata of the target has the versions; the way back through files gives the old file."""
+    torch.save(old, tmp_path / "old.pt")
+    mig.migrate_file(model, tmp_path / "old.pt", tmp_path / "new.safetensors")
+
+    with safe_open(tmp_path / "new.safetensors", framework="pt") as file:
+        assert file.metadata()["format"] == "pt"
+        assert json.loads(file.metadata()["modkit.versions"])["blocks.1"] == 3
+    lines = mig.migrate_file(
+        model, tmp_path / "new.safetensors", tmp_path / "back.safetensors", to={Attention: 1}
+    )
+    assert len(lines) == 12
+    assert equal(load_file(tmp_path / "back.safetensors"), old)
+    assert Checkpoint(tmp_path / "back.safetensors", None).versions["blocks.0"] == {"version": 1}
+    averaged = modkit.average_checkpoints([tmp_path / "new.safetensors"])
+    assert versions(averaged)["blocks.0"] == 3
+
+
+def test_a_migrated_square_weight_is_not_migrated_again(tmp_path):
+    """With versions in the file, a transpose that keeps the shape is done once."""
+
+    @mig.declare({2: [mig.convert("w", torch.t, torch.t)]})
+    class Square(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(2, 2))
+
+    value = torch.rand(2, 2)
+    save_file({"w": value}, tmp_path / "old.safetensors")
+    with pytest.raises(MigrationError, match="w may be of version 1 or 2"):
+        mig.migrate_file(Square(), tmp_path / "old.safetensors", tmp_path / "new.safetensors")
+    options = {"versions": {Square: 1}}
+
+    mig.migrate_file(
+        Square(), tmp_path / "old.safetensors", tmp_path / "new.safetensors", **options
+    )
+    lines = mig.migrate_file(Square(), tmp_path / "new.safetensors", tmp_path / "again.safetensors")
+
+    assert lines == []
+    assert torch.equal(load_file(tmp_path / "again.safetensors")["w"], value.t())
+
+
+def test_corrupt_versions(tmp_path):
+    """Versions that are not versions make the file corrupt."""
+    for text in ("{", "[1]", '{"a": "b"}', "[" * 100_000):
+        path = tmp_path / "file.safetensors"
+        save_file({"w": torch.ones(1)}, path, metadata={"modkit.versions": text})
+
+        with pytest.raises(FileError, match=r"modkit\.versions are not versions of modules"):
+            Checkpoint(path, None)
+
+
+def test_a_refusal_leaves_the_target(tmp_path, old, model):
+    """If a step is impossible, or a function differs on meta tensors, the target is as it was."""
+    del old["blocks.1.k.weight"]
+    torch.save(old, tmp_path / "old.pt")
+    (tmp_path / "new.safetensors").write_bytes(b"before")
+    before = content(tmp_path)
+    with pytest.raises(MigrationError, match=r"there is q\.weight, but no k.weight"):
+        mig.migrate_file(model, tmp_path / "old.pt", tmp_path / "new.safetensors")
+    assert content(tmp_path) == before
+
+    @mig.declare({2: [mig.convert("w", lambda w: w if w.is_meta else w[:1], new="v")]})
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.v = nn.Parameter(torch.zeros(2))
+
+    torch.save({"w": torch.zeros(2)}, tmp_path / "old.pt")
+    before = content(tmp_path)
+    with pytest.raises(
+        MigrationError, match=r"v is torch.float32 \[1\], and was torch.float32 \[2\]"
+    ):
+        mig.migrate_file(Odd(), tmp_path / "old.pt", tmp_path / "new.safetensors")
+    assert content(tmp_path) == before
+
+
+def test_targets_of_other_formats_are_refused(tmp_path, model):
+    """Only safetensors can be written one tensor at a time."""
+    with pytest.raises(ValueError, match=r"must end in .safetensors, got 'new.pt'"):
+        mig.migrate_file(model, tmp_path / "old.pt", "new.pt")
+
+
+def test_a_source_that_is_replaced(tmp_path, monkeypatch):
+    """A file that another one replaces while it is read is refused: it would be half of each."""
+
+    def replacing(tensor):
+        if not tensor.is_meta:
+            torch.save({"a": torch.zeros(3), "b": torch.zeros(3)}, tmp_path / "other.pt")
+            (tmp_path / "other.pt").replace(tmp_path / "old.pt")
+        return tensor * 2
+
+    @mig.declare({2: [mig.convert("a", replacing), mig.rename("b", "c")]})
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Parameter(torch.zeros(2))
+            self.c = nn.Parameter(torch.zeros(2))
+
+    monkeypatch.setattr("modkit.migrations.files._MOST_MAPPED", 0)
+    torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "old.pt")
+
+    with pytest.raises(FileError, match="was replaced while it was read"):
+        mig.migrate_file(Net(), tmp_path / "old.pt", tmp_path / "new.safetensors")
+    assert not (tmp_path / "new.safetensors").exists()
+
+
+PROGRAM = """
+    import os, resource, signal, sys
+    import torch
+    from modkit import migrations as mig
+
+    layers, width, fatal = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    calls = []
+
+    def turn(weight):
+        if not weight.is_meta:
+            calls.append(1)
+            if len(calls) == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return weight.t()
+
+    steps = [mig.merge(["q.*", "k.*", "v.*"], "qkv.*"), mig.convert("out.weight", turn, turn)]
+
+    @mig.declare({2: steps})
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = torch.nn.Linear(width, 3 * width, bias=False)
+            self.out = torch.nn.Linear(width, width, bias=False)
+
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(Block() for _ in range(layers)))
+    from safetensors import safe_open
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    mig.migrate_file(model, sys.argv[4], sys.argv[5], versions={Block: 1})
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def large_file(path, layers, width):
+    """Write blocks with q, k, v and out."""
+    torch.save(
+        {
+            f"{layer}.{name}.weight": torch.randn(width, width)
+            for layer in range(layers)
+            for name in ("q", "k", "v", "out")
+        },
+        path,
+    )
+
+
+def run(*arguments):
+    """Run the program in a process of its own."""
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="kills with SIGKILL")
+def test_killed_in_the_middle(tmp_path):
+    """A process that is killed while it writes leaves the target as it was."""
+    large_file(tmp_path / "old.pt", 4, 8)
+    (tmp_path / "new.safetensors").write_bytes(b"before")
+
+    killed = run(4, 8, 3, tmp_path / "old.pt", tmp_path / "new.safetensors")
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / "new.safetensors").read_bytes() == b"before"
+    assert run(4, 8, 0, tmp_path / "old.pt", tmp_path / "new.safetensors").returncode == 0
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.safetensors", "old.pt"]
+    old, new = torch.load(tmp_path / "old.pt"), load_file(tmp_path / "new.safetensors")
+    assert torch.equal(new["2.qkv.weight"], torch.cat([old[f"2.{name}.weight"] for name in "qkv"]))
+    assert torch.equal(new["3.out.weight"], old["3.out.weight"].t())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_memory_of_a_large_file(tmp_path, kind):
+    """A file of 1.2 GB migrates with at most 150 MiB more than before."""
+    layers, width = 72, 1024
+    path = tmp_path / "old.pt"
+    large_file(path, layers, width)
+    if kind == "safetensors":
+        save_file(torch.load(path, mmap=True), tmp_path / "old.safetensors")
+        path = tmp_path / "old.safetensors"
+    assert path.stat().st_size > 1.2e9
+
+    done = run(layers, width, 0, path, tmp_path / "new.safetensors")
+
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 150 << 10
