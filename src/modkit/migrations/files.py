@@ -3,6 +3,7 @@
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -108,7 +109,7 @@ class _File:
             if not isinstance(dtype, torch.dtype):
                 raise FileError(f"{self._path}: {name} is {opened.dtypes[name]}, unknown to torch")
             meta = torch.empty(shape, dtype=dtype, device="meta")
-            entries[name] = Lazy(meta, lambda name=name: self._tensor(name))
+            entries[name] = Lazy(meta, partial(self._tensor, name))
         return with_metadata(entries, opened.versions or None)
 
     def release(self) -> None:
