@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -10,6 +11,7 @@ from modkit._tree import descend
 from modkit._upstream import EXTRA_STATE_KEY
 from modkit.averaging.names import canonical_name, canonical_names
 from modkit.errors import MigrationError
+from modkit.migrations.optimizers import is_optimizer_state, migrate_optimizer
 from modkit.migrations.steps import Change, Entries
 from modkit.migrations.versions import (
     Part,
@@ -131,6 +133,11 @@ def migrate_with_record(
     """Migrate, and add to ``record`` what was done."""
     _checked(model, state_dict)
     model = unwrapped(model)
+    if is_optimizer_state(state_dict):
+        parameters = [without_wrappers(name) for name, _ in model.named_parameters()]
+        options: dict[str, Any] = {"to": to, "versions": versions}
+        migrate_names = partial(migrate_with_record, model, record=record, **options)
+        return with_metadata(migrate_optimizer(state_dict, migrate_names, parameters), None)
     _check_goals(model, to or {})
     names = dict(state_dict)
     # A child of the model's own called ``module`` is not DistributedDataParallel's.

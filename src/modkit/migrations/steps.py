@@ -34,15 +34,21 @@ class Lazy:
         self.read = read
 
 
+class UndecidableError(MigrationError):
+    """A step cannot be tried out, so that it does not say of which version a state dict is."""
+
+
 class Slots(dict[str, Any]):
     """The state that an optimizer has for one parameter: tensors of its shape, and scalars.
 
     Attributes:
+        sources: The names of the parameters that it is made of.
         shape: The shape of the parameter; None if no tensor of the state has more than a scalar.
     """
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], sources: Sequence[str]) -> None:
         super().__init__(state)
+        self.sources = sources
         shapes = [value.shape for value in state.values() if isinstance(value, Tensor)]
         self.shape: torch.Size | None = next((shape for shape in shapes if shape), None)
 
@@ -440,7 +446,9 @@ def _results(step: Step, module: torch.nn.Module, tensors: Sequence[Tensor]) -> 
     except Exception as error:
         on_meta = " on meta tensors" if any(one.is_meta for one in tensors) else ""
         text = str(error).partition("\n")[0]
-        raise MigrationError(f"{step} failed{on_meta}: {type(error).__name__}: {text}") from error
+        # A function that needs values, such as ``tolist()`` or NumPy, says so.
+        kind = UndecidableError if on_meta and "meta" in text else MigrationError
+        raise kind(f"{step} failed{on_meta}: {type(error).__name__}: {text}") from error
 
 
 def _with_own_memory(tensor: Tensor) -> Tensor:
@@ -473,8 +481,11 @@ def _computed_slots(
 ) -> list[Slots]:
     """Merge or split the state of an optimizer: each tensor as the parameter, scalars as they are."""
     if step.kind not in {"merge", "split"}:
-        raise MigrationError(f"{step}: the state of an optimizer for {names[0]} cannot be computed")
+        raise UndecidableError(
+            f"{step}: the state of an optimizer for {names[0]} cannot be computed"
+        )
     count = len(step.new)
+    sources = [source for each in values for source in each.sources]
     results: list[dict[str, Any]] = []
     for slot in dict.fromkeys(slot for each in values for slot in each):
         parts = [each.get(slot) for each in values]
@@ -493,7 +504,7 @@ def _computed_slots(
         results = results or [{} for _ in made]
         for result, part in zip(results, made, strict=True):
             result[slot] = part.clone() if isinstance(part, Tensor) else part
-    return [Slots(result) for result in results or [{} for _ in range(count)]]
+    return [Slots(result, sources) for result in results or [{} for _ in range(count)]]
 
 
 def _is_scalar(value: Any) -> bool:

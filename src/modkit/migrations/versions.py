@@ -9,7 +9,7 @@ from torch import Tensor
 from modkit.averaging.names import canonical_name
 from modkit.errors import MigrationError
 from modkit.migrations.patterns import compiled
-from modkit.migrations.steps import Change, Entries, Lazy, Step, apply, shape_of
+from modkit.migrations.steps import Change, Entries, Lazy, Step, UndecidableError, apply, shape_of
 
 
 # The ``_metadata`` of a state dict, for each module, by its path.
@@ -177,8 +177,8 @@ def version_of(module: Any, entries: Entries) -> int:
     """Return the version of a part without one: that with which it fits the module best.
 
     Raises:
-        MigrationError: If two versions fit, and their steps differ, or if it fits with none because a step
-            is impossible.
+        MigrationError: If two versions fit, and their steps differ, if it fits with none because a step
+            is impossible, or if a step cannot be tried out without values.
     """
     cls = type(module)
     expected = {
@@ -190,6 +190,8 @@ def version_of(module: Any, entries: Entries) -> int:
     for since in (module._version, *(version - 1 for version in reversed(table_of(cls)))):
         try:
             changes, made, _ = _stepped(module, Part(metas, {}), since, module._version)
+        except UndecidableError:
+            raise
         except MigrationError as error:
             failures.append((since, error))
             continue

@@ -1,0 +1,108 @@
+"""A test for a test suite: the state dicts that a model once had still migrate."""
+
+import json
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modkit.errors import MigrationError
+from modkit.files.atomic_write import atomic_write
+from modkit.migrations.state_dicts import migrate, with_metadata
+
+
+def assert_recorded(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
+    """Assert that all state dicts that a file has recorded of a model migrate to the present one.
+
+    The file holds names, shapes, dtypes and versions of each recorded state dict, and no weights. One whose
+    versions are new is added to the file; the test fails once, so that the file is committed. A model whose
+    names depend on options needs one file for each choice.
+
+    Args:
+        model: The model, as it is now.
+        path: The JSON file; its folder must exist.
+
+    Raises:
+        AssertionError: If names, shapes or dtypes have changed although no version has, if a recorded state
+            dict does not migrate to the present one, or if the file has just been written.
+        ValueError: If the file is not one that this function wrote.
+        OSError: If the file cannot be read or written.
+
+    Example:
+        >>> from modkit import migrations as mig, nn
+        >>> path = tmp_path / "linear.json"
+        >>> mig.assert_recorded(nn.Linear(2, 1), path)
+        Traceback (most recent call last):
+        AssertionError: ...linear.json: the versions of Linear are recorded; commit the file
+        >>> mig.assert_recorded(nn.Linear(2, 1), path)
+    """
+    file = Path(path)
+    state_dict: Any = model.state_dict()
+    versions = {name: own.get("version") for name, own in state_dict._metadata.items()}
+    present = {"versions": versions, "tensors": _described(state_dict)}
+    records = _read(file)
+
+    for number, record in enumerate(records):
+        what = f"{file}: state dict {number + 1} of {len(records)}"
+        if record["versions"] == versions and record["tensors"] != present["tensors"]:
+            changed = _difference(record["tensors"], present["tensors"])
+            raise AssertionError(
+                f"{what}: {changed}, and no version has changed; declare a migration for it"
+            )
+        try:
+            migrated = _described(migrate(model, _as_state_dict(record)))
+        except MigrationError as error:
+            raise AssertionError(f"{what}: {error}") from error
+        if migrated != present["tensors"]:
+            raise AssertionError(
+                f"{what} does not migrate: {_difference(migrated, present['tensors'])}"
+            )
+
+    if present not in records:
+        with atomic_write(file) as unfinished:
+            unfinished.write_text(json.dumps([*records, present], indent=1), encoding="utf-8")
+        name = type(model).__name__
+        raise AssertionError(f"{file}: the versions of {name} are recorded; commit the file")
+
+
+def _described(state_dict: Any) -> dict[str, Any]:
+    """Return dtype and shape of each tensor."""
+    return {
+        name: [str(value.dtype).removeprefix("torch."), list(value.shape)]
+        for name, value in sorted(state_dict.items())
+        if isinstance(value, Tensor)
+    }
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    if not file.exists():
+        return []
+    try:
+        records = json.loads(file.read_text(encoding="utf-8"))
+        for record in records:
+            _as_state_dict(record)
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{file} was not written by assert_recorded(): {error!r}") from error
+    assert isinstance(records, list)
+    return records
+
+
+def _as_state_dict(record: Any) -> "OrderedDict[str, Any]":
+    """Return a recorded state dict, with tensors that have no values."""
+    entries = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, (dtype, shape) in record["tensors"].items()
+    }
+    return with_metadata(
+        entries, {name: {"version": version} for name, version in record["versions"].items()}
+    )
+
+
+def _difference(first: dict[str, Any], second: dict[str, Any]) -> str:
+    """Return the first name in which two descriptions differ, with both."""
+    name = min(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
+    was, now = (str(one[name]) if name in one else "absent" for one in (first, second))
+    return f"{name} was {was} and is {now}"
