@@ -12,6 +12,7 @@ from torch import Tensor
 from modkit.errors import MigrationError
 from modkit.files.atomic_write import atomic_write
 from modkit.migrations.state_dicts import migrate, with_metadata
+from modkit.migrations.versions import without_values
 
 
 def assert_recorded(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
@@ -71,9 +72,9 @@ def assert_recorded(model: torch.nn.Module, path: str | os.PathLike[str]) -> Non
 def _described(state_dict: Any) -> dict[str, Any]:
     """Return dtype and shape of each tensor."""
     return {
-        name: [str(value.dtype).removeprefix("torch."), list(value.shape)]
+        name: [str(meta.dtype).removeprefix("torch."), list(meta.shape)]
         for name, value in sorted(state_dict.items())
-        if isinstance(value, Tensor)
+        if isinstance(meta := getattr(value, "meta", value), Tensor)
     }
 
 
@@ -93,7 +94,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
 def _as_state_dict(record: Any) -> "OrderedDict[str, Any]":
     """Return a recorded state dict, with tensors that have no values."""
     entries = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        name: without_values(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
         for name, (dtype, shape) in record["tensors"].items()
     }
     return with_metadata(

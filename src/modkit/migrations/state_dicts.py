@@ -18,7 +18,7 @@ from modkit.migrations.versions import (
     Saved,
     bring,
     is_declared,
-    meta_of,
+    without_values,
     without_wrappers,
 )
 
@@ -108,7 +108,7 @@ def plan(
         (root): Mlp 1 -> 2: merge up [4, 2], gate [4, 2] -> up_gate [8, 2]
     """
     record: list[Record] = []
-    metas = {name: meta_of(value) for name, value in _checked(model, state_dict).items()}
+    metas = {name: without_values(value) for name, value in _checked(model, state_dict).items()}
     described = with_metadata(metas, getattr(state_dict, "_metadata", None))
     migrate_with_record(model, described, record, to=to, versions=versions)
     return lines_of(record)

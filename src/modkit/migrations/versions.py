@@ -10,6 +10,7 @@ from modkit.averaging.names import canonical_name
 from modkit.errors import MigrationError
 from modkit.migrations.patterns import compiled
 from modkit.migrations.steps import Change, Entries, Lazy, Step, UndecidableError, apply, shape_of
+from modkit.nn._load_tensor import PLAIN
 
 
 # The ``_metadata`` of a state dict, for each module, by its path.
@@ -184,7 +185,7 @@ def version_of(module: Any, entries: Entries) -> int:
     expected = {
         without_wrappers(name): _shape(value) for name, value in module.state_dict().items()
     }
-    metas = {name: meta_of(value) for name, value in entries.items()}
+    metas = {name: without_values(value) for name, value in entries.items()}
     readings: list[_Reading] = []
     failures: list[tuple[int, MigrationError]] = []
     for since in (module._version, *(version - 1 for version in reversed(table_of(cls)))):
@@ -218,13 +219,12 @@ def version_of(module: Any, entries: Entries) -> int:
     return best.version
 
 
-def meta_of(value: Any) -> Any:
-    """Return a meta tensor like an entry, or what is not a tensor itself."""
-    if isinstance(value, Lazy):
-        return value.meta
-    if not isinstance(value, Tensor) or value.is_meta:
+def without_values(value: Any) -> Any:
+    """Return an entry that has the dtype and shape of a tensor; other entries are returned as they are."""
+    # Shards and quantized tensors stay what they are, as a step may refuse them.
+    if type(value) not in PLAIN or value.is_quantized:
         return value
-    return torch.empty(tuple(value.shape), dtype=value.dtype, device="meta")
+    return Lazy(torch.empty(tuple(value.shape), dtype=value.dtype, device="meta"), value.detach)
 
 
 def without_wrappers(name: str) -> str:

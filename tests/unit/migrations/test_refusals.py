@@ -135,6 +135,9 @@ def test_quantized_and_sharded_tensors():
     class Shard(torch.Tensor):
         pass
 
+    turned = declared({2: [mig.convert("w", torch.t)]}, w=torch.ones(2, 2))
+    with pytest.raises(MigrationError, match="w is a Shard; migrate the full state dict"):
+        mig.migrate(turned, {"w": torch.ones(2, 2).as_subclass(Shard)})
     for value, kind in ((quantized, "quantized tensor"), (ONE.as_subclass(Shard), "Shard")):
         with pytest.raises(MigrationError, match=f"a is a {kind}; migrate the full state dict"):
             mig.migrate(model, saved(1, a=value, b=value))
@@ -154,3 +157,14 @@ def test_both_versions_fit():
     assert list(mig.migrate(model, {"0.w": torch.ones(2, 2)}, versions={type(model[0]): 2})) == [
         "0.w"
     ]
+
+
+def test_functions_that_need_values():
+    """A function that cannot be tried out on meta tensors needs the version; with it, it runs."""
+    step = mig.convert("w", lambda w: torch.tensor(w.tolist()).t())
+    model = declared({2: [step]}, w=torch.ones(2, 2))
+
+    with pytest.raises(MigrationError, match="convert w -> w failed on meta tensors"):
+        mig.migrate(model, {"w": torch.ones(2, 2)})
+
+    assert mig.migrate(model, saved(1, w=torch.ones(2, 2)))["w"].tolist() == [[1.0, 1.0]] * 2
