@@ -21,6 +21,7 @@ CAPABILITIES = {
     "`torch.optim.swa_utils`": ("optim",),
     "sharded averages": ("distributed.py",),
     "Lightning, transformers": ("integrations",),
+    "migrations": ("migrations",),
     "TorchScript": ("jit",),
     "checkpoints and other files": ("files", "checkpoints.py"),
     "`fast_inference`": ("fast_inference",),

@@ -28,6 +28,7 @@ _SCOPE: Final = "tests/parity/fast_inference"
 _EMA: Final = "tests/unit/averaging"
 _FILES: Final = "tests/unit/files"
 _JIT: Final = "tests/parity/jit"
+_MIGRATIONS: Final = "tests/unit/migrations"
 
 _NN: Final = [
     Bug(
@@ -636,4 +637,63 @@ _IN_JIT: Final = [
     ),
 ]
 
-BUGS: Final = (*_NN, *_AVERAGING, *_IN_FILES, *_IN_JIT)
+_IN_MIGRATIONS: Final = [
+    Bug(
+        "patterns: a pattern that matches a part of a name",
+        "migrations/patterns.py",
+        'return re.compile(r"\\.".join(parts))',
+        'return re.compile(r"\\.".join(parts) + ".*")',
+        _MIGRATIONS + "/test_real_cases.py",
+    ),
+    Bug(
+        "steps: a stack in the order of the file",
+        "migrations/steps.py",
+        "numbered[number] for number in sorted(numbered)",
+        "numbered[number] for number in numbered",
+        _MIGRATIONS + "/test_migrate.py",
+    ),
+    Bug(
+        "versions: a state dict that may be of two versions",
+        "migrations/versions.py",
+        "if other.rank() == best.rank() and other.effects != best.effects:",
+        "if other.rank() < best.rank() and other.effects != best.effects:",
+        _MIGRATIONS + "/test_refusals.py",
+    ),
+    Bug(
+        "walk: a child migrates under the prefix before its parent's steps",
+        "migrations/state_dicts.py",
+        "        upwards(child, place)\n        return place",
+        "        return place",
+        _MIGRATIONS + "/test_migrate.py",
+    ),
+    Bug(
+        "optimizers: a merged parameter of several groups",
+        "migrations/optimizers.py",
+        "if len(found) != 1:",
+        "if not found:",
+        _MIGRATIONS + "/test_optimizers.py",
+    ),
+    Bug(
+        "declarations: a base that declares migrates again",
+        "migrations/declarations.py",
+        " and _DONE not in local_metadata:",
+        ":",
+        _MIGRATIONS + "/test_load.py",
+    ),
+    Bug(
+        "files: a source that was replaced",
+        "migrations/files.py",
+        "if self._identify() != self._identity:",
+        "if len(self._identify()) != len(self._identity):",
+        _MIGRATIONS + "/test_files.py",
+    ),
+    Bug(
+        "recorded: names that changed without a version",
+        "migrations/recorded.py",
+        'if record["versions"] == versions and',
+        'if record["versions"] != versions and',
+        _MIGRATIONS + "/test_recorded.py",
+    ),
+]
+
+BUGS: Final = (*_NN, *_AVERAGING, *_IN_FILES, *_IN_JIT, *_IN_MIGRATIONS)

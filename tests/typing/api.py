@@ -1,5 +1,6 @@
 """Types that type checkers must infer. Never run: `nox -s typing` reads it."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from typing_extensions import assert_type
 
 import modkit
-from modkit import jit, nn
+from modkit import jit, migrations, nn
 from modkit._upstream import IncompatibleKeys
 from modkit.nn import functional as F
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -120,6 +121,22 @@ assert_type(wide, modkit.posthoc.Reconstruction)
 assert_type(modkit.posthoc.find_snapshots("snapshots"), list[modkit.posthoc.Snapshot])
 assert_type(wide.averages, dict[str, torch.Tensor])
 assert_type(wide.fit.error, float)
+
+# Migrations.
+steps = [migrations.rename("out.**", "proj.**"), migrations.merge(["q", "k"], "qk", dim=0)]
+
+
+@migrations.declare({2: steps, 3: [migrations.convert("w", torch.t, torch.t, new="v")]})
+class Migrated(nn.Module):
+    """A declared class keeps its type."""
+
+
+assert_type(Migrated(), Migrated)
+migrated = migrations.migrate(net, {"w": torch.ones(1)}, to={Migrated: 1}, versions={Migrated: 2})
+assert_type(migrated, OrderedDict[str, Any])
+assert_type(migrations.plan(net, migrated), list[str])
+assert_type(migrations.migrate_file(net, "old.pt", "new.safetensors", key="model"), list[str])
+migrations.assert_recorded(net, "net.json")
 
 # TorchScript.
 compiled = jit.script(net)

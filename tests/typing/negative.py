@@ -5,7 +5,7 @@
 import torch
 
 import modkit
-from modkit import jit, nn
+from modkit import jit, migrations, nn
 from modkit.optim.swa_utils import AveragedModel
 
 
@@ -24,3 +24,6 @@ AveragedModel("net")  # type: ignore[type-var]
 jit.freeze(net)  # type: ignore[arg-type]
 jit.trace_module(5, {})  # type: ignore[arg-type]
 jit.script_method(5)  # type: ignore[type-var]
+migrations.rename("a")  # type: ignore[call-arg]
+migrations.declare({2: ["a"]})  # type: ignore[list-item]
+migrations.migrate(net, {}, to=1)  # type: ignore[arg-type]

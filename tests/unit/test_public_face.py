@@ -18,7 +18,7 @@ NAMESPACES = {
     **dict.fromkeys(["modkit", "modkit.distributed", "modkit.errors", "modkit.files"]),
     **dict.fromkeys(["modkit.integrations.lightning", "modkit.integrations.transformers"]),
     **dict.fromkeys(["modkit.models", "modkit.optim", "modkit.optim.swa_utils"]),
-    **dict.fromkeys(["modkit.posthoc", "modkit.schedules"]),
+    **dict.fromkeys(["modkit.migrations", "modkit.posthoc", "modkit.schedules"]),
     "modkit.nn": ["Module"],
     "modkit.jit": sorted(type(modkit.jit).__own__),
 }
