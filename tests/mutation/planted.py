@@ -643,7 +643,7 @@ _IN_MIGRATIONS: Final = [
         "migrations/patterns.py",
         'return re.compile(r"\\.".join(parts))',
         'return re.compile(r"\\.".join(parts) + ".*")',
-        _MIGRATIONS + "/test_real_cases.py",
+        _MIGRATIONS + "/test_migrate.py",
     ),
     Bug(
         "steps: a stack in the order of the file",

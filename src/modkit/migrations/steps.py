@@ -422,7 +422,7 @@ def _computed(
         if type(value) not in _COMPUTED_FROM or getattr(value, "is_quantized", False):
             kind = "quantized tensor" if isinstance(value, Tensor) else type(value).__name__
             kind = type(value).__name__ if type(value) not in _COMPUTED_FROM else kind
-            # Names do not say whether a step that keeps them was done.
+            # Names do not show that a step which keeps them was done.
             error = UndecidableError if step.old == step.new else MigrationError
             raise error(
                 f"{step}: {name} is a {kind}; migrate the full state dict, before its tensors are "

@@ -300,3 +300,25 @@ def test_declared_modules_can_be_pickled():
     copied.load_state_dict({"old": torch.zeros(1)})
 
     assert copied.new.item() == 0.0
+
+
+def test_a_step_runs_once_where_a_base_declares_too(impl):
+    """The loader of a derived class and that of its base migrate the entries once."""
+
+    @mig.declare({2: [mig.convert("w", lambda w: w * 2)]})
+    class Base(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(1))
+
+    @mig.declare({3: [mig.convert("w", lambda w: w * 3)]})
+    class Derived(Base):
+        pass
+
+    old = OrderedDict(w=torch.ones(1))
+    old._metadata = {"": {"version": 1}}
+    model = Derived()
+
+    model.load_state_dict(old)
+
+    assert model.w.item() == 6.0

@@ -396,3 +396,17 @@ def test_arguments_are_checked():
         mig.migrate(model, state_dict, to={nn.Linear: 1})
     with pytest.raises(MigrationError, match="versions 1 to 3, not 4"):
         mig.migrate(model, state_dict, to={Attention: 4})
+
+
+def test_patterns_match_whole_names():
+    """``*`` is one part of a name, ``**`` one or more, and nothing follows a pattern."""
+    old = saved(1, **{name: torch.ones(1) for name in ("a", "a.b", "a.b.c", "a.bc.d", "x.a.b")})
+    for step, expected in (
+        (mig.rename("a.*", "n.*"), ["a", "n.b", "a.b.c", "a.bc.d", "x.a.b"]),
+        (mig.rename("a.**", "n.**"), ["a", "n.b", "n.b.c", "n.bc.d", "x.a.b"]),
+        (mig.rename("a.b.*", "n.*"), ["a", "a.b", "n.c", "a.bc.d", "x.a.b"]),
+        (mig.rename("*.a.*", "*.n.*"), ["a", "a.b", "a.b.c", "a.bc.d", "x.n.b"]),
+    ):
+        model = declared({2: [step]}, x=torch.ones(1))
+
+        assert list(mig.migrate(model, old)) == expected
