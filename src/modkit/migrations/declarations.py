@@ -127,7 +127,7 @@ def _migrate_own(module: Any, state_dict: dict[str, Any], prefix: str, version: 
     entries = {key[start:]: state_dict[key] for key in keys}
     paths = _paths_of(entries) if version is not None else set[str]()
     part = Part(entries, {path: {"was": path} for path in paths})
-    if not bring(module, prefix[:-1], part, version):
+    if not bring(module, prefix[:-1], part, version, module._version):
         return
 
     for path, child in module.named_modules():

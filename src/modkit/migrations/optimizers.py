@@ -13,7 +13,7 @@ State = dict[str, Any]
 
 def is_optimizer_state(state_dict: Mapping[str, Any]) -> bool:
     """Return True for a state dict of an optimizer."""
-    return state_dict.keys() == {"state", "param_groups"}
+    return set(state_dict) == {"state", "param_groups"}
 
 
 def migrate_optimizer(

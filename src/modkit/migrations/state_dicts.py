@@ -245,8 +245,9 @@ def _walk(
             place.part.saved.setdefault("", {"version": 1})
         if is_declared(module):
             version = _for_class(type(module), by_class)
-            if version is None:
-                version = place.part.saved.get("", {}).get("version")
+            own: Any = place.part.saved.get("")
+            if version is None and isinstance(own, Mapping):
+                version = own.get("version")
             run(module, place, version, module._version)
 
     def enter(name: str, child: torch.nn.Module, parent: _Place) -> "_Place | None":
@@ -261,7 +262,7 @@ def _walk(
     def leave(module: Any, place: _Place) -> None:
         place.join()
         goal = _for_class(type(module), to)
-        if goal not in {None, module._version} and is_declared(module):
+        if goal is not None and goal != module._version and is_declared(module):
             run(module, place, module._version, goal)
 
     root = _Place("", part)

@@ -235,7 +235,8 @@ def split(old: str, names: str | Sequence[str], dim: int | None = 0, sizes: Any 
         )
 
     def sizes_for(module: torch.nn.Module) -> list[int] | None:
-        return list(sizes(module) if callable(sizes) else sizes) if sizes is not None else None
+        lengths: Any = sizes(module) if callable(sizes) else sizes
+        return None if lengths is None else list(lengths)
 
     def apart(module: torch.nn.Module, whole: Tensor) -> list[Tensor]:
         if dim is None:
@@ -302,11 +303,15 @@ def _with_module(function: Callable[..., Any], count: int) -> Callable[..., Any]
     """Return ``f(module, *tensors)`` for a function that may take the tensors alone."""
     if not callable(function):
         raise TypeError(f"convert: {function!r} is not a function")
+
+    def without_module(module: torch.nn.Module, *tensors: Tensor) -> Any:
+        return function(*tensors)
+
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         # Functions of torch that are written in C++ have no signature, and take tensors.
-        return lambda module, *tensors: function(*tensors)
+        return without_module
 
     required = [
         one
@@ -316,7 +321,7 @@ def _with_module(function: Callable[..., Any], count: int) -> Callable[..., Any]
     has_rest = any(one.kind is one.VAR_POSITIONAL for one in parameters)
     if len(required) == count + 1 or (has_rest and len(required) == 1):
         return function
-    return lambda module, *tensors: function(*tensors)
+    return without_module
 
 
 def shape_of(value: Any) -> torch.Size | None:
@@ -420,8 +425,8 @@ def _computed(
 ) -> list[Any]:
     for name, value in zip(names, values, strict=True):
         if type(value) not in _COMPUTED_FROM or getattr(value, "is_quantized", False):
-            kind = "quantized tensor" if isinstance(value, Tensor) else type(value).__name__
-            kind = type(value).__name__ if type(value) not in _COMPUTED_FROM else kind
+            is_quantized = type(value) in _COMPUTED_FROM
+            kind = "quantized tensor" if is_quantized else type(value).__name__
             # Names do not show that a step which keeps them was done.
             error = UndecidableError if step.old == step.new else MigrationError
             raise error(

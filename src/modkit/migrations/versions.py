@@ -44,9 +44,7 @@ def is_declared(module: torch.nn.Module) -> bool:
     return hasattr(type(module), "__migrations__")
 
 
-def bring(
-    module: Any, path: str, part: Part, version: int | None, goal: int | None = None
-) -> list[Change]:
+def bring(module: Any, path: str, part: Part, version: Any, goal: int) -> list[Change]:
     """Bring the part of one module from a version, or None if it is unknown, to another one.
 
     Args:
@@ -54,7 +52,7 @@ def bring(
         path: Its path in the model, for messages.
         part: Its part of the state dict, which is changed.
         version: The version that was saved.
-        goal: The version to reach. Default: that of the class.
+        goal: The version to reach.
 
     Returns:
         What was done.
@@ -64,9 +62,11 @@ def bring(
     """
     cls, newest = type(module), module._version
     label = f"{path or '(root)'}: {cls.__name__}"
-    goal = newest if goal is None else goal
     if not 1 <= goal <= newest:
         raise MigrationError(f"{label} has versions 1 to {newest}, not {goal}")
+    if version is not None and not isinstance(version, int):
+        # ``_metadata`` comes from a file.
+        raise MigrationError(f"{label} was saved in version {version!r}, which is not a number")
     if version is not None and version > newest:
         raise MigrationError(
             f"{label} was saved in version {version}, and this class has version {newest}: update the package "
@@ -81,7 +81,7 @@ def bring(
             changes, part.entries, part.saved = _stepped(module, part, since, goal)
         except MigrationError as error:
             raise MigrationError(f"{label}: {error}") from error
-    part.saved[""] = {**part.saved.get("", {}), "version": goal}
+    part.saved[""] = {**(part.saved.get("") or {}), "version": goal}
     return changes
 
 

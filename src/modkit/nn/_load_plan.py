@@ -272,7 +272,7 @@ def only_migrates(loader: FunctionT) -> FunctionT:
 _MIGRATING_BEFORE: Final[dict[object, Any]] = {}
 
 
-def migrates_before(loader: FunctionT, migrate: Any) -> None:
+def migrates_before(loader: object, migrate: Any) -> None:
     """Mark a ``_load_from_state_dict`` that does nothing after ``migrate(model, state_dict)``."""
     _MIGRATING_BEFORE[loader] = migrate
 

@@ -168,3 +168,15 @@ def test_functions_that_need_values():
         mig.migrate(model, {"w": torch.ones(2, 2)})
 
     assert mig.migrate(model, saved(1, w=torch.ones(2, 2)))["w"].tolist() == [[1.0, 1.0]] * 2
+
+
+def test_versions_that_are_not_numbers():
+    """The metadata of a file may hold anything: what is not a version is refused, or taken for none."""
+    model = declared({2: [mig.rename("a", "b")]}, b=ONE)
+
+    with pytest.raises(MigrationError, match="was saved in version 'x', which is not a number"):
+        mig.migrate(model, saved("x", a=ONE))
+    odd = saved(1, a=ONE)
+    odd._metadata[""] = None
+
+    assert list(mig.migrate(model, odd)) == ["b"]
