@@ -10,6 +10,7 @@ from modkit.cli.average import average
 from modkit.cli.compat import compat
 from modkit.cli.convert import convert
 from modkit.cli.inspect import inspect
+from modkit.cli.migrate import migrate
 from modkit.cli.verify import verify
 
 
@@ -42,7 +43,7 @@ class _Commands(click.Group):
 @click.version_option(__version__)
 @click.group(
     cls=_Commands,
-    commands=[average, compat, convert, inspect, verify],
+    commands=[average, compat, convert, inspect, migrate, verify],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=ui.EPILOG,
 )

@@ -89,6 +89,21 @@ def migrate_file(
     return lines_of(record)
 
 
+def plan_file(
+    model: torch.nn.Module,
+    source: str | os.PathLike[str],
+    *,
+    key: str | None = None,
+    to: Mapping[type, int] | None = None,
+    versions: Versions | None = None,
+) -> list[str]:
+    """Return what ``migrate_file`` would do, one line for each change; no tensor is read."""
+    record: list[Record] = []
+    entries = _File(Path(source), key).state_dict()
+    migrate_with_record(model, entries, record, to=to, versions=versions)
+    return lines_of(record)
+
+
 class _File:
     """The tensors of a file, which is opened anew from time to time."""
 

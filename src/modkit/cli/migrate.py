@@ -1,0 +1,94 @@
+"""``modkit migrate``: a checkpoint of another version of a model, as its classes write it now."""
+
+import os
+from pathlib import Path
+
+import click
+import torch
+
+from modkit.cli import _tables as ui
+from modkit.compat.model import TargetError, _found_at
+from modkit.errors import MigrationError
+from modkit.migrations.files import migrate_file, plan_file
+
+
+def _numbers(
+    context: click.Context, option: click.Parameter, values: tuple[str, ...]
+) -> dict[str, int]:
+    numbers: dict[str, int] = {}
+    for value in values:
+        name, _, number = value.rpartition("=")
+        if not name or not number.isdecimal():
+            raise click.BadParameter(f"{value!r} is not a class and a version such as Attention=1")
+        numbers[name] = int(number)
+    return numbers
+
+
+@click.command(epilog=ui.EPILOG)
+@click.argument("source", metavar="SRC", type=ui.INPUT)
+@click.option(
+    "-o", "--output", type=ui.OUTPUT, metavar="DST", help="The safetensors file to write."
+)
+@click.option(
+    "--model", "target", required=True, help="The model: package.module:Net or file.py:make."
+)
+@click.option("--key", help="Path of the state dict in torch files, as model or ema.module.")
+@click.option("--to", multiple=True, callback=_numbers, help="Return to a version: Attention=1.")
+@click.option(
+    "--version", "saved", multiple=True, callback=_numbers, help="The saved version: Attention=1."
+)
+@click.option("--overwrite", is_flag=True, help="Replace DST if it exists.")
+@click.option("--dry-run", is_flag=True, help="Only show what would change; no tensor is read.")
+@ui.json_option
+def migrate(
+    source: Path,
+    output: Path | None,
+    target: str,
+    key: str | None,
+    to: dict[str, int],
+    saved: dict[str, int],
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Migrate the checkpoint SRC to the versions of a model whose classes declare migrations.
+
+    The model is built without arguments and without memory for its tensors. Tensors are read and written one
+    at a time. DST is written atomically.
+
+    \b
+    Examples:
+      modkit migrate old.pt -o new.safetensors --model my_package.models:Net --key model
+      modkit migrate new.safetensors --model train.py:make_model --to Attention=1 --dry-run
+    """  # noqa: D301
+    if output is None and not dry_run:
+        raise click.UsageError("missing option '-o' / '--output'")
+    if output is not None and output.exists() and not overwrite:
+        raise FileExistsError(f"{output} exists; --overwrite replaces it")
+    try:
+        with torch.device("meta"):
+            model = _found_at(target)()
+    except TargetError as error:
+        raise click.UsageError(str(error)) from error
+
+    goals, versions = _by_class(model, to), _by_class(model, saved)
+    with ui.progress("migrating"):
+        if dry_run or output is None:
+            lines = plan_file(model, source, key=key, to=goals, versions=versions)
+        else:
+            lines = migrate_file(model, source, output, key=key, to=goals, versions=versions)
+    if as_json:
+        written = None if dry_run or output is None else os.fspath(output)
+        ui.print_json({"output": written, "changes": lines})
+        return
+    for line in lines or ["nothing to migrate"]:
+        ui.console().print(ui.cell(line), soft_wrap=True)
+
+
+def _by_class(model: torch.nn.Module, numbers: dict[str, int]) -> dict[type, int]:
+    """Return versions by class, for classes of the model that are named."""
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    for name in numbers:
+        if name not in classes:
+            raise MigrationError(f"the model has no module of a class {name}")
+    return {classes[name]: number for name, number in numbers.items()}
