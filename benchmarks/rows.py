@@ -17,6 +17,7 @@ from torch.profiler import profile
 import modkit
 from benchmarks.averaging_contestants import gpt2
 from benchmarks.measure import NOT_SLOWER, Arms, Code, Row
+from modkit import migrations
 
 
 Names = dict[str, Any]
@@ -292,6 +293,43 @@ def sizes_of_siblings(_: ExitStack) -> Arms:
     return {f"{n}": Code(LOAD, siblings(modkit.nn, n)) for n in (3000, 6000)}
 
 
+def declaring(nn: Any, *, declared: bool) -> Names:
+    """Make a model of 770 tensors, 128 of whose modules may declare migrations."""
+
+    def parameters(owner: Any, names: str) -> None:
+        for name in names:
+            owner.register_parameter(name, nn.Parameter(torch.zeros(2)))
+
+    class Leaf(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            parameters(self, "ab")
+
+    class Attention(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            parameters(self, "abc")
+
+    class Block(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            parameters(self, "abc")
+            self.attention = Attention()
+            self.leaves = nn.ModuleList(Leaf() for _ in range(3))
+
+    if declared:
+        for cls in (Attention, Block):
+            migrations.declare({2: [migrations.rename("old.**", "new.**")]})(cls)
+    model = user_model(nn, nn.ModuleList(Block() for _ in range(64)))
+    parameters(model, "ab")
+    return {"m": model, "state": model.state_dict()}
+
+
+def declaring_or_not(nn: Any, _: ExitStack) -> Arms:
+    """Load a state dict with nothing to migrate, without and with declarations."""
+    return {f"{n}": Code(LOAD, declaring(nn, declared=n)) for n in (False, True)}
+
+
 LOAD: Final = "m.load_state_dict(state)"
 UPDATE: Final = "average.update_parameters(m)"
 FLAT: Final = "average_of_flat.lerp_(flat, 0.01)"
@@ -378,6 +416,14 @@ TIMES: Final = [
 OPERATIONS: Final = [
     *TIMES,
     Row("load_state_dict(), 6,000 / 3,000 siblings, both modkit", 2.4, sizes_of_siblings),
+    Row(
+        "load_state_dict(), 128 declared classes / none", 1.02, partial(declaring_or_not, modkit.nn)
+    ),
+    Row(
+        "torch's load_state_dict(), 128 declared classes / none",
+        1.02,
+        partial(declaring_or_not, torch.nn),
+    ),
     against("EMA.update(), 1,000 tiny tensors / 0.5 ms", 1.0, 5e-4, EMA, tiny),
     against("EMA.update(), four averages / one, 1,000 tiny tensors", 1.3, EMA, OTHER, tiny, 1.3),
     against("EMA.update(), 124M fp32 / flat lerp_()", 1.25, FLAT, EMA, large),
