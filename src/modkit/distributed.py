@@ -95,7 +95,10 @@ def export_average(
             # The connection is lost, which may be what the first error reports too.
             raise lost from error
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # A reference cycle with this frame, which would keep the gathered tensors.
     if messages[0] is not None:
         raise RuntimeError(f"export_average: rank 0 could not write {file}: {messages[0]}")
 

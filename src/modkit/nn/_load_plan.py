@@ -79,13 +79,20 @@ class Load:
                 quoted = ", ".join(f'"{key}"' for key in keys)
                 errors.insert(0, f"{kind} key(s) in state_dict: {quoted}. ")
         if errors:
-            listed = "\n\t".join(errors)
-            error = RuntimeError(
-                f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{listed}"
-            )
-            for line in self.explain(module):
-                add_note(error, line)
-            raise error
+            raise self._refusal(module, "\n\t".join(errors))
+
+    def _refusal(self, module: torch.nn.Module, listed: str) -> RuntimeError:
+        """Return torch's error with the cause as notes.
+
+        Made here, since an error in a variable of the frame that raises it is a reference cycle: model
+        and state dict would stay until the next garbage collection.
+        """
+        error = RuntimeError(
+            f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{listed}"
+        )
+        for line in self.explain(module):
+            add_note(error, line)
+        return error
 
     def explain(self, module: torch.nn.Module) -> list[str]:
         """Say why the entries do not fit, in a few lines; none if that cannot be found out.

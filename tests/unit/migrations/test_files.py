@@ -107,7 +107,7 @@ def test_a_migrated_square_weight_is_not_migrated_again(tmp_path):
 
 def test_corrupt_versions(tmp_path):
     """Versions that are not versions make the file corrupt."""
-    for text in ("{", "[1]", '{"a": "b"}', "[" * 100_000):
+    for text in ("{", "[1]", '{"a": "b"}', "[" * 10_000):
         path = tmp_path / "file.safetensors"
         save_file({"w": torch.ones(1)}, path, metadata={"modkit.versions": text})
 
