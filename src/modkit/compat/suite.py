@@ -1,0 +1,444 @@
+"""A pytest suite on torch and on modkit, compared test by test."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from modkit.compat.pytest_plugin import VARIABLE, Options
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+SIDES: Final = ("torch", "modkit")
+REPEATS: Final = 3
+# Exit codes of pytest after which there are outcomes to compare: all passed, some failed.
+_RAN: Final = (0, 1)
+# The folder that holds one of these is the user's project.
+_PROJECT_FILES: Final = ("pyproject.toml", "setup.py", "setup.cfg", "pytest.ini", "tox.ini", ".git")
+# Differences that the exception alone shows, with their rows in docs/parity.md.
+LISTED: Final[Mapping[str, str]] = {
+    r"modkit: TypeError: metaclass conflict": (
+        "A class can have any metaclass | One that does not derive from `type(nn.Module)`, which "
+        "makes `isinstance` accept torch's modules, is a metaclass conflict. "
+        "[Metaclasses](module.md#metaclasses) has the recipe for pyro's `PyroModule`"
+    ),
+    r"modkit: OSError: .*(source code|class definition)": (
+        "`inspect.getsource(nn.Module)` shows the class | It raises OSError: Python looks for a "
+        "class in the file of the module that `__module__` names, which is the public path, as "
+        "for NumPy. It finds the source of methods, and of classes of users"
+    ),
+    r"modkit: PackagingError: ": (
+        "`torch.package` leaves torch outside of a package by itself | Say so for modkit: "
+        '`exporter.extern("modkit.**")`. Without it, `PackagingError` names the modules'
+    ),
+    r"modkit: UserWarning: .*took none of": (
+        "`load_state_dict(strict=False)` that takes none of the parameters returns silently | A "
+        "UserWarning says why, if some of the keys are unexpected"
+    ),
+    r"modkit: NameMismatchError: ": (
+        "A model whose parameters have other names, in the order of the average, can be given to "
+        "`AveragedModel.update_parameters` | It is refused, since only names show that the order "
+        "fits"
+    ),
+    r"modkit: FileError: ": (
+        "Checksums of archives are ignored: corrupt weights load without an error | Checksums are "
+        "verified; a corrupt file raises `FileError`"
+    ),
+    r"torch: RuntimeError: OrderedDict mutated during iteration": (
+        'A state-dict or load hook that removes itself raises "OrderedDict mutated during '
+        'iteration", as does a registration hook | Hooks run over a snapshot of the table, except '
+        "registration hooks of buffers and of assigned modules"
+    ),
+    r"torch: \w+: .*get_(ema|swa)_\w*avg_fn\.<locals>": (
+        "The averaging functions are closures and cannot be pickled | They can be pickled, with "
+        "their decay"
+    ),
+}
+
+Kind = Literal["equal", "listed", "unlisted", "unsteady"]
+_UNSTEADY_ON_TORCH: Final = "unsteady on torch"
+_EQUAL_AGAIN: Final = f"equal in {REPEATS} further runs"
+
+
+class SuiteError(Exception):
+    """A suite could not be run, so there is nothing to compare."""
+
+
+class Outcome(NamedTuple):
+    """Outcome of a test: pytest's word, and the class and first line of its exception."""
+
+    outcome: str
+    raised: str = ""
+    text: str = ""
+
+    def __str__(self) -> str:
+        exception = ": ".join(filter(None, (self.raised, self.text)))
+        return f"{self.outcome} ({exception})" if exception else self.outcome
+
+
+NOT_RUN: Final = Outcome("not run")
+Outcomes = dict[str, Outcome]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite of pytest, and what imports modkit in place of torch on modkit's side.
+
+    Args:
+        tests: Paths and test ids for pytest.
+        paths: Folders and files whose modules are rewritten as they are imported.
+        packages: Names of installed packages whose modules are rewritten as well.
+        arguments: Further arguments for pytest.
+        folder: Working directory of the runs. Default: the current one.
+        environment: Variables that are set for the runs.
+        processes: Workers of pytest-xdist in each run; 0 runs without it.
+        keep_going: If True, go on when a file cannot be collected and when a process crashes.
+        seconds: Time limit of a run, or None.
+    """
+
+    tests: Sequence[str]
+    paths: Sequence[Path]
+    packages: Sequence[str] = ()
+    arguments: Sequence[str] = ()
+    folder: Path = field(default_factory=Path.cwd)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    processes: int = 0
+    keep_going: bool = False
+    seconds: float | None = None
+
+    def command(self, tests: Sequence[str]) -> list[str]:
+        """Return the command of a run of some tests."""
+        # The hook that rewrites assertions would read the files itself, without modkit in them.
+        command = [sys.executable, "-m", "pytest", "-q", "--assert=plain", "--tb=short"]
+        command += ["-p", "no:cacheprovider", "-p", "no:randomly"]
+        if self.processes:
+            command += ["-n", str(self.processes)]
+        if self.keep_going:
+            command.append("--continue-on-collection-errors")
+        return [*command, *self.arguments, *tests]
+
+
+class Recorded(NamedTuple):
+    """The records of all processes of a run."""
+
+    outcomes: Outcomes
+    tracebacks: dict[str, str]
+    swapped: set[str]
+    collected: int
+
+
+class TestResult(NamedTuple):
+    """Outcomes of one test on both sides: the first run, then the repeated ones."""
+
+    test: str
+    kind: Kind
+    torch: list[Outcome]
+    modkit: list[Outcome]
+    reason: str
+    traceback: str
+
+
+class SuiteReport(NamedTuple):
+    """The comparison of a suite.
+
+    ``differing`` has the tests whose first outcomes differed; ``swapped`` names the modules that
+    imported modkit in place of torch.
+    """
+
+    counts: dict[str, dict[str, int]]
+    differing: list[TestResult]
+    swapped: list[str]
+    seconds: float
+
+    def number(self, kind: Kind) -> int:
+        """Return the number of tests of one kind."""
+        if kind == "equal":
+            return sum(self.counts["torch"].values()) - len(self.differing)
+        return sum(result.kind == kind for result in self.differing)
+
+
+def project_of(path: Path) -> Path:
+    """Return the folder of the project that a path of tests belongs to."""
+    start = path.resolve()
+    start = start if start.is_dir() else start.parent
+    for folder in (start, *start.parents):
+        if any((folder / name).exists() for name in _PROJECT_FILES):
+            return folder
+    return start
+
+
+def recorded(folder: Path) -> Recorded:
+    """Read what all processes of a run have written.
+
+    A test that started and did not end is "cut off": its process crashed or was stopped.
+    """
+    record = Recorded({}, {}, set(), 0)
+    collected = 0
+    for file in sorted(folder.glob("*.jsonl")):
+        for text in file.read_text(encoding="utf-8").splitlines():
+            try:
+                line: dict[str, Any] = json.loads(text)
+            except ValueError:
+                continue  # The last line of a process that was killed.
+            if "swapped" in line:
+                record.swapped.add(line["swapped"])
+            elif "collected" in line:
+                collected = max(collected, line["collected"])
+            elif "outcome" in line:
+                test = line["test"]
+                outcome = Outcome(line["outcome"], line.get("raised", ""), line.get("text", ""))
+                record.outcomes[test] = outcome
+                record.tracebacks[test] = line.get("traceback", "")
+            else:
+                record.outcomes.setdefault(line["test"], Outcome("cut off"))
+    return record._replace(collected=collected)
+
+
+def run(
+    suite: Suite,
+    *,
+    swap: bool,
+    folder: Path,
+    tests: Sequence[str] = (),
+    progress: Callable[[float], object] = lambda fraction: None,
+) -> Recorded:
+    """Run a suite, or some of its tests, in a new process.
+
+    Args:
+        suite: The suite.
+        swap: If True, modules of the suite import modkit.
+        folder: Folder for the outcomes and the log, which is created.
+        tests: Test ids to run instead of all tests of the suite.
+        progress: Called with the fraction of the tests that have run.
+
+    Returns:
+        The outcomes by test id.
+
+    Raises:
+        SuiteError: If pytest could not run: wrong arguments, no tests, or without ``keep_going`` a
+            file that cannot be collected or a process that crashed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    options = Options(str(folder))
+    if swap:
+        options = options._replace(packages=suite.packages, paths=[str(p) for p in suite.paths])
+    plugins = [os.environ.get("PYTEST_PLUGINS", ""), "modkit.compat.pytest_plugin"]
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "0",
+        **suite.environment,
+        VARIABLE: json.dumps(options._asdict()),
+        "PYTEST_PLUGINS": ",".join(filter(None, plugins)),
+    }
+    command = suite.command(tests or suite.tests)
+
+    while True:
+        before = len(recorded(folder).outcomes)
+        status = _wait(command, suite, environment, folder, progress)
+        record = recorded(folder)
+        if status in _RAN or tests:
+            return record
+        # A new process leaves out the tests that are recorded, the one that crashed included.
+        crashed = status < 0 and len(record.outcomes) > before
+        if not (crashed and suite.keep_going):
+            raise SuiteError(_failure(status, record, folder, "modkit" if swap else "torch"))
+
+
+def _wait(
+    command: Sequence[str],
+    suite: Suite,
+    environment: Mapping[str, str],
+    folder: Path,
+    progress: Callable[[float], object],
+) -> int:
+    """Run a command to its end or its time limit, and return its exit status."""
+    started = time.monotonic()
+    with (folder / "log.txt").open("w", encoding="utf-8") as log:
+        # A session of its own, so that the processes which tests start end with it.
+        process = subprocess.Popen(  # noqa: S603 - the tests of the user
+            command,
+            cwd=suite.folder,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            while True:
+                try:
+                    return process.wait(timeout=0.5)
+                except subprocess.TimeoutExpired:
+                    record = recorded(folder)
+                    progress(len(record.outcomes) / max(record.collected, 1))
+                if suite.seconds is not None and time.monotonic() - started > suite.seconds:
+                    return 1
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it has started."""
+    if process.poll() is None:
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+        process.wait()
+
+
+def _failure(status: int, record: Recorded, folder: Path, side: str) -> str:
+    """Return why a run gave nothing to compare."""
+    last = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip()
+    last = " / ".join(last.splitlines()[-3:])
+    if status < 0:
+        tests = [test for test, outcome in record.outcomes.items() if outcome[0] == "cut off"]
+        return (
+            f"the process that ran the tests on {side} ended with signal {-status} in "
+            f"{', '.join(tests) or 'no test'}; --keep-going runs the other tests"
+        )
+    if status == 2:
+        return (
+            f"pytest could not collect the tests on {side} (--keep-going runs the others): {last}"
+        )
+    return f"pytest ended with status {status} on {side}: {last}"
+
+
+def differing(sides: Mapping[str, Outcomes]) -> list[str]:
+    """Return the tests whose outcomes differ between the sides."""
+    tests = {test: None for outcomes in sides.values() for test in outcomes}
+    return [
+        test
+        for test in tests
+        if len({outcomes.get(test, NOT_RUN) for outcomes in sides.values()}) > 1
+    ]
+
+
+def listed_difference(torch: Outcome, modkit: Outcome) -> str:
+    """Return the row of the table of differences that an exception shows, or an empty string."""
+    exceptions = {f"torch: {torch.raised}: {torch.text}", f"modkit: {modkit.raised}: {modkit.text}"}
+    for pattern, reason in LISTED.items():
+        if any(re.match(pattern, exception) for exception in exceptions):
+            return reason
+    return ""
+
+
+def unsteady(torch: Sequence[Outcome], modkit: Sequence[Outcome]) -> str:
+    """Return why a difference in the first run is not one of modkit, or an empty string.
+
+    Args:
+        torch: Outcomes of the test on torch: the first run, then the repeated ones.
+        modkit: Outcomes on modkit.
+    """
+    words = {outcome[:2] for outcome in torch}
+    if len(set(torch)) > 1 and {outcome[:2] for outcome in modkit} <= words:
+        return _UNSTEADY_ON_TORCH
+    if set(torch[1:]) == set(modkit[1:]) == {torch[0]}:
+        return _EQUAL_AGAIN
+    return ""
+
+
+def selection(tests: Iterable[str]) -> list[str]:
+    """Return the arguments that run tests again: those with addresses in their ids, by file."""
+    return list(dict.fromkeys(t.split("::")[0] if "0x" in t or "TMP" in t else t for t in tests))
+
+
+def compare_suite(
+    suite: Suite, progress: Callable[[float], object] = lambda fraction: None
+) -> SuiteReport:
+    """Run a suite on torch and on modkit, run what differs again, and compare.
+
+    Args:
+        suite: The suite.
+        progress: Called with the completed fraction of the two first runs.
+
+    Returns:
+        Counts for each side, and the outcomes of each test that differed.
+
+    Raises:
+        SuiteError: If pytest or pytest-xdist is missing, a run fails as described at :func:`run`,
+            or the suite uses nothing that modkit replaces.
+    """
+    needed = {"pytest": "--tests", **({"xdist": "-n"} if suite.processes else {})}
+    for module, option in needed.items():
+        if importlib.util.find_spec(module) is None:
+            name = {"xdist": "pytest-xdist"}.get(module, module)
+            raise SuiteError(f"{option} needs {name}, which is not installed: pip install {name}")
+
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="modkit-compat-") as temporary:
+        records: dict[str, Recorded] = {}
+        for index, side in enumerate(SIDES):
+
+            def advance(fraction: float, done: int = index) -> None:
+                progress((done + fraction) / len(SIDES))
+
+            records[side] = run(
+                suite,
+                swap=side == "modkit",
+                folder=Path(temporary) / side,
+                progress=advance,
+            )
+
+        if not records["modkit"].swapped:
+            raise SuiteError(
+                f"no module below {', '.join(map(str, suite.paths))} uses torch.nn, torch.jit or "
+                "torch.optim.swa_utils; --swap names installed packages that do"
+            )
+
+        firsts = {side: record.outcomes for side, record in records.items()}
+        doubtful = differing(firsts)
+        runs = {side: {t: [firsts[side].get(t, NOT_RUN)] for t in doubtful} for side in SIDES}
+        for repeat in range(REPEATS if doubtful else 0):
+            for side in SIDES:
+                folder = Path(temporary) / f"{side}-{repeat}"
+                again = run(suite, swap=side == "modkit", folder=folder, tests=selection(doubtful))
+                for test in doubtful:
+                    runs[side][test].append(again.outcomes.get(test, NOT_RUN))
+
+    return SuiteReport(
+        counts={side: _counts(outcomes.values()) for side, outcomes in firsts.items()},
+        differing=[
+            judged(test, runs["torch"][test], runs["modkit"][test], _traceback(records, test))
+            for test in doubtful
+        ],
+        swapped=sorted(records["modkit"].swapped),
+        seconds=time.monotonic() - started,
+    )
+
+
+def judged(
+    test: str, torch: list[Outcome], modkit: list[Outcome], traceback: str = ""
+) -> TestResult:
+    """Return the result of a test whose first outcomes differed."""
+    kind: Kind = "unlisted"
+    if reason := unsteady(torch, modkit):
+        kind = "unsteady"
+    elif reason := listed_difference(torch[0], modkit[0]):
+        kind = "listed"
+    return TestResult(test, kind, torch, modkit, reason, traceback)
+
+
+def _counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
+    """Return the number of tests by outcome."""
+    return dict(sorted(Counter(outcome.outcome for outcome in outcomes).items()))
+
+
+def _traceback(records: Mapping[str, Recorded], test: str) -> str:
+    """Return the traceback on modkit, or the one on torch if only torch raised."""
+    return next(
+        filter(None, (records[side].tracebacks.get(test) for side in ("modkit", "torch"))), ""
+    )

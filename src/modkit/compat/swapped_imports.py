@@ -1,0 +1,92 @@
+"""Imports with modkit in place of ``torch.nn``, for chosen packages and folders. No file is written."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from modkit.compat.swap import swap_source
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from types import CodeType
+
+# Installed libraries may lie inside a project, in a virtual environment of its own.
+_INSTALLED: Final = {"site-packages", "dist-packages"}
+# Both sides run on torch, whose layers are also modkit's.
+_NEVER: Final = {"torch", "modkit"}
+
+
+class _SwappingLoader(SourceFileLoader):
+    """Compiles the rewritten source; cached bytecode is that of the original source."""
+
+    def __init__(self, fullname: str, path: str, report: Callable[[str], object]) -> None:
+        super().__init__(fullname, path)
+        self._report = report
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        source = importlib.util.decode_source(self.get_data(path))
+        swapped = swap_source(source)
+        if swapped != source:
+            self._report(fullname)
+        code: CodeType = compile(swapped, path, "exec", dont_inherit=True)
+        return code
+
+
+class SwappedImports(MetaPathFinder):
+    """Finder for ``sys.meta_path`` that imports some modules with modkit in place of ``torch.nn``.
+
+    Args:
+        packages: Names of packages whose modules are rewritten, wherever they are installed.
+        paths: Folders and files whose modules are rewritten, except libraries that are installed
+            in a virtual environment below them.
+        report: Called with the name of each module that the rewriting changed.
+    """
+
+    def __init__(
+        self,
+        packages: Collection[str] = (),
+        paths: Collection[Path] = (),
+        report: Callable[[str], object] = lambda name: None,
+    ) -> None:
+        self._packages = set(packages) - _NEVER
+        self._paths = {path.resolve() for path in paths}
+        self._report = report
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Return the spec of a source file that is rewritten, and None for all other modules."""
+        if fullname.partition(".")[0] in _NEVER:
+            return None
+
+        # The other finders know installed, editable and zipped packages. pytest's finder rewrites
+        # assertions from the file, and would not see the rewritten source.
+        for finder in sys.meta_path:
+            if finder is self or type(finder).__module__.startswith("_pytest."):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                return self._with_loader(spec)
+        return None
+
+    def _with_loader(self, spec: ModuleSpec) -> ModuleSpec | None:
+        """Return the spec with the rewriting loader, or None if the module is not to be rewritten."""
+        if type(spec.loader) is not SourceFileLoader or not self._is_chosen(spec):
+            return None
+        spec.loader = _SwappingLoader(spec.name, spec.loader.path, self._report)
+        return spec
+
+    def _is_chosen(self, spec: ModuleSpec) -> bool:
+        if any(f"{spec.name}.".startswith(f"{package}.") for package in self._packages):
+            return True
+
+        file = Path(spec.origin or "").resolve()
+        for path in self._paths:
+            if file == path or path in file.parents:
+                return not _INSTALLED.intersection(file.relative_to(path).parts)
+        return False

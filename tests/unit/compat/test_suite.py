@@ -1,0 +1,313 @@
+"""``modkit compat --tests``: a pytest suite of a user on torch and on modkit."""
+
+import json
+import re
+import sys
+import types
+
+import click.testing
+import pytest
+
+from modkit.cli._commands import commands
+from modkit.compat import suite as suites
+from modkit.compat.suite import (
+    LISTED,
+    NOT_RUN,
+    Outcome,
+    Suite,
+    SuiteError,
+    compare_suite,
+    judged,
+    project_of,
+    recorded,
+    selection,
+)
+from modkit.compat.swapped_imports import SwappedImports
+from tests.divergences import ROWS
+
+
+PASSED, FAILED = Outcome("passed"), Outcome("failed", "ValueError", "no")
+NETWORK = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.body(x)
+"""
+CONFTEST = """
+import pytest
+from package.network import Net
+
+
+@pytest.fixture
+def net():
+    return Net()
+"""
+TESTS = """
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+FOLDER = Path(__file__).parent
+
+
+def test_equal(net):
+    assert net(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_seeded():
+    assert random.random() == pytest.approx(0.8444218515250481)
+
+
+def test_both_raise(net):
+    raise ValueError(f"{net!r} at {id(net):#x}")
+
+
+def test_differs(net):
+    assert type(net).__bases__[0].__module__.startswith("torch.")
+
+
+class Meta(type):
+    pass
+
+
+def test_metaclass():
+    class Net(nn.Module, metaclass=Meta):
+        pass
+
+
+def test_unsteady(net):
+    runs = FOLDER / "runs"
+    runs.touch()
+    runs.write_text(runs.read_text() + "x")
+    assert len(runs.read_text()) % 4 < 2
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_skipped(number, tmp_path):
+    if number == 1:
+        pytest.skip("no")
+    raise OSError(str(tmp_path))
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """The project of a user: a package, tests that use it, and a virtual environment inside."""
+    for name, text in {
+        "pyproject.toml": "[tool.pytest]\n",
+        "package/__init__.py": "",
+        "package/network.py": NETWORK,
+        "tests/conftest.py": CONFTEST,
+        "tests/test_network.py": TESTS,
+        ".venv/lib/site-packages/installed.py": "from torch.nn import Module\n",
+    }.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(suites, "REPEATS", 1)
+    return tmp_path
+
+
+def invoke(*arguments):
+    """Run the command, and return what it printed and with which status it ended."""
+    return click.testing.CliRunner().invoke(commands, ["compat", *map(str, arguments)])
+
+
+def test_a_suite_is_compared_test_by_test(project):
+    """Each difference is repeated, and one that is listed or unsteady is not an error by itself."""
+    before = {file: file.read_bytes() for file in project.rglob("*.py")}
+    result = invoke("--tests", "tests", "--json")
+    report = json.loads(result.stdout)
+    differing = {each["test"].partition("::")[2]: each for each in report["differing"]}
+
+    assert result.exit_code == 1
+    assert {name: each["kind"] for name, each in differing.items()} == {
+        "test_differs": "unlisted",
+        "test_metaclass": "listed",
+        "test_unsteady": "unsteady",
+    }
+    assert differing["test_differs"]["torch"] == ["passed", "passed"]
+    assert differing["test_differs"]["modkit"] == ["failed (AssertionError)"] * 2
+    assert "in test_differs" in differing["test_differs"]["traceback"]
+    assert report["tests"] == {"equal": 5, "listed": 1, "unlisted": 1, "unsteady": 1}
+    assert report["swapped"] == ["package.network", "test_network"]
+    assert {file: file.read_bytes() for file in project.rglob("*.py")} == before
+
+
+def test_equal_suites_succeed(project):
+    """Arguments behind ``--`` are for pytest; the table shows the counts of both sides."""
+    result = invoke("--tests", "tests/test_network.py", "--", "-k", "equal or seeded")
+
+    assert result.exit_code == 0
+    assert "2 equal, 0 differing" in result.stdout
+    assert "running the tests on torch, then with modkit in" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--tests", "nowhere"], "there is no nowhere"),
+        (["--tests", "tests", "--area", "x"], "--tests takes only"),
+        (["--tests", "tests", "--input", "1,2"], "--tests takes only"),
+        (["-n", "2"], "need --tests"),
+        (["--keep-going", "a:B"], "need --tests"),
+        (["a:B", "c:D"], "one TARGET is compared at a time, got 2"),
+        (["--tests", "tests", "--", "--bogus"], "unrecognized arguments: --bogus"),
+        (["--tests", "tests", "--", "-k", "nothing"], "pytest ended with status 5 on torch"),
+        (["--tests", "package/__init__.py"], "pytest ended with status 5 on torch"),
+    ],
+)
+@pytest.mark.usefixtures("project")
+def test_errors(arguments, text):
+    """A suite that cannot be run is an error of status 2, with the last lines of pytest."""
+    result = invoke(*arguments)
+
+    assert result.exit_code == 2
+    assert text in result.stderr
+
+
+def test_a_suite_without_torch_is_an_error(project):
+    """If nothing would change, nothing is compared; the error names the option for other packages."""
+    (project / "tests/conftest.py").unlink()
+    (project / "tests/test_network.py").write_text("def test_number():\n    assert 1\n")
+    result = invoke("--tests", "tests")
+
+    assert result.exit_code == 2
+    assert "uses torch.nn, torch.jit or torch.optim.swa_utils; --swap names" in result.stderr
+
+
+CRASHES = """
+import os
+from torch import nn
+
+
+def test_first():
+    assert nn.Module.__module__.startswith("torch.")
+
+
+def test_crashes():
+    os.abort()
+
+
+def test_last():
+    assert nn.Linear
+"""
+
+
+def test_a_crash(project):
+    """A crash ends the comparison, and with ``--keep-going`` the other tests run."""
+    (project / "tests/test_network.py").write_text(CRASHES)
+    stopped = invoke("--tests", "tests/test_network.py")
+
+    assert stopped.exit_code == 2
+    assert "ended with signal 6 in tests/test_network.py::test_crashes" in stopped.stderr
+    assert "--keep-going runs the other tests" in stopped.stderr
+
+    (project / "tests/test_broken.py").write_text("import nowhere_at_all\n")
+    report = compare_suite(Suite(["tests"], [project], keep_going=True))
+
+    counts = {"cut off": 1, "passed": 2, "uncollected": 1}
+    assert report.counts == {
+        "torch": counts,
+        "modkit": {**counts, "failed": 1, "passed": 1},
+    }
+    assert [result.test for result in report.differing] == ["tests/test_network.py::test_first"]
+
+
+def test_workers(project):
+    """With pytest-xdist, each worker swaps imports and records its own tests."""
+    suite = Suite(
+        ["tests/test_network.py"], [project], processes=2, arguments=["-k", "equal or both"]
+    )
+    report = compare_suite(suite)
+
+    assert report.counts["torch"] == report.counts["modkit"] == {"failed": 1, "passed": 1}
+    assert report.swapped == ["package.network", "test_network"]
+    assert report.differing == []
+
+
+def test_missing_plugins(project, monkeypatch):
+    """A package that is not installed is named, with the command that installs it."""
+    monkeypatch.setattr(suites.importlib.util, "find_spec", lambda name: None)
+
+    with pytest.raises(SuiteError, match=r"^--tests needs pytest, .*: pip install pytest$"):
+        compare_suite(Suite(["tests"], [project]))
+
+
+@pytest.mark.parametrize(
+    ("torch", "modkit", "kind"),
+    [
+        ([PASSED] * 3, [FAILED] * 3, "unlisted"),
+        ([PASSED, FAILED, PASSED], [FAILED] * 3, "unsteady"),
+        ([PASSED] * 3, [FAILED, PASSED, PASSED], "unsteady"),
+        ([FAILED, FAILED._replace(text="1"), FAILED], [FAILED._replace(text="2")] * 3, "unsteady"),
+        ([PASSED, FAILED, PASSED], [Outcome("failed", "KeyError")] * 3, "unlisted"),
+        ([PASSED] * 3, [NOT_RUN] * 3, "unlisted"),
+        ([PASSED], [Outcome("failed", "FileError", "x is corrupt")], "listed"),
+    ],
+)
+def test_kinds(torch, modkit, kind):
+    """A test whose outcomes on torch change is unsteady, if modkit's are among them."""
+    assert judged("test", torch, modkit).kind == kind
+
+
+def test_listed_differences_are_rows_of_the_one_table():
+    """Each reason is that of a row, so that the table stays one."""
+    assert {*LISTED.values()} <= {row.reason for row in ROWS}
+    assert all(re.compile(pattern) for pattern in LISTED)
+
+
+def test_lines_of_processes_that_were_killed(tmp_path):
+    """A last line that is cut off is ignored, and its test counts as cut off."""
+    (tmp_path / "1.jsonl").write_text('{"collected": 3}\n{"test": "a"}\n{"test": "a", "outc')
+    (tmp_path / "2.jsonl").write_text('{"test": "b", "outcome": "passed"}\n{"test": "b"}\n')
+    record = recorded(tmp_path)
+
+    assert record.outcomes == {"a": Outcome("cut off"), "b": PASSED}
+    assert record.collected == 3
+
+
+def test_tests_are_selected_again_by_file_if_their_ids_change():
+    """Ids with an address or a temporary folder name no test of another process."""
+    tests = ["a.py::test[1]", "b.py::test[0x]", "b.py::test[TMP/x]"]
+
+    assert selection(tests) == ["a.py::test[1]", "b.py"]
+
+
+def test_the_project_of_a_path(project):
+    """The nearest folder with a file of a project; without one, the folder of the tests."""
+    assert project_of(project / "tests/test_network.py") == project
+    assert project_of(project / "package") == project
+
+
+def test_which_modules_are_swapped(project, monkeypatch):
+    """Modules below a path, except installed ones; a package by name wherever it lies."""
+    monkeypatch.setattr(sys, "path", [str(project), str(project / ".venv/lib/site-packages")])
+    names: list[str] = []
+    below = SwappedImports(paths=[project], report=names.append)
+    named = SwappedImports(packages=["installed", "torch"], report=names.append)
+
+    assert below.find_spec("installed", None) is None
+    assert below.find_spec("torch", None) is None
+    assert below.find_spec("nowhere_at_all", None) is None
+    assert named.find_spec("package", None) is None
+    assert named.find_spec("torch", None) is None
+
+    spec = named.find_spec("installed", None)
+    assert spec is not None
+    module = types.ModuleType("installed")
+    spec.loader.exec_module(module)
+    assert module.Module.__module__ == "modkit.nn"
+    assert names == ["installed"]
