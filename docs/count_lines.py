@@ -12,7 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "modkit"
-BEHAVIOURS = ROOT / "tests" / "shared" / "behaviours"  # ships in the wheel as well
 PAGE = ROOT / "CONTRIBUTING.md"
 # Files and folders of each capability. Everything else counts as the foundation.
 CAPABILITIES = {
@@ -26,7 +25,7 @@ CAPABILITIES = {
     "checkpoints and other files": ("files", "checkpoints.py"),
     "`fast_inference`": ("fast_inference",),
     "EfficientZero": ("models",),
-    "`modkit compat`": ("compat", "cli/compat.py", "behaviours"),
+    "`modkit compat`": ("compat", "cli/compat.py"),
     "other commands": ("cli", "__main__.py"),
     "foundation": ("",),
 }
@@ -57,10 +56,7 @@ def code_lines(source: str) -> int:
 
 def shipped() -> dict[str, Path]:
     """Return all files of Python that a wheel has, by their path in the package."""
-    return {
-        **{path.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("*.py")},
-        **{f"behaviours/{path.name}": path for path in BEHAVIOURS.glob("*.py")},
-    }
+    return {path.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("*.py")}
 
 
 def count() -> dict[str, tuple[int, int]]:

@@ -43,6 +43,18 @@ def test_hooks_mirror_the_lint_session():
     assert commands == hooks
 
 
+def test_what_ships_stands_in_one_folder():
+    """A wheel has the files of src/modkit and no others; none of them reaches for files of the tests."""
+    reaching = [
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "src").rglob("*.py")
+        if re.search(r"[\"']tests[\"'/]", read(file))
+    ]
+
+    assert "force-include" not in read("pyproject.toml")
+    assert reaching == []
+
+
 def test_one_version_everywhere():
     """The version of the code is that of CITATION.cff, with its date in CHANGELOG.md."""
     cited = re.search(r"^version: (.*)", read("CITATION.cff"), re.MULTILINE)[1]

@@ -15,6 +15,8 @@ from typing import Any, Final, Literal
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from modkit.compat.networks import define
+
 
 SHOWN: Final = 8  # elements beside the digest of a tensor
 Outcome = tuple[Any, ...]
@@ -40,7 +42,6 @@ class Library:
         """The networks of the behaviours, in their own module, so that they can be pickled."""
         name = f"nets_on_{self.name}"
         if name not in sys.modules:
-            define = importlib.import_module("modkit.compat.behaviours.nets").define
             sys.modules[name] = types.ModuleType(name)
             vars(sys.modules[name]).update(define(self.nn, name))
         return sys.modules[name]

@@ -1,23 +1,20 @@
 """Run the shared behaviors with torch and with modkit, and report results as tables, JSON or a page."""
 
 import html
-import importlib
 import platform
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from modkit import __version__
+from modkit.compat.behaviours import areas
+from modkit.compat.behaviours.cases import Case
+from modkit.compat.behaviours.differences import DIFFERENCES
 from modkit.compat.outcomes import Library, Outcome, difference, freeze, outcome
 
 
-Case = Callable[..., Any]
-areas: Final[Callable[[], Mapping[str, Mapping[str, Case]]]] = importlib.import_module(
-    "modkit.compat.behaviours"
-).areas
-DIFFERENCES: Final = importlib.import_module("modkit.compat.behaviours.differences").DIFFERENCES
 SHOWN: Final = 400
 # Shared behaviors may raise; a check of a model that raises on both sides has compared nothing.
 NOT_COMPARED: Final = "not compared"

@@ -1,7 +1,4 @@
-"""The shared behaviours: functions of torch or modkit, by area and name.
-
-A case gives equal results with both libraries, or is listed in ``differences.py`` with both results.
-"""
+"""What the tables of behaviors are made of: functions that turn them into cases."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,18 +8,20 @@ from modkit.compat.outcomes import Library
 
 
 Case = Callable[[Library], Any]
-Cases = dict[str, Case]
+Cases = Mapping[str, Case]
+# Functions of one network, by the name of the case.
+Uses = Mapping[str, Callable[[Any], Any]]
 
 
 def tried(function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> Any:
     """Return the result of a function, or its exception as text."""
     try:
         return function(*arguments, **kwargs)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the exception is the result
         return f"{type(error).__name__}: {error}"
 
 
-def on_net(table: Mapping[str, Callable[[Any], Any]]) -> Cases:
+def on_net(table: Uses) -> Cases:
     """Turn functions of the standard network into cases, which also compare the network after that."""
 
     def case(lib: Library, function: Callable[[Any], Any]) -> Any:
@@ -42,15 +41,3 @@ def hooked(net: Any, method: str, *hooks: Any, **options: Any) -> Any:
     for hook in hooks:
         getattr(net, f"register_{method}")(hook, **options)
     return net
-
-
-def areas() -> dict[str, Cases]:
-    """Return all cases by area and name, those with a listed difference among them."""
-    from modkit.compat.behaviours import hooks, module, state, tools
-    from modkit.compat.behaviours.differences import DIFFERENCES
-
-    found = {**module.AREAS, **hooks.AREAS, **state.AREAS, **tools.AREAS}
-    for key, difference in DIFFERENCES.items():
-        area, _, name = key.partition(": ")
-        found[area][name] = difference.case
-    return found

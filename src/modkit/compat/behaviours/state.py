@@ -1,15 +1,19 @@
 """State dicts: saving and loading them."""
 
+# The networks are known only when a library is chosen, so the lambdas take and return anything.
+# pyright: reportUnknownLambdaType=false
+
 import copy
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
-from modkit.compat.behaviours import each, on_net, tried
-from modkit.compat.behaviours.hooks import Log, fails
-from modkit.compat.behaviours.module import reloaded
 from torch.nn import Parameter
 
+from modkit.compat.behaviours.cases import Cases, Uses, each, on_net, tried
+from modkit.compat.behaviours.hooks import Log, fails
+from modkit.compat.behaviours.module import reloaded
 from modkit.compat.outcomes import Library
 
 
@@ -63,7 +67,7 @@ def load_nothing(net: Any) -> Any:
 
 SAVE: Final = "state_dict_pre_hook state_dict_post_hook _state_dict_hook"
 LOAD: Final = "load_state_dict_pre_hook load_state_dict_post_hook _load_state_dict_pre_hook"
-SAVING: Final = {
+SAVING: Final[Uses] = {
     "entries": save,
     "class and metadata": lambda n: [type(save(n)), save(n)._metadata],
     "a prefix": lambda n: n.state_dict(prefix="root."),
@@ -79,10 +83,11 @@ SAVING_A_PART: Final[Any] = {
     "extra state": {"use": save, "get_extra_state": lambda self: 1},
     "a version": {"use": lambda n: save(n)._metadata, "_version": 3},
 }
+RESULTS: Final[Mapping[str, Any]] = {"": None, ", raising": fails, ", returning": {}}
 SAVING_WITH_HOOKS: Final[Any] = {
     f"{kind}{name}": {"kind": kind, "use": save, "result": result}
     for kind in SAVE.split()
-    for name, result in {"": None, ", raising": fails, ", returning": {}}.items()
+    for name, result in RESULTS.items()
 }
 ENTRIES: Final[Any] = {
     **{
@@ -103,7 +108,7 @@ ENTRIES: Final[Any] = {
     "strict=False": {"changes": {"offset": None, "other": ONES}, "strict": False},
     "strict=False, a wrong shape": {"changes": {"first.bias": ONES}, "strict": False},
 }
-LOADING: Final = {
+LOADING: Final[Uses] = {
     "a list": lambda n: n.load_state_dict([]),
     "a plain dict": lambda n: n.load_state_dict(dict(save(n))),
     "the result": lambda n: n.load_state_dict({}, strict=False),
@@ -128,7 +133,7 @@ LOADING_WITH_HOOKS: Final[Any] = {
         (", raising", load_own, fails),
     )
 }
-AREAS: Final = {
+AREAS: Final[dict[str, Cases]] = {
     "state dict": {
         **on_net(SAVING),
         **each(with_part, SAVING_A_PART),

@@ -1,22 +1,30 @@
 """Hooks: around calls, in the backward pass, on registration, for all modules."""
 
+# The networks are known only when a library is chosen, so the lambdas take and return anything.
+# pyright: reportUnknownLambdaType=false
+
 import copy
-from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
-from modkit.compat.behaviours import each, hooked, tried
-from modkit.compat.behaviours.module import reloaded
 from torch import Tensor
 from torch.nn import Module, Parameter, ReLU
 
+from modkit.compat.behaviours.cases import Cases, each, hooked, tried
+from modkit.compat.behaviours.module import reloaded
 from modkit.compat.outcomes import Library, freeze, leaves
 
 
 X: Final = torch.arange(6.0).reshape(2, 3)
-Point: Final = namedtuple("Point", "left right")
+
+
+class Point(NamedTuple):
+    """A named tuple, as a ``forward`` may return it."""
+
+    left: Tensor
+    right: Tensor
 
 
 class Log(list[Any]):
@@ -113,21 +121,22 @@ def run_backward(
 
 
 KINDS: Final = ("full_backward_hook", "full_backward_pre_hook", "backward_hook")
-BACKWARD: Final[Any] = {
+OPTIONS_BACKWARD: Final[Mapping[str, Mapping[str, Any]]] = {
+    "two hooks": {},
+    "prepend": {"prepend": True},
+    "returning a gradient": {"result": lambda m, grads, *_: (grads[0] * 2,)},
+    "returning too many": {"result": (X, X)},
+    "raising": {"result": fails},
+    "a tuple": {"forward": lambda x: (x * 1, x * 2)},
+    "a named tuple": {"forward": lambda x: Point(x * 1, x * 2)},
+    "a dict": {"forward": lambda x: {"a": x * 2}},
+    "a tuple with None": {"forward": lambda x: (x * 1, None)},
+    "the input itself": {"forward": lambda x: x},
+}
+BACKWARD: Final = {
     f"{method}: {name}": {"method": method, **options}
     for method in KINDS
-    for name, options in {
-        "two hooks": {},
-        "prepend": {"prepend": True},
-        "returning a gradient": {"result": lambda m, grads, *_: (grads[0] * 2,)},
-        "returning too many": {"result": (X, X)},
-        "raising": {"result": fails},
-        "a tuple": {"forward": lambda x: (x * 1, x * 2)},
-        "a named tuple": {"forward": lambda x: Point(x * 1, x * 2)},
-        "a dict": {"forward": lambda x: {"a": x * 2}},
-        "a tuple with None": {"forward": lambda x: (x * 1, None)},
-        "the input itself": {"forward": lambda x: x},
-    }.items()
+    for name, options in OPTIONS_BACKWARD.items()
 }
 
 
@@ -176,7 +185,7 @@ GLOBAL: Final[Any] = {
     "with_kwargs": {"kinds": POST, "use": trained, "with_kwargs": True},
     "always_call": {"kinds": POST, "use": lambda m: m("x"), "always_call": True},
 }
-AREAS: Final = {
+AREAS: Final[dict[str, Cases]] = {
     "forward hooks": {**each(called, CALLS), **each(copied, COPIES)},
     "backward hooks": each(run_backward, BACKWARD),
     "registration and global hooks": each(for_all, GLOBAL),

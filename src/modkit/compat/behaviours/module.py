@@ -1,5 +1,8 @@
 """Behaviors of a module without hooks and files: members, walks, modes, casts, classes, copies."""
 
+# The networks are known only when a library is chosen, so the lambdas take and return anything.
+# pyright: reportUnknownLambdaType=false
+
 import abc
 import copy
 import io
@@ -8,10 +11,10 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from modkit.compat.behaviours import on_net, tried
 from torch import nn
 from torch.nn import Buffer, Linear, Parameter, ReLU
 
+from modkit.compat.behaviours.cases import Cases, Uses, on_net, tried
 from modkit.compat.outcomes import Library
 
 
@@ -29,6 +32,23 @@ def reloaded(value: Any) -> Any:
 def sub(lib: Library, *mixins: type, **members: Any) -> Any:
     """Return a class of modules with mixins in front and these members."""
     return type(lib.nn.Module)("Sub", (*mixins, lib.nn.Module), members)
+
+
+def unpickled(net: Any, protocol: int) -> Any:
+    """Return a network after a pickle and back."""
+    return pickle.loads(pickle.dumps(net, protocol))  # noqa: S301 - written in this line
+
+
+def filled_memo(net: Any) -> bool:
+    """Return True if a walk adds each module that it yields to the memo."""
+    memo: set[Any] = set()
+    return len(list(net.named_modules(memo))) == len(memo)
+
+
+def assigned_early(lib: Library, value: Any) -> None:
+    """Assign a member of a module whose constructor does not call ``super().__init__()``."""
+    module = sub(lib, __init__=lambda self: None)()
+    module.member = value
 
 
 def backward(net: Any) -> None:
@@ -59,7 +79,7 @@ class Counted:
         self.count = count
 
 
-MEMBERS: Final = {
+MEMBERS: Final[Uses] = {
     "assigning a parameter": lambda n: setattr(n, "p", Parameter(X)),
     "assigning None to a parameter": lambda n: setattr(n, "offset", None),
     "assigning None to a child": lambda n: setattr(n, "last", None),
@@ -82,7 +102,7 @@ MEMBERS: Final = {
     "writing to a table": lambda n: n._parameters.update(p=Parameter(X)),
     "the classes of tables": lambda n: [type(n._parameters), type(n._buffers), type(n._modules)],
 }
-ERRORS: Final = {
+ERRORS: Final[Uses] = {
     "register_parameter(): a tensor": lambda n: n.register_parameter("p", X),
     "register_parameter(): a dot": lambda n: n.register_parameter("a.b", None),
     "register_parameter(): no name": lambda n: n.register_parameter("", None),
@@ -96,16 +116,16 @@ ERRORS: Final = {
     "set_submodule(): strict": lambda n: n.set_submodule("blocks.7", ReLU(), strict=True),
     "to(): integers": lambda n: n.to(torch.int64),
     "train(): no bool": lambda n: n.train("yes"),
-    "forward is not implemented": lambda n: type(n).__base__()(1),
+    "forward is not implemented": lambda n: type(n).__mro__[1]()(1),
     "a wrong number of arguments": lambda n: n(X, X),
     "a wrong shape": lambda n: n(torch.ones(2, 5)),
 }
-TRAVERSAL: Final = {
+TRAVERSAL: Final[Uses] = {
     "modules()": lambda n: [type(m) for m in n.modules()],
     "named_modules()": lambda n: [name for name, _ in n.named_modules(prefix="root")],
     "every place": lambda n: [name for name, _ in n.named_modules(remove_duplicate=False)],
     "a memo": lambda n: [name for name, _ in n.named_modules({n.again})],
-    "a memo is filled": lambda n: [len(list(n.named_modules(m))) == len(m) for m in [set()]],
+    "a memo is filled": filled_memo,
     "named_children()": lambda n: [name for name, _ in n.named_children()],
     "parameters()": lambda n: n.parameters(),
     "named_parameters()": lambda n: n.named_parameters("root"),
@@ -116,7 +136,7 @@ TRAVERSAL: Final = {
     "apply()": lambda n: (n.apply(lambda m: setattr(n, "last_seen", type(m))), n.last_seen),
     "a change during a walk": lambda n: [delattr(n, "last") for _ in n.children()],
 }
-MODES: Final = {
+MODES: Final[Uses] = {
     "eval()": lambda n: n.eval(),
     "train()": lambda n: (n.blocks.eval(), n.train()),
     "requires_grad_()": lambda n: n.requires_grad_(False),
@@ -129,7 +149,7 @@ MODES: Final = {
     "autocast": lambda n: torch.autocast("cpu", torch.bfloat16)(n)(X),
     "a step": lambda n: (backward(n), torch.optim.AdamW(n.parameters()).step()),
 }
-CONVERSION: Final = {
+CONVERSION: Final[Uses] = {
     "double()": lambda n: n.double(),
     "half() and float()": lambda n: n.half().float(),
     "type()": lambda n: n.type(torch.float64),
@@ -143,14 +163,14 @@ CONVERSION: Final = {
     "share_memory()": lambda n: n.share_memory().offset.is_shared(),
     "_apply(recurse=False)": lambda n: n._apply(lambda tensor: tensor * 2, recurse=False),
 }
-TEXT: Final = {
+TEXT: Final[Uses] = {
     "repr()": repr,
     "extra_repr() of several lines": lambda n: (setattr(n.again, "gain", "1\n2"), repr(n)),
     "names of torch's Module": lambda n: {*dir(nn.Module)} - {*dir(n)},
     "dir() lists members": lambda n: [name for name in dir(n) if name in {"offset", "blocks"}],
     "hash and equality": lambda n: [n == copy.copy(n), hash(n) == object.__hash__(n)],
 }
-COPIES: Final = {
+COPIES: Final[Uses] = {
     "copy": copy.copy,
     "copy shares tensors, not tables": lambda n: [
         (m.offset is n.offset, m._parameters is n._parameters) for m in [copy.copy(n)]
@@ -160,12 +180,12 @@ COPIES: Final = {
     "deepcopy with a memo": lambda n: copy.deepcopy(n, {id(n.again): None}).again,
     "deepcopy with gradients": lambda n: (backward(n), copy.deepcopy(n)),
     **{
-        f"pickle, protocol {protocol}": lambda n, p=protocol: pickle.loads(pickle.dumps(n, p))
+        f"pickle, protocol {protocol}": partial(unpickled, protocol=protocol)
         for protocol in (0, 2, pickle.HIGHEST_PROTOCOL)
     },
     "torch.save": reloaded,
 }
-CLASSES: Final[Any] = {
+CLASSES: Final[Uses] = {
     "a module is torch's": lambda lib: isinstance(lib.net(), nn.Module),
     "torch's modules are modules": lambda lib: isinstance(ReLU(), lib.nn.Module),
     "torch's layers are subclasses": lambda lib: issubclass(ReLU, lib.nn.Module),
@@ -181,13 +201,11 @@ CLASSES: Final[Any] = {
         (setattr(n, "forward", torch.neg), n(X)) for n in [lib.net()]
     ],
     **{
-        f"before super().__init__(): {type(value).__name__}": lambda lib, value=value: setattr(
-            sub(lib, __init__=lambda self: None)(), "member", value
-        )
+        f"before super().__init__(): {type(value).__name__}": partial(assigned_early, value=value)
         for value in (Parameter(X), ReLU(), Buffer(X), 1)
     },
 }
-OVERRIDES: Final = {
+OVERRIDES: Final[Uses] = {
     "train": lambda n: n.eval(),
     "_apply": lambda n: n.double(),
     "requires_grad_": lambda n: n.requires_grad_(False),
@@ -209,7 +227,7 @@ def lazy(lib: Library, use: Any) -> Any:
     return tried(use, net), net
 
 
-LAZY: Final = {
+LAZY: Final[Uses] = {
     "a call": lambda n: n(X),
     "a state dict before a call": lambda n: n.state_dict(),
     "loading before a call": lambda n: n.load_state_dict(copy.copy(n).state_dict()),
@@ -217,7 +235,7 @@ LAZY: Final = {
     "counting before a call": lambda n: [p.numel() for p in n.parameters()],
     "share_memory() before a call": lambda n: n.share_memory(),
 }
-CONTAINERS: Final[Any] = {
+CONTAINERS: Final[Uses] = {
     "ModuleList": lambda lib: (
         lib.nn.ModuleList([lib.nets.Scale()]).append(ReLU()).extend([lib.net()])
     ),
@@ -231,7 +249,7 @@ CONTAINERS: Final[Any] = {
 }
 
 
-AREAS: Final = {
+AREAS: Final[dict[str, Cases]] = {
     "members": on_net(MEMBERS),
     "errors": on_net(ERRORS),
     "traversal": on_net(TRAVERSAL),

@@ -59,7 +59,8 @@ def define(nn: Any, home: str) -> dict[str, type]:
         def forward(self, x: Tensor) -> Tensor:
             return self.right(self.left(x))
 
-    found = {cls.__name__: cls for cls in (Block, Net, Scale, Pair)}
-    for name, cls in found.items():
-        cls.__module__, cls.__qualname__ = home, name
-    return found
+    classes: dict[str, type] = {cls.__name__: cls for cls in (Block, Net, Scale, Pair)}
+    for name, cls in classes.items():
+        cls.__module__ = home
+        cls.__qualname__ = name
+    return classes

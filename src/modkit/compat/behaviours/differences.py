@@ -3,16 +3,20 @@
 The reasons are rows of the one table of differences, ``docs/parity.md``.
 """
 
+# The networks are known only when a library is chosen, so the lambdas take and return anything.
+# pyright: reportUnknownLambdaType=false
+
 import pickle
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
-from modkit.compat.behaviours import Case, hooked, tried
+from torch.nn import Conv3d, ReLU
+
+from modkit.compat.behaviours.cases import Case, hooked, tried
 from modkit.compat.behaviours.hooks import PARAMETER, X, for_all, mark, trained
 from modkit.compat.behaviours.module import sub
 from modkit.compat.behaviours.tools import averaged, updated
-from torch.nn import Conv3d, ReLU
 
 
 NO_ISSUE: Final = "no upstream issue"
@@ -48,14 +52,14 @@ def error_of(function: Callable[..., Any], *arguments: Any) -> str | None:
     """Return the class of the exception of a function."""
     try:
         function(*arguments)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the exception is the result
         return type(error).__name__
     return None
 
 
 def removes_itself(net: Any) -> Any:
     """Save with a hook that removes itself, and one more."""
-    handles = [net.register_state_dict_pre_hook(lambda *_: handles[0].remove())]
+    handles: list[Any] = [net.register_state_dict_pre_hook(lambda *_: handles[0].remove())]
     net.register_state_dict_pre_hook(mark)
     return "offset" in net.state_dict()
 

@@ -1,20 +1,23 @@
 """Other parts of torch applied to modules: nn.utils, func, graphs, averages, third-party modules."""
 
+# The networks are known only when a library is chosen, so the lambdas take and return anything.
+# pyright: reportUnknownLambdaType=false
+
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
 import torch
-from modkit.compat.behaviours import each, hooked, on_net
-from modkit.compat.behaviours.hooks import mark
-from modkit.compat.behaviours.module import reloaded
 from torch import func, fx, nn
 from torch.nn import utils
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import modkit
+from modkit.compat.behaviours.cases import Cases, Uses, each, hooked, on_net
+from modkit.compat.behaviours.hooks import mark
+from modkit.compat.behaviours.module import reloaded
 from modkit.compat.outcomes import Library
 
 
@@ -45,7 +48,7 @@ def changed(net: Any, change: Callable[[Any], Any]) -> Any:
     return trained(net)
 
 
-CHANGES: Final[Any] = {
+CHANGES: Final[Uses] = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,
     "orthogonal": parametrizations.orthogonal,
@@ -55,7 +58,7 @@ CHANGES: Final[Any] = {
     "l1_unstructured": lambda m: prune.l1_unstructured(m, "weight", 0.5),
     "prune.remove": lambda m: prune.remove(prune.identity(m, "weight"), "weight"),
 }
-NN_UTILS: Final[Any] = {
+NN_UTILS: Final[Uses] = {
     **{name: partial(changed, change=change) for name, change in CHANGES.items()},
     "a parametrization of a user's class": lambda n: trained(tanh(n, "offset")),
     "deepcopy of a parametrization": lambda n: copy.deepcopy(tanh(n, "offset"))(X),
@@ -63,7 +66,7 @@ NN_UTILS: Final[Any] = {
     "clip_grad_norm_": lambda n: (trained(n), utils.clip_grad_norm_(n.parameters(), 1.0)),
     "fuse_linear_bn_eval": lambda n: utils.fuse_linear_bn_eval(n.first.eval(), n.norm.eval()),
 }
-FUNCTIONAL: Final[Any] = {
+FUNCTIONAL: Final[Uses] = {
     "functional_call": lambda n: func.functional_call(n, ZERO, X),
     "tied weights": lambda n: func.functional_call(n, {"tied.weight": torch.eye(4)}, X),
     "strict": lambda n: func.functional_call(n, ZERO, X, strict=True),
@@ -95,7 +98,7 @@ def traced(net: Any) -> Any:
     return found.code, list(found.state_dict()), reloaded(found)(X)
 
 
-GRAPHS: Final[Any] = {
+GRAPHS: Final[Uses] = {
     "compile": compiled,
     "compile, fullgraph": lambda n: torch.compile(n, backend="eager", fullgraph=True)(X),
     "compile, gradients": partial(compiled, use=trained),
@@ -118,7 +121,7 @@ def scripted(lib: Library, make: Callable[[Any, Any], Any]) -> Any:
     return found.code, found(X), [name for name, _ in found.named_parameters()]
 
 
-JIT: Final[Any] = {
+JIT: Final[Uses] = {
     "jit.script": partial(scripted, make=lambda jit, n: jit.script(n)),
     "jit.trace": partial(scripted, make=lambda jit, n: jit.trace(n, X)),
     "jit.freeze": lambda lib: lib.jit.freeze(lib.jit.script(lib.net().eval()))(X),
@@ -152,7 +155,7 @@ def updated(lib: Library, batches: Any) -> Any:
     return net
 
 
-FUNCTIONS: Final = {
+FUNCTIONS: Final[Mapping[str, tuple[Any, ...]]] = {
     "get_ema_avg_fn": ("avg_fn", 0.9),
     "get_ema_multi_avg_fn": ("multi_avg_fn", 0.9),
     "get_swa_avg_fn": ("avg_fn",),
@@ -163,7 +166,8 @@ FUNCTIONS: Final = {
 def made(lib: Library, name: str) -> Any:
     """Average by a function of the library."""
     key, *arguments = FUNCTIONS[name]
-    return averaged(lib, **{key: getattr(lib.swa, name)(*arguments)})
+    options = {key: getattr(lib.swa, name)(*arguments)}
+    return averaged(lib, **options)
 
 
 AVERAGED: Final[Any] = {
@@ -195,7 +199,7 @@ def fast(lib: Library, *layers: nn.Module, use: Callable[[Any], Any] = lambda ne
     return found, net
 
 
-FAST: Final[Any] = {
+FAST: Final[Uses] = {
     "a network": fast,
     "names": partial(fast, use=lambda net: (list(net.state_dict()), repr(net))),
     "containers": lambda lib: fast(lib, nn.Sequential(nn.Linear(3, 3), nn.GELU()), nn.Softmax(-1)),
@@ -216,7 +220,7 @@ def mixed(lib: Library, name: str, arguments: Any, shapes: Any) -> Any:
     return found, copy.deepcopy(net.double())
 
 
-LAYERS: Final = (
+LAYERS: Final[tuple[tuple[Any, ...], ...]] = (
     ("Linear", [4, 2], (2, 4)),
     ("Bilinear", [4, 4, 2], (2, 4), (2, 4)),
     ("Conv1d", [4, 2, 3], (2, 4, 8)),
@@ -234,7 +238,7 @@ LAYERS: Final = (
     ("TransformerEncoderLayer", [4, 2, 8], (5, 2, 4)),
     ("Transformer", [4, 2, 1, 1, 8], (5, 2, 4), (3, 2, 4)),
 )
-AREAS: Final = {
+AREAS: Final[dict[str, Cases]] = {
     "nn.utils": on_net(NN_UTILS),
     "functional_call and func": on_net(FUNCTIONAL),
     "compile, export, fx, jit": {**on_net(GRAPHS), **JIT},
