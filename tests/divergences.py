@@ -4,14 +4,15 @@ A row names the tests that show the difference, by their ids without parameters'
 is the implementation for which these tests are strict xfails: ``"torch"`` where modkit fixes a bug of
 torch, ``"modkit"`` where torch does something that modkit does not, ``"lightzero"`` where networks of
 LightZero have bugs that modkit's do not have. ``docs/parity.md`` is rendered from this table.
-Differences of the behaviors that ``modkit compat`` runs are in ``behaviours/differences.py``.
+Differences of the behaviors that ``modkit compat`` runs are in ``src/modkit/compat/behaviours/differences.py``.
 """
 
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from modkit.compat.behaviours import differences
 from packaging.specifiers import SpecifierSet
+
+from modkit.compat.behaviours import differences
 
 
 @dataclass(frozen=True)

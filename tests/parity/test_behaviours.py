@@ -1,6 +1,6 @@
 import pytest
-from modkit.compat.behaviours import areas
 
+from modkit.compat.behaviours import areas
 from modkit.compat.outcomes import difference
 from modkit.compat.run import run_case
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import click.testing
 import pytest
-from modkit.compat.behaviours import areas
-from modkit.compat.behaviours.differences import DIFFERENCES, Difference
 from torch import nn
 
 from modkit.cli._commands import commands
 from modkit.compat import run as runner
+from modkit.compat.behaviours import areas
+from modkit.compat.behaviours.differences import DIFFERENCES, Difference
 from modkit.compat.model import Swap, Target, TargetError, build, failed, inputs_of
 from modkit.compat.outcomes import difference, outcome
 from modkit.nn import Module

@@ -1,5 +1,4 @@
 from modkit.compat.behaviours.differences import DIFFERENCES
-
 from tests.divergences import ROWS
 
 

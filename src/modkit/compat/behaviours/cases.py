@@ -1,4 +1,4 @@
-"""What the tables of behaviors are made of: functions that turn them into cases."""
+"""Functions that turn tables of behaviors into cases."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
