@@ -52,8 +52,8 @@ _DIFFERENCE: Final = "\n\nmodkit: "
 def _show_docstring_of(replaced: object, function: Any) -> None:
     """Put torch's docstring in the place of our own up to the part that says what differs.
 
-    In the source, a docstring stands alone: what comes before that part is torch's in short. An object
-    without a docstring of torch, as all are with ``python -OO``, keeps its own.
+    In the source, a docstring stands alone: what comes before that part is torch's in short. An
+    object without a docstring of torch, as all are with ``python -OO``, keeps its own.
     """
     if replaced is not None and replaced.__doc__:
         _, start, difference = inspect.cleandoc(function.__doc__ or "").partition(_DIFFERENCE)
@@ -105,8 +105,8 @@ class _View(types.ModuleType):
             delattr(sys.modules[_torch_name(self.__name__)], name)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # By reference: functions and classes that a pickler writes by value read the name ``nn``. It
-        # knows modules of exactly one type, and cannot write one of another.
+        # By reference: functions and classes that a pickler writes by value read the name ``nn``.
+        # It knows modules of exactly one type, and cannot write one of another.
         return importlib.import_module, (self.__name__,)
 
     def __dir__(self) -> list[str]:

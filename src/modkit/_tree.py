@@ -24,8 +24,9 @@ def descend(
     Args:
         root: Where the walk starts; it is neither entered nor left.
         state: What ``enter`` gets for the children of ``root``, a prefix of names for instance.
-        enter: Called before the children of a module, as ``enter(name, module, state)`` with the state
-            of its parent. It returns the state of the module; None to skip the module and all below it.
+        enter: Called before the children of a module, as ``enter(name, module, state)`` with the
+            state of its parent. It returns the state of the module; None to skip the module and all
+            below it.
         leave: Called after the children of each module that was entered, with its state.
 
     Raises:

@@ -17,23 +17,25 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
 - ``foreach_*``: one launch for a list of tensors; bitwise identical to torch, which uses them too.
   ``foreach_devices`` names the devices where they are fused. ``copy_`` and ``copy_all_`` copy where
   XLA would share memory or crash.
-- ``tensor_guard`` checks in C++ whether tensors are as they were, as dynamo does before compiled code.
+- ``tensor_guard`` checks in C++ whether tensors are as they were, as dynamo does before compiled
+  code.
 - ``BatchNormBase``: the base of every batch normalization layer, users' own included.
 - ``steps_in_progress`` and ``is_allocating_state`` find calls on the stack: of the wrapper around
-  ``Optimizer.step``, and of the function of ``torch.distributed.checkpoint`` that calls it for another
-  purpose than to train.
+  ``Optimizer.step``, and of the function of ``torch.distributed.checkpoint`` that calls it for
+  another purpose than to train.
 - ``never_compiled`` does what ``torch.compiler.disable`` does, which imports all of dynamo.
 - ``module_globals`` holds the tables of global hooks, looked up at each use, because torch and its
   tests rebind some of the names.
 - ``modes_are_active``, ``tensors_are_fake``: torch has no public function for active modes.
-- ``package_writer``: a ``torch.package`` is the form in which torch takes TorchScript with storages in memory.
+- ``package_writer``: a ``torch.package`` is the form in which torch takes TorchScript with storages
+  in memory.
 - ``restore_of``: the rules of ``map_location``.
-- ``is_meta``, ``shares_all_storages``: what ``torch.load`` does with tensors without memory differs between
-  releases.
-- ``recurrent_kernels``, ``has_torch_function``, ``cudnn_is_enabled``: what ``torch.nn.functional`` and
-  recurrent layers call; ``fast_inference`` calls them itself.
-- ``_weights_only_unpickler``, ``_load``: the list of names that torch reads belongs to the process, so
-  one file cannot have more of them without a copy of the function that reads the list.
+- ``is_meta``, ``shares_all_storages``: what ``torch.load`` does with tensors without memory differs
+  between releases.
+- ``recurrent_kernels``, ``has_torch_function``, ``cudnn_is_enabled``: what ``torch.nn.functional``
+  and recurrent layers call; ``fast_inference`` calls them itself.
+- ``_weights_only_unpickler``, ``_load``: the list of names that torch reads belongs to the process,
+  so one file cannot have more of them without a copy of the function that reads the list.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -101,8 +103,9 @@ _IS_XLA: Callable[[torch.Tensor], bool] = attrgetter("is_xla")
 def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a tensor, across dtypes and devices; the copy has memory of its own.
 
-    From XLA to XLA, ``Tensor.copy_`` and ``Tensor.clone`` share memory (torch_xla 2.9). An operation in
-    place on the target then reuses it, and the source is lost. The result of an operation is not shared.
+    From XLA to XLA, ``Tensor.copy_`` and ``Tensor.clone`` share memory (torch_xla 2.9). An
+    operation in place on the target then reuses it, and the source is lost. The result of an
+    operation is not shared.
     """
     target.copy_(torch.stack((source,))[0] if _IS_XLA(source) else source)
 
@@ -139,8 +142,8 @@ def _as_torch_wrote_it(value: Any) -> Any:
     return value
 
 
-# The attributes of ``torch.nn.Module`` as torch wrote them. Libraries replace some, as accelerate does
-# to initialize models on the meta device, and the replacements must then run.
+# The attributes of ``torch.nn.Module`` as torch wrote them. Libraries replace some, as accelerate
+# does to initialize models on the meta device, and the replacements must then run.
 original_methods: dict[str, Any] = {
     name: _as_torch_wrote_it(value) for name, value in vars(torch.nn.Module).items()
 }
@@ -175,8 +178,8 @@ def skip_code(code: CodeType, calls: str = "DEFAULT") -> None:
 def skip_frames(file: ModuleType) -> None:
     """Let dynamo treat the functions of a file as those of ``torch/nn/modules/module.py``.
 
-    Dynamo traces them where compiled code calls them. Called after a graph break, they run as they are:
-    a frame of its own would be one more graph, and tables of hooks in it would become copies.
+    Dynamo traces them where compiled code calls them. Called after a graph break, they run as they
+    are: a frame of its own would be one more graph, and tables of hooks in it would become copies.
     """
     members = [*vars(file).values()]
     for cls in [member for member in members if isinstance(member, type)]:
@@ -294,7 +297,8 @@ def load_with_names(
         return private._load(reader, map_location, module, overall_storage=whole, encoding="utf-8")
 
 
-# Before, ``torch.load`` allocates again what has no address: tied tensors without memory or elements.
+# Before, ``torch.load`` allocates again what has no address: tied tensors without memory or
+# elements.
 shares_all_storages = TorchVersion(torch.__version__) >= "2.14"
 
 

@@ -14,8 +14,8 @@ __all__ = ["FileError", "MigrationError", "NameMismatchError"]
 class FileError(ValueError, RuntimeError):
     """A file is corrupt, unsafe to read, or of another kind than expected; nothing was loaded.
 
-    It is also a ``RuntimeError``, as ``torch.load`` raises for corrupt files. Control characters in the
-    message are escaped, and it is shortened to 2,000 characters. ``kind`` is that of
+    It is also a ``RuntimeError``, as ``torch.load`` raises for corrupt files. Control characters in
+    the message are escaped, and it is shortened to 2,000 characters. ``kind`` is that of
     :class:`modkit.files.FileInfo`, or ``""`` if unknown.
     """
 
@@ -27,8 +27,9 @@ class FileError(ValueError, RuntimeError):
 class MigrationError(ValueError, RuntimeError):
     """A state dict cannot be migrated; nothing has been changed.
 
-    It is also a ``RuntimeError``, as ``load_state_dict`` raises for a state dict that does not fit. Names may
-    come from a file: control characters are escaped, and the message is shortened to 2,000 characters.
+    It is also a ``RuntimeError``, as ``load_state_dict`` raises for a state dict that does not fit.
+    Names may come from a file: control characters are escaped, and the message is shortened to
+    2,000 characters.
     """
 
     def __init__(self, message: str) -> None:
@@ -39,10 +40,10 @@ class NameMismatchError(ValueError):
     """The names or shapes of a model's tensors do not match those of the averages, or of a state dict.
 
     Attributes:
-        missing: Names in the averages that the model does not have; for ``load_matching()``, names in
-            the model that the state dict does not have.
-        unexpected: Names in the model that the averages do not have; for ``load_matching()``, names in
-            the state dict that the model does not have.
+        missing: Names in the averages that the model does not have; for ``load_matching()``, names
+            in the model that the state dict does not have.
+        unexpected: Names in the model that the averages do not have; for ``load_matching()``, names
+            in the state dict that the model does not have.
         shapes: Names whose shapes differ, each with both shapes.
     """
 

@@ -62,8 +62,8 @@ _NN: Final = [
     Bug(
         "state_dict: an override of an instance",
         "nn/_state_dict.py",
-        '"state_dict" in (own := child.__dict__) or "_save_to_state_dict" in own',
-        '"_save_to_state_dict" in child.__dict__',
+        '"state_dict" in state or "_save_to_state_dict" in state',
+        '"_save_to_state_dict" in state',
         _MODULE + "/test_override_contract.py",
     ),
     Bug(

@@ -26,16 +26,17 @@ def fast_inference(
 ) -> Generator[ModuleT, None, None]:
     """Run a model in eager mode with less Python overhead.
 
-    Use it for small networks at small batch sizes: policies, tree search, controllers, token-by-token
-    decoding. Large networks gain a few percent. Layers run without ``Module._call_impl`` and
-    ``__getattr__``, containers of layers in one function, and users' modules call ``forward`` directly.
-    Results are bitwise identical. Hooks, patches, overrides, new weights, modes and other changes made
-    inside take effect at once.
+    Use it for small networks at small batch sizes: policies, tree search, controllers,
+    token-by-token decoding. Large networks gain a few percent. Layers run without
+    ``Module._call_impl`` and ``__getattr__``, containers of layers in one function, and users'
+    modules call ``forward`` directly. Results are bitwise identical. Hooks, patches, overrides, new
+    weights, modes and other changes made inside take effect at once.
 
     Args:
         model: Any ``torch.nn.Module``. Compiled and scripted modules in it are left alone.
-        fold_batch_norm: Also fold each BatchNorm in evaluation mode into the convolution before it, where
-            gradients are disabled, with outputs equal up to rounding. Nested blocks need the same value.
+        fold_batch_norm: Also fold each BatchNorm in evaluation mode into the convolution before it,
+            where gradients are disabled, with outputs equal up to rounding. Nested blocks need the
+            same value.
 
     Yields:
         The model.
@@ -47,10 +48,11 @@ def fast_inference(
         ...     for _ in range(3):
         ...         action = policy(torch.ones(1, 4)).argmax()
 
-    Limitations: inside the block, do not write to or copy the ``__dict__`` of a module, change the members
-    of a shallow copy made there, or write to a table such as ``_modules`` that was read before. A
-    ``Module.__getattr__`` patched inside is not called for members. ``_compiled_call_impl``, by which
-    libraries find compiled modules, is set on modules that are not compiled.
+    Limitations: inside the block, do not write to or copy the ``__dict__`` of a module, change the
+    members of a shallow copy made there, or write to a table such as ``_modules`` that was read
+    before. A ``Module.__getattr__`` patched inside is not called for members.
+    ``_compiled_call_impl``, by which libraries find compiled modules, is set on modules that are
+    not compiled.
     """
     if not isinstance(cast("object", model), nn.Module):
         raise TypeError(

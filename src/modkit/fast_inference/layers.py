@@ -18,9 +18,9 @@ from modkit._upstream import original_methods
 class Layer(NamedTuple):
     """The computation of a layer, as source with ``self.name`` for attributes and ``x`` for the input.
 
-    Torch's own path is taken unless ``condition`` holds of the attributes and ``input_condition`` of
-    the input. ``functions`` of ``torch.nn.functional`` and ``methods`` are those that ``expression``
-    replaces; ``arguments`` are those of ``forward``, the first one being ``x``.
+    Torch's own path is taken unless ``condition`` holds of the attributes and ``input_condition``
+    of the input. ``functions`` of ``torch.nn.functional`` and ``methods`` are those that
+    ``expression`` replaces; ``arguments`` are those of ``forward``, the first one being ``x``.
     """
 
     expression: str
@@ -92,8 +92,9 @@ def _recurrent(call: str, state: str) -> Layer:
     )
 
 
-# Layers whose ``forward`` is more than one expression, or calls a Python function that can be skipped.
-# All other layers of torch are read from the source of ``forward``, if that is one expression.
+# Layers whose ``forward`` is more than one expression, or calls a Python function that can be
+# skipped. All other layers of torch are read from the source of ``forward``, if that is one
+# expression.
 _LAYERS: Final[dict[type[nn.Module], Layer]] = {
     **_of_dimension(1),
     **_of_dimension(2),

@@ -29,7 +29,8 @@ class Table(dict[str, Any]):
         self.changed: bool = False
 
     def __contains__(self, name: object) -> bool:
-        # ``Module.__setattr__`` asks this before it sets an attribute: here, to replace a whole table.
+        # ``Module.__setattr__`` asks this before it sets an attribute: here, to replace a whole
+        # table.
         if name in _REPLACED:
             self.binding.close()
         return super().__contains__(name)
@@ -79,7 +80,8 @@ class Binding:
             return
         for key in _TABLES:
             table = self._state.get(key)
-            # Without children, too: a parametrization adds one when it has given the module its class.
+            # Without children, too: a parametrization adds one when it has given the module its
+            # class.
             if type(table) is dict and (table or key == "_modules"):
                 self._state[key] = Table(self, table)
         self.mirror()

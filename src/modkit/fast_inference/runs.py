@@ -1,7 +1,7 @@
 """The functions that torch calls in place of hooks and ``forward``.
 
-Those of layers and containers are generated, and run layers without calls in between. At each call they
-check for hooks, patches and overrides, and take torch's own path if there are any.
+Those of layers and containers are generated, and run layers without calls in between. At each call
+they check for hooks, patches and overrides, and take torch's own path if there are any.
 """
 
 import re
@@ -181,8 +181,9 @@ def function_of(steps: Sequence[Step], plain: Call | None = None, run: Call | No
 def user_function(module: nn.Module) -> Call:
     """Return the function of a module that implements ``forward``: it calls that, if there are no hooks.
 
-    It reads at each call what ``Module._call_impl`` reads, and leaves the call to that if it finds hooks, an
-    override or tracing. Tables are looked up again, because libraries replace as well as fill them.
+    It reads at each call what ``Module._call_impl`` reads, and leaves the call to that if it finds
+    hooks, an override or tracing. Tables are looked up again, because libraries replace as well as
+    fill them.
     """
     state = module.__dict__
 
@@ -280,5 +281,6 @@ def _one_by_one(modules: Sequence[nn.Module], x: Any) -> Any:
     return x
 
 
-# Compiled code starts a graph at a user's ``forward``, as outside, not at the functions that call it.
+# Compiled code starts a graph at a user's ``forward``, as outside, not at the functions that call
+# it.
 _upstream.skip_frames(sys.modules[__name__])

@@ -1,7 +1,7 @@
 """Write a ScriptModule to an archive and read it, in torch's format.
 
-The compiler does not know which buffers are persistent, so the extra file ``modkit.json`` lists those
-that are not. Torch and C++ ignore that file.
+The compiler does not know which buffers are persistent, so the extra file ``modkit.json`` lists
+those that are not. Torch and C++ ignore that file.
 """
 
 import contextlib

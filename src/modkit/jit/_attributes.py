@@ -75,12 +75,12 @@ class Children(UserDict[str, Any]):
         _refuse_deletion(name, "child")
 
 
-# The entries of every module's dict beside ``training``. They never go to C++, where torch sends the
-# flag of backward hooks, which then do not run.
+# The entries of every module's dict beside ``training``. They never go to C++, where torch sends
+# the flag of backward hooks, which then do not run.
 BOOKKEEPING: Final = frozenset(vars(torch.nn.Module())) - {"training"}
 
-# The entry of a module's dict for the sources that ``define`` gets before the module is compiled. The
-# compiler makes fields of all entries except those that begin with two underscores.
+# The entry of a module's dict for the sources that ``define`` gets before the module is compiled.
+# The compiler makes fields of all entries except those that begin with two underscores.
 DEFINED: Final = "__defined"
 
 # The entry for the kind of container that a module was compiled from, if that is known.

@@ -17,8 +17,8 @@ from modkit.jit._upstream import (
 from modkit.nn._attributes import fill
 
 
-# Entries of a torch wrapper's dict that are not copied. Those of containers, and properties, lead to
-# the original module; modkit finds them through C++ and the children.
+# Entries of a torch wrapper's dict that are not copied. Those of containers, and properties, lead
+# to the original module; modkit finds them through C++ and the children.
 _NOT_COPIED: Final = BOOKKEEPING.union(
     ("_c", "_concrete_type", "_initializing", "training", "keys", "values", "items"),
     ("__iter__", "__len__", "__getitem__", "__contains__", "__dir__"),

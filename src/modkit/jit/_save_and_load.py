@@ -18,13 +18,14 @@ def save(m: Any, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) 
     """Write a ScriptModule or a ScriptFunction, with its code, to an archive.
 
     Args:
-        m: A ScriptModule, a ScriptFunction, or an object with methods ``save`` and ``save_to_buffer``.
+        m: A ScriptModule, a ScriptFunction, or an object with methods ``save`` and
+            ``save_to_buffer``.
         f: A path, or a file that is open for writing.
         _extra_files: Further files for the archive: name to content.
 
-    modkit: A path is written atomically. On a full disk, where torch ends the process, an OSError is
-    raised and the previous file stays. For that the archive is made in memory, which takes three times
-    its size. Buffers that are not persistent stay so when the archive is loaded.
+    modkit: A path is written atomically. On a full disk, where torch ends the process, an OSError
+    is raised and the previous file stays. For that the archive is made in memory, which takes three
+    times its size. Buffers that are not persistent stay so when the archive is loaded.
 
     Raises:
         AttributeError: ``m`` is not compiled.
@@ -59,21 +60,23 @@ def load(
     Args:
         f: A path, or a file that is open for reading.
         map_location: Device of the tensors; by default the one that they were saved from.
-        _extra_files: Dict of the extra files to read, filled in as bytes; a missing file is ``b""``.
+        _extra_files: Dict of the extra files to read, filled in as bytes; a missing file is
+            ``b""``.
         _restore_shapes: Run the module with the inputs that it was traced with.
 
     modkit: Checksums are verified, and a corrupt file is an error. Flatbuffers, which
-    ``save_jit_module_to_flatbuffer`` writes, have no checksums: a corrupt one may end the process. In
-    the result, parameters are of type ``Parameter``, a shared module is one object, and buffers are
-    persistent or not as they were for ``modkit.jit.save``. A file that was just written is read from
-    its start. With the environment variable ``PYTORCH_JIT=0``, archives are loaded, too.
+    ``save_jit_module_to_flatbuffer`` writes, have no checksums: a corrupt one may end the process.
+    In the result, parameters are of type ``Parameter``, a shared module is one object, and buffers
+    are persistent or not as they were for ``modkit.jit.save``. A file that was just written is read
+    from its start. With the environment variable ``PYTORCH_JIT=0``, archives are loaded, too.
 
     Keyword Args:
         sha256: Expected digest of the file, as ``sha256sum`` prints it.
         strict_extra_files: If True, a missing extra file is an error.
 
     Raises:
-        ValueError: The file does not exist or has another digest, or ``map_location`` is not a device.
+        ValueError: The file does not exist or has another digest, or ``map_location`` is not a
+            device.
         KeyError: An extra file is missing and ``strict_extra_files`` is True.
         FileError: The file is corrupt or not a TorchScript archive. The text names its format.
         RuntimeError: The device is not available, or torch cannot load the archive.

@@ -145,11 +145,12 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
     with methods marked with ``script_method`` is compiled when its constructor has returned.
 
     modkit: ``isinstance(x, ScriptModule)`` is True for every ScriptModule of torch. Casts, hooks,
-    ``requires_grad_()``, ``to_empty()`` and access to members by path work, and an existing parameter
-    or buffer can be registered again. Containers iterate over their compiled children, and compiled
-    properties are read and set. A module in several places stays one. A deep copy can be trained; it
-    keeps ties, hooks, plain attributes and the class. Buffers that are not persistent stay out of
-    ``state_dict()``. ``torch.compile`` runs the code of TorchScript instead of refusing it.
+    ``requires_grad_()``, ``to_empty()`` and access to members by path work, and an existing
+    parameter or buffer can be registered again. Containers iterate over their compiled children,
+    and compiled properties are read and set. A module in several places stays one. A deep copy can
+    be trained; it keeps ties, hooks, plain attributes and the class. Buffers that are not
+    persistent stay out of ``state_dict()``. ``torch.compile`` runs the code of TorchScript instead
+    of refusing it.
     """
 
     # Keeps torch's metaclass from compiling: ours does.
@@ -179,8 +180,8 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
     def define(self, src: str) -> None:
         """Compile a method from source; names in it are looked up in the calling function.
 
-        Modules of one compiled type share their methods. A method defined in a constructor is compiled
-        with the instance, which then has a type of its own.
+        Modules of one compiled type share their methods. A method defined in a constructor is
+        compiled with the instance, which then has a type of its own.
 
         modkit: Names are looked up in the caller's scope also if the class has script methods, and
         each instance whose constructor calls ``define`` runs its own code.
@@ -219,7 +220,8 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
     def save(self, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) -> None:
         """Write an archive to a path, or to an open file.
 
-        modkit: A path is written atomically, and an open file is written to; see ``modkit.jit.save``.
+        modkit: A path is written atomically, and an open file is written to; see
+        ``modkit.jit.save``.
         """
         _archives.save(self, f, _extra_files)
 

@@ -60,8 +60,8 @@ def script(
 ) -> Any:
     """Compile a module, function, class, or object of a class; wrap a list or dict.
 
-    A module becomes a ``ScriptModule`` that shares its parameters. Same as ``torch.jit.script``, with
-    modkit's ``ScriptModule``.
+    A module becomes a ``ScriptModule`` that shares its parameters. Same as ``torch.jit.script``,
+    with modkit's ``ScriptModule``.
 
     Args:
         obj: The object to compile. A compiled object is returned as it is.
@@ -77,8 +77,8 @@ def script(
         >>> jit.script(torch.nn.Linear(4, 2))(torch.ones(3, 4)).shape
         torch.Size([3, 2])
 
-    modkit: A module in several places is compiled to one module, and buffers that are not persistent
-    stay so.
+    modkit: A module in several places is compiled to one module, and buffers that are not
+    persistent stay so.
     """
     give_notice()
     if not ENABLED:
@@ -109,8 +109,8 @@ def trace(
 ) -> Any:
     """Run a module or function once and compile the operations that it runs.
 
-    A module becomes a ``ScriptModule``, a function a ``ScriptFunction``. Same as ``torch.jit.trace``,
-    with modkit's ``ScriptModule``.
+    A module becomes a ``ScriptModule``, a function a ``ScriptFunction``. Same as
+    ``torch.jit.trace``, with modkit's ``ScriptModule``.
 
     Example:
         >>> import torch

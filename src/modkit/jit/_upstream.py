@@ -44,7 +44,8 @@ storage_context: Final[Any] = getattr(_C, "DeserializationStorageContext", None)
 package_reader: Final = _C.PyTorchFileReader
 validate_map_location: Final[Any] = _jit._serialization.validate_map_location
 
-# The compiler behind torch.jit.script and torch.jit.trace, and its rule for which methods to compile.
+# The compiler behind torch.jit.script and torch.jit.trace, and its rule for which methods to
+# compile.
 create_script_module: Final = _jit._recursive.create_script_module
 methods_to_compile: Final = _jit._recursive.infer_methods_to_compile
 prepare_scriptable: Final = _jit._script.call_prepare_scriptable_func

@@ -19,36 +19,57 @@ _TORCH_ADD_MODULE: Final = original_methods["add_module"]
 
 
 def fill(state: dict[str, Any]) -> None:
-    """Enter the attributes of a module that holds nothing yet into its dict, in torch's order."""
+    """Enter the attributes of a module that holds nothing yet into its dict, in torch's order.
+
+    The order is observable: pickles, ``copy`` and ``vars(module)`` list the attributes in it.
+
+    Args:
+        state: The ``__dict__`` of a module, which gets the attributes.
+    """
     # Written out, as this is half of the time of ``Module()``.
     state["training"] = True
+
     state["_parameters"] = {}
     state["_buffers"] = {}
     state["_non_persistent_buffers_set"] = set()
+
     state["_backward_pre_hooks"] = OrderedDict()
     state["_backward_hooks"] = OrderedDict()
     state["_is_full_backward_hook"] = None
+
     state["_forward_hooks"] = OrderedDict()
     state["_forward_hooks_with_kwargs"] = OrderedDict()
     state["_forward_hooks_always_called"] = OrderedDict()
     state["_forward_pre_hooks"] = OrderedDict()
     state["_forward_pre_hooks_with_kwargs"] = OrderedDict()
+
     state["_state_dict_hooks"] = OrderedDict()
     state["_state_dict_pre_hooks"] = OrderedDict()
     state["_load_state_dict_pre_hooks"] = OrderedDict()
     state["_load_state_dict_post_hooks"] = OrderedDict()
+
     state["_modules"] = {}
 
 
 @standard
 def __init__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-    """Create the empty state; with ``call_super_init``, pass the arguments on."""
+    """Create the empty state; with ``call_super_init``, pass the arguments on.
+
+    Args:
+        self: The module.
+        *args: Arguments for the next class in the order of bases, if ``call_super_init`` is True.
+        **kwargs: Likewise, by name.
+
+    Raises:
+        TypeError: There are arguments, and ``call_super_init`` is False.
+    """
     # Dynamo has replaced torch's function in the class, and traces the one that torch wrote.
     if is_dynamo_compiling():
         _TORCH_INIT(self, *args, **kwargs)
         return
-    # Torch handles arguments, and a class behind its own in the order of bases, whose ``__setattr__``
-    # sees the state being set.
+
+    # Torch handles arguments, and a class behind its own in the order of bases, whose
+    # ``__setattr__`` sees the state being set.
     if (
         args
         or kwargs
@@ -62,12 +83,18 @@ def __init__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa:
 
 
 def _announce(kind: str, module: torch.nn.Module, name: str, value: Any) -> Any:
-    """Pass a new member to the global registration hooks; return it or its validated replacement."""
+    """Pass a new member to the global registration hooks; return it or its replacement.
+
+    What they return is checked like what was to be registered. Torch stores it unseen, and the
+    error comes up in a place that has nothing to do with the hook.
+    """
     hooks: Mapping[int, Any] = getattr(module_globals, f"_global_{kind}_registration_hooks")
     result = value
+    # A copy of the table, so that a hook may remove itself.
     for hook in tuple(hooks.values()):
         replacement = hook(module, name, result)
         result = result if replacement is None else replacement
+
     expected, accepted = _ACCEPTED[kind]
     if result is not value and not isinstance(result, accepted):
         raise TypeError(
@@ -86,7 +113,14 @@ _ACCEPTED: Final[dict[str, tuple[str, type]]] = {
 
 
 def _is_free(module: torch.nn.Module, name: object, registered: Mapping[str, Any]) -> bool:
-    """Return True if ``name`` may be an entry of ``registered``, False if it cannot be a name."""
+    """Return True if ``name`` may be an entry of ``registered``, False if it cannot be a name.
+
+    A member with the name of a method, for instance, would take the place of what makes the module
+    work.
+
+    Raises:
+        KeyError: The module has another attribute of that name.
+    """
     if not isinstance(name, str) or "." in name or name == "":
         return False
     # Asked once, as in torch: a property may compute, and a ``__getattr__`` have effects.
@@ -95,15 +129,27 @@ def _is_free(module: torch.nn.Module, name: object, registered: Mapping[str, Any
     return True
 
 
-# Both methods leave to torch what is patched and what torch refuses.
+# Both methods leave to torch what is patched and what torch refuses, so its errors are torch's own.
 
 
 @standard
 def register_parameter(self: torch.nn.Module, name: str, param: Parameter | None) -> None:
     """Register ``param`` as the parameter ``name``; None keeps the name free of a tensor.
 
-    modkit: If a global registration hook returns anything but a Parameter or None, a TypeError names
-    the class, the parameter and the value. A hook may remove itself while it runs.
+    Args:
+        self: The module.
+        name: Name of the parameter, without a dot, and of no other attribute.
+        param: A leaf of the autograd graph. None is not saved and not converted.
+
+    Raises:
+        AttributeError: The class has not called ``super().__init__()``.
+        TypeError: ``param`` is not a parameter, ``name`` is not a string, or a registration hook
+            has returned something else than a parameter.
+        KeyError: ``name`` is empty, has a dot, or is an attribute that is not a parameter.
+        ValueError: ``param`` was computed, so it is not a leaf of the autograd graph.
+
+    modkit: If a global registration hook returns anything but a Parameter or None, a TypeError
+    names the class, the parameter and the value. A hook may remove itself while it runs.
     """
     parameters = self.__dict__.get("_parameters")
     if (
@@ -116,6 +162,7 @@ def register_parameter(self: torch.nn.Module, name: str, param: Parameter | None
     ):
         TorchModule.register_parameter(self, name, param)
         return
+
     if param is not None and module_globals._global_parameter_registration_hooks:
         param = _announce("parameter", self, name, param)
     parameters[name] = param
@@ -125,8 +172,18 @@ def register_parameter(self: torch.nn.Module, name: str, param: Parameter | None
 def add_module(self: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
     """Register ``module`` as the child ``name``.
 
-    modkit: If a global registration hook returns anything but a module or None, a TypeError names the
-    class, the child and the value. A hook may remove itself while it runs.
+    Args:
+        self: The module.
+        name: Name of the child, without a dot, and of no other attribute.
+        module: Any ``torch.nn.Module``. None keeps the name free of a module.
+
+    Raises:
+        TypeError: ``module`` is neither a module nor None, ``name`` is not a string, or a
+            registration hook has returned something else than a module.
+        KeyError: ``name`` is empty, has a dot, or is an attribute that is not a child.
+
+    modkit: If a global registration hook returns anything but a module or None, a TypeError names
+    the class, the child and the value. A hook may remove itself while it runs.
     """
     if (
         TorchModule.add_module is not _TORCH_ADD_MODULE
@@ -135,6 +192,7 @@ def add_module(self: torch.nn.Module, name: str, module: torch.nn.Module | None)
     ):
         TorchModule.add_module(self, name, module)
         return
+
     if module_globals._global_module_registration_hooks:
         module = _announce("module", self, name, module)
     self._modules[name] = module

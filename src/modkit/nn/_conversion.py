@@ -34,16 +34,32 @@ Keeps = Callable[[torch.Tensor], bool]
 
 
 class Replacements(dict[int, tuple[weakref.ref[Any], Any]]):
-    """Maps tensors, by identity, to replacements; weakly, so that replaced memory is free at once."""
+    """Maps tensors, by identity, to what they were replaced by.
+
+    References to the tensors are weak: the memory of a tensor that nothing else holds must be free
+    at once, as a model may fill the device.
+    """
 
     def find(self, tensor: torch.Tensor) -> Any:
-        """Return what ``tensor`` was replaced by; None if it was not."""
+        """Return the replacement of a tensor.
+
+        Args:
+            tensor: A tensor that may have been replaced.
+
+        Returns:
+            What it was replaced by; None if it was not.
+        """
         reference, replacement = self.get(id(tensor), (None, None))
         # Another tensor may have got the identity of one that is gone.
         return replacement if reference is not None and reference() is tensor else None
 
     def note(self, tensor: torch.Tensor, replacement: torch.Tensor) -> None:
-        """Remember what ``tensor`` was replaced by."""
+        """Remember what a tensor was replaced by.
+
+        Args:
+            tensor: The tensor that is gone from the model.
+            replacement: The tensor in its place.
+        """
         self[id(tensor)] = (weakref.ref(tensor), replacement)
 
 
@@ -86,6 +102,19 @@ def _keeping(convert: TensorFunction, keeps: Keeps) -> TensorFunction:
 def _apply(self: ModuleT, fn: TensorFunction, recurse: bool = True) -> ModuleT:
     """Replace every parameter, gradient and buffer by ``fn`` of it; return this module.
 
+    Modules below that override ``_apply`` are called, with ``fn`` alone as in torch.
+
+    Args:
+        self: The module.
+        fn: Returns a tensor for a tensor, which may be the same one.
+        recurse: Whether modules below are converted too.
+
+    Returns:
+        This module.
+
+    Raises:
+        RecursionError: A module contains itself.
+
     modkit: A tensor that is registered in several places is converted once, and stays one tensor.
     A module that contains itself raises a RecursionError that names it.
     """
@@ -94,9 +123,11 @@ def _apply(self: ModuleT, fn: TensorFunction, recurse: bool = True) -> ModuleT:
         torch.__future__.get_overwrite_module_params_on_conversion()
         or torch.__future__.get_swap_module_params_on_conversion()
     ):
+        # Every parameter is then exchanged, also one that keeps its values.
         keeps = None
     if keeps is not None and has_no_children(self) and _keeps_all(self, keeps):
         return self
+
     with _applying(fn) as ties:
         if recurse:
 
@@ -141,27 +172,38 @@ def _convert_parameters(module: torch.nn.Module, fn: TensorFunction, ties: Ties)
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
+
         current = parameter
         # An override may have replaced once more what was replaced around it.
-        while id(current) not in converted and (found := replaced.find(current)) is not None:
-            module._parameters[name] = current = found
+        while id(current) not in converted:
+            replacement = replaced.find(current)
+            if replacement is None:
+                break
+            current = replacement
+            module._parameters[name] = replacement
+
         if id(current) not in converted:
-            # Torch's method, on a stand-in that has this parameter alone.
+            # Torch's method, on a stand-in that has this parameter alone: what happens to its data,
+            # its gradient and to tensor subclasses is torch's own. The name is in its errors.
             stand_in: Any = object.__new__(TorchModule)
-            one = {name: current}
-            stand_in.__dict__.update(_parameters=one, _buffers={}, _get_name=module._get_name)
+            parameters = {name: current}
+            stand_in.__dict__.update(
+                _parameters=parameters, _buffers={}, _get_name=module._get_name
+            )
             try:
                 original_methods["_apply"](stand_in, fn, False)
             finally:
-                if (result := one[name]) is not current:
+                # Torch may have replaced the parameter and then failed to convert its gradient.
+                result = parameters[name]
+                if result is not current:
                     module._parameters[name] = result
                     replaced.note(current, result)
             converted[id(result)] = result
 
 
 def _convert_buffer(buffer: torch.Tensor, fn: TensorFunction, ties: Ties) -> torch.Tensor:
-    # A tensor-like object may not allow the weak reference that is noted. A parameter that
-    # is also a buffer may be about to be swapped, which weak references forbid.
+    # A tensor-like object may not allow the weak reference that is noted. A parameter that is also
+    # a buffer may be about to be swapped, which weak references forbid.
     if type(buffer) is not torch.Tensor and (
         isinstance(buffer, Parameter) or not isinstance(cast("object", buffer), torch.Tensor)
     ):
@@ -183,13 +225,26 @@ _REFUSED: Final = "Cannot copy out of meta tensor; no data!"
 def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Move and cast parameters and buffers in place; return this module.
 
-    Takes the arguments of ``torch.Tensor.to``. A dtype applies to floating point and complex tensors
-    only.
+    Takes the arguments of ``torch.Tensor.to``. A dtype applies to floating point and complex
+    tensors only.
 
-    modkit: A tensor that is registered in several places is converted once and stays one tensor, also
-    if the conversion replaces it, as on the way to the meta device. A memory format applies to
-    tensors with its number of dimensions: ``channels_last`` to 4, ``channels_last_3d`` to 5. A module
-    that contains itself raises a RecursionError that names it.
+    Args:
+        self: The module.
+        *args: A device, a dtype, a device and a dtype, or a tensor that has both.
+        **kwargs: ``device``, ``dtype``, ``non_blocking``, ``memory_format``, as for a tensor.
+
+    Returns:
+        This module.
+
+    Raises:
+        TypeError: The dtype is neither floating point nor complex.
+        NotImplementedError: A tensor on the meta device has no data to move; see ``to_empty``.
+        RecursionError: A module contains itself.
+
+    modkit: A tensor that is registered in several places is converted once and stays one tensor,
+    also if the conversion replaces it, as on the way to the meta device. A memory format applies to
+    tensors with its number of dimensions: ``channels_last`` to 4, ``channels_last_3d`` to 5. A
+    module that contains itself raises a RecursionError that names it.
     """
     # The stub of the parser does not say that any of the four may be None.
     device, dtype, non_blocking, memory_format = cast("tuple[Any, ...]", parse_to(*args, **kwargs))
@@ -201,19 +256,22 @@ def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             )
         if dtype.is_complex:
             warnings.warn(text_of("to", "Complex modules"), stacklevel=3)
+
     dims = _DIMENSIONS.get(memory_format, (4, 5))
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         try:
             formatted = memory_format is not None and tensor.dim() in dims
+            # In torch's order: what only acts like a tensor lacks the first attribute that is read.
             move = tensor.to
             target = dtype if tensor.is_floating_point() or tensor.is_complex() else None
             options: Any = {"memory_format": memory_format} if formatted else {}
             return move(device, target, non_blocking, **options)
         except NotImplementedError as error:
-            before, found, details = str(error).partition(_REFUSED)
-            if before or not found:
+            # Other operations that are not implemented keep their own error.
+            if not str(error).startswith(_REFUSED):
                 raise
+            details = str(error).removeprefix(_REFUSED)
             raise NotImplementedError(
                 f"{_REFUSED} Please use torch.nn.Module.to_empty() instead of torch.nn.Module.to() "
                 f"when moving module from meta to a different device.{details}"
@@ -230,10 +288,24 @@ def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def cast_method(name: str, dtype: torch.dtype) -> Callable[[torch.nn.Module], Any]:
-    """Return the method ``name``, which casts by ``tensor.<name>()``."""
+    """Return the method ``name``, which casts by ``tensor.<name>()``.
+
+    Args:
+        name: ``float``, ``double``, ``half`` or ``bfloat16``.
+        dtype: The dtype of that name. Tensors that have it already are left alone.
+
+    Returns:
+        A function that takes the place of torch's method.
+    """
 
     def method(self: torch.nn.Module) -> Any:
         """Cast floating point parameters and buffers to the dtype of this name; return this module.
+
+        Returns:
+            This module.
+
+        Raises:
+            RecursionError: A module contains itself.
 
         modkit: A tensor that is registered in several places is cast once and stays one tensor. A
         module that contains itself raises a RecursionError that names it.
@@ -255,6 +327,16 @@ def cast_method(name: str, dtype: torch.dtype) -> Callable[[torch.nn.Module], An
 @patchable
 def apply(self: ModuleT, fn: Callable[[torch.nn.Module], None]) -> ModuleT:
     """Call ``fn`` on every module below this one, then on this one; return this module.
+
+    Args:
+        self: The module.
+        fn: Called with each module once for each parent that has it; its result is not used.
+
+    Returns:
+        This module.
+
+    Raises:
+        RecursionError: A module contains itself.
 
     modkit: A module that contains itself raises a RecursionError that names it.
     """
@@ -282,16 +364,29 @@ class _TrainClasses(StandardClasses):
 def train(self: ModuleT, mode: bool = True) -> ModuleT:
     """Set training mode, or evaluation mode, here and below; return this module.
 
+    Args:
+        self: The module.
+        mode: True for training, False for evaluation.
+
+    Returns:
+        This module.
+
+    Raises:
+        ValueError: ``mode`` is not a bool.
+        RecursionError: A module contains itself.
+
     modkit: A module that contains itself raises a RecursionError that names it.
     """
     if not isinstance(cast("object", mode), bool):
         raise ValueError("training mode is expected to be boolean")  # noqa: TRY004 - torch's type
+
     self.training = mode
     if not has_no_children(self):
 
         def set_mode(child: torch.nn.Module) -> None:
             state = child.__dict__
-            # A member of this name, which a module may have, is not in the dict, and refuses the mode.
+            # A member of this name, which a module may have, is not in the dict, and refuses the
+            # mode.
             if "training" in state:
                 state["training"] = mode
             else:

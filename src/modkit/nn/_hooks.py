@@ -14,12 +14,20 @@ Hook = Callable[..., Any]
 
 @standard
 def _get_backward_pre_hooks(self: torch.nn.Module) -> list[Hook]:
-    """Return the full backward pre-hooks of a call, global ones first; a hook may return a tensor."""
+    """Return the full backward pre-hooks of a call, global ones first.
+
+    Torch calls this for each call of a module that has such hooks, so nothing is registered in
+    another form: the tables hold the user's own functions, as libraries that read them expect.
+
+    Returns:
+        The hooks in the order in which they run. Each may return a tensor in place of a tuple.
+    """
     hooks = TorchModule._get_backward_pre_hooks(self)
     return [functools.partial(_as_tuple, hook) for hook in hooks]
 
 
 def _as_tuple(hook: Hook, module: torch.nn.Module, gradients: Any) -> Any:
-    # Torch would take a tensor, which its documentation allows, apart into rows.
+    # Torch would take a tensor, which its documentation allows, apart into rows, and say that their
+    # number is not that of the outputs: https://github.com/pytorch/pytorch/issues/102645
     result = hook(module, gradients)
     return (result,) if isinstance(result, torch.Tensor) else result

@@ -32,7 +32,19 @@ _MISSING: Final = object()
 
 
 class Load:
-    """One load: what is loaded, and what is wrong with it. The three lists are handed to every module."""
+    """One load: what is loaded, and what is wrong with it.
+
+    Attributes:
+        entries: What modules load from: a copy of the state dict, or its migrated entries.
+        given: The state dict as the user passed it, for the explanation of an error.
+        metadata: The versions of the modules that saved it, by name; None if it has none.
+        saved: Looks up one of them.
+        assign: Whether the entries themselves take the place of the tensors.
+        is_migrated: Whether a class has replaced the entries of an older version.
+        missing: Names without an entry. This list and the next two are handed to every module.
+        unexpected: Keys that no module loads.
+        errors: The texts of all other problems.
+    """
 
     def __init__(self, state_dict: Mapping[str, Any], *, assign: bool) -> None:
         # A copy, since hooks and overrides may edit what they are given.
@@ -43,6 +55,7 @@ class Load:
         self.saved: Any = (self.metadata or {}).get
         if self.metadata is not None:
             entries._metadata = self.metadata
+
         self.assign = assign
         self.is_migrated = False
         self.missing: list[str] = []
@@ -50,7 +63,15 @@ class Load:
         self.errors: list[str] = []
 
     def migrate(self, module: torch.nn.Module, migrate: Any) -> None:
-        """Replace the entries by those of the present versions, or raise what makes it impossible."""
+        """Replace the entries by those of the present versions.
+
+        Args:
+            module: The module that is loaded, whose name the error has.
+            migrate: The function that a class declared, which returns the migrated entries.
+
+        Raises:
+            RuntimeError: The entries cannot be migrated.
+        """
         self.missing.clear()
         try:
             self.entries = migrate(module, self.entries)
@@ -62,7 +83,14 @@ class Load:
         self.is_migrated = True
 
     def local_metadata(self, prefix: str) -> dict[str, Any]:
-        """Return the metadata of one module, and whether to assign."""
+        """Return the metadata of one module, and whether to assign.
+
+        Args:
+            prefix: The prefix of the module's keys, with a dot at its end unless it is the root.
+
+        Returns:
+            A dict that the module may edit.
+        """
         # A copy, so that the flag does not stay behind in the caller's state dict.
         local = {} if self.metadata is None else dict(self.metadata.get(prefix[:-1], {}))
         if self.assign:
@@ -70,14 +98,24 @@ class Load:
         return local
 
     def refuse(self, module: torch.nn.Module, *, strict: bool) -> None:
-        """Raise all that is wrong as one error."""
+        """Raise all that is wrong as one error.
+
+        Args:
+            module: The module that is loaded, whose name the error has.
+            strict: Whether missing and unexpected keys are errors.
+
+        Raises:
+            RuntimeError: Something is wrong. Its notes say why, if that can be told.
+        """
         if not (self.errors or self.missing or self.unexpected):
             return
+
         errors = [*self.errors]
         for kind, keys in (("Unexpected", self.unexpected), ("Missing", self.missing)):
             if strict and keys:
                 quoted = ", ".join(f'"{key}"' for key in keys)
                 errors.insert(0, f"{kind} key(s) in state_dict: {quoted}. ")
+
         if errors:
             raise self._refusal(module, "\n\t".join(errors))
 
@@ -95,19 +133,31 @@ class Load:
         return error
 
     def explain(self, module: torch.nn.Module) -> list[str]:
-        """Say why the entries do not fit, in a few lines; none if that cannot be found out.
+        """Say why the entries do not fit, in a few lines.
 
-        Hooks and classes may load under other names, so only the names that the load reported count.
+        Hooks and classes may load under other names, so only the names that the load reported
+        count.
+
+        Args:
+            module: The module that the entries do not fit.
+
+        Returns:
+            The lines; none if the reason cannot be found out.
         """
         # Imported here: it costs nothing until a load has failed.
         from modkit._mismatches import explain, shapes_of
 
-        size = "size mismatch for "
-        mismatched = [e[len(size) :].partition(": ")[0] for e in self.errors if e.startswith(size)]
+        start = "size mismatch for "
+        mismatched = [
+            error.removeprefix(start).partition(": ")[0]
+            for error in self.errors
+            if error.startswith(start)
+        ]
+        # Whatever the model or the file holds, torch's error is shown, with an explanation or not.
         try:
             reported = self.missing, self.unexpected, mismatched
             return explain(shapes_of(tensors_of(module)), self.given, reported)
-        except Exception:  # noqa: BLE001 - whatever the model or the file holds, torch's error is shown
+        except Exception:  # noqa: BLE001
             return []
 
 
@@ -126,28 +176,43 @@ class Plan:
         self.added = 0
 
     def check(self, loading: Load, *, strict: bool) -> None:
-        """Collect the errors, those among them that torch would meet while writing."""
+        """Collect the errors, those among them that torch would meet while writing.
+
+        Args:
+            loading: The load, which gets the errors.
+            strict: Whether missing and unexpected keys are errors.
+        """
         if not (self.unsure or self.added):
             return
+
         assign = loading.assign
         refused = strict and bool(loading.missing or loading.unexpected)
         refused = refused or any(isinstance(entry, str) for entry in self.entries)
+
         for entry in self.entries:
             if isinstance(entry, str):
                 loading.errors.append(entry)
             elif entry[3] in self.unsure:
                 warn_if_meta(entry, assign=assign, stacklevel=6)
-                # Trying out a tensor subclass, a shard for instance, may take as long as loading it.
-                # That is spent only if the load is refused anyway, or if a plain tensor gets an odd
-                # value.
+                # Trying out a tensor subclass, a shard for instance, may take as long as loading
+                # it. That is spent only if the load is refused anyway, or if a plain tensor gets an
+                # odd value.
                 if refused or assign or type(entry[4]) in PLAIN:
                     loading.errors += try_out(entry, assign=assign)
 
     def write(self, loading: Load) -> None:
-        """Write all entries, which are without errors."""
-        if self.entries:
-            with torch.no_grad():
-                (self._assign_all if loading.assign else self._copy_all)(loading)
+        """Write all entries, which are without errors.
+
+        Args:
+            loading: The load, which gets the errors of entries that only an attempt could test.
+        """
+        if not self.entries:
+            return
+        with torch.no_grad():
+            if loading.assign:
+                self._assign_all(loading)
+            else:
+                self._copy_all(loading)
 
     def _copy_all(self, loading: Load) -> None:
         unsure = self.unsure
@@ -155,6 +220,7 @@ class Plan:
         sure = {id(entry[4]): entry for entry in self.entries if entry[3] not in unsure}.values()
         if sure:
             copy_all_([entry[4] for entry in sure], [entry[5] for entry in sure], mixed=True)
+
         for entry in self.entries if unsure else ():
             if entry[3] in unsure:
                 loading.errors += write(entry, assign=False, ties=None)
@@ -168,11 +234,16 @@ class Plan:
         )
         ties: Ties = {}
         plain = torch.Tensor
-        last, direct = None, False
+
+        # Entries of one module follow one another, so what holds for it is found out once.
+        last_module = None
+        direct = False
         for entry in self.entries:
             module, members, name, key, target, value = entry
-            if module is not last:
-                last, direct = module, not announced and _registers_directly(module, classes)
+            if module is not last_module:
+                last_module = module
+                direct = not announced and _registers_directly(module, classes)
+
             tied = uses[id(target)] > 1
             if type(value) is plain and direct and key not in self.unsure:
                 # The essence of registering, if nothing else takes part.
@@ -183,6 +254,7 @@ class Plan:
                 if is_buffer and not isinstance(value, Buffer):
                     members[name] = value
                     continue
+
             loading.errors += write(entry, assign=True, ties=ties if tied else None)
 
 
@@ -193,14 +265,14 @@ _SettingClasses: Final = standard_classes(
 
 def _registers_directly(module: torch.nn.Module, classes: StandardClasses) -> bool:
     """Return True if registering a member of ``module`` is no more than entering it in a dict."""
-    own = module.__dict__
-    parameters = own["_parameters"]
+    state = module.__dict__
+    parameters = state["_parameters"]
     return (
         classes[type(module)]
-        and "register_parameter" not in own
-        and "register_buffer" not in own
+        and "register_parameter" not in state
+        and "register_buffer" not in state
         # A plain attribute, buffer or child with a parameter's name is deleted by an assignment.
-        and own.keys().isdisjoint(parameters)
+        and state.keys().isdisjoint(parameters)
         and module._non_persistent_buffers_set.isdisjoint(parameters)
         and module._buffers.keys().isdisjoint(parameters)
         and module._modules.keys().isdisjoint(parameters)
@@ -220,7 +292,14 @@ class _OldVersionError(Exception):
 
 
 def may_plan(module: torch.nn.Module) -> bool:
-    """Return False if it is certain, before any entry is looked at, that there will be no plan."""
+    """Return False if it is certain, before any entry is looked at, that there will be no plan.
+
+    Args:
+        module: The root of the tree that is loaded.
+
+    Returns:
+        True if ``make_plan`` has to find out.
+    """
     state = module.__dict__
     return (
         not state.get("_load_state_dict_post_hooks")
@@ -233,9 +312,17 @@ def may_plan(module: torch.nn.Module) -> bool:
 
 
 def make_plan(module: torch.nn.Module, loading: Load) -> Plan | None:
-    """Check all entries and write none; return None if a class or a hook takes part in loading.
+    """Check all entries and write none.
 
-    Then ``loading`` is used up: layers may have migrated entries.
+    Args:
+        module: The root of the tree that is loaded.
+        loading: The load. If there is no plan it is used up: layers may have migrated entries.
+
+    Returns:
+        What to write; None if a class or a hook takes part in loading.
+
+    Raises:
+        RuntimeError: A class declares migrations, and the entries cannot be migrated.
     """
     plan = Plan()
     classes = _PlannedClasses()
@@ -270,7 +357,14 @@ _MIGRATING: Final[set[object]] = set(layer_loaders)
 
 
 def only_migrates(loader: FunctionT) -> FunctionT:
-    """Mark a ``_load_from_state_dict`` that edits its entries, writes no tensor, and calls super's."""
+    """Mark a ``_load_from_state_dict`` that edits its entries and leaves the rest to super's.
+
+    Args:
+        loader: The function, which writes no tensor.
+
+    Returns:
+        The function itself, so that this can decorate it.
+    """
     _MIGRATING.add(loader)
     return loader
 
@@ -280,7 +374,12 @@ _MIGRATING_BEFORE: Final[dict[object, Any]] = {}
 
 
 def migrates_before(loader: object, migrate: Any) -> None:
-    """Mark a ``_load_from_state_dict`` that does nothing after ``migrate(model, state_dict)``."""
+    """Mark a ``_load_from_state_dict`` that does nothing after ``migrate(model, state_dict)``.
+
+    Args:
+        loader: The function of a class that declares migrations.
+        migrate: Returns the migrated entries of a whole state dict, for a model.
+    """
     _MIGRATING_BEFORE[loader] = migrate
 
 
@@ -288,8 +387,8 @@ class _PlannedClasses(dict[type, dict[str, object] | None]):
     """Caches for one walk how each class is planned for.
 
     Empty: its entries are checked here. None: it takes part in loading, so nothing can be planned.
-    Else the metadata with which nothing is left to do for the classes behind it, whose own methods migrate
-    entries first.
+    Else the metadata with which nothing is left to do for the classes behind it, whose own methods
+    migrate entries first.
 
     Attributes:
         before: Classes that migrate the whole state dict first, with the function that does.
@@ -301,13 +400,14 @@ class _PlannedClasses(dict[type, dict[str, object] | None]):
 
     def __missing__(self, cls: type[torch.nn.Module]) -> dict[str, object] | None:
         """Check a class that this walk has not met before."""
-        found: dict[str, object] | None = None
+        migrating: dict[str, object] | None = None
         if getattr(cls, "set_extra_state", None) is _TORCH_SET_EXTRA_STATE:
-            found = {}
+            migrating = {}
             bases = cls.__mro__
             if cls._load_from_state_dict in STANDARD and bases[-2] is TorchModule:
                 # Ours or torch's, and no class behind torch's has another one.
                 bases = ()
+
             for base in bases:
                 loader = base.__dict__.get("_load_from_state_dict", TORCH_LOAD)
                 if loader in STANDARD:
@@ -316,26 +416,35 @@ class _PlannedClasses(dict[type, dict[str, object] | None]):
                     self.before[cls] = _MIGRATING_BEFORE[loader]
                     continue
                 if loader not in _MIGRATING:
-                    found = None
+                    migrating = None
                     break
+
                 version = getattr(base, "_version", None)
-                if found and found["version"] != version:
+                if migrating and migrating["version"] != version:
+                    # Two loaders for two versions: no metadata is that of both.
                     version = _MISSING
-                found = {"version": version}
+                migrating = {"version": version}
+
             if cls in self.before:
                 # A loader behind a declaration runs after it, on each module.
-                found = None if found else {"version": cls._version}
-        self[cls] = found
-        return found
+                migrating = None if migrating else {"version": cls._version}
+        self[cls] = migrating
+        return migrating
 
 
 def _plan_one(
     module: torch.nn.Module, prefix: str, loading: Load, plan: Plan, classes: _PlannedClasses
 ) -> None:
-    """Check the entries of one module, and add them to the plan."""
+    """Check the entries of one module, and add them to the plan.
+
+    Raises:
+        _NotPlannedError: The class or a hook takes part in loading.
+        _OldVersionError: The class migrates the whole state dict before anything is loaded.
+    """
     migrating = classes[type(module)]
     if migrating is None:
         raise _NotPlannedError
+
     state = module.__dict__
     if (
         "_modules" not in state
@@ -364,7 +473,10 @@ def _plan_one(
 
 
 def _migrate(module: torch.nn.Module, prefix: str, loading: Load, plan: Plan) -> None:
-    """Let a layer's own method update the entries of an old checkpoint, on a stand-in without members."""
+    """Let a layer's own method update the entries of an old checkpoint.
+
+    It runs on a stand-in without members, so it writes no tensor; all entries are checked first.
+    """
     local = loading.local_metadata(prefix)
     stand_in: Any = object.__new__(type(module))
     state = {**module._parameters, **module._buffers, **module.__dict__}
@@ -384,18 +496,34 @@ def check_own(
     plan: Plan | None = None,
     assign: bool = False,
 ) -> None:
-    """Add the entries for one module's tensors, or their problems; and missing or unsure keys."""
+    """Add the entries for one module's tensors, or their problems; and missing or unsure keys.
+
+    Args:
+        module: The module; the ones below it are not looked at.
+        entries: The state dict, or the part of it for this module and all below.
+        prefix: The prefix of the module's keys.
+        checked: Gets an ``Entry`` to write, or the text of a problem, for each key that is there.
+        missing: Gets the other keys.
+        plan: Gets the keys of entries that may fail; None if entries are written right after this.
+        assign: Whether the entries will be assigned.
+
+    Raises:
+        _NotPlannedError: With a plan, a name has a dot, so that its key may be that of a child.
+    """
     state = module.__dict__
     places: tuple[tuple[Any, Any], ...] = ((state["_parameters"], ()),)
     if state["_buffers"]:
         places = (*places, (state["_buffers"], state["_non_persistent_buffers_set"]))
+
     for members, transient in places:
         for name, target in members.items():
             if target is None or name in transient:
                 continue
+
             if plan is not None and "." in name:
                 # Torch loads it, and then may take the key for that of a child as well.
                 raise _NotPlannedError
+
             key = prefix + name
             value = entries.get(key, _MISSING)
             if type(value) in PLAIN and type(target) in PLAIN and value.shape == target.shape:
@@ -413,7 +541,14 @@ def check_own(
 
 
 def own_names(module: torch.nn.Module) -> set[str]:
-    """Return the names of the tensors that a module saves and loads itself."""
+    """Return the names of the tensors that a module saves and loads itself.
+
+    Args:
+        module: The module; the ones below it are not looked at.
+
+    Returns:
+        The names of parameters and persistent buffers that are not None.
+    """
     transient = module._non_persistent_buffers_set
     buffers = (item for item in module._buffers.items() if item[0] not in transient)
     members = (*module._parameters.items(), *buffers)
@@ -421,14 +556,21 @@ def own_names(module: torch.nn.Module) -> set[str]:
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and persistent buffers under all of their names."""
+    """Return the parameters and persistent buffers under all of their names.
+
+    Args:
+        model: The root of a tree of modules.
+
+    Returns:
+        The tensors by dotted name; a tied one is there once for each of its names.
+    """
     tensors: dict[str, torch.Tensor] = {}
 
     def enter(name: str, module: torch.nn.Module, prefix: str) -> str:
-        own = own_names(module)
+        saved = own_names(module)
         members: dict[str, Any] = {**module._parameters, **module._buffers}
         path = f"{prefix}{name}." if name else prefix
-        tensors.update({path + each: members[each] for each in members if each in own})
+        tensors.update({path + key: tensor for key, tensor in members.items() if key in saved})
         return path
 
     enter("", model, "")

@@ -34,15 +34,32 @@ _TIES: Final[dict[int, Ties]] = {}
 def load(
     self: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> IncompatibleKeys:
-    """Copy the tensors of a state dict into this module and all below; as ``modkit.load_state_dict``.
+    """Copy the tensors of a state dict into this module and all below it.
 
-    modkit: Loading takes time linear in the number of modules. If no class and no hook takes part in
-    it, nothing is written unless every entry fits. With ``assign=True``, tied parameters stay tied if
-    their entries share memory. The state dict, its metadata included, is not modified. Keys below a child
-    that is None are unexpected. A load hook may remove itself while it runs. A module that contains
-    itself raises a RecursionError that names it. A refused load says why below the error, if it can
-    tell: a prefix too much, for instance. With ``strict=False``, a load that takes none of the
-    parameters warns, and says why.
+    As ``modkit.load_state_dict``, which takes any torch module.
+
+    Args:
+        self: The module.
+        state_dict: Names as ``state_dict()`` returns them, to tensors and extra state.
+        strict: Require that the names match exactly.
+        assign: Assign the tensors themselves, with their dtype and device, instead of copying their
+            values; create the optimizer afterwards.
+
+    Returns:
+        The named tuple ``(missing_keys, unexpected_keys)``.
+
+    Raises:
+        TypeError: ``state_dict`` is not a mapping.
+        RuntimeError: Lists all problems, if names do not match (``strict``) or tensors do not fit.
+        RecursionError: A module contains itself.
+
+    modkit: Loading takes time linear in the number of modules. If no class and no hook takes part
+    in it, nothing is written unless every entry fits. With ``assign=True``, tied parameters stay
+    tied if their entries share memory. The state dict, its metadata included, is not modified. Keys
+    below a child that is None are unexpected. A load hook may remove itself while it runs. A module
+    that contains itself raises a RecursionError that names it. A refused load says why below the
+    error, if it can tell: a prefix too much, for instance. With ``strict=False``, a load that takes
+    none of the parameters warns, and says why.
     """
     loading = run_load(self, state_dict, strict=strict, assign=assign)
     if loading.unexpected and loading.missing:
@@ -53,13 +70,31 @@ def load(
 def run_load(
     self: torch.nn.Module, state_dict: Mapping[str, Any], *, strict: bool, assign: bool = False
 ) -> Load:
-    """Load a state dict, and return what did not match."""
+    """Load a state dict.
+
+    Args:
+        self: The root of the tree.
+        state_dict: Names to tensors and extra state.
+        strict: Whether missing and unexpected keys are errors.
+        assign: Whether the entries take the place of the tensors.
+
+    Returns:
+        The load, with the keys that did not match.
+
+    Raises:
+        TypeError: ``state_dict`` is not a mapping.
+        RuntimeError: Lists all problems.
+        RecursionError: A module contains itself.
+    """
     if not isinstance(cast("object", state_dict), Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+
     if may_plan(self):
         loading = Load(state_dict, assign=assign)
         plan = make_plan(self, loading)
         if plan is not None:
+            # Most loads have an entry for each key; only then need no unexpected ones be looked
+            # for.
             if len(plan.entries) - plan.added < len(loading.entries):
                 loading.unexpected += _all_unexpected(self, loading)
             plan.check(loading, strict=strict)
@@ -81,13 +116,14 @@ def _warn_if_no_parameter_was_loaded(module: torch.nn.Module, loading: Load) -> 
     tensors = tensors_of(module)
     names = [name for name, tensor in tensors.items() if isinstance(tensor, torch.nn.Parameter)]
     if names and missing.issuperset(names):
-        text = (
-            f"load_state_dict(strict=False) loaded none of the {len(names)} parameters of "
-            f"{type(module).__name__}"
+        cls = type(module).__name__
+        warned = (
+            f"load_state_dict(strict=False) loaded none of the {len(names)} parameters of {cls}"
         )
-        warnings.warn("\n".join([text, *loading.explain(module)]), stacklevel=4)
+        warnings.warn("\n".join([warned, *loading.explain(module)]), stacklevel=4)
 
 
+# This file also has the function of this name for any module, so the method has another one here.
 load.__name__ = "load_state_dict"
 method = patchable(load)
 
@@ -97,9 +133,9 @@ def load_state_dict(
 ) -> IncompatibleKeys:
     """Copy the tensors of a state dict into any torch module, in linear time.
 
-    ``torch.nn.Module.load_state_dict`` is O(n²) in the number of siblings; this function is O(n). If
-    no class and no hook takes part in loading, nothing is written unless everything can be. A model
-    that overrides ``load_state_dict`` has its own called.
+    ``torch.nn.Module.load_state_dict`` is O(n²) in the number of siblings; this function is O(n).
+    If no class and no hook takes part in loading, nothing is written unless everything can be. A
+    model that overrides ``load_state_dict`` has its own called.
 
     Args:
         model: Any ``torch.nn.Module``.
@@ -112,8 +148,10 @@ def load_state_dict(
         The named tuple ``(missing_keys, unexpected_keys)``.
 
     Raises:
-        RuntimeError: Lists all problems, if names do not match (``strict``) or tensors do not fit. The
-            note below it says why, if that can be told from names and shapes.
+        RuntimeError: Lists all problems, if names do not match (``strict``) or tensors do not fit.
+            The note below it says why, if that can be told from names and shapes.
+        TypeError: ``model`` is not a module, or ``state_dict`` is not a mapping.
+        RecursionError: A module contains itself.
 
     Warns:
         UserWarning: If ``strict`` is False and none of the parameters was loaded.
@@ -126,7 +164,8 @@ def load_state_dict(
     """
     if not isinstance(cast("object", model), TorchModule):
         raise TypeError(
-            f"modkit.load_state_dict(): model must be a torch.nn.Module, got {torch.typename(model)}"
+            "modkit.load_state_dict(): model must be a torch.nn.Module, "
+            f"got {torch.typename(model)}"
         )
     if not is_standard(model, "load_state_dict"):
         keys: IncompatibleKeys = model.load_state_dict(state_dict, strict=strict, assign=assign)
@@ -147,21 +186,49 @@ def _load_from_state_dict(
 ) -> None:
     """Load the parameters, persistent buffers and extra state of one module, not below it.
 
-    Classes override this to migrate checkpoints of an older version, which ``local_metadata`` holds.
+    Classes override this to migrate checkpoints of an older version, which ``local_metadata``
+    holds.
 
-    modkit: Keys below a child that is None are unexpected. A load hook may remove itself while it runs.
+    Args:
+        self: The module.
+        state_dict: The entries of this module and all below it, which an override may edit.
+        prefix: The prefix of this module's keys.
+        local_metadata: The version that saved this module, and ``assign_to_params_buffers``.
+        strict: True in every call of modkit, as in torch: the caller decides about names.
+        missing_keys: Gets the names without an entry.
+        unexpected_keys: Gets the keys that no module loads.
+        error_msgs: Gets the texts of all other problems. All modules of a load share the lists.
+
+    modkit: Keys below a child that is None are unexpected. A load hook may remove itself while it
+    runs.
     """
     # As in ``patchable``, without its wrapper.
     current = TorchModule._load_from_state_dict
     if current is not TORCH_LOAD or is_dynamo_compiling():
-        problems = missing_keys, unexpected_keys, error_msgs
-        current(self, state_dict, prefix, local_metadata, strict, *problems)
+        current(
+            self,
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
         return
 
     if self._load_state_dict_pre_hooks:
-        given = (state_dict, prefix, local_metadata, strict)
+        # A copy of the table, so that a hook may remove itself.
         for hook in tuple(self._load_state_dict_pre_hooks.values()):
-            hook(*given, missing_keys, unexpected_keys, error_msgs)
+            hook(
+                state_dict,
+                prefix,
+                local_metadata,
+                strict,
+                missing_keys,
+                unexpected_keys,
+                error_msgs,
+            )
 
     missing: list[str] = []
     if self._parameters or self._buffers:
@@ -189,12 +256,12 @@ def _write_in_order(checked: list[Entry | str], ties: Ties, *, assign: bool) -> 
     """Write the entries of one module; return all problems, in torch's order."""
     problems: list[str] = []
     with torch.no_grad():
-        for each in checked:
-            if isinstance(each, str):
-                problems.append(each)
+        for entry in checked:
+            if isinstance(entry, str):
+                problems.append(entry)
             else:
-                warn_if_meta(each, assign=assign, stacklevel=4)
-                problems += write(each, assign=assign, ties=ties)
+                warn_if_meta(entry, assign=assign, stacklevel=4)
+                problems += write(entry, assign=assign, ties=ties)
     return problems
 
 
@@ -207,6 +274,7 @@ def _unexpected(
     for key in entries:
         if not key.startswith(prefix) or key == extra_key:
             continue
+
         name, dot, _ = key[start:].partition(".")
         # A child that is None has no keys either: nothing would load what is below it.
         if not dot:
@@ -234,12 +302,20 @@ class _Part:
         self._by_child: dict[str, dict[str, Any]] | None = None
 
     def child(self, name: str) -> "_Part":
-        """Return the part of the child ``name``; all keys are sorted at once, in linear time."""
+        """Return the entries of a child; all keys are sorted at once, in linear time.
+
+        Args:
+            name: The name of the child.
+
+        Returns:
+            The part for the child and all below it.
+        """
         path = f"{self.prefix}{name}."
         if "." in name:
             # ``setattr`` accepts such a name, and its keys may be those of another child, too.
             below = {key: value for key, value in self.entries.items() if key.startswith(path)}
             return _Part(below, path)
+
         if self._by_child is None:
             self._by_child = {}
             start = len(self.prefix)
@@ -248,6 +324,7 @@ class _Part:
                     head, dot, _ = key[start:].partition(".")
                     if dot:
                         self._by_child.setdefault(head, {})[key] = value
+
         return _Part(self._by_child.pop(name, {}), path)
 
 
@@ -266,9 +343,9 @@ def _load_in_order(module: torch.nn.Module, loading: Load) -> None:
 
 def _load_below(module: torch.nn.Module, loading: Load) -> None:
     def enter(name: str, child: torch.nn.Module, parent: _Part) -> _Part:
-        part = parent.child(name)
-        _load_one(child, part.entries, part.prefix, loading)
-        return part
+        below = parent.child(name)
+        _load_one(child, below.entries, below.prefix, loading)
+        return below
 
     def leave(child: torch.nn.Module, _: object) -> None:
         _run_post_hooks(child, loading)
@@ -291,6 +368,7 @@ def _load_one(module: Any, entries: dict[str, Any], prefix: str, loading: Load) 
 
 def _run_post_hooks(module: torch.nn.Module, loading: Load) -> None:
     if module._load_state_dict_post_hooks:
+        # A hook may edit the lists, which are those of the load.
         keys = IncompatibleKeys(loading.missing, loading.unexpected)
         for hook in tuple(module._load_state_dict_post_hooks.values()):
             if hook(module, keys) is not None:
@@ -301,12 +379,13 @@ def _all_unexpected(module: torch.nn.Module, loading: Load) -> list[str]:
     """Return the unexpected keys in the order in which the modules would report them."""
     unexpected: list[str] = []
 
-    def report(part: _Part, child: torch.nn.Module) -> _Part:
-        extra_key = part.prefix + EXTRA_STATE_KEY
-        if extra_key in part.entries:
+    def report(below: _Part, child: torch.nn.Module) -> _Part:
+        # With a plan, no class sets extra state.
+        extra_key = below.prefix + EXTRA_STATE_KEY
+        if extra_key in below.entries:
             unexpected.append(extra_key)
-        unexpected.extend(_unexpected(child, part.entries, part.prefix, own_names(child)))
-        return part
+        unexpected.extend(_unexpected(child, below.entries, below.prefix, own_names(child)))
+        return below
 
     root = report(_Part(loading.entries, ""), module)
     descend(module, root, lambda name, child, parent: report(parent.child(name), child))

@@ -9,11 +9,12 @@ from torch.nn import Parameter
 from modkit._upstream import storage_identity
 
 
-# Module, its dict that holds the tensor, name there, key in the state dict, current tensor, new value.
+# Module, its dict that holds the tensor, name there, key in the state dict, current tensor, new
+# value.
 Entry: TypeAlias = tuple[torch.nn.Module, dict[str, Any], str, str, torch.Tensor, Any]
 
-# For ``assign``: the parameter that replaces another one, by what it was made of. The old tensor and
-# the value are held so that neither identity is used again.
+# For ``assign``: the parameter that replaces another one, by what it was made of. The old tensor
+# and the value are held so that neither identity is used again.
 Ties: TypeAlias = dict[Any, tuple[torch.Tensor, Any, Parameter]]
 
 # Tensors of exactly these types are initialized, and do nothing unusual when they are compared or
@@ -23,21 +24,40 @@ PLAIN: Final = frozenset({torch.Tensor, Parameter})
 # Any of these dtypes can be copied to any other.
 _PLAIN_DTYPES: Final = frozenset(
     {
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.complex64, torch.complex128),
-        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bool,
     }
 )
 
 
 def check(key: str, target: torch.Tensor, value: Any) -> tuple[Any, str | None]:
-    """Return the value to load into ``target``, and the problem with it, if any."""
+    """Check the type and shape of a value; the model is unchanged.
+
+    Args:
+        key: The key in the state dict.
+        target: The current tensor of the model.
+        value: What the state dict has.
+
+    Returns:
+        The value to load, and the problem with it, or None.
+    """
     if type(value) not in PLAIN and not torch.overrides.is_tensor_like(value):
         return value, (
             f'While copying the parameter named "{key}", '
             "expected torch.Tensor or Tensor-like object from checkpoint but "
             f"received {type(value)}"
         )
+
     # An uninitialized parameter has no shape to compare; its module's own hook has materialized
     # it if the checkpoint holds a real tensor.
     if torch.nn.parameter.is_lazy(target) or value.shape == target.shape:
@@ -45,6 +65,7 @@ def check(key: str, target: torch.Tensor, value: Any) -> tuple[Any, str | None]:
     # Checkpoints from before torch 0.4 hold scalars as one element.
     if target.dim() == 0 and tuple(value.shape) == (1,):
         return value[0], None
+
     return value, (
         f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
         f"the shape in current model is {target.shape}."
@@ -52,7 +73,13 @@ def check(key: str, target: torch.Tensor, value: Any) -> tuple[Any, str | None]:
 
 
 def warn_if_meta(entry: Entry, *, assign: bool, stacklevel: int) -> None:
-    """Warn that a copy to the meta device does nothing."""
+    """Warn that a copy to the meta device does nothing.
+
+    Args:
+        entry: An entry that fits.
+        assign: Whether it will be assigned, which does something.
+        stacklevel: The frames between the caller of the load and this function, and one.
+    """
     _, _, _, key, target, value = entry
     if target.is_meta and not assign and not value.is_meta:
         warnings.warn(
@@ -65,7 +92,16 @@ def warn_if_meta(entry: Entry, *, assign: bool, stacklevel: int) -> None:
 
 
 def may_fail(target: torch.Tensor, value: torch.Tensor, assign: bool) -> bool:
-    """Return True if only an attempt shows whether one plain tensor loads into another."""
+    """Return True if only an attempt shows whether one plain tensor loads into another.
+
+    Args:
+        target: A tensor of the model, of a plain type.
+        value: A tensor of its shape, of a plain type.
+        assign: Whether it will be assigned.
+
+    Returns:
+        False if the entry certainly loads.
+    """
     dtype = value.dtype
     if assign:
         return target.requires_grad and not (dtype.is_floating_point or dtype.is_complex)
@@ -82,7 +118,15 @@ def may_fail(target: torch.Tensor, value: torch.Tensor, assign: bool) -> bool:
 
 
 def try_out(entry: Entry, *, assign: bool) -> list[str]:
-    """Return the problem that writing a checked entry would give, if any; the model is unchanged."""
+    """Find the problem that writing a checked entry would give; the model is unchanged.
+
+    Args:
+        entry: An entry of which ``may_fail`` is True.
+        assign: Whether it will be assigned.
+
+    Returns:
+        The text of the problem in a list; an empty list if there is none.
+    """
     _, _, _, key, target, value = entry
     try:
         with torch.no_grad():
@@ -120,7 +164,17 @@ def _failure(action: str, key: str, target: torch.Tensor, value: Any, error: Bas
 
 
 def write(entry: Entry, *, assign: bool, ties: Ties | None) -> list[str]:
-    """Write one checked entry with grad off; return the problem, if any. No ties: none is shared."""
+    """Write one checked entry, in a context without gradients.
+
+    Args:
+        entry: An entry that fits.
+        assign: Whether it is assigned, instead of copied.
+        ties: The parameters that this load has assigned. None if the target has no other name, so
+            that nothing has to be remembered.
+
+    Returns:
+        The text of the problem in a list; an empty list if there is none.
+    """
     module, _, name, key, target, value = entry
     swap = torch.__future__.get_swap_module_params_on_conversion()
     try:

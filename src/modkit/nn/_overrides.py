@@ -30,7 +30,14 @@ Methods = tuple[tuple[str, object], ...]
 
 
 def standard(function: FunctionT) -> FunctionT:
-    """Declare ``function`` as ours for torch's of that name; it looks for a patch of torch's itself."""
+    """Declare a function as ours for torch's of that name.
+
+    Args:
+        function: A method that looks for a patch of torch's itself.
+
+    Returns:
+        The function, named as a method of ``Module``.
+    """
     STANDARD.add(function)
     function.__qualname__ = f"Module.{function.__name__}"
     return function
@@ -39,8 +46,14 @@ def standard(function: FunctionT) -> FunctionT:
 def patchable(function: FunctionT) -> FunctionT:
     """Declare a method of ours that leaves to torch's of that name where it is patched or compiled.
 
-    Compiled code has the graphs that it has with torch: dynamo traces torch's method. What it cannot
-    trace it calls, and that is ours.
+    Compiled code has the graphs that it has with torch: dynamo traces torch's method. What it
+    cannot trace it calls, and that is ours.
+
+    Args:
+        function: A method of the name and signature of torch's.
+
+    Returns:
+        The method for ``Module``.
     """
     name = function.__name__
     original = original_methods[name]
@@ -72,12 +85,27 @@ def _note_forgotten_init(error: AttributeError) -> None:
 
 
 def methods(*names: str) -> Methods:
-    """Return the methods of these names, as ``all_standard`` takes them."""
+    """Return methods as ``all_standard`` takes them.
+
+    Args:
+        *names: Names of methods of ``torch.nn.Module``.
+
+    Returns:
+        Each name with the function that torch wrote.
+    """
     return tuple((name, original_methods[name]) for name in names)
 
 
 def all_standard(module: torch.nn.Module, asked: Methods) -> bool:
-    """Return True if no class, instance or patch overrides one of the methods of ``module``."""
+    """Return True if no class, instance or patch overrides one of some methods.
+
+    Args:
+        module: Any module.
+        asked: The methods, from ``methods()``.
+
+    Returns:
+        False if anything else than torch's functions and ours would run.
+    """
     cls = type(module)
     for name, original in asked:
         if (
@@ -90,7 +118,15 @@ def all_standard(module: torch.nn.Module, asked: Methods) -> bool:
 
 
 def is_standard(module: torch.nn.Module, method: str) -> bool:
-    """Return True if no class, instance or patch overrides ``method`` of ``module``."""
+    """Return True if no class, instance or patch overrides a method.
+
+    Args:
+        module: Any module.
+        method: The name of the method.
+
+    Returns:
+        False if anything else than torch's function and ours would run.
+    """
     return all_standard(module, ((method, original_methods[method]),))
 
 
@@ -98,28 +134,40 @@ class StandardClasses(dict[type, bool]):
     """Caches for one walk which classes override none of some methods; instances still may.
 
     The methods belong to the class: a walk of two modules would notice the time of an ``__init__``.
+
+    Attributes:
+        asked: The methods, from ``methods()``.
     """
 
     asked: Methods
 
     def __missing__(self, cls: type) -> bool:
         """Check a class that this walk has not met before."""
-        found = True
+        plain = True
         for name, original in self.asked:
             function = getattr(cls, name, None)
-            # A class that has torch's function has it whether or not ``torch.nn.Module`` is patched.
+            # A class that has torch's function has it whether or not ``torch.nn.Module`` is
+            # patched.
             if function is not original and (
                 function not in STANDARD or getattr(TorchModule, name) is not original
             ):
-                found = False
+                plain = False
                 break
-        self[cls] = found
-        return found
+
+        self[cls] = plain
+        return plain
 
 
 @functools.cache
 def standard_classes(*names: str) -> type[StandardClasses]:
-    """Return the caches for walks that ask for the methods of these names."""
+    """Return the caches for walks that ask for some methods.
+
+    Args:
+        *names: Names of methods of ``torch.nn.Module``.
+
+    Returns:
+        A class of caches. Each walk makes one, since classes and patches change between walks.
+    """
     return type("StandardClasses", (StandardClasses,), {"asked": methods(*names)})
 
 
@@ -128,7 +176,14 @@ _CHILDREN_METHODS: Final = methods(*CHILDREN)
 
 
 def has_no_children(module: torch.nn.Module) -> bool:
-    """Return True if ``module.children()`` is torch's or ours, and finds nothing."""
+    """Return True if a module certainly has no children.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        False if there are children, or if an override of ``children()`` may find some.
+    """
     return not module._modules and all_standard(module, _CHILDREN_METHODS)
 
 
@@ -165,11 +220,12 @@ def walk(
         for child in root.children():
             call(child)
         return
+
     classes = standard_classes(name, *CHILDREN)() if standard is None else standard
 
-    # The state of a module are those of its children that were met, as each is visited once. They are
-    # told apart by identity, as some modules cannot be hashed. The values keep them alive, so that no
-    # identity is used twice while a caller replaces children.
+    # The state of a module are those of its children that were met, as each is visited once. They
+    # are told apart by identity, as some modules cannot be hashed. The values keep them alive, so
+    # that no identity is used twice while a caller replaces children.
     def enter_once(
         _: str, child: torch.nn.Module, met: dict[int, torch.nn.Module]
     ) -> dict[int, torch.nn.Module] | None:
@@ -178,12 +234,12 @@ def walk(
             return None
         met[key] = child
 
-        if (
-            not classes[type(child)]
-            or name in (own := child.__dict__)
-            or "children" in own
-            or "named_children" in own
-        ):
+        plain = classes[type(child)]
+        if plain:
+            # Only here: what is not a module, which a table may hold, need not have a dict.
+            state = child.__dict__
+            plain = not (name in state or "children" in state or "named_children" in state)
+        if not plain:
             call(child)
             return None
         if enter is not None:

@@ -21,13 +21,18 @@ _Saved: TypeAlias = tuple[str, dict[str, Any]]
 def _save_one(
     module: torch.nn.Module, destination: Any, path: str, prefix: str, keep_vars: bool, plain: bool
 ) -> dict[str, Any]:
-    """Run the pre-hooks, write one module's own state, and return its metadata."""
+    """Run the pre-hooks, write one module's own state, and return its metadata.
+
+    With ``plain``, no override of ``_save_to_state_dict`` is called: it is written out below.
+    """
     metadata = {"version": module._version}
     if hasattr(destination, "_metadata"):
         destination._metadata[path] = metadata
+
     if module._state_dict_pre_hooks:
         for hook in tuple(module._state_dict_pre_hooks.values()):
             hook(module, prefix, keep_vars)
+
     if not plain:
         module._save_to_state_dict(destination, prefix, keep_vars)
         return metadata
@@ -66,8 +71,24 @@ def state_dict(
 ) -> Any:
     """Return the parameters, persistent buffers and extra state, here and below, by name.
 
-    ``destination`` is a mapping to write into, by default a new OrderedDict whose ``_metadata`` holds
-    each module's ``_version``. ``keep_vars`` keeps the tensors' autograd history.
+    Args:
+        self: The module.
+        *args: ``destination``, ``prefix`` and ``keep_vars`` by position, which is deprecated.
+        destination: A mapping to write into, by default a new OrderedDict whose ``_metadata`` holds
+            each module's ``_version``.
+        prefix: Put before each name.
+        keep_vars: Keep the tensors' autograd history, and return parameters themselves.
+
+    Returns:
+        The destination, or what a hook of this module returns in its place. Tensors share memory
+        with those of the module.
+
+    Raises:
+        RuntimeError: A hook of ``register_state_dict_post_hook`` returns a value.
+        RecursionError: A module contains itself.
+
+    Warns:
+        FutureWarning: There are positional arguments.
 
     modkit: A hook may remove itself while it runs. A module that contains itself raises a
     RecursionError that names it.
@@ -77,9 +98,11 @@ def state_dict(
         destination = args[0] if destination is None else destination
         prefix = args[1] if len(args) > 1 and prefix == "" else prefix
         keep_vars = args[2] if len(args) > 2 and keep_vars is False else keep_vars
+
     if destination is None:
         destination = OrderedDict()
         destination._metadata = OrderedDict()
+
     metadata = _save_one(self, destination, prefix[:-1], prefix, keep_vars, plain=False)
     if self._modules:
         _save_below(self, destination, prefix, keep_vars)
@@ -89,18 +112,27 @@ def state_dict(
 
 
 def _save_below(module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
-    """Write the state of all modules below; the destination that a hook returns is the root's alone."""
+    """Write the state of all modules below.
+
+    A hook of one of them may return another destination, which torch ignores, too: all entries go
+    into that of the root.
+    """
     classes = _SavingClasses()
 
     def enter(name: str, child: Any, parent: _Saved) -> _Saved | None:
-        path = parent[0] + name
-        plain = classes[type(child)] and not (
-            "state_dict" in (own := child.__dict__) or "_save_to_state_dict" in own
-        )
+        prefix_of_parent, _ = parent
+        path = prefix_of_parent + name
         child_prefix = path + "."
+
+        plain = classes[type(child)]
+        if plain:
+            # Only here: what is not a module, which a table may hold, need not have a dict.
+            state = child.__dict__
+            plain = not ("state_dict" in state or "_save_to_state_dict" in state)
         if not plain and not is_standard(child, "state_dict"):
             child.state_dict(destination=destination, prefix=child_prefix, keep_vars=keep_vars)
             return None
+
         metadata = _save_one(child, destination, path, child_prefix, keep_vars, plain)
         if child._modules or child._state_dict_hooks:
             return child_prefix, metadata

@@ -1,9 +1,10 @@
-"""The class ``Module`` and its metaclass. Its methods are functions of the mechanisms beside this file.
+"""The class ``Module`` and its metaclass. Its methods are functions of the files beside this one.
 
-What torch's own function does well is inherited. Some names must *not* be defined here, because tools
-compare the function with that of ``torch.nn.Module``, or read its code object: the call path, access to
-attributes, ``forward``, ``get_extra_state``, ``set_extra_state`` and ``__getstate__``. The README beside
-this file lists both: who compares what is inherited, and the reason for each override.
+What torch's own function does well is inherited. Some names must *not* be defined here, because
+tools compare the function with that of ``torch.nn.Module``, or read its code object: the call path,
+access to attributes, ``forward``, ``get_extra_state``, ``set_extra_state`` and ``__getstate__``.
+The README beside this file lists both: who compares what is inherited, and the reason for each
+override.
 """
 
 import sys
@@ -38,7 +39,10 @@ else:
 
 
 class _NewRegistry:
-    """Reads as a new, empty registry of an abstract class, so no two classes share one."""
+    """Reads as a new, empty registry of an abstract class, so no two classes share one.
+
+    A registry holds the virtual subclasses of a class; Python has no function that makes one alone.
+    """
 
     def __get__(self, cls: type | None, metaclass: type) -> Any:
         return cast("Any", ABCMeta("_Abstract", (), {}))._abc_impl
@@ -47,20 +51,21 @@ class _NewRegistry:
 class ModuleType(_ProtocolType):
     """The metaclass of ``Module``: torch's modules count as instances of ``Module``.
 
-    It derives from the metaclass of protocols and thereby of abstract classes, so that both mix with
-    modules. A user's metaclass derives from ``type(modkit.nn.Module)``.
+    It derives from the metaclass of protocols and thereby of abstract classes, so that both mix
+    with modules. A user's metaclass derives from ``type(modkit.nn.Module)``.
 
-    A class without an abstract base is made by ``type.__new__``, as fast as torch's and with the same
-    ``isinstance``. It becomes an abstract class by the first call of ``register()``.
+    A class without an abstract base is made by ``type.__new__``, as fast as torch's and with the
+    same ``isinstance``. It becomes an abstract class by the first call of ``register()``.
     """
 
-    # The functions of ``abc`` read this attribute of every class whose metaclass derives from ABCMeta.
-    # Picklers call them: without it, cloudpickle and dill could not pickle a class by value. What a
-    # metaclass has is found after the attributes of the class and its bases.
+    # The functions of ``abc`` read this attribute of every class whose metaclass derives from
+    # ABCMeta. Picklers call them: without it, cloudpickle and dill could not pickle a class by
+    # value. What a metaclass has is found after the attributes of the class and its bases.
     _abc_impl = _NewRegistry()
 
     if not TYPE_CHECKING:
-        # Compared by identity, at C speed: dynamo looks for classes with ``==``, protocols define it.
+        # Compared by identity, at C speed: dynamo looks for classes with ``==``, protocols define
+        # it.
         __eq__ = object.__eq__
         __hash__ = object.__hash__
         __init__ = type.__init__
@@ -73,24 +78,39 @@ class ModuleType(_ProtocolType):
             # A call of ``type()``: Python would take the file of this method for the caller's.
             module = sys._getframe(1).f_globals.get("__name__")
             namespace = {**namespace, "__module__": module}
+
         for base in bases:
             if "_abc_impl" in base.__dict__:
                 # The metaclass of protocols has parameters called ``name`` and so on itself.
                 make = ABCMeta.__new__ if kwargs else super().__new__
                 return make(mcs, name, bases, namespace, **kwargs)
+
+        # Most classes have no keyword arguments; an empty dict to unpack would take time.
         if kwargs:
             return type.__new__(mcs, name, bases, namespace, **kwargs)
         return type.__new__(mcs, name, bases, namespace)
 
     def mro(cls) -> list[type]:
-        """Put ``Module`` directly before ``torch.nn.Module``, behind torch's mixins."""
+        """Put ``Module`` directly before ``torch.nn.Module``, behind torch's mixins.
+
+        In ``class Net(Module, TorchMixin)``, a mixin that derives from ``torch.nn.Module`` keeps
+        its ``__init__`` and overrides: Python's own order would put ``Module`` before it.
+
+        Returns:
+            The classes in the order in which attributes are looked up.
+
+        Raises:
+            TypeError: The bases have no consistent order.
+        """
         bases = cls.__bases__
         if len(bases) == 1:
             # There is one order.
             return [cls, *bases[0].__mro__]
+
         order: list[Any] = super().mro()
         if Module not in order:
             return order
+
         behind = bases[bases.index(Module) + 1 :] if Module in bases else ()
         if any(TorchModule in base.__mro__ for base in behind):
             # Torch's own ``Module`` may not stand before a class that is derived from it.
@@ -98,6 +118,7 @@ class ModuleType(_ProtocolType):
             raise TypeError(
                 f"Cannot create a consistent method resolution\norder (MRO) for bases {names}"
             )
+
         order.remove(Module)
         order.insert(order.index(TorchModule), Module)
         return order
@@ -105,8 +126,8 @@ class ModuleType(_ProtocolType):
     def register(cls, subclass: type[_ClassT]) -> type[_ClassT]:
         """Register a virtual subclass, as ``abc.ABCMeta.register`` does.
 
-        A class without an abstract base becomes one, with its bases up to ``Module``. Abstract methods
-        of classes that exist are not enforced.
+        A class without an abstract base becomes one, with its bases up to ``Module``. Abstract
+        methods of classes that exist are not enforced.
 
         Args:
             subclass: The class that ``issubclass`` and ``isinstance`` then accept.
@@ -159,8 +180,8 @@ class Module(torch.nn.Module, metaclass=ModuleType):
     attributes, and implements ``forward``. Calling the instance runs ``forward`` with the hooks.
 
     modkit: ``isinstance(x, Module)`` is True for every ``torch.nn.Module``. The metaclass of a
-    subclass derives from ``type(Module)``. A method that differs from torch's says so in a paragraph
-    like this one.
+    subclass derives from ``type(Module)``. A method that differs from torch's says so in a
+    paragraph like this one.
 
     Example:
         >>> import torch
@@ -203,12 +224,21 @@ class Module(torch.nn.Module, metaclass=ModuleType):
         _load_from_state_dict = _load_state_dict._load_from_state_dict
 
 
-# A class does not inherit annotations. Reading those of a class without any stores an empty dict, and
-# the compiler of TorchScript, which reads them from instances, would then not find torch's behind it.
+# A class does not inherit annotations. Reading those of a class without any stores an empty dict,
+# and the compiler of TorchScript, which reads them from instances, would then not find torch's
+# behind it.
 Module.__annotations__ = dict(TorchModule.__annotations__)
 
 for _file in (
-    *(_attributes, _conversion, _hooks, _load_plan, _load_state_dict, _load_tensor),
-    *(_overrides, _state_dict, _traversal, _tree),
+    _attributes,
+    _conversion,
+    _hooks,
+    _load_plan,
+    _load_state_dict,
+    _load_tensor,
+    _overrides,
+    _state_dict,
+    _traversal,
+    _tree,
 ):
     skip_frames(_file)

@@ -1,6 +1,7 @@
 """The shared behaviors: functions of torch or modkit, by area and name.
 
-A case gives equal results with both libraries, or is listed in ``differences.py`` with both results.
+A case gives equal results with both libraries, or is listed in ``differences.py`` with both
+results.
 """
 
 from modkit.compat.behaviours import hooks, module, state, tools
