@@ -68,8 +68,16 @@ else:
     from modkit._namespace import mirror, publish
 
     _OWN = (
-        *("ScriptModule", "freeze", "interface", "load", "optimize_for_inference", "save"),
-        *("script", "script_method", "trace", "trace_module"),
+        "ScriptModule",
+        "freeze",
+        "interface",
+        "load",
+        "optimize_for_inference",
+        "save",
+        "script",
+        "script_method",
+        "trace",
+        "trace_module",
     )
     publish(__name__, *(globals()[name] for name in _OWN))
     mirror("modkit.jit", {"modkit.jit": {name: globals()[name] for name in _OWN}})

@@ -32,28 +32,64 @@ ExtraFiles = Mapping[str, str | bytes]
 
 
 def with_record(module: Any, given: ExtraFiles | None) -> dict[str, str | bytes]:
-    """Return the given extra files, and that of modkit if the module needs it."""
+    """Return the given extra files, and that of modkit if the module needs it.
+
+    Args:
+        module: A ScriptModule.
+        given: Extra files of the user, name to content.
+
+    Returns:
+        The files to write. That of modkit lists the buffers that are not persistent.
+
+    Raises:
+        TypeError: A content is neither str nor bytes.
+    """
     files = dict(given or {})
     for name, content in files.items():
         if not isinstance(cast("object", content), (str, bytes, bytearray)):
             kind = type(content).__name__
             raise TypeError(f"the extra file {name!r} must be str or bytes, not {kind}")
+
     # It may be among files that were read from another archive.
     files.pop(RECORD, None)
-    found = ((path, part._non_persistent_buffers_set) for path, part in module.named_modules())
-    transient = {path: sorted(names) for path, names in found if names}
+    transient = {
+        path: sorted(submodule._non_persistent_buffers_set)
+        for path, submodule in module.named_modules()
+        if submodule._non_persistent_buffers_set
+    }
     if transient:
         files[RECORD] = json.dumps({"version": 1, "non_persistent_buffers": transient})
     return files
 
 
 def save(module: Any, target: Any, files: ExtraFiles | None) -> None:
-    """Write a ScriptModule of modkit to an open file or a path."""
+    """Write a ScriptModule of modkit.
+
+    Args:
+        module: The module.
+        target: A path, or a file that is open for writing.
+        files: Extra files of the user, name to content.
+
+    Raises:
+        TypeError: An extra file is neither str nor bytes.
+        RuntimeError: The folder does not exist, or compiled code calls a method of Python.
+        OSError: The file cannot be written.
+    """
     save_compiled(module._c, target, with_record(module, files))
 
 
 def save_compiled(compiled: Any, target: Any, files: ExtraFiles) -> None:
-    """Write an object that C++ serializes to an open file, or atomically to a path."""
+    """Write an object that C++ serializes to an open file, or atomically to a path.
+
+    Args:
+        compiled: The module or function of C++.
+        target: A path, or a file that is open for writing.
+        files: All extra files, name to content.
+
+    Raises:
+        RuntimeError: The folder does not exist, or compiled code calls a method of Python.
+        OSError: The file cannot be written.
+    """
     is_path = isinstance(target, (str, os.PathLike))
     path = Path(cast("os.PathLike[str]", target)).absolute() if is_path else None
     if path is not None and not path.parent.is_dir():
@@ -71,29 +107,48 @@ def save_compiled(compiled: Any, target: Any, files: ExtraFiles) -> None:
 def read(
     archive: VerifiedArchive, map_location: Any, files: Iterable[str], restore_shapes: bool
 ) -> tuple[Any, dict[str, bytes]]:
-    """Return the C++ module in an archive, and the contents of extra files."""
+    """Read the C++ module in an archive, and the contents of extra files.
+
+    Args:
+        archive: The archive, whose checksums were verified.
+        map_location: Device of the tensors; None for where each was when it was saved.
+        files: Names of extra files to read, beside that of modkit.
+        restore_shapes: Run the module with the inputs that it was traced with.
+
+    Returns:
+        The C++ module, and the files by name; one that the archive lacks is empty.
+
+    Raises:
+        RuntimeError: Torch cannot load the archive, or this release of it reads no TorchScript.
+    """
     if import_module is None:
         raise RuntimeError("this release of torch reads no TorchScript")
+
     source, present, parts = archive
-    found: dict[str, Any] = dict.fromkeys((*files, RECORD), "")
+    # C++ fills the values in.
+    contents: dict[str, Any] = dict.fromkeys((*files, RECORD), "")
     load = import_module_from_buffer if isinstance(source, bytes) else import_module
     try:
         if parts is not None:
             extra = {
                 name: parts.read(f"extra/{name}") if name in (present or ()) else b""
-                for name in found
+                for name in contents
             }
             return _of_parts(parts, map_location), extra
-        cpp = load(CompilationUnit(), source, map_location, found, restore_shapes)
+        cpp = load(CompilationUnit(), source, map_location, contents, restore_shapes)
     except UnicodeDecodeError as error:
         # The message of C++ contains bytes of the file.
-        text = bytes(error.object).decode("utf-8", "replace")
-        raise RuntimeError(shown(f"torch cannot load the archive: {text}")) from error
-    return cpp, found
+        message = bytes(error.object).decode("utf-8", "replace")
+        raise RuntimeError(shown(f"torch cannot load the archive: {message}")) from error
+    return cpp, contents
 
 
 def _of_parts(parts: Parts, map_location: Any) -> Any:
-    """Return the C++ module of content that has been read, with the tensors in their memory."""
+    """Return the C++ module of content that has been read, with the tensors in their memory.
+
+    Torch reads a ``torch.package`` with storages that are there already; from an archive, it would
+    read all tensors a second time.
+    """
     context = storage_context()
     for key, storage in parts.storages.items():
         context.add_storage(key, torch.empty(0, dtype=torch.uint8).set_(storage))
@@ -102,15 +157,27 @@ def _of_parts(parts: Parts, map_location: Any) -> Any:
 
 
 def finish(module: Any, note: bytes | str) -> Any:
-    """Make Parameters of loaded tensors, and mark the buffers that ``modkit.json`` lists."""
+    """Make Parameters of loaded tensors, and mark the buffers that ``modkit.json`` lists.
+
+    Args:
+        module: The wrapper of a loaded C++ module.
+        note: The content of ``modkit.json``, empty if the archive has none.
+
+    Returns:
+        The module itself.
+    """
     make_parameters(module)
     try:
         transient = json.loads(note)["non_persistent_buffers"].items()
     except (ValueError, TypeError, LookupError, AttributeError):
         # The archive has none, or a file of that name that modkit did not write.
         transient = ()
+
     for path, names in transient:
+        # Another program may have changed the file, or the module; what is left still loads.
         with contextlib.suppress(AttributeError, TypeError):
-            part = module.get_submodule(path)
-            part._non_persistent_buffers_set.update(n for n in names if n in part._buffers)
+            submodule = module.get_submodule(path)
+            submodule._non_persistent_buffers_set.update(
+                name for name in names if name in submodule._buffers
+            )
     return module

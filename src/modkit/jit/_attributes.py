@@ -18,13 +18,16 @@ from modkit.jit._upstream import (
 
 
 def _refuse_deletion(name: str, kind: str) -> NoReturn:
-    text = f"of a script module: '{name}' is a {kind} of its compiled type"
-    raise RuntimeError(f"cannot delete methods or parameters {text}")
+    raise RuntimeError(
+        f"cannot delete methods or parameters of a script module: '{name}' is a {kind} of its "
+        "compiled type"
+    )
 
 
 def _refuse_addition(kind: str, added: str) -> NoReturn:
-    text = f"Can't add a new {kind} after ScriptModule construction. Tried to add {added}"
-    raise RuntimeError(text)
+    raise RuntimeError(
+        f"Can't add a new {kind} after ScriptModule construction. Tried to add {added}"
+    )
 
 
 class Tensors(TorchTensors, MutableMapping[str, Any]):  # type: ignore[misc,unused-ignore]
@@ -54,20 +57,26 @@ class Children(UserDict[str, Any]):
 
     def __init__(self, cpp: Any, wrappers: dict[str, Any]) -> None:
         # UserDict.__init__() would set each child in C++.
-        self._cpp, self.data = cpp, wrappers
+        self._cpp = cpp
+        self.data = wrappers
 
+    # A mapping's own views look each child up by name; walks of modules read these at each step.
     def items(self) -> ItemsView[str, Any]:
+        """Return the names and wrappers of the children."""
         return self.data.items()
 
     def values(self) -> ValuesView[Any]:
+        """Return the wrappers of the children."""
         return self.data.values()
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self and not self._cpp.contains(name):
             _refuse_addition("child", f"'{name}': {value}")
         if not isinstance(value, torch.jit.ScriptModule):
-            text = f"non-scripted module, tried to replace existing module '{name}': {value}"
-            raise RuntimeError(f"Cannot re-assign modules in a ScriptModule with {text}")  # noqa: TRY004
+            raise RuntimeError(  # noqa: TRY004 - torch's type
+                "Cannot re-assign modules in a ScriptModule with non-scripted module, "
+                f"tried to replace existing module '{name}': {value}"
+            )
         self._cpp.setattr(name, value)
         self.data[name] = value
 
@@ -88,17 +97,39 @@ CONTAINER: Final = "__container"
 
 
 def bind(module: Any, cpp: Any, children: dict[str, Any], concrete_type: Any = None) -> None:
-    """Make ``module``, which has the state of a new module, the wrapper of ``cpp``."""
+    """Make a module the wrapper of a C++ module.
+
+    Args:
+        module: An instance with the state of a new module.
+        cpp: The C++ module.
+        children: The wrappers of its children, by name.
+        concrete_type: The description of its type, by default asked of C++.
+    """
     state = module.__dict__
     state.pop("training", None)
     state["_c"] = cpp
     state["_concrete_type"] = concrete_type or concrete_type_of(cpp._type())
-    state["_parameters"] = Tensors(ParameterDict(cpp), "parameter")  # pyright: ignore[reportAbstractUsage]
-    state["_buffers"] = Tensors(BufferDict(cpp), "buffer")  # pyright: ignore[reportAbstractUsage]
+
+    # ``Tensors`` is not abstract: torch's class, whose type is unknown, has the other methods.
+    make: Any = Tensors
+    state["_parameters"] = make(ParameterDict(cpp), "parameter")
+    state["_buffers"] = make(BufferDict(cpp), "buffer")
     state["_modules"] = Children(ModuleDict(cpp), children)
 
 
 def find(module: Any, name: str) -> Any:
+    """Return what ``name`` is in C++: a child, an attribute, a method or a property's value.
+
+    Args:
+        module: A compiled module of modkit.
+        name: A name that is not in the instance's own dict.
+
+    Returns:
+        The value. A method is then kept in the dict, where the next access finds it.
+
+    Raises:
+        AttributeError: There is no such name, in torch's words.
+    """
     state = module.__dict__
     cpp, children = state["_c"], state["_modules"]
     if name in children:
@@ -106,17 +137,31 @@ def find(module: Any, name: str) -> Any:
     if cpp.hasattr(name):
         return cpp.getattr(name)
     if cpp._has_method(name):
-        method = state[name] = cpp._get_method(name)
-        return method
+        state[name] = cpp._get_method(name)
+        return state[name]
+
+    # The compiler keeps the functions of a property under these names.
     getter = f"__{name}_getter"
     if cpp._has_method(getter):
         return cpp._get_method(getter)()
+
     if name in {"keys", "values", "items"} and kind(module) == "mapping":
         return getattr(children, name)
     return cast("Any", torch.nn.Module).__getattr__(module, name)
 
 
 def assign(module: Any, name: str, value: Any) -> None:
+    """Set what ``name`` is in C++, or a plain attribute that C++ does not know.
+
+    Args:
+        module: A compiled module of modkit.
+        name: The name.
+        value: The value, of the type that was compiled.
+
+    Raises:
+        AttributeError: The name is a constant of the code.
+        RuntimeError: The value has another type, or is a new parameter, buffer or child.
+    """
     state = module.__dict__
     cpp, children = state["_c"], state["_modules"]
     if name in BOOKKEEPING:
@@ -126,10 +171,13 @@ def assign(module: Any, name: str, value: Any) -> None:
     elif cpp.hasattr(name):
         cpp.setattr(name, value)
     elif name in state["_concrete_type"].get_constants():
-        text = f"Cannot mutate TorchScript constant value: '{name}'. Value: '{value}'"
-        raise AttributeError(text)
+        raise AttributeError(
+            f"Cannot mutate TorchScript constant value: '{name}'. Value: '{value}'"
+        )
     elif cpp._has_method(f"__{name}_setter"):
         cpp._get_method(f"__{name}_setter")(value)
+
+    # A new member is refused by the view that it would be an entry of.
     elif isinstance(value, Parameter):
         state["_parameters"][name] = value
     elif isinstance(value, Buffer):
@@ -141,7 +189,14 @@ def assign(module: Any, name: str, value: Any) -> None:
 
 
 def kind(module: Any) -> str | None:
-    """Return "sequence", "mapping" or None for the container that the module was compiled from."""
+    """Return the kind of container that a module was compiled from.
+
+    Args:
+        module: A ScriptModule of modkit.
+
+    Returns:
+        "sequence", "mapping", or None for what is not a container.
+    """
     if CONTAINER in module.__dict__:
         return cast("str", module.__dict__[CONTAINER])
     # Its class is not in an archive; the compiler gives containers only __len__ and __contains__.
@@ -158,7 +213,19 @@ def kind(module: Any) -> str | None:
 
 
 def item(module: Any, index: Any) -> Any:
-    """Return the child of a container at ``index``, or a container of those in a slice."""
+    """Return the child of a container at an index, or a container of those in a slice.
+
+    Args:
+        module: A compiled container.
+        index: A key of a mapping; an integer or a slice of a sequence.
+
+    Returns:
+        The wrapper of the child, or a container of torch with several of them.
+
+    Raises:
+        KeyError: The mapping has no such key.
+        IndexError: The sequence is shorter.
+    """
     children: Children = module.__dict__["_modules"]
     if kind(module) == "mapping":
         return children[index]
@@ -167,13 +234,24 @@ def item(module: Any, index: Any) -> Any:
         if not -len(pairs) <= index < len(pairs):
             raise IndexError(f"index {index} is out of range")
         return pairs[index][1]
+
     if module._c._has_method("forward"):
         return torch.nn.Sequential(OrderedDict(pairs[index]))
     return torch.nn.ModuleList(child for _, child in pairs[index])
 
 
 def plain_state(module: Any) -> dict[str, Any]:
-    """Return the entries of the instance's own dict that are neither compiled nor views."""
+    """Return the entries of the instance's own dict that are neither compiled nor views.
+
+    Args:
+        module: A compiled module of modkit.
+
+    Returns:
+        The bookkeeping of a module, hooks among it, and plain attributes.
+    """
     views = {"_c", "_concrete_type", "_parameters", "_buffers", "_modules"}
-    own = ((name, value) for name, value in module.__dict__.items() if name not in views)
-    return {name: value for name, value in own if not isinstance(value, ScriptMethod)}
+    return {
+        name: value
+        for name, value in module.__dict__.items()
+        if name not in views and not isinstance(value, ScriptMethod)
+    }

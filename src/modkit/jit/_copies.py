@@ -15,34 +15,59 @@ from modkit.jit._upstream import ModuleDict
 
 # The tables of a module that hold hooks.
 _HOOKS: Final = (
-    *("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks"),
-    *("_state_dict_hooks", "_state_dict_pre_hooks"),
-    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
 )
 
 
 def shallow(module: Any) -> Any:
-    """Return a module of the same class that shares the tensors and the children."""
+    """Return a module of the same class that shares the tensors and the children.
+
+    Args:
+        module: A ScriptModule of modkit, compiled or not.
+
+    Returns:
+        The copy, with hook tables of its own.
+    """
     new = blank(type(module))
     if "_c" not in module.__dict__:
         new.__dict__.update(module.__dict__)
         return new
+
     for name, value in plain_state(module).items():
-        kept = value.copy() if name in _HOOKS else value
+        copied = value.copy() if name in _HOOKS else value
+        # A method that is kept in the dict would go on calling the original.
         if isinstance(value, types.MethodType) and value.__self__ is module:
-            kept = types.MethodType(value.__func__, new)
-        new.__dict__[name] = kept
+            copied = types.MethodType(value.__func__, new)
+        new.__dict__[name] = copied
+
     new.__dict__["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
     bind(new, copy.copy(module._c), dict(module._modules), module._concrete_type)
     return new
 
 
 def deep(module: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy of the tree, as ``copy.deepcopy`` does for modules that are not compiled."""
+    """Return a copy of the tree, as ``copy.deepcopy`` does for modules that are not compiled.
+
+    Args:
+        module: A ScriptModule of modkit, compiled or not.
+        memo: The memo of ``copy.deepcopy``.
+
+    Returns:
+        The copy, with ties, leaves, gradients, hooks and plain attributes.
+    """
     if "_c" not in module.__dict__:
         new = memo[id(module)] = blank(type(module))
         new.__dict__.update(copy.deepcopy(module.__dict__, memo))
         return new
+
+    # All wrappers come first, since hooks and attributes may lead to any module of the tree.
     pairs: list[tuple[Any, Any]] = []
     new = _mirror(module, copy.deepcopy(module._c, {}), memo, pairs)
     for old, copied in pairs:
@@ -50,6 +75,7 @@ def deep(module: Any, memo: dict[int, Any]) -> Any:
         # A compiled hook belongs to the type, and cannot be copied.
         hooks = [hook for table in _HOOKS for hook in getattr(old, table).values()]
         memo.update((id(hook), hook) for hook in hooks if isinstance(hook, ScriptFunction))
+
     for old, copied in pairs:
         copied.__dict__.update(copy.deepcopy(plain_state(old), memo))
     return new
@@ -73,6 +99,7 @@ def _copy_tensors(old: Any, new: Any, memo: dict[int, Any]) -> None:
         source = old._c.getattr(name) if old._c.hasattr(name) else None
         if not isinstance(source, torch.Tensor):
             continue
+
         if id(source) not in memo:
             copied = new._c.getattr(name)
             if source.is_leaf:

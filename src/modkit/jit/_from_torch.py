@@ -31,14 +31,29 @@ WRAPPERS: Final[dict[type, Any]] = dict.fromkeys(
 
 
 def blank(cls: Any) -> Any:
-    """Return an instance of ``cls`` with the state of a new module."""
+    """Return an instance with the state of a new module, whose constructor has not run.
+
+    Args:
+        cls: A class of modules.
+
+    Returns:
+        The instance.
+    """
     module = cls.__new__(cls)
     fill(module.__dict__)
     return module
 
 
 def wrap_cpp(cpp: Any, memo: dict[Any, Any] | None = None) -> Any:
-    """Return a new wrapper of a C++ module, with wrappers of all below it."""
+    """Return a new wrapper of a C++ module, with wrappers of all below it.
+
+    Args:
+        cpp: The C++ module.
+        memo: The wrappers of this tree so far, by C++ module; a shared one gets one wrapper.
+
+    Returns:
+        A RecursiveScriptModule of modkit.
+    """
     memo = {} if memo is None else memo
     if cpp in memo:
         return memo[cpp]
@@ -49,7 +64,12 @@ def wrap_cpp(cpp: Any, memo: dict[Any, Any] | None = None) -> Any:
 
 
 def rewrap(module: Any, cpp: Any) -> None:
-    """Make ``module`` the wrapper of another C++ module; the children are new."""
+    """Make a module the wrapper of another C++ module; the children are new.
+
+    Args:
+        module: A compiled module of modkit.
+        cpp: The other C++ module.
+    """
     for name, value in tuple(module.__dict__.items()):
         if isinstance(value, ScriptMethod):
             del module.__dict__[name]
@@ -57,7 +77,11 @@ def rewrap(module: Any, cpp: Any) -> None:
 
 
 def attach_compiled_hooks(module: Any) -> None:
-    """Register the compiled hooks, so that a call from Python runs them."""
+    """Register the compiled hooks, so that a call from Python runs them.
+
+    Args:
+        module: The wrapper of a C++ module that may have hooks.
+    """
     for hook in module._c._get_forward_pre_hooks():
         module.register_forward_pre_hook(hook)
     for hook in module._c._get_forward_hooks():
@@ -65,13 +89,28 @@ def attach_compiled_hooks(module: Any) -> None:
 
 
 def wrap_torch(script: Any, source: Any = None, memo: dict[Any, Any] | None = None) -> Any:
-    """Wrap the C++ modules of ``script``, and restore what the compiler forgot about ``source``."""
+    """Wrap the C++ modules of a wrapper of torch, and restore what the compiler forgot.
+
+    It forgets which buffers are not persistent, which children are one module, and what kind of
+    container a module is.
+
+    Args:
+        script: A module of torch of one of the classes in ``WRAPPERS``, with all below it. A child
+            of a user's class stays as it is, since it has methods in Python.
+        source: The module that it was compiled from, if that is known.
+        memo: The wrappers of this tree so far: by C++ module, and by the ``id`` of the source.
+
+    Returns:
+        A ScriptModule of modkit that shares all state with ``script``.
+    """
     memo = {} if memo is None else memo
     if script._c in memo:
         return memo[script._c]
+
     module = memo[script._c] = blank(WRAPPERS[type(script)])
     inner = script.__dict__.get("_actual_script_module", script)
     bind(module, inner._c, wrap_children(inner, source, memo), inner.__dict__.get("_concrete_type"))
+
     # Copy the methods in Python, and the attributes that C++ lacks.
     for name, value in inner.__dict__.items():
         if isinstance(value, types.MethodType) and value.__self__ is inner:
@@ -81,26 +120,39 @@ def wrap_torch(script: Any, source: Any = None, memo: dict[Any, Any] | None = No
     if inner is not script:
         module.__dict__["_name"] = script._name
     attach_compiled_hooks(module)
+
     if isinstance(source, (torch.nn.Sequential, torch.nn.ModuleList)):
         module.__dict__[CONTAINER] = "sequence"
     elif isinstance(source, torch.nn.ModuleDict):
         module.__dict__[CONTAINER] = "mapping"
+
     transient = getattr(source, "_non_persistent_buffers_set", ())
     module._non_persistent_buffers_set.update(name for name in transient if name in module._buffers)
     return module
 
 
 def wrap_children(inner: Any, source: Any, memo: dict[Any, Any]) -> dict[str, Any]:
-    """Return the wrappers of the children; those that were one module become one again."""
+    """Return the wrappers of the children; those that were one module become one again.
+
+    Args:
+        inner: A wrapper of torch.
+        source: The module that it was compiled from, if that is known.
+        memo: The wrappers of this tree so far, as for ``wrap_torch``.
+
+    Returns:
+        The wrappers by name.
+    """
     children: dict[str, Any] = {}
     for name, child in inner.__dict__["_modules"].items():
         # The children of a module that torch has compiled are a mapping without ``get``.
         origin = source._modules[name] if source is not None and name in source._modules else None
-        known = memo.get(id(origin)) if origin is not None else None
-        if known is not None and known._c._type() == child._c._type():
-            inner._c.setattr(name, known)
-            children[name] = known
+        wrapper = memo.get(id(origin)) if origin is not None else None
+        # The compiler has made two C++ modules of one, and a C++ module takes one of its own type.
+        if wrapper is not None and wrapper._c._type() == child._c._type():
+            inner._c.setattr(name, wrapper)
+            children[name] = wrapper
             continue
+
         # A child of a user's class has methods in Python, so it stays.
         children[name] = wrap_torch(child, origin, memo) if type(child) in WRAPPERS else child
         if origin is not None:
@@ -109,12 +161,19 @@ def wrap_children(inner: Any, source: Any, memo: dict[Any, Any]) -> dict[str, An
 
 
 def make_parameters(module: Any) -> None:
-    """Make a Parameter of each leaf that C++ has as a parameter, tied ones staying tied."""
+    """Make a Parameter of each leaf that C++ has as a parameter, tied ones staying tied.
+
+    C++ returns plain tensors, and tools tell parameters from other tensors by their class.
+
+    Args:
+        module: The root of a tree of wrappers.
+    """
     made: dict[int, tuple[torch.Tensor, Parameter]] = {}
     for owner in module.modules():
         for name, tensor in owner._parameters.items():
             if isinstance(tensor, Parameter) or not tensor.is_leaf:
                 continue
+
             if id(tensor) not in made:
                 parameter = Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
                 parameter.grad = tensor.grad

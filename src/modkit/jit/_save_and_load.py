@@ -21,7 +21,7 @@ def save(m: Any, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) 
         m: A ScriptModule, a ScriptFunction, or an object with methods ``save`` and
             ``save_to_buffer``.
         f: A path, or a file that is open for writing.
-        _extra_files: Further files for the archive: name to content.
+        _extra_files: Further files for the archive: name to content, as str or bytes.
 
     modkit: A path is written atomically. On a full disk, where torch ends the process, an OSError
     is raised and the previous file stays. For that the archive is made in memory, which takes three
@@ -63,16 +63,19 @@ def load(
         _extra_files: Dict of the extra files to read, filled in as bytes; a missing file is
             ``b""``.
         _restore_shapes: Run the module with the inputs that it was traced with.
+        sha256: Expected digest of the file, as ``sha256sum`` prints it.
+        strict_extra_files: Whether a missing extra file is an error.
+
+    Returns:
+        The module, in the mode in which it was saved.
 
     modkit: Checksums are verified, and a corrupt file is an error. Flatbuffers, which
     ``save_jit_module_to_flatbuffer`` writes, have no checksums: a corrupt one may end the process.
     In the result, parameters are of type ``Parameter``, a shared module is one object, and buffers
     are persistent or not as they were for ``modkit.jit.save``. A file that was just written is read
-    from its start. With the environment variable ``PYTORCH_JIT=0``, archives are loaded, too.
-
-    Keyword Args:
-        sha256: Expected digest of the file, as ``sha256sum`` prints it.
-        strict_extra_files: If True, a missing extra file is an error.
+    from its start. With the environment variable ``PYTORCH_JIT=0``, archives are loaded, too. Two
+    arguments are modkit's own: ``sha256``, the expected digest of the file as ``sha256sum`` prints
+    it, and ``strict_extra_files``, with which a missing extra file is an error.
 
     Raises:
         ValueError: The file does not exist or has another digest, or ``map_location`` is not a
@@ -95,25 +98,26 @@ def load(
     if _extra_files is not None and not isinstance(cast("object", _extra_files), MutableMapping):
         kind = type(_extra_files).__name__
         raise TypeError(f"jit.load(): _extra_files must be a dict of names, got {kind}")
-    wanted = tuple(_extra_files or ())
+    names = tuple(_extra_files or ())
 
     # Torch's reader of archives restores shapes, and refuses names that are not strings.
-    in_parts = not _restore_shapes and all(type(name) is str for name in wanted)
+    in_parts = not _restore_shapes and all(type(name) is str for name in names)
     with verified_archive(f, sha256, in_parts=in_parts) as archive:
         if archive.extra_files is not None:
-            _check_extra_files(wanted, archive.extra_files, strict=strict_extra_files)
-        cpp, files = _archives.read(archive, device, wanted, _restore_shapes)
-    if archive.extra_files is None:
-        present = [name for name in wanted if files[name]]
-        _check_extra_files(wanted, present, strict=strict_extra_files)
+            _check_extra_files(names, archive.extra_files, strict=strict_extra_files)
+        cpp, files = _archives.read(archive, device, names, _restore_shapes)
 
+    # A flatbuffer does not list its files; one that is missing has been read as empty.
+    if archive.extra_files is None:
+        present = [name for name in names if files[name]]
+        _check_extra_files(names, present, strict=strict_extra_files)
     if _extra_files is not None:
-        _extra_files.update((name, files[name]) for name in wanted)
+        _extra_files.update((name, files[name]) for name in names)
     return cast("ScriptModule", _archives.finish(wrap_cpp(cpp), files[_archives.RECORD]))
 
 
-def _check_extra_files(wanted: Iterable[str], present: Collection[str], *, strict: bool) -> None:
-    missing = ", ".join(repr(name) for name in wanted if name not in present)
+def _check_extra_files(asked: Iterable[str], present: Collection[str], *, strict: bool) -> None:
+    missing = ", ".join(repr(name) for name in asked if name not in present)
     if missing and strict:
         names = ", ".join(map(repr, present)) or "none"
         raise KeyError(shown(f"the archive has no extra file {missing}; it has {names}"))

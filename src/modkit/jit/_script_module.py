@@ -46,16 +46,30 @@ InstanceT = TypeVar("InstanceT")
 
 
 class ScriptMeta(TorchScriptMeta, ModuleType):
-    """Collects the script methods of a class as torch's metaclass does, and compiles its instances."""
+    """Collects the script methods of a class as torch's metaclass does, and compiles its instances.
+
+    The instance itself is the wrapper of the C++ module. Torch keeps a second object behind it, and
+    every access and call goes through that. Every ScriptModule of torch is an instance of
+    ``modkit.jit.ScriptModule``.
+    """
 
     def mro(cls) -> list[type]:  # noqa: N805 - a metaclass
-        # Torch's RecursiveScriptModule overrides many methods with functions that only raise, so
-        # torch's wrappers come last.
+        """Put torch's classes of wrappers last.
+
+        Torch's RecursiveScriptModule overrides many methods with functions that only raise.
+
+        Returns:
+            The classes in the order in which attributes are looked up.
+        """
         order = type.mro(cls)
         last = [base for base in order if base in WRAPPERS]
         return [*(base for base in order[:-1] if base not in last), *last, order[-1]]
 
-    def __call__(cls: type[InstanceT], *args: Any, **kwargs: Any) -> InstanceT:  # noqa: N805 - a metaclass
+    def __call__(
+        cls: type[InstanceT],  # noqa: N805 - a metaclass
+        *args: Any,
+        **kwargs: Any,
+    ) -> InstanceT:
         module: Any = type.__call__(cls, *args, **kwargs)
         if ENABLED and isinstance(type(module), ScriptMeta) and "_c" not in module.__dict__:
             _compile(module)
@@ -73,22 +87,28 @@ class ScriptMeta(TorchScriptMeta, ModuleType):
 
 
 def _compile(module: Any) -> None:
+    """Compile an instance of a user's class, and make it the wrapper of the C++ module."""
     defined: dict[str, Any] = module.__dict__.pop(DEFINED, {})
 
-    def stubs_for(part: Any) -> list[Any]:
-        if not hasattr(type(part), "_methods"):
-            return cast("list[Any]", methods_to_compile(part))
-        own = defined if part is module else {}
-        return [stub for _, stub in sorted({**type(part)._methods, **own}.items())]
+    def stubs_for(submodule: Any) -> list[Any]:
+        if not hasattr(type(submodule), "_methods"):
+            return cast("list[Any]", methods_to_compile(submodule))
+        stubs = dict(type(submodule)._methods)
+        if submodule is module:
+            stubs.update(defined)
+        return [stub for _, stub in sorted(stubs.items())]
 
     with without_warnings_of_torch():
         # An instance with methods of its own cannot share its compiled type with another.
         inner = create_script_module(module, stubs_for, share_types=not defined)
+
     children = wrap_children(inner, module, {})
     concrete_type = inner._concrete_type
     compiled = {*concrete_type.get_attributes(), *(name for name, _ in concrete_type.get_modules())}
+    # Python looks in the dict first, so attributes that C++ holds must not be there.
     for name in compiled - BOOKKEEPING:
         module.__dict__.pop(name, None)
+
     bind(module, inner._c, children, concrete_type)
     methods = {k: v for k, v in inner.__dict__.items() if isinstance(v, ScriptMethod)}
     module.__dict__.update(methods)
@@ -97,14 +117,23 @@ def _compile(module: Any) -> None:
 def script_method(fn: FunctionT) -> FunctionT:
     """Mark a method of a subclass of ``ScriptModule`` for compilation.
 
+    Same as ``torch.jit.script_method``.
+
+    Args:
+        fn: The method. Names that it uses are looked up where the class is defined.
+
+    Returns:
+        What the metaclass compiles; the method itself with ``PYTORCH_JIT=0``.
+
+    Raises:
+        RuntimeError: The code uses Python that TorchScript does not support.
+
     Example:
         >>> from modkit import jit
         >>> class Twice(jit.ScriptModule):
         ...     @jit.script_method
         ...     def forward(self, x):
         ...         return x * 2
-
-    Same as ``torch.jit.script_method``.
     """
     give_notice()
     if not ENABLED:
@@ -118,19 +147,26 @@ def _without_type(module: Any, name: str, value: Any) -> Any:
     """Return the value of a ``torch.jit.Attribute``, and enter its type on the class."""
     if not ENABLED or not isinstance(value, torch.jit.Attribute):
         return value
+
     cls = type(module)
     if "__annotations__" not in cls.__dict__:
         # The compiler reads the annotations of one class, so those of the user's bases are copied.
         bases = [base for base in cls.__mro__ if isinstance(base, ScriptMeta)]
         theirs = [base for base in bases if "_disable_script_meta" not in vars(base)]
-        inherited = map(inspect.get_annotations, reversed(theirs))
-        cls.__annotations__ = {k: v for found in inherited for k, v in found.items()}
+        annotations: dict[str, Any] = {}
+        for base in reversed(theirs):
+            annotations.update(inspect.get_annotations(base))
+        cls.__annotations__ = annotations
     cls.__annotations__[name] = value.type
     return value.value
 
 
 class _Forward:
-    """Finds the compiled ``forward`` before ``Module.forward``, which only raises."""
+    """Finds the compiled ``forward`` before ``Module.forward``, which only raises.
+
+    ``__getattr__`` enters it into the instance's dict. As this is not a data descriptor, that entry
+    comes first at the next access.
+    """
 
     def __get__(self, module: Any, owner: type) -> Any:
         if module is None:
@@ -165,12 +201,20 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
         Loaded tensors that are parameters become ``Parameter``. A module of modkit, or of a user's
         class, is returned as it is. Torch has no such method.
 
+        Args:
+            module: The result of a function of ``torch.jit``.
+
+        Returns:
+            The module of modkit, which shares all state.
+
         Raises:
             TypeError: ``module`` is not a ScriptModule.
         """
         if not isinstance(cast("object", module), torch.jit.ScriptModule):
-            got = f"{torch.typename(module)}; modkit.jit.script and trace compile other modules"
-            raise TypeError(f"ScriptModule.from_torch takes a torch.jit.ScriptModule, not a {got}")
+            raise TypeError(
+                "ScriptModule.from_torch takes a torch.jit.ScriptModule, not a "
+                f"{torch.typename(module)}; modkit.jit.script and trace compile other modules"
+            )
         if type(module) not in WRAPPERS:
             return cast("ScriptModule", module)
         wrapped: ScriptModule = wrap_torch(module)
@@ -182,6 +226,9 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
 
         Modules of one compiled type share their methods. A method defined in a constructor is
         compiled with the instance, which then has a type of its own.
+
+        Args:
+            src: The source of one method, as ``def name(self, ...): ...``.
 
         modkit: Names are looked up in the caller's scope also if the class has script methods, and
         each instance whose constructor calls ``define`` runs its own code.
@@ -213,20 +260,44 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
         return str(self.__dict__.get("_name") or type(self).__name__)
 
     def extra_repr(self) -> str:
-        """Return the name of the compiled class, unless it is that of the instance."""
+        """Return the name of the compiled class, unless it is that of the instance.
+
+        Returns:
+            Text for ``repr()``.
+        """
         is_ours = "_disable_script_meta" in vars(type(self))
         return f"original_name={self.original_name}" if is_ours else ""
 
     def save(self, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) -> None:
         """Write an archive to a path, or to an open file.
 
+        Args:
+            f: A path, or a file that is open for writing.
+            _extra_files: Further files for the archive: name to content, as str or bytes.
+
         modkit: A path is written atomically, and an open file is written to; see
         ``modkit.jit.save``.
+
+        Raises:
+            TypeError: An extra file is neither str nor bytes.
+            RuntimeError: The folder does not exist, or compiled code calls a method of Python.
+            OSError: The file cannot be written.
         """
         _archives.save(self, f, _extra_files)
 
     def save_to_buffer(self, _extra_files: Mapping[str, str | bytes] | None = None) -> bytes:
-        """Return the archive as bytes."""
+        """Return the archive as bytes.
+
+        Args:
+            _extra_files: Further files for the archive: name to content, as str or bytes.
+
+        Returns:
+            What ``modkit.jit.load`` and torch read.
+
+        Raises:
+            TypeError: An extra file is neither str nor bytes.
+            RuntimeError: Compiled code calls a method of Python.
+        """
         files = _archives.with_record(self, _extra_files)
         return cast("bytes", self._c.save_to_buffer(_extra_files=files))
 
@@ -259,7 +330,11 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
 
 
 class RecursiveScriptModule(ScriptModule, TorchRecursiveScriptModule):  # type: ignore[misc]
-    """The result of ``script``, ``load`` and ``freeze``."""
+    """The result of ``script``, ``load`` and ``freeze``.
+
+    Python looks special methods up in the class, so those of containers, and compiled ones, are
+    here. Where a module has none, the error is torch's.
+    """
 
     _disable_script_meta = True
 
@@ -272,7 +347,8 @@ class RecursiveScriptModule(ScriptModule, TorchRecursiveScriptModule):  # type: 
 
     def __dir__(self) -> list[str]:
         names: list[str] = [*cast("Any", super()).__dir__()]
-        if container := kind(self):
+        container = kind(self)
+        if container:
             # Torch lists those of the container that was compiled.
             cls = torch.nn.ModuleDict if container == "mapping" else torch.nn.Sequential
             names += [name for name in dir(cls) if name.startswith("__")]
@@ -282,7 +358,8 @@ class RecursiveScriptModule(ScriptModule, TorchRecursiveScriptModule):  # type: 
         return cast("int", self._special("__len__"))
 
     def __iter__(self) -> Iterator[Any]:
-        if not (container := kind(self)):
+        container = kind(self)
+        if not container:
             return cast("Iterator[Any]", self._special("__iter__"))
         return iter(self._modules if container == "mapping" else self._modules.values())
 
@@ -290,7 +367,8 @@ class RecursiveScriptModule(ScriptModule, TorchRecursiveScriptModule):  # type: 
         return item(self, index) if kind(self) else self._special("__getitem__", index)
 
     def __contains__(self, key: Any) -> bool:
-        if not (container := kind(self)):
+        container = kind(self)
+        if not container:
             return bool(self._special("__contains__", key))
         if container == "mapping":
             return key in self._modules

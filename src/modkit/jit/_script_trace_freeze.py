@@ -1,4 +1,4 @@
-"""``script``, ``trace``, ``interface`` and ``freeze``: torch's compiler, with modkit's ScriptModule."""
+"""``script``, ``trace``, ``interface`` and ``freeze``: torch's compiler for modkit's modules."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast, overload
@@ -30,6 +30,7 @@ ClassT = TypeVar("ClassT", bound=type)
 
 def _traced(run: Callable[..., Any], arguments: dict[str, Any], source: Any) -> Any:
     """Call the function of torch with the same arguments as that of modkit."""
+    # Torch's default is its own compilation unit, not None.
     if arguments["_compilation_unit"] is None:
         del arguments["_compilation_unit"]
     with without_warnings_of_torch():
@@ -66,7 +67,13 @@ def script(
     Args:
         obj: The object to compile. A compiled object is returned as it is.
         optimize: No effect.
+        _frames_up: Number of frames between this function and the one where names are looked up.
+        _rcb: What looks names up, by default in the calling function.
         example_inputs: Arguments of a run that infers missing types; it requires MonkeyType.
+
+    Returns:
+        A ``ScriptModule`` for a module, which may mix modules of torch and of modkit. A
+        ``ScriptFunction`` for a function, the class itself for a class.
 
     Raises:
         RuntimeError: The code uses Python that TorchScript does not support.
@@ -83,6 +90,7 @@ def script(
     give_notice()
     if not ENABLED:
         return obj
+
     plain = isinstance(obj, torch.nn.Module) and not isinstance(obj, torch.jit.ScriptModule)
     with without_warnings_of_torch():
         if plain and not example_inputs and cast("object", optimize) is None:
@@ -112,13 +120,36 @@ def trace(
     A module becomes a ``ScriptModule``, a function a ``ScriptFunction``. Same as
     ``torch.jit.trace``, with modkit's ``ScriptModule``.
 
+    Args:
+        func: The module or function.
+        example_inputs: The arguments of the run: a tuple, or one tensor.
+        optimize: No effect.
+        check_trace: Run the function and the trace on the same inputs, and warn if they differ.
+        check_inputs: Further arguments for the check.
+        check_tolerance: Largest accepted difference.
+        strict: Refuse lists and dicts as results.
+        _force_outplace: Record operations in place as others; for torch's own use.
+        _module_class: Torch's class of the result; for torch's own use.
+        _compilation_unit: Where the code is stored, by default that of the process.
+        example_kwarg_inputs: Keyword arguments, in place of ``example_inputs``.
+        _store_inputs: Keep the inputs with the trace, which ``load(_restore_shapes=True)`` reads.
+
+    Returns:
+        A ``ScriptModule`` for a module, a ``ScriptFunction`` for a function.
+
+    Raises:
+        RuntimeError: An operation cannot be traced.
+        torch.jit.TracingCheckError: The check has run another graph, or has failed.
+
     Example:
         >>> import torch
         >>> from modkit import jit
         >>> jit.trace(torch.nn.Linear(4, 2), torch.ones(1, 4))(torch.ones(3, 4)).shape
         torch.Size([3, 2])
     """
+    # Before any other name is bound.
     arguments = dict(locals())
+
     give_notice()
     if not ENABLED:
         return func
@@ -142,8 +173,32 @@ def trace_module(
     """Trace several methods of a module, with inputs by the name of the method.
 
     Same as ``torch.jit.trace_module``.
+
+    Args:
+        mod: The module.
+        inputs: The arguments of each method, by its name.
+        optimize: No effect.
+        check_trace: Run the methods and their traces on the same inputs, and warn if they differ.
+        check_inputs: Further arguments for the check, in dicts like ``inputs``.
+        check_tolerance: Largest accepted difference.
+        strict: Refuse lists and dicts as results.
+        _force_outplace: Record operations in place as others; for torch's own use.
+        _module_class: Torch's class of the result; for torch's own use.
+        _compilation_unit: Where the code is stored, by default that of the process.
+        example_inputs_is_kwarg: Whether the arguments of each method are a dict of keywords.
+        _store_inputs: Keep the inputs with the trace, which ``load(_restore_shapes=True)`` reads.
+
+    Returns:
+        A ``ScriptModule`` with the traced methods.
+
+    Raises:
+        AttributeError: ``mod`` is not a module.
+        RuntimeError: An operation cannot be traced.
+        torch.jit.TracingCheckError: The check has run another graph, or has failed.
     """
+    # Before any other name is bound.
     arguments = dict(locals())
+
     give_notice()
     if not ENABLED:
         return cast("ScriptModule", mod)
@@ -153,16 +208,30 @@ def trace_module(
 def interface(obj: ClassT) -> ClassT:
     """Compile a class to an interface: a type for all modules, or classes, with its methods.
 
+    Args:
+        obj: A class without bases, or with the one base ``torch.nn.Module`` or
+            ``modkit.nn.Module``. Its methods have types and no code.
+
+    Returns:
+        The class itself.
+
     modkit: The base of the class may also be ``modkit.nn.Module``.
+
+    Raises:
+        RuntimeError: ``obj`` is not a class, or has other bases.
     """
     give_notice()
     if not isinstance(cast("object", obj), type):
         raise RuntimeError("interface must be applied to a class")  # noqa: TRY004 - torch's type
+
     bases = obj.__mro__[1:-1]
     of_modules = bases in ((torch.nn.Module,), (Module, torch.nn.Module))
     if bases and not of_modules:
-        text = "Please directly inherit from 'object' or 'nn.Module'."
-        raise RuntimeError(f"TorchScript interface does not support inheritance yet. {text}")
+        raise RuntimeError(
+            "TorchScript interface does not support inheritance yet. "
+            "Please directly inherit from 'object' or 'nn.Module'."
+        )
+
     cast("Any", obj).__torch_script_interface__ = compile_interface(
         qualified_name(obj), class_definition(obj, obj.__name__), names_of_frame(1), of_modules
     )
@@ -183,6 +252,9 @@ def freeze(
         preserved_attrs: Attributes and methods to keep. ``forward``, and attributes that a method
             writes to, are always kept.
         optimize_numerics: Also fold batch normalizations, which changes the last bits of results.
+
+    Returns:
+        A new module; ``mod`` is not changed.
 
     Raises:
         RuntimeError: ``mod`` is not a ScriptModule, or is in training mode.
@@ -205,9 +277,17 @@ def optimize_for_inference(
 ) -> ScriptModule:
     """Freeze a module, unless it is frozen, and optimize it for this machine.
 
-    The module is set to evaluation mode. ``other_methods`` are kept beside ``forward``.
-
     Same as ``torch.jit.optimize_for_inference``.
+
+    Args:
+        mod: The module; it is set to evaluation mode.
+        other_methods: Methods to keep beside ``forward``.
+
+    Returns:
+        A new module, or ``mod`` itself where torch returns that.
+
+    Raises:
+        RuntimeError: ``mod`` is not a ScriptModule.
     """
     give_notice()
     with without_warnings_of_torch():

@@ -1,4 +1,9 @@
-"""The private parts of ``torch.jit`` that ``modkit.jit`` uses, and the notice of its deprecation."""
+"""The private parts of ``torch.jit`` that ``modkit.jit`` uses, and the notice of its deprecation.
+
+They are named here and not in ``modkit/_upstream.py``, so that nothing but ``modkit.jit`` depends
+on them: the public functions of ``torch.jit`` warn, and later releases of torch may refuse.
+``modkit/_upstream.py`` has the releases of torch that they were checked against.
+"""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
@@ -78,7 +83,11 @@ _given: Final[set[str]] = set()
 
 
 def give_notice(stacklevel: int = 3) -> None:
-    """Warn once in a process, with the line that called the public function."""
+    """Warn once in a process, with the line that called the public function.
+
+    Args:
+        stacklevel: The frames from here to that line; 3 from a public function itself.
+    """
     if _given:
         return
     # Entered first: where the warning is made an error, the next call works.
@@ -87,7 +96,11 @@ def give_notice(stacklevel: int = 3) -> None:
 
 
 def message() -> str:
-    """Return the text of the notice, which names a Python that torch does not support."""
+    """Return the text of the notice, which names a Python that torch does not support.
+
+    Returns:
+        One paragraph.
+    """
     if sys.version_info < _UNSUPPORTED:
         return MESSAGE
     running = ".".join(map(str, sys.version_info[:2]))
@@ -96,7 +109,13 @@ def message() -> str:
 
 @contextmanager
 def without_warnings_of_torch() -> Generator[None, None, None]:
-    """Silence torch's warnings that TorchScript is deprecated; the compiler causes many."""
+    """Silence torch's warnings that TorchScript is deprecated, and no others.
+
+    The compiler calls the public functions, once for each function that it compiles.
+
+    Yields:
+        Nothing.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is (deprecated|not supported)")
         yield
