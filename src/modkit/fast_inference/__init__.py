@@ -16,6 +16,8 @@ from modkit.fast_inference.runs import Call, Step, container_function, function_
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
+# The modules that are in a block of any thread, by identity. Blocks of one module share its
+# binding, so the last one that is left restores its ``__dict__``.
 _bindings: Final[dict[int, Binding]] = {}
 _lock: Final = threading.RLock()
 
@@ -41,6 +43,11 @@ def fast_inference(
     Yields:
         The model.
 
+    Raises:
+        TypeError: ``model`` is not a module.
+        RuntimeError: The model is in another block with the other value of ``fold_batch_norm``, or
+            it contains itself.
+
     Example:
         >>> import torch, modkit, modkit.nn as nn
         >>> policy = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2)).eval()
@@ -58,10 +65,13 @@ def fast_inference(
         raise TypeError(
             f"fast_inference(): model must be a torch.nn.Module, got {type(model).__name__}"
         )
+
     modules = _tree(model)
     folds = folds_of(model, modules) if fold_batch_norm else {}
     with _lock:
         used = _enter(modules, folds)
+
+    # No lock while the block runs: other threads may enter and leave blocks of the same modules.
     try:
         yield model
     finally:
@@ -70,6 +80,7 @@ def fast_inference(
 
 
 def _enter(modules: list[nn.Module], folds: dict[int, Call]) -> list[Binding]:
+    """Bind the modules that no other block has bound; return the bindings of all."""
     for module in modules:
         binding = _bindings.get(id(module))
         if binding is not None and (binding.fold is None) != (id(module) not in folds):
@@ -77,6 +88,7 @@ def _enter(modules: list[nn.Module], folds: dict[int, Call]) -> list[Binding]:
                 f"fast_inference(): {type(module).__name__} is in a block with another value of "
                 "fold_batch_norm. Give both blocks the same value, or leave the first one."
             )
+
     used: list[Binding] = []
     fresh: list[Binding] = []
     try:
@@ -87,10 +99,14 @@ def _enter(modules: list[nn.Module], folds: dict[int, Call]) -> list[Binding]:
                 fresh.append(binding)
             binding.users += 1
             used.append(binding)
+
+        # All tables are replaced before the first function is made: functions of containers read
+        # the tables of the layers below.
         for binding in fresh:
             binding.open()
         _bind(fresh)
     except BaseException:
+        # An interrupt, too, must not leave entries behind.
         _leave(used)
         raise
     return used
@@ -98,45 +114,54 @@ def _enter(modules: list[nn.Module], folds: dict[int, Call]) -> list[Binding]:
 
 def _tree(model: nn.Module) -> list[nn.Module]:
     """Return a model and all modules below it, except compiled and scripted ones."""
-    found: dict[int, nn.Module] = {}
+    modules: dict[int, nn.Module] = {}
 
     def enter(_: str, module: nn.Module, __: object) -> bool | None:
         table = module.__dict__.get("_modules")
+        # The slot of a compiled module is taken, and not by a block.
         compiled = CALL_SLOT in module.__dict__ and id(module) not in _bindings
-        if id(module) in found or compiled or not isinstance(table, dict):
+        if id(module) in modules or compiled or not isinstance(table, dict):
             return None
-        found[id(module)] = module
+        modules[id(module)] = module
         return True
 
     if enter("", model, None):
         descend(model, True, enter)
-    return list(found.values())
+    return list(modules.values())
 
 
 def _bind(bindings: list[Binding]) -> None:
     """Give modules their functions, except those that only runs of containers call."""
-    containers = {id(one.module) for one in bindings if is_container(type(one.module))}
-    children = [(id(one.module), id(child)) for one in bindings for child in _children(one.module)]
+    containers = {id(b.module) for b in bindings if is_container(type(b.module))}
+    children = [(id(b.module), id(child)) for b in bindings for child in _children(b.module)]
+    # Only containers have these as children, so only they call them.
     inner = {child for holder, child in children if holder in containers}
     inner -= {child for holder, child in children if holder not in containers}
+
     # A run needs the functions of its layers: layers first, then the containers around them.
-    ordered = [one for one in reversed(bindings) if id(one.module) not in inner]
-    ordered.sort(key=lambda one: id(one.module) in containers)
-    within = [one for one in bindings if id(one.module) in inner]
-    within.sort(key=lambda one: id(one.module) not in containers)
+    outer_bindings = [b for b in reversed(bindings) if id(b.module) not in inner]
+    outer_bindings.sort(key=lambda b: id(b.module) in containers)
+    # Those within come last, when it is known which of them the runs cover. Of these, containers
+    # come first, since they cover layers in turn.
+    inner_bindings = [b for b in bindings if id(b.module) in inner]
+    inner_bindings.sort(key=lambda b: id(b.module) not in containers)
+
     covered = set[int]()
-    for one in (*ordered, *within):
-        number, kind = id(one.module), kind_of(type(one.module))
-        if number in inner and number in covered:
+    for binding in (*outer_bindings, *inner_bindings):
+        module = binding.module
+        key = id(module)
+        kind = kind_of(type(module))
+        if key in inner and key in covered:
             continue
-        if one.fold is not None:
-            one.bind(one.fold)
-        elif number in containers:
-            one.bind(container_function(one.module, covered))
+
+        if binding.fold is not None:
+            binding.bind(binding.fold)
+        elif key in containers:
+            binding.bind(container_function(module, covered))
         elif kind is not None:
-            one.bind(function_of([Step(one.module, kind)]))
-        elif has_own_forward(type(one.module)):
-            one.bind(user_function(one.module))
+            binding.bind(function_of([Step(module, kind)]))
+        elif has_own_forward(type(module)):
+            binding.bind(user_function(module))
 
 
 def _children(module: nn.Module) -> list[nn.Module]:

@@ -1,4 +1,8 @@
-"""The computation of torch's layers as source code, from ``forward`` or from a table."""
+"""The computation of torch's layers as source code, from ``forward`` or from a table.
+
+A computation stands for the functions of torch that it replaces only as long as they are torch's
+own: a patch of one of them is called. So each computation lists what it replaces.
+"""
 
 import ast
 import inspect
@@ -16,11 +20,18 @@ from modkit._upstream import original_methods
 
 
 class Layer(NamedTuple):
-    """The computation of a layer, as source with ``self.name`` for attributes and ``x`` for the input.
+    """The computation of a layer, as source.
 
-    Torch's own path is taken unless ``condition`` holds of the attributes and ``input_condition``
-    of the input. ``functions`` of ``torch.nn.functional`` and ``methods`` are those that
-    ``expression`` replaces; ``arguments`` are those of ``forward``, the first one being ``x``.
+    In the source, ``self.name`` is an attribute and ``x`` the input.
+
+    Attributes:
+        expression: The result.
+        condition: True of the attributes, or torch's own path is taken.
+        input_condition: True of the input, or torch's own path is taken.
+        functions: Names in ``torch.nn.functional`` that the expression replaces. A patch of one of
+            them is called.
+        methods: Names of methods that the expression replaces, likewise.
+        arguments: Names of the arguments of ``forward``, the first one being ``x``.
     """
 
     expression: str
@@ -33,16 +44,18 @@ class Layer(NamedTuple):
     @property
     def names(self) -> list[str]:
         """The names of the attributes."""
-        texts = f"{self.condition} {self.expression} {self.input_condition}"
-        return list(dict.fromkeys(re.findall(r"\bself\.(\w+)", texts)))
+        source = f"{self.condition} {self.expression} {self.input_condition}"
+        return list(dict.fromkeys(re.findall(r"\bself\.(\w+)", source)))
 
 
 def _of_dimension(n: int) -> dict[type[nn.Module], Layer]:
     """Return the layers that torch has for 1, 2 and 3 dimensions."""
     zeros = "self.padding_mode == 'zeros'"
     inputs = "x, self.weight, self.bias, self.stride, self.padding"
+    # None means a cumulative average; in evaluation mode the kernel does not use it.
     momentum = "0.0 if self.momentum is None else self.momentum"
     statistics = "self.running_mean, self.running_var"
+
     return {
         getattr(nn, f"Conv{n}d"): Layer(
             f"F.conv{n}d({inputs}, self.dilation, self.groups)", zeros, methods=("_conv_forward",)
@@ -53,7 +66,8 @@ def _of_dimension(n: int) -> dict[type[nn.Module], Layer]:
             methods=("_output_padding",),
         ),
         getattr(nn, f"BatchNorm{n}d"): Layer(
-            f"torch.batch_norm(x, self.weight, self.bias, {statistics}, False, {momentum}, self.eps, cudnn)",
+            f"torch.batch_norm(x, self.weight, self.bias, {statistics},"
+            f" False, {momentum}, self.eps, cudnn)",
             "not self.training and self.running_mean is not None and self.running_var is not None"
             " and self.eps >= 0.0",
             f"x.dim() == {n + 2}" + (" or x.dim() == 2" if n == 1 else ""),
@@ -70,6 +84,10 @@ def _of_dimension(n: int) -> dict[type[nn.Module], Layer]:
 
 
 def _cell(function: str, state: str = "hx.dim() == 2") -> Layer:
+    """Return a recurrent cell: a kernel, and the condition for its state.
+
+    A cell without a state, or with inputs that are not batched, takes torch's own path.
+    """
     return Layer(
         f"{function}(x, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)",
         input_condition=f"x.dim() == 2 and hx is not None and {state}",
@@ -78,16 +96,28 @@ def _cell(function: str, state: str = "hx.dim() == 2") -> Layer:
 
 
 def _recurrent(call: str, state: str) -> Layer:
+    """Return a recurrent layer, whose kernel gets the arguments in place of ``...``.
+
+    Without a state, with packed sequences and with projections, torch's own path is taken.
+    """
     given = "x, hx, self._flat_weights, self.bias, self.num_layers, self.dropout, self.training"
-    size = "(self.num_layers * (1 + self.bidirectional), x.size(1 - self.batch_first), self.hidden_size)"
-    checks = ("forward_args", "input", "hidden_size")
+    layers = "self.num_layers * (1 + self.bidirectional)"
+    size = f"({layers}, x.size(1 - self.batch_first), self.hidden_size)"
+
     return Layer(
         call.replace("...", f"{given}, self.bidirectional, self.batch_first"),
+        # Torch's ``forward`` first renews its list of weights where one of them was replaced.
         condition="self.proj_size == 0 and"
         " all(map(is_same, self._flat_weights, map(d0.get, self._flat_weights_names)))",
         input_condition="type(x) is torch.Tensor and x.dim() == 3 and x.size(2) == self.input_size"
         f" and x.dtype is self._flat_weights[0].dtype and {state.replace('SIZE', size)}",
-        methods=("_update_flat_weights", "permute_hidden", *(f"check_{name}" for name in checks)),
+        methods=(
+            "_update_flat_weights",
+            "permute_hidden",
+            "check_forward_args",
+            "check_input",
+            "check_hidden_size",
+        ),
         arguments=("x", "hx"),
     )
 
@@ -133,6 +163,7 @@ _LAYERS: Final[dict[type[nn.Module], Layer]] = {
     ),
     nn.Dropout: Layer(
         "x",
+        # Modes of ``__torch_function__`` and of dispatch see the call that does nothing.
         condition="self.training is False and 0.0 <= self.p <= 1.0 and self.inplace is not None"
         " and not modes_are_active()",
         functions=("dropout",),
@@ -146,11 +177,20 @@ def _is_of_torch(function: Any) -> bool:
     return file.startswith(nn.__path__[0]) and not hasattr(function, "__wrapped__")
 
 
-FUNCTIONS: Final = {name: getattr(F, name) for one in _LAYERS.values() for name in one.functions}
+# The functions of torch that the table replaces, as they were before any patch.
+FUNCTIONS: Final = {
+    name: getattr(F, name) for layer in _LAYERS.values() for name in layer.functions
+}
 
 
 class Kind(NamedTuple):
-    """The computation of a class, and the functions of the class that it replaces."""
+    """The computation of a class, and the functions of the class that it replaces.
+
+    Attributes:
+        layer: The computation.
+        forward: The ``forward`` of the class, to notice a patch.
+        methods: The other methods that the computation replaces, by name.
+    """
 
     layer: Layer
     forward: Callable[..., Any]
@@ -159,27 +199,34 @@ class Kind(NamedTuple):
 
 @cache
 def _read(forward: Callable[..., Any]) -> Layer | None:
-    """Read a computation from the source of ``forward``, if that is one expression."""
+    """Read a computation from the source of ``forward``, if that is one expression.
+
+    This keeps up with the releases of torch: what a layer computes is written there alone.
+    """
     try:
         definition: Any = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
     except (OSError, SyntaxError):
         return None
+
     *before, last = definition.body
     arguments = definition.args
     only_text = all(isinstance(getattr(line, "value", None), ast.Constant) for line in before)
     plain = not (arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults)
     if not only_text or not plain or not isinstance(last, ast.Return) or last.value is None:
         return None
+
     itself, first, *others = (argument.arg for argument in arguments.args)
-    known = {itself: "self", first: "x"}
-    known.update((name, name) for name in (*others, "F", "torch", "float"))
+    # The names that the expression may use, and those that the generated source has for them.
+    renamed = {itself: "self", first: "x"}
+    renamed.update((name, name) for name in (*others, "F", "torch", "float"))
     for node in ast.walk(last.value):
+        # A method may do anything, and an override of it must be called.
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(f"{itself}."):
             return None
         if isinstance(node, ast.Name):
-            if node.id not in known:
+            if node.id not in renamed:
                 return None
-            node.id = known[node.id]
+            node.id = renamed[node.id]
     return Layer(ast.unparse(last.value), arguments=("x", *others))
 
 
@@ -191,43 +238,75 @@ def _kind_of(cls: Any) -> Kind | None:
     is_lazy = issubclass(cls, LazyModuleMixin)
     if owner is nn.Module or is_lazy or not _is_of_torch(forward) or not is_standard(cls):
         return None
+
     # BatchNorm2d inherits ``forward``, so the class of the table need not be its owner.
-    known: Any = next((base for base in cls.__mro__ if base in _LAYERS), None)
-    layer = _LAYERS[known] if known is not None and known.forward is forward else _read(forward)
+    listed: Any = next((base for base in cls.__mro__ if base in _LAYERS), None)
+    layer = _LAYERS[listed] if listed is not None and listed.forward is forward else _read(forward)
+    # A property or a class attribute would not be found in the instance's dict.
     if layer is None or any(hasattr(cls, name) for name in layer.names):
         return None
+
     methods: Any = tuple((name, getattr(cls, name, None)) for name in layer.methods)
-    if not all(_is_of_torch(value) and value is getattr(known, name) for name, value in methods):
+    if not all(_is_of_torch(value) and value is getattr(listed, name) for name, value in methods):
         return None
     if not all(_is_of_torch(FUNCTIONS[name]) for name in layer.functions):
         return None
     return Kind(layer, forward, methods)
 
 
+# ``lru_cache`` loses the signature.
 kind_of: Final = cast("Callable[[type], Kind | None]", _kind_of)
 CONTAINER: Final = Kind(Layer("x"), nn.Sequential.forward, (("__iter__", nn.Sequential.__iter__),))
 
 
 def is_container(cls: Any) -> bool:
-    """Return True if modules of a class pass their input through their children, one by one."""
+    """Return True if modules of a class pass their input through their children, one by one.
+
+    Args:
+        cls: A class of modules.
+
+    Returns:
+        True for ``Sequential``, and for subclasses that call their children as it does.
+    """
     functions = [("forward", CONTAINER.forward), *CONTAINER.methods]
     same = all(getattr(cls, name, None) is function for name, function in functions)
     return same and _is_of_torch(CONTAINER.forward) and is_standard(cls)
 
 
 def has_own_forward(cls: Any) -> bool:
-    """Return True if a class implements ``forward``, and leaves to torch how it is called."""
+    """Return True if a class implements ``forward``, and leaves to torch how it is called.
+
+    Args:
+        cls: A class of modules.
+
+    Returns:
+        False for a class that inherits the ``forward`` of ``Module``, which raises.
+    """
     return is_standard(cls) and not _has(cls, "forward")
 
 
 def is_standard(cls: Any) -> bool:
-    """Return True if a class has torch's own call path and attribute access."""
+    """Return True if a class has torch's own call path and attribute access.
+
+    Args:
+        cls: A class of modules.
+
+    Returns:
+        False if it overrides a method of either.
+    """
     called_by_torch = _has(cls, "__call__", "_call_impl", "_compiled_call_impl")
     return called_by_torch and finds_members_as_torch(cls)
 
 
 def finds_members_as_torch(cls: Any) -> bool:
-    """Return True if a class overrides neither ``__getattr__`` nor ``__getattribute__``."""
+    """Return True if a class overrides neither ``__getattr__`` nor ``__getattribute__``.
+
+    Args:
+        cls: A class of modules.
+
+    Returns:
+        False if members may be found in another way than in torch's tables.
+    """
     return _has(cls, "__getattr__") and cls.__getattribute__ is object.__getattribute__
 
 

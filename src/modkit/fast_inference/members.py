@@ -18,7 +18,13 @@ _OVERRIDES: Final = ("__getstate__", "__deepcopy__", "_replicate_for_data_parall
 
 
 class Table(dict[str, Any]):
-    """Replaces a table of members; forwards every change to it and to ``__dict__``."""
+    """Replaces a table of members; forwards every change to it and to ``__dict__``.
+
+    Attributes:
+        binding: The entries of the block in the module, updated at each change.
+        original: The table of the module outside of the block, which stays up to date.
+        changed: True from the first change on; functions of containers then take torch's path.
+    """
 
     __slots__ = ("binding", "changed", "original")
 
@@ -30,7 +36,7 @@ class Table(dict[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         # ``Module.__setattr__`` asks this before it sets an attribute: here, to replace a whole
-        # table.
+        # table, which nothing would follow from then on. The block gives this module up.
         if name in _REPLACED:
             self.binding.close()
         return super().__contains__(name)
@@ -45,10 +51,13 @@ class Table(dict[str, Any]):
 
 
 def _followed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of dict that also brings the other two places up to date."""
+
     def change(self: Table, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         finally:
+            # After an error as well: ``update`` may have entered a part of its argument.
             self.changed = True
             self.original.clear()
             self.original.update(self)
@@ -62,7 +71,13 @@ for _name in ("clear", "pop", "popitem", "setdefault", "update", "__setitem__", 
 
 
 class Binding:
-    """The entries of ``fast_inference`` in one module, and the number of blocks that use them."""
+    """The entries of ``fast_inference`` in one module, and the number of blocks that use them.
+
+    Attributes:
+        module: The module.
+        fold: The function of a folded layer, if it is one.
+        users: The number of blocks; the last one that is left removes the entries.
+    """
 
     def __init__(self, module: nn.Module, fold: Callable[..., Any] | None) -> None:
         self.module: nn.Module = module
@@ -90,26 +105,40 @@ class Binding:
 
     def mirror(self) -> None:
         """Update the members in ``__dict__`` from the tables."""
-        state, cls, mirrored = self._state, type(self.module), self._mirrored
         if not self._is_open:
             return
+
+        state = self._state
+        cls = type(self.module)
+        mirrored = self._mirrored
+        # A parametrization, which may come inside the block, gives the module a class with a copy
+        # of ``__dict__`` as it is.
         if hasattr(cls, "__deepcopy__"):
             state["__deepcopy__"] = self.deepcopy
         members: dict[str, Any] = {}
         for table in map(state.get, _TABLES):
             if type(table) is Table:
                 members.update(table)
+
+        # Entries that the user has written over are left alone; ``state`` is never a member.
         for name in [name for name in mirrored if name not in members]:
             value = mirrored.pop(name)
             if state.get(name, state) is value:
                 del state[name]
+
+        # A name that Python finds in the class, or as a plain attribute, hides a member outside,
+        # too.
         for name, value in members.items():
             is_free = str(name).isidentifier() and name not in state and not hasattr(cls, name)
             if name in mirrored or is_free:
                 state[name] = mirrored[name] = value
 
     def bind(self, call: Callable[..., Any] | None) -> None:
-        """Set the function that torch calls instead of the hooks and ``forward``."""
+        """Set the function that torch calls instead of the hooks and ``forward``.
+
+        Args:
+            call: The function; None for a module that has none.
+        """
         if call is not None and self._is_open:
             self._call = self._state[CALL_SLOT] = call
 
@@ -117,13 +146,17 @@ class Binding:
         """Remove everything; changes by the user stay."""
         state = self._state
         self._is_open = False
+
         if self._call is not None and state.get(CALL_SLOT) is self._call:
             del state[CALL_SLOT]
-        self._call = None  # breaks a reference cycle through the tables
+        # Breaks a reference cycle through the tables.
+        self._call = None
+
         while self._mirrored:
             name, value = self._mirrored.popitem()
             if state.get(name, state) is value:
                 del state[name]
+
         for key in _TABLES:
             table = state.get(key)
             if type(table) is Table:
@@ -133,7 +166,11 @@ class Binding:
                 del state[key]
 
     def state_of_copies(self) -> Any:
-        """Return the module's state outside the block, for copies and pickles."""
+        """Return the module's state outside the block, for copies and pickles.
+
+        Returns:
+            What ``__getstate__`` of the class returns, without entries of the block.
+        """
         state: Any = type(self.module).__getstate__(self.module)
         if not isinstance(state, dict):
             return state
@@ -148,6 +185,12 @@ class Binding:
         """Copy the module without the block's entries.
 
         The ``__deepcopy__`` of parametrized classes copies ``__dict__`` as it is.
+
+        Args:
+            memo: The memo of ``copy.deepcopy``.
+
+        Returns:
+            The copy.
         """
         ours = self._entries()
         for key in ours:
@@ -168,9 +211,13 @@ class Binding:
         }
 
     def refuse_to_replicate(self) -> NoReturn:
-        """Raise, since replicas copy ``__dict__`` with the members of this module."""
+        """Raise, since replicas copy ``__dict__`` with the members of this module.
+
+        Raises:
+            RuntimeError: Always.
+        """
         name = type(self.module).__name__
         raise RuntimeError(
-            f"DataParallel cannot replicate {name} inside fast_inference(): the replicas would use the "
-            "weights of the original. Use fast_inference() for a model on one device."
+            f"DataParallel cannot replicate {name} inside fast_inference(): the replicas would use "
+            "the weights of the original. Use fast_inference() for a model on one device."
         )

@@ -31,6 +31,8 @@ _TENSORS: Final = frozenset({"weight", "bias", "running"})
 
 _CALL_IMPL: Final = _upstream.original_methods["_call_impl"]
 
+# The globals of the generated source. Modules of torch are looked up at each call, so that a patch
+# of one of their functions is called; functions are compared with, or cannot be patched.
 _NAMESPACE: Final[dict[str, Any]] = {
     "F": F,
     "_VF": _upstream.recurrent_kernels,
@@ -48,6 +50,7 @@ _NAMESPACE: Final[dict[str, Any]] = {
     **{f"{name}_of_torch": function for name, function in FUNCTIONS.items()},
 }
 
+# README.md shows what this becomes for ``Sequential(Linear, ReLU)``.
 _SOURCE: Final = """
 def make({parameters}):
     def call({signature}, /, *args, **kwargs):
@@ -68,7 +71,12 @@ def make({parameters}):
 
 
 class Step(NamedTuple):
-    """A layer of a run, or a container whose layers follow."""
+    """A layer of a run, or a container whose layers follow.
+
+    Attributes:
+        module: The layer or container.
+        kind: Its computation; a container has one that does nothing.
+    """
 
     module: nn.Module
     kind: Kind
@@ -78,13 +86,25 @@ class Step(NamedTuple):
 def _maker(shape: Shape, parameters: tuple[str, ...], owned: bool, runs: bool) -> Call:
     """Generate and compile the factory of a run's function.
 
-    The source uses the names in ``parameters``. A function that is ``owned`` belongs to the first
-    module; if it ``runs``, its argument ``run`` computes the result.
+    A closure in plain Python would loop over the layers and read their attributes by name, which
+    takes as long as torch's own calls. The source has a local variable for each attribute and one
+    line for each layer. Sequences of the same classes share it: what differs are the arguments of
+    the factory.
+
+    Args:
+        shape: The computation of each step, and the number of its class.
+        parameters: The names of modules, dicts, classes and functions that the source uses.
+        owned: Whether the function is that of the first module, whose own path is the plain one.
+        runs: Whether the argument ``run`` computes the result.
+
+    Returns:
+        The function ``make`` of the source.
     """
     arguments = shape[0][0].layer.arguments
     names = [(name, i) for i, (kind, _) in enumerate(shape) for name in kind.layer.names]
     loads = [f"{name}_{i} = d{i}[{name!r}]" for name, i in names]
     steps = "; ".join([*_steps(shape, owned), "return run(x)" if runs else "return x"])
+
     # Functions are looked up once for each run, so replaced ones are called.
     for name in dict.fromkeys(re.findall(r"\b(?:F|torch)\.\w+", steps)):
         local = name.replace(".", "_")
@@ -92,6 +112,7 @@ def _maker(shape: Shape, parameters: tuple[str, ...], owned: bool, runs: bool) -
         steps = re.sub(rf"\b{re.escape(name)}\b", local, steps)
     if "cudnn" in steps:
         loads.append("cudnn = cudnn_is_enabled()")
+
     source = _SOURCE.format(
         plain="m0._call_impl" if owned else "plain",
         signature=", ".join(f"{name}=MISSING" for name in arguments),
@@ -102,7 +123,10 @@ def _maker(shape: Shape, parameters: tuple[str, ...], owned: bool, runs: bool) -
         checks=f"\n{' ' * 16}or ".join(_checks(shape, parameters, not runs, owned)),
         steps=steps,
     )
-    exec(source, namespace := dict(_NAMESPACE))  # noqa: S102 - written here
+    # The source has no text of the user: names of attributes and classes are those of torch's
+    # layers.
+    namespace = dict(_NAMESPACE)
+    exec(source, namespace)  # noqa: S102
     return cast("Call", namespace["make"])
 
 
@@ -110,6 +134,8 @@ def _steps(shape: Shape, owned: bool) -> Iterator[str]:
     """Yield the operations of a run."""
     for i, (kind, _) in enumerate(shape):
         value = _numbered(kind.layer.expression, i)
+        # The condition of the first input is among the checks, if torch's own path is that of one
+        # layer. Further inputs are known when the run has begun, so such a layer is called.
         if kind.layer.input_condition and not (owned and i == 0):
             value = f"({value}) if {_numbered(kind.layer.input_condition, i)} else m{i}(x)"
         if value != "x":
@@ -119,26 +145,34 @@ def _steps(shape: Shape, owned: bool) -> Iterator[str]:
 def _checks(shape: Shape, parameters: Sequence[str], slots: bool, owned: bool) -> Iterator[str]:
     """Yield the conditions of taking torch's own path, global ones first."""
     first = shape[0][0].layer.input_condition
+    # Global hooks and tracing, then patches of each class.
     yield "hooks._global_forward_hooks or hooks._global_forward_pre_hooks"
     yield "jit_trace._trace_module_map is not None"
     for kind, number in dict.fromkeys(shape):
         yield f"k{number}._call_impl is not CALL_IMPL or k{number}.forward is not f{number}"
         yield from (f"k{number}.{name} is not f{number}{name}" for name, _ in kind.methods)
         # A module that is called on its own has been through ``__call__``.
-        yield from [f"k{number}.__call__ is not CALL"] if len(shape) > 1 else []
+        if len(shape) > 1:
+            yield f"k{number}.__call__ is not CALL"
+
+    # Then the state of each module: its hooks, its class, and what is set on it.
     backward = "hooks._global_backward_hooks or hooks._global_backward_pre_hooks"
     for i, (kind, number) in enumerate(shape):
         yield f"d{i}['_forward_hooks'] or d{i}['_forward_pre_hooks']"
         backward += f" or d{i}['_backward_hooks'] or d{i}['_backward_pre_hooks']"
         yield f"type(m{i}) is not k{number} or 'forward' in d{i} or '_call_impl' in d{i}"
         if slots and (i or not owned):
-            known = f" and d{i}[{CALL_SLOT!r}] is not c{i}" if f"c{i}" in parameters else ""
-            yield f"{CALL_SLOT!r} in d{i}{known}"
+            # Its slot is empty, or has the function that was there when this one was made.
+            unchanged = f" and d{i}[{CALL_SLOT!r}] is not c{i}" if f"c{i}" in parameters else ""
+            yield f"{CALL_SLOT!r} in d{i}{unchanged}"
         if kind is CONTAINER:
             yield f"d{i}['_modules'] is not t{i} or t{i}.changed"
         if kind.layer.condition:
             yield f"not ({_numbered(kind.layer.condition, i)})"
-    yield f"is_grad_enabled() and ({backward})"  # they have no effect otherwise
+    # Backward hooks have no effect otherwise.
+    yield f"is_grad_enabled() and ({backward})"
+
+    # The functions of torch that expressions replace: patches of them, and tensor subclasses.
     functions = dict.fromkeys(name for kind, _ in shape for name in kind.layer.functions)
     yield from (f"F.{name} is not {name}_of_torch" for name in functions)
     if functions or any(kind.layer.input_condition for kind, _ in shape):
@@ -149,17 +183,23 @@ def _checks(shape: Shape, parameters: Sequence[str], slots: bool, owned: bool) -
         yield f"not ({_numbered(first, 0)})"
 
 
-def _numbered(text: str, number: int) -> str:
+def _numbered(source: str, number: int) -> str:
     """Replace each ``self.name`` by the variable of that name and step."""
-    return re.sub(r"\bself\.(\w+)", rf"\1_{number}", text)
+    return re.sub(r"\bself\.(\w+)", rf"\1_{number}", source)
 
 
 def function_of(steps: Sequence[Step], plain: Call | None = None, run: Call | None = None) -> Call:
-    """Return the function of a run; among ``steps``, a container comes before its layers.
+    """Return the function of a run.
 
-    ``plain`` computes the same by calls of modules, by default the first module's own path; ``run``
-    computes the result in place of the steps.
+    Args:
+        steps: The layers, and before those of a container the container itself.
+        plain: Computes the same by calls of modules, by default the first module's own path.
+        run: Computes the result in place of the steps.
+
+    Returns:
+        The function, which takes the arguments of the first layer.
     """
+    # Each class gets a number; the checks of a class are made once for all of its layers.
     numbers: dict[type, int] = {}
     values: dict[str, Any] = {"plain": plain, "run": run}
     for i, (module, kind) in enumerate(steps):
@@ -172,6 +212,7 @@ def function_of(steps: Sequence[Step], plain: Call | None = None, run: Call | No
             values[f"t{i}"] = state["_modules"]
         if CALL_SLOT in state:
             values[f"c{i}"] = state[CALL_SLOT]
+
     shape = tuple((step.kind, numbers[type(step.module)]) for step in steps)
     function: Any = _maker(shape, tuple(values), plain is None, run is not None)(**values)
     _upstream.skip_code(function.__code__)
@@ -179,11 +220,17 @@ def function_of(steps: Sequence[Step], plain: Call | None = None, run: Call | No
 
 
 def user_function(module: nn.Module) -> Call:
-    """Return the function of a module that implements ``forward``: it calls that, if there are no hooks.
+    """Return the function of a module that implements ``forward``.
 
     It reads at each call what ``Module._call_impl`` reads, and leaves the call to that if it finds
     hooks, an override or tracing. Tables are looked up again, because libraries replace as well as
     fill them.
+
+    Args:
+        module: The module.
+
+    Returns:
+        The function, which calls ``forward``.
     """
     state = module.__dict__
 
@@ -205,6 +252,7 @@ def user_function(module: nn.Module) -> Call:
         except KeyError:
             # Torch's own path finds a table in the class, or says which one is missing.
             differs = True
+
         if differs:
             return module._call_impl(*args, **kwargs)
         return module.forward(*args, **kwargs)
@@ -213,7 +261,16 @@ def user_function(module: nn.Module) -> Call:
 
 
 def container_function(module: nn.Module, covered: set[int]) -> Call | None:
-    """Return the function of a container; add the modules in its runs to ``covered``."""
+    """Return the function of a container.
+
+    Args:
+        module: The container.
+        covered: Gets the identities of the modules in its runs.
+
+    Returns:
+        One run if that is possible, or a function that calls runs and other modules one by one;
+        None if the container is left to torch.
+    """
     table = module.__dict__.get("_modules")
     if type(table) is not Table or None in table.values():
         return None
@@ -221,13 +278,16 @@ def container_function(module: nn.Module, covered: set[int]) -> Call | None:
     if steps is not None:
         covered.update(id(step.module) for step in steps)
         return function_of(steps)
-    parts, size = list(_parts(list(table.values()), covered)), len(table)
+
+    calls = list(_calls(list(table.values()), covered))
+    size = len(table)
 
     def run(x: Any) -> Any:
         done = 0
-        for part, count in parts:
-            x = part(x)
+        for call, count in calls:
+            x = call(x)
             done += count
+            # A child may change the container that is running; torch's loop notices it likewise.
             if table.changed:
                 if len(table) != size:
                     raise RuntimeError("dictionary changed size during iteration")
@@ -242,11 +302,13 @@ def _flat(module: nn.Module, depth: int = 0) -> list[Step] | None:
     table = module.__dict__.get("_modules")
     if depth > _LONGEST or (type(table) is Table and table.binding.fold is not None):
         return None
+
     kind = kind_of(type(module))
     if kind is not None:
         return [Step(module, kind)] if len(kind.layer.arguments) == 1 else None
     if not is_container(type(module)) or type(table) is not Table:
         return None
+
     steps = [Step(module, CONTAINER)]
     for child in module._modules.values():
         below = None if child is None else _flat(child, depth + 1)
@@ -256,26 +318,35 @@ def _flat(module: nn.Module, depth: int = 0) -> list[Step] | None:
     return steps
 
 
-def _parts(children: list[nn.Module], covered: set[int]) -> Iterator[tuple[Call, int]]:
-    """Yield runs of as many layers as possible, and other modules, each with its number of children."""
+def _calls(children: list[nn.Module], covered: set[int]) -> Iterator[tuple[Call, int]]:
+    """Yield runs of as many layers as possible, and other modules.
+
+    Each comes with the number of children that it stands for.
+    """
     steps: list[Step] = []
     members: list[nn.Module] = []
+    # None ends the last run.
     for child in [*children, None]:
         below = None if child is None else _flat(child)
+
         if members and (below is None or len(steps) + len(below) > _LONGEST):
             if len(members) > 1:
                 covered.update(id(step.module) for step in steps)
                 yield function_of(steps, partial(_one_by_one, members)), len(members)
             else:
                 yield members[0], 1
-            steps, members = [], []
+            steps = []
+            members = []
+
         if child is not None and below is not None:
-            steps, members = steps + below, [*members, child]
+            steps = steps + below
+            members = [*members, child]
         elif child is not None:
             yield child, 1
 
 
 def _one_by_one(modules: Sequence[nn.Module], x: Any) -> Any:
+    """Call one module after the other."""
     for module in modules:
         x = module(x)
     return x
