@@ -7,7 +7,7 @@ import click
 import torch
 
 from modkit.cli import _tables as ui
-from modkit.compat.model import TargetError, _found_at
+from modkit.compat.model import TargetError, object_at
 from modkit.errors import MigrationError
 from modkit.migrations.files import migrate_file, plan_file
 
@@ -67,7 +67,7 @@ def migrate(
         raise FileExistsError(f"{output} exists; --overwrite replaces it")
     try:
         with torch.device("meta"):
-            model = _found_at(target)()
+            model = object_at(target)()
     except TargetError as error:
         raise click.UsageError(str(error)) from error
 

@@ -1,4 +1,7 @@
-"""Build a user's model on torch and on modkit, each in its own process, and compare the two."""
+"""Build a user's model on torch and on modkit, each in its own process, and compare the two.
+
+Two processes, because a package that is imported twice in one registers its operators twice.
+"""
 
 import copy
 import importlib.util
@@ -28,6 +31,7 @@ from modkit.compat.swap import swap_source
 
 
 _SHAPE: Final = re.compile(r"\d+(,\d+)*")
+# Attributes of layers that have the number of features, or channels, of the input.
 _SIZES: Final = ("in_features", "in_channels", "num_features", "input_size")
 _LOADING: Final = "loading the state dict of the other"
 Inputs = tuple[Sequence[Any], Mapping[str, Any]]
@@ -38,7 +42,15 @@ class TargetError(Exception):
 
 
 class Target(NamedTuple):
-    """A model to build: the arguments of ``modkit compat``."""
+    """A model to build: the arguments of ``modkit compat``.
+
+    Attributes:
+        path: ``package.module:Class`` or ``path/to/script.py:factory``.
+        args: Arguments of the class or factory.
+        kwargs: Keyword arguments of it.
+        inputs: Shapes such as ``1,3,224,224``, or one path to a function that returns inputs.
+        swap: Packages to rewrite besides that of ``path``.
+    """
 
     path: str
     args: Sequence[Any] = ()
@@ -51,6 +63,14 @@ class _Loader(SourceFileLoader):
     """Compiles the rewritten source; cached bytecode is that of the original source."""
 
     def get_code(self, fullname: str) -> CodeType:
+        """Return the code of a module, compiled anew.
+
+        Args:
+            fullname: The name of the module.
+
+        Returns:
+            The code, with the line numbers of the original source.
+        """
         path = self.get_filename(fullname)
         source = importlib.util.decode_source(self.get_data(path))
         code: CodeType = compile(swap_source(source), path, "exec", dont_inherit=True)
@@ -58,7 +78,11 @@ class _Loader(SourceFileLoader):
 
 
 class Swap(MetaPathFinder):
-    """Imports the packages of a target with modkit in place of ``torch.nn``."""
+    """Imports the packages of a target with modkit in place of ``torch.nn``.
+
+    Args:
+        target: The model to build.
+    """
 
     def __init__(self, target: Target) -> None:
         home = target.path.rpartition(":")[0]
@@ -67,7 +91,16 @@ class Swap(MetaPathFinder):
         self._packages = {package, *target.swap} - {"torch", "modkit"}
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of a source file in one of the packages."""
+        """Return the spec of a source file in one of the packages.
+
+        Args:
+            fullname: The name of the module to import.
+            path: Where to look, if it is in a package.
+            target: As for all finders; not used.
+
+        Returns:
+            A spec whose loader rewrites the source; None for other modules.
+        """
         if not any(f"{fullname}.".startswith(f"{package}.") for package in self._packages):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
@@ -76,34 +109,61 @@ class Swap(MetaPathFinder):
         return spec
 
 
-def _found_at(path: str) -> Any:
+def object_at(path: str) -> Any:
+    """Import a class or function from a package or script.
+
+    Args:
+        path: ``package.module:name`` or ``path/to/script.py:name``.
+
+    Returns:
+        Something callable.
+
+    Raises:
+        TargetError: There is no such file, module or name, or it is not callable.
+    """
     home, _, name = path.rpartition(":")
     if not home or not name:
         raise TargetError(f"{path!r} is neither package.module:Class nor path/to/script.py:factory")
+
     folder = Path.cwd()
     if home.endswith(".py"):
         if not Path(home).is_file():
             raise TargetError(f"there is no file {home}")
-        folder, home = Path(home).resolve().parent, Path(home).stem
+        script = Path(home).resolve()
+        folder, home = script.parent, script.stem
+
+    # As Python does for a script: it may import files beside it.
     sys.path.insert(0, str(folder))
     try:
         module = importlib.import_module(home)
     except ModuleNotFoundError as error:
+        # A module that the user's code lacks is an error of that code.
         if f"{home}.".startswith(f"{error.name}."):
             raise TargetError(f"there is no module {error.name}") from error
         raise
+
     try:
-        found: Any = attrgetter(name)(module)
+        target: Any = attrgetter(name)(module)
     except AttributeError as error:
         raise TargetError(f"{home} has no {name}") from error
-    if not callable(found):
+    if not callable(target):
         raise TargetError(f"{path} is not callable")
-    return found
+    return target
 
 
 def build(target: Target) -> torch.nn.Module:
-    """Build the model with a fixed seed."""
-    make = _found_at(target.path)
+    """Build the model with a fixed seed.
+
+    Args:
+        target: The model to build.
+
+    Returns:
+        The model.
+
+    Raises:
+        TargetError: There is no such class or function, or it does not return a module.
+    """
+    make = object_at(target.path)
     torch.manual_seed(0)
     model = make(*target.args, **(target.kwargs or {}))
     if not isinstance(model, torch.nn.Module):
@@ -112,20 +172,33 @@ def build(target: Target) -> torch.nn.Module:
 
 
 def inputs_of(target: Target, model: torch.nn.Module) -> Inputs | None:
-    """Return positional and keyword inputs, or None if the layers do not tell their shape."""
+    """Return the inputs of a model: the user's, or some for its first layers.
+
+    Args:
+        target: The model to build.
+        model: The model.
+
+    Returns:
+        Positional and keyword inputs; None if the layers do not tell which shape they take.
+
+    Raises:
+        TargetError: There is no such function.
+    """
     torch.manual_seed(1)
     if target.inputs and all(map(_SHAPE.fullmatch, target.inputs)):
-        return [torch.randn([int(n) for n in text.split(",")]) for text in target.inputs], {}
+        return [torch.randn([int(n) for n in shape.split(",")]) for shape in target.inputs], {}
     if target.inputs:
-        made = _found_at(target.inputs[0])()
+        made = object_at(target.inputs[0])()
         if isinstance(made, Mapping):
             return (), made
         return made if isinstance(made, (list, tuple)) else (made,), {}
+
     for layer in model.modules():
         if isinstance(layer, torch.nn.Embedding):
             return (torch.randint(layer.num_embeddings, (2, 8)),), {}
         for size in (getattr(layer, name, None) for name in _SIZES):
             if isinstance(size, int):
+                # Conv2d and its like take two more dimensions.
                 rank = re.search(r"([123])d$", type(layer).__name__)
                 return (torch.randn(2, size, *[32] * int(rank[1] if rank else 0)),), {}
     return None
@@ -133,19 +206,28 @@ def inputs_of(target: Target, model: torch.nn.Module) -> Inputs | None:
 
 def _described(inputs: Inputs | None) -> str:
     """Return types and shapes of inputs."""
+
+    def described(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        return type(value).__name__
+
     args, kwargs = inputs or ((), {})
-    named = [*(("", each) for each in args), *((f"{name}=", each) for name, each in kwargs.items())]
-    texts = [
-        f"{name}{str(each.dtype)[6:]} {tuple(each.shape)}"
-        if isinstance(each, Tensor)
-        else f"{name}{type(each).__name__}"
-        for name, each in named
-    ]
-    return ", ".join(texts) or "nothing"
+    words = [described(value) for value in args]
+    words += [f"{name}={described(value)}" for name, value in kwargs.items()]
+    return ", ".join(words) or "nothing"
 
 
 def checks(model: torch.nn.Module, inputs: Inputs | None) -> dict[str, Callable[[], Any] | None]:
-    """Return the functions whose outcomes are compared; None is skipped."""
+    """Return the functions whose outcomes are compared.
+
+    Args:
+        model: The model; checks may train copies of it, and change its mode.
+        inputs: Positional and keyword inputs, or None.
+
+    Returns:
+        The functions by the name of the check; None is skipped, as it needs inputs.
+    """
     args, kwargs = inputs or ((), {})
 
     def call(module: Any) -> Any:
@@ -153,14 +235,14 @@ def checks(model: torch.nn.Module, inputs: Inputs | None) -> dict[str, Callable[
 
     def trained() -> Any:
         net = copy.deepcopy(model).train()
-        found = leaves(call(net))
-        losses = [t.abs().sum() for t in found if isinstance(t, Tensor) and t.requires_grad]
+        outputs = leaves(call(net))
+        losses = [t.abs().sum() for t in outputs if isinstance(t, Tensor) and t.requires_grad]
         torch.stack(losses).sum().backward()
-        return found, net
+        return outputs, net
 
     def traced() -> Any:
-        found = torch.fx.symbolic_trace(model)
-        return found.code, call(found)
+        graph = torch.fx.symbolic_trace(model)
+        return graph.code, call(graph)
 
     def exported() -> Any:
         program = torch.export.export(model, tuple(args), dict(kwargs))
@@ -188,12 +270,25 @@ def _checked(function: Callable[[], Any] | None) -> Outcome:
     """Run one check. Only the first line of an error counts: others show frames of Python."""
     if function is None:
         return "skipped", "no --input, and the first layers do not say which shape they take", []
+    # Warnings are left out: they name lines of the library.
     kind, *rest, _ = outcome(function)
-    return kind, *(each.partition("\n")[0] if kind == "raises" else each for each in rest), []
+    if kind == "raises":
+        rest = [line.partition("\n")[0] for line in rest]
+    return kind, *rest, []
 
 
 def side(connection: Connection, name: Literal["torch", "modkit"], target: Target) -> None:
-    """Build and check the model for one library, then load the state dict that is received."""
+    """Build and check the model for one library, then load the state dict that is received.
+
+    This is the main function of a process. It sends the number of modules, the outcomes and the
+    state dict, or an exception; after it has received the state dict of the other side, it sends
+    the outcome of loading that.
+
+    Args:
+        connection: The connection to the process of the command line.
+        name: The library.
+        target: The model to build.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The command line ends this process.
     os.dup2(2, 1)  # Output of the user's code is not part of the report.
     if name == "modkit":
@@ -202,25 +297,39 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
         model = build(target)
         inputs = inputs_of(target, model)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-        text = f"the model cannot be built on {name}: {type(error).__name__}: {error}"
-        connection.send(error if isinstance(error, TargetError) else RuntimeError(text))
+        reason = f"the model cannot be built on {name}: {type(error).__name__}: {error}"
+        connection.send(error if isinstance(error, TargetError) else RuntimeError(reason))
         return
+
     base = Library(name).nn.Module
-    classes = [type(each).__mro__ for each in model.modules()]
-    found = {each: _checked(function) for each, function in checks(model, inputs).items()}
+    bases = [type(module).__mro__ for module in model.modules()]
+    outcomes = {check: _checked(function) for check, function in checks(model, inputs).items()}
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
-    count = f"{len(classes)} modules, {sum(base in each for each in classes)} of modkit's Module"
+
+    count = f"{len(bases)} modules, {sum(base in mro for mro in bases)} of modkit's Module"
     made = "" if target.inputs or inputs is None else ", made for its first layers"
     count = f"{count}; called with {_described(inputs)}{made}"
-    connection.send((count, found, file.getvalue()))
+    connection.send((count, outcomes, file.getvalue()))
+
     state = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
     connection.send(_checked(lambda: [str(model.load_state_dict(state)), model.state_dict()]))
 
 
 def compare(target: Target) -> tuple[str, list[Result]]:
-    """Build the model on torch and on modkit, and return a title and the results."""
-    # In one process, a package that is imported twice would register its operators twice.
+    """Build the model on torch and on modkit, and compare.
+
+    Args:
+        target: The model to build.
+
+    Returns:
+        A title, and a result for each check.
+
+    Raises:
+        TargetError: The target or the inputs do not exist.
+        RuntimeError: The model cannot be built on torch, or a process ended.
+    """
+    # Not forked: a new process has imported nothing of the user's.
     context = multiprocessing.get_context("spawn")
     connections: list[Connection] = []
     with ExitStack() as stack:
@@ -232,25 +341,33 @@ def compare(target: Target) -> tuple[str, list[Result]]:
             stack.callback(process.join)
             stack.callback(process.terminate)
             theirs.close()
-        one, other = connections
+
+        of_torch, of_modkit = connections
         try:
-            if isinstance(first := one.recv(), Exception):
+            first = of_torch.recv()
+            if isinstance(first, Exception):
                 raise first
-            if isinstance(second := other.recv(), Exception):
+            second = of_modkit.recv()
+            if isinstance(second, Exception):
                 built: Outcome = ("returns", "a model", [])
                 failed: Outcome = ("raises", str(second), [])
                 return target.path, [Result("model", "construction", "unlisted", built, failed)]
-            (_, left, left_state), (count, right, right_state) = first, second
-            one.send_bytes(right_state)
-            other.send_bytes(left_state)
-            left[_LOADING], right[_LOADING] = one.recv(), other.recv()
+
+            _, left, left_state = first
+            count, right, right_state = second
+            of_torch.send_bytes(right_state)
+            of_modkit.send_bytes(left_state)
+            left[_LOADING] = of_torch.recv()
+            right[_LOADING] = of_modkit.recv()
         except EOFError:
             raise RuntimeError("the process that ran the model ended early") from None
+
     results = [_result(check, left[check], right[check]) for check in left]
     return f"{target.path}: {count}", results
 
 
 def _result(check: str, left: Outcome, right: Outcome) -> Result:
+    """Compare two outcomes; errors that are equal have compared nothing."""
     kind = "equal" if left == right else "unlisted"
     if kind == "equal" and left[0] == "raises":
         kind = NOT_COMPARED
@@ -261,7 +378,13 @@ def failed(results: Sequence[Result]) -> bool:
     """Return True if a check differs, or the model could not be called or loaded on either side.
 
     ``torch.compile``, ``torch.fx`` and ``torch.export`` refuse many models, which is not a failure.
+
+    Args:
+        results: A result for each check.
+
+    Returns:
+        True if the command must fail.
     """
-    kinds = {each.case: each.kind for each in results}
+    kinds = {result.case: result.kind for result in results}
     needed = [kind for check, kind in kinds.items() if not check.startswith("torch.")]
     return "unlisted" in kinds.values() or NOT_COMPARED in needed

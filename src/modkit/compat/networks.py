@@ -7,7 +7,17 @@ from torch import Tensor
 
 
 def define(nn: Any, home: str) -> dict[str, type]:
-    """Return the classes, derived from ``nn.Module``; they say that they are from module ``home``."""
+    """Define the networks for one library.
+
+    The base class is known only when this is called, so the classes are made here.
+
+    Args:
+        nn: ``torch.nn`` or ``modkit.nn``.
+        home: The name of the module that the classes say they are from, for pickles.
+
+    Returns:
+        The classes by name.
+    """
 
     class Block(nn.Module):
         def __init__(self, gain: float = 1.0) -> None:

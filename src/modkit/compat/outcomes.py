@@ -18,7 +18,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from modkit.compat.networks import define
 
 
-SHOWN: Final = 8  # elements beside the digest of a tensor
+# Up to this many elements are shown beside the digest of a tensor.
+SHOWN: Final = 8
+# "returns" or "raises", the frozen value or the type and text of the exception, and the warnings.
 Outcome = tuple[Any, ...]
 # torch and modkit deprecate TorchScript in different words; dynamo warns once for each guard.
 _UNCOMPARED: Final = ("TorchScript", "torch.jit", "Guards may run slower")
@@ -28,7 +30,11 @@ _ADDRESS: Final = re.compile(r"0x[0-9a-f]{6,}|(?<=object_at_)\d+")
 
 @dataclass(frozen=True)
 class Library:
-    """torch or modkit, as users import them: ``lib.nn`` is ``torch.nn`` or ``modkit.nn``."""
+    """torch or modkit, as users import them: ``lib.nn`` is ``torch.nn`` or ``modkit.nn``.
+
+    Attributes:
+        name: The name of the package.
+    """
 
     name: Literal["torch", "modkit"]
 
@@ -39,7 +45,7 @@ class Library:
 
     @property
     def nets(self) -> Any:
-        """The networks of the behaviours, in their own module, so that they can be pickled."""
+        """The networks of the behaviors, in their own module, so that they can be pickled."""
         name = f"nets_on_{self.name}"
         if name not in sys.modules:
             sys.modules[name] = types.ModuleType(name)
@@ -47,76 +53,116 @@ class Library:
         return sys.modules[name]
 
     def net(self) -> Any:
-        """Return a new standard network, bitwise identical each time."""
+        """Return a new standard network, bitwise identical each time.
+
+        Returns:
+            The network, in training mode.
+        """
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(1)
             return self.nets.Net()
 
 
 def plain(text: str) -> str:
-    """Return a text without addresses, and with one name for the networks of both libraries."""
+    """Return a text without addresses, and with one name for the networks of both libraries.
+
+    Args:
+        text: The text of an exception, a warning or a ``repr()``.
+
+    Returns:
+        The text that is compared.
+    """
     return _ADDRESS.sub("0x", re.sub(r"nets_on_(torch|modkit)", "nets", text))
 
 
 def _digest(tensor: torch.Tensor) -> str:
     """Return a digest of the elements in row-major order."""
-    if tensor.is_meta or tensor.is_nested:
-        return "meta" if tensor.is_meta else "nested"
+    if tensor.is_meta:
+        return "meta"
+    if tensor.is_nested:
+        return "nested"
+
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     dense = dense.dequantize() if dense.is_quantized else dense
     # A clone, since a tensor of one element counts as contiguous whatever its stride is.
     flat = dense.cpu().resolve_conj().clone(memory_format=torch.contiguous_format)
     if not flat.numel():
         return "empty"
+    # From memory, since NumPy need not be there.
     content = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
     return hashlib.sha256(memoryview(content)).hexdigest()[:16]
 
 
-def _freeze_tensor(tensor: torch.Tensor) -> str:
+def freeze_tensor(tensor: torch.Tensor) -> str:
+    """Describe a tensor: kind, dtype, device, shape, bits, and whether it requires grad.
+
+    Args:
+        tensor: Any tensor; its strides do not count.
+
+    Returns:
+        A line of text, with the elements if there are few.
+    """
     kind = "Parameter" if isinstance(tensor, torch.nn.Parameter) else "Tensor"
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         return f"uninitialized {kind} {tensor.dtype}"
-    small = tensor.numel() <= SHOWN and not (tensor.is_meta or tensor.is_sparse)
-    return (
-        f"{kind} {tensor.dtype} {tensor.device} {tuple(tensor.shape)} {_digest(tensor)}"
-        f"{' requires grad' * tensor.requires_grad}{f' {tensor.tolist()}' if small else ''}"
-    )
+
+    words: list[object] = [kind, tensor.dtype, tensor.device, tuple(tensor.shape), _digest(tensor)]
+    if tensor.requires_grad:
+        words.append("requires grad")
+    if tensor.numel() <= SHOWN and not (tensor.is_meta or tensor.is_sparse):
+        words.append(tensor.tolist())
+    return " ".join(map(str, words))
 
 
 def _freeze_module(module: torch.nn.Module) -> dict[str, Any]:
+    """Describe a tree: text, classes, modes, members with their gradients, and hooks."""
     modules = dict(module.named_modules(remove_duplicate=False))
     parameters = module.named_parameters(remove_duplicate=False)
     tensors: dict[str, torch.Tensor] = {**dict(parameters), **dict(module.named_buffers())}
+
     hooks = {
-        name: [len(value) for key, value in vars(one).items() if "_hooks" in key and value]
-        for name, one in modules.items()
+        name: [len(table) for key, table in vars(child).items() if "_hooks" in key and table]
+        for name, child in modules.items()
     }
-    gradients = {name: each.grad for name, each in tensors.items() if each.is_leaf}
+    # Other tensors warn when they are asked for a gradient.
+    gradients = {name: tensor.grad for name, tensor in tensors.items() if tensor.is_leaf}
+
     return {
         "text": plain(repr(module)),
-        "modules": {name: (type(one).__name__, one.training) for name, one in modules.items()},
+        "modules": {
+            name: (type(child).__name__, child.training) for name, child in modules.items()
+        },
         "tensors": freeze(tensors),
-        "gradients": {name: freeze(each) for name, each in gradients.items() if each is not None},
+        "gradients": {name: freeze(grad) for name, grad in gradients.items() if grad is not None},
         "state": list(module.state_dict()),
         "hooks": {name: sizes for name, sizes in hooks.items() if sizes},
     }
 
 
 def freeze(value: Any) -> Any:
-    """Turn a value into plain data that compares bitwise."""
+    """Turn a value into plain data that compares bitwise.
+
+    Args:
+        value: What a function returns. An iterator is used up.
+
+    Returns:
+        Text, numbers, lists and dicts. Objects of both libraries that mean the same are equal.
+    """
     if isinstance(value, torch.Tensor):
-        return _freeze_tensor(value)
+        return freeze_tensor(value)
     if isinstance(value, torch.nn.Module):
         return _freeze_module(value)
+
     if isinstance(value, collections.abc.Mapping):
-        return {f"{freeze(key)}": freeze(each) for key, each in value.items()}
+        return {f"{freeze(key)}": freeze(entry) for key, entry in value.items()}
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, map(freeze, value)))
     if isinstance(value, collections.abc.Iterator):
-        return [freeze(each) for each in value]
+        return [freeze(item) for item in value]
     if isinstance(value, (list, tuple)):
-        frozen = [freeze(each) for each in value]
+        frozen = [freeze(item) for item in value]
         return frozen if type(value) in {list, tuple} else (type(value).__name__, frozen)
+
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return value.__qualname__
     shows: object = type(value).__repr__
@@ -126,33 +172,63 @@ def freeze(value: Any) -> Any:
 
 
 def leaves(value: Any) -> list[Any]:
-    """Return the values in nested mappings, lists and tuples."""
+    """Return the values in nested mappings, lists and tuples.
+
+    Args:
+        value: What a network returns.
+
+    Returns:
+        The values, of any type.
+    """
     if isinstance(value, collections.abc.Mapping):
         value = list(value.values())
     if not isinstance(value, (list, tuple)):
         return [value]
-    return [leaf for each in value for leaf in leaves(each)]
+    return [leaf for item in value for leaf in leaves(item)]
 
 
 def outcome(function: Callable[..., Any], *arguments: Any) -> Outcome:
-    """Call a function and return its frozen value or exception, and then its warnings."""
+    """Call a function and return its frozen value or exception, and then its warnings.
+
+    The random state is that of a fixed seed. Notes that modkit adds to exceptions are not compared.
+
+    Args:
+        function: Any function.
+        *arguments: Its arguments.
+
+    Returns:
+        ``("returns", value, warnings)`` or ``("raises", type, text, warnings)``.
+    """
     torch.default_generator.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            found: Outcome = ("returns", freeze(function(*arguments)))
+            result: Outcome = ("returns", freeze(function(*arguments)))
         except Exception as error:  # noqa: BLE001 - the exception is the outcome
-            found = ("raises", type(error).__name__, plain(str(error)))
-    texts = (plain(str(one.message)) for one in caught)
-    return *found, [text for text in texts if not any(part in text for part in _UNCOMPARED)]
+            result = ("raises", type(error).__name__, plain(str(error)))
+
+    warned = [plain(str(warning.message)) for warning in caught]
+    compared = [message for message in warned if not any(word in message for word in _UNCOMPARED)]
+    return *result, compared
 
 
-def difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    """Return the first place at which two frozen values differ, and both values."""
-    if type(one) is type(other) and isinstance(one, (dict, list, tuple)):
-        if isinstance(one, dict) and list(one) != list(other):
-            return difference(list(one), list(other), f"{path} keys")
-        for key in one if isinstance(one, dict) else range(min(len(one), len(other))):
-            if (found := difference(one[key], other[key], f"{path}/{key}")) is not None:
-                return found
-    return None if one == other else (path, one, other)
+def difference(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any] | None:
+    """Return the first place at which two frozen values differ, and both values.
+
+    Args:
+        left: A frozen value.
+        right: Another one.
+        path: The place of both in the values that are compared.
+
+    Returns:
+        The path and the values there; None if they are equal.
+    """
+    if type(left) is type(right) and isinstance(left, (dict, list, tuple)):
+        if isinstance(left, dict) and list(left) != list(right):
+            return difference(list(left), list(right), f"{path} keys")
+
+        for key in left if isinstance(left, dict) else range(min(len(left), len(right))):
+            place = difference(left[key], right[key], f"{path}/{key}")
+            if place is not None:
+                return place
+    return None if left == right else (path, left, right)

@@ -1,4 +1,4 @@
-"""Run the shared behaviors with torch and with modkit, and report results as tables, JSON or a page."""
+"""Run the shared behaviors with torch and with modkit, and report the results."""
 
 import html
 import platform
@@ -15,6 +15,7 @@ from modkit.compat.behaviours.differences import DIFFERENCES
 from modkit.compat.outcomes import Library, Outcome, difference, freeze, outcome
 
 
+# Longer values are cut in tables.
 SHOWN: Final = 400
 # Shared behaviors may raise; a check of a model that raises on both sides has compared nothing.
 NOT_COMPARED: Final = "not compared"
@@ -26,7 +27,16 @@ td,th{border:1px solid #8886;padding:.3em .6em;text-align:left;overflow-wrap:any
 
 
 class Result(NamedTuple):
-    """Both outcomes of a case, one of ``KINDS``, and the reason for a difference."""
+    """Both outcomes of a case.
+
+    Attributes:
+        area: Subject of the case.
+        case: Its name.
+        kind: One of ``KINDS``.
+        torch: The outcome with torch.
+        modkit: The outcome with modkit.
+        reason: Why the difference is listed, or what is wrong with the list.
+    """
 
     area: str
     case: str
@@ -37,45 +47,81 @@ class Result(NamedTuple):
 
 
 def run_case(area: str, name: str, case: Case) -> Result:
-    """Run one case with both libraries."""
-    found = outcome(case, Library("torch")), outcome(case, Library("modkit"))
+    """Run one case with both libraries.
+
+    Args:
+        area: Subject of the case.
+        name: Its name.
+        case: A function of a ``Library``.
+
+    Returns:
+        Both outcomes. A listed difference that is gone, or is another one, counts as unlisted.
+    """
+    left = outcome(case, Library("torch"))
+    right = outcome(case, Library("modkit"))
+
     listed = DIFFERENCES.get(f"{area}: {name}")
     if listed is None:
-        return Result(area, name, "equal" if found[0] == found[1] else "unlisted", *found)
-    if found == tuple(("returns", freeze(each), []) for each in (listed.torch, listed.modkit)):
-        return Result(area, name, "listed", *found, listed.reason)
-    text = f"listed with {listed.torch!r} for torch and {listed.modkit!r} for modkit"
-    return Result(area, name, "unlisted", *found, text)
+        return Result(area, name, "equal" if left == right else "unlisted", left, right)
+
+    expected_left: Outcome = ("returns", freeze(listed.torch), [])
+    expected_right: Outcome = ("returns", freeze(listed.modkit), [])
+    if (left, right) == (expected_left, expected_right):
+        return Result(area, name, "listed", left, right, listed.reason)
+    reason = f"listed with {listed.torch!r} for torch and {listed.modkit!r} for modkit"
+    return Result(area, name, "unlisted", left, right, reason)
 
 
 def run(
-    chosen: Collection[str] = (), progress: Callable[[float], object] = lambda part: None
+    chosen: Collection[str] = (), progress: Callable[[float], object] = lambda fraction: None
 ) -> list[Result]:
-    """Run the cases of the chosen areas, by default all, and report the completed fraction."""
-    found = {name: cases for name, cases in areas().items() if not chosen or name in chosen}
-    cases = [(area, *case) for area, named in found.items() for case in named.items()]
+    """Run the cases of some areas.
+
+    Args:
+        chosen: Names of areas, by default all.
+        progress: Called after each case with the completed fraction.
+
+    Returns:
+        A result for each case.
+    """
+    cases = [
+        (area, name, case)
+        for area, named_cases in areas().items()
+        for name, case in named_cases.items()
+        if not chosen or area in chosen
+    ]
     results: list[Result] = []
-    for each in cases:
-        results.append(run_case(*each))
+    for area, name, case in cases:
+        results.append(run_case(area, name, case))
         progress(len(results) / len(cases))
     return results
 
 
 def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ... ({len(text)} characters)"
+    """Write a value in a table, cut if it is long."""
+    written = str(value)
+    if len(written) <= SHOWN:
+        return written
+    return f"{written[:SHOWN]} ... ({len(written)} characters)"
 
 
-def _said(found: Outcome) -> str:
-    kind, *rest, warned = found
-    return _short(f"{kind} {': '.join(map(str, rest))}{f', warns {warned}' if warned else ''}")
+def _sentence(result: Outcome) -> str:
+    """Write an outcome as a sentence."""
+    kind, *rest, warned = result
+    sentence = f"{kind} {': '.join(map(str, rest))}"
+    if warned:
+        sentence = f"{sentence}, warns {warned}"
+    return _short(sentence)
 
 
-def _differs(result: Result) -> tuple[str, ...]:
+def _differs(result: Result) -> tuple[str, str, str]:
     """Return where the outcomes of a case differ, and both values."""
-    one, other = result.torch, result.modkit
-    found = difference(one, other) if one[0] == other[0] else None
-    return (found[0], *map(_short, found[1:])) if found else ("", _said(one), _said(other))
+    left, right = result.torch, result.modkit
+    place = difference(left, right) if left[0] == right[0] else None
+    if place is None:
+        return "", _sentence(left), _sentence(right)
+    path, left_value, right_value = place
+    return path, _short(left_value), _short(right_value)
 
 
 def _verdict(result: Result) -> str:
@@ -83,27 +129,43 @@ def _verdict(result: Result) -> str:
         return "differs"
     if result.torch[0] == "skipped":
         return f"skipped: {result.torch[1]}"
-    return "equal" if result.kind == "equal" else f"{result.kind}: each {_said(result.torch)}"
+    if result.kind == "equal":
+        return "equal"
+    return f"{result.kind}: each {_sentence(result.torch)}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """The results of one comparison, shown by area or case by case."""
+    """The results of one comparison.
+
+    Attributes:
+        title: What was compared.
+        results: One for each case.
+        by_area: Whether tables have a row for each area, in place of one for each case.
+    """
 
     title: str
     results: Sequence[Result]
     by_area: bool
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Return the number of cases and of each kind by area; the sum comes last."""
-        found: dict[str, dict[str, int]] = {}
-        for area in [*dict.fromkeys(each.area for each in self.results), "all"]:
-            kinds = [each.kind for each in self.results if area in {each.area, "all"}]
-            found[area] = {"cases": len(kinds), **{kind: kinds.count(kind) for kind in KINDS}}
-        return found
+        """Return the number of cases and of each kind by area.
+
+        Returns:
+            The numbers by area; the sum comes last, as ``all``.
+        """
+        counts: dict[str, dict[str, int]] = {}
+        for area in [*dict.fromkeys(result.area for result in self.results), "all"]:
+            kinds = [result.kind for result in self.results if area in {result.area, "all"}]
+            counts[area] = {"cases": len(kinds), **{kind: kinds.count(kind) for kind in KINDS}}
+        return counts
 
     def tables(self) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
-        """Yield title, headings and rows of each table."""
+        """Yield each table.
+
+        Yields:
+            Title, headings and rows.
+        """
         versions = ", ".join(map(" ".join, self.versions().items()))
         if self.by_area:
             headings = ("area", "cases", "equal", "listed differences", "unlisted differences")
@@ -112,35 +174,61 @@ class Report:
             rows = [(area, *(str(row[kind]) for kind in shown)) for area, row in counts]
             yield versions, headings, rows
         else:
-            checks = [(each.case, _verdict(each)) for each in self.results]
+            checks = [(result.case, _verdict(result)) for result in self.results]
             yield f"{self.title} ({versions})", ("check", "result"), checks
+
         headings = ("case", "where", "torch", "modkit", "reason")
         for kind in ("unlisted", "listed"):
-            found = [each for each in self.results if each.kind == kind]
-            rows = [(f"{each.area}: {each.case}", *_differs(each), each.reason) for each in found]
+            rows = [
+                (f"{result.area}: {result.case}", *_differs(result), result.reason)
+                for result in self.results
+                if result.kind == kind
+            ]
             if rows:
                 yield f"{kind.capitalize()} differences", headings, rows
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of modkit, torch and Python."""
+        """Return the versions of modkit, torch and Python.
+
+        Returns:
+            The versions by name.
+        """
         python = platform.python_version()
         return {"modkit": __version__, "torch": torch.__version__, "Python": python}
 
     def as_json(self) -> dict[str, Any]:
-        """Return all results as plain data."""
+        """Return all results as plain data.
+
+        Returns:
+            The document that ``--json`` prints.
+        """
         results = [
-            {**each._asdict(), "torch": _said(each.torch), "modkit": _said(each.modkit)}
-            for each in self.results
+            {
+                **result._asdict(),
+                "torch": _sentence(result.torch),
+                "modkit": _sentence(result.modkit),
+            }
+            for result in self.results
         ]
-        facts = {"title": self.title, "versions": self.versions(), "areas": self.counts()}
-        return {**facts, "results": results}
+
+        return {
+            "title": self.title,
+            "versions": self.versions(),
+            "areas": self.counts(),
+            "results": results,
+        }
 
     def as_html(self) -> str:
-        """Return a self-contained page with all tables."""
-        parts = [_PAGE]
+        """Return a self-contained page with all tables.
+
+        Returns:
+            HTML; all texts are escaped.
+        """
+        lines = [_PAGE]
         for title, headings, rows in self.tables():
-            parts.append(f"<h1>{html.escape(title)}</h1>\n<table>")
+            lines.append(f"<h1>{html.escape(title)}</h1>\n<table>")
             for tag, row in [("th", headings), *(("td", row) for row in rows)]:
-                parts.append("".join(["<tr>", *(f"<{tag}>{html.escape(each)}" for each in row)]))
-            parts.append("</table>")
-        return "\n".join(parts)
+                cells = [f"<{tag}>{html.escape(cell)}" for cell in row]
+                lines.append("".join(["<tr>", *cells]))
+            lines.append("</table>")
+        return "\n".join(lines)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 
+# The namespaces that modkit has, too.
 ROOTS = ("torch.nn", "torch.jit", "torch.optim.swa_utils")
 # Start, end and replacement, in bytes of the source.
 Edit = tuple[int, int, str]
@@ -14,25 +15,44 @@ Edit = tuple[int, int, str]
 def swap_source(source: str) -> str:
     """Return the source with modkit in place of ``torch.nn``, ``torch.jit`` and ``swa_utils``.
 
-    Imports and attribute chains are rewritten; every statement stays on its line. Names that modkit
-    lacks and strings are not changed; before Python 3.12, f-strings neither.
+    Imports and attribute chains are rewritten, so ``import torch.nn as nn`` becomes ``import
+    modkit.nn as nn``, and ``torch.nn.Linear`` becomes ``modkit.nn.Linear``. Every statement stays
+    on its line. Names that modkit lacks are not changed, and neither are strings, such as the
+    target of ``mock.patch``; before Python 3.12, that holds for f-strings, too.
+
+    Args:
+        source: Python source of one file.
+
+    Returns:
+        The rewritten source; ``source`` itself if it uses none of these names.
+
+    Raises:
+        SyntaxError: The source cannot be parsed.
 
     Example:
         >>> print(swap_source("from torch import nn, optim"))
         from torch import optim; from modkit import nn
     """
-    tree, text = ast.parse(source), source.encode()
-    lines, uses = _Lines(text), list(_uses(tree))
+    tree = ast.parse(source)
+    # Syntax trees count columns in bytes.
+    content = source.encode()
+    lines = _Lines(content)
+    uses = list(_uses(tree))
+
     edits = {*_edits_of_imports(tree, lines)}
     edits |= {(*lines.span(name), replacement) for name, _, replacement in uses}
-    if needed := {_ours(root) for _, root, _ in uses}:
+    needed = {_ours(root) for _, root, _ in uses}
+    if needed:
         edits.add(lines.import_at_top(tree, f"import {', '.join(sorted(needed))}"))
+
+    # From the end on, so that the positions before an edit stay.
     for start, end, new in sorted(edits, reverse=True):
-        text = text[:start] + new.encode() + text[end:]
-    return text.decode()
+        content = content[:start] + new.encode() + content[end:]
+    return content.decode()
 
 
 def _ours(dotted: str) -> str:
+    """Return the name of modkit for one of torch."""
     return "modkit" + dotted.removeprefix("torch")
 
 
@@ -60,16 +80,33 @@ class _Lines:
             self.starts.append(self.starts[-1] + len(line) + 1)
 
     def span(self, node: ast.stmt | ast.expr | ast.alias) -> tuple[int, int]:
+        """Return where the text of a node starts and ends.
+
+        Args:
+            node: A node with a position.
+
+        Returns:
+            The offsets in bytes.
+        """
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         start = self.starts[node.lineno - 1] + node.col_offset
         return start, self.starts[node.end_lineno - 1] + node.end_col_offset
 
     def import_at_top(self, tree: ast.Module, statement: str) -> Edit:
-        """Return the edit that imports below the docstring and ``__future__``."""
+        """Return the edit that imports below the docstring and ``__future__``.
+
+        Args:
+            tree: The file.
+            statement: The import.
+
+        Returns:
+            An edit that adds no line, except above a file that begins with a compound statement.
+        """
         before = int(ast.get_docstring(tree, clean=False) is not None)
         while getattr(tree.body[before], "module", None) == "__future__":
             before += 1
+
         if before:
             _, end = self.span(tree.body[before - 1])
             return end, end, f"; {statement}"
@@ -77,6 +114,7 @@ class _Lines:
         if not hasattr(first, "body") and not hasattr(first, "cases"):
             start, _ = self.span(first)
             return start, start, f"{statement}; "
+
         # In front of a compound statement, on the line above it, which is blank or a comment.
         line = min(node.lineno for node in [first, *getattr(first, "decorator_list", [])])
         if line > 1:
@@ -93,6 +131,7 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _edits_of_imports(tree: ast.Module, lines: _Lines) -> Iterator[Edit]:
+    """Yield the edits of statements that import from a namespace."""
     for node in _walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -104,19 +143,24 @@ def _edits_of_imports(tree: ast.Module, lines: _Lines) -> Iterator[Edit]:
             ours = [alias for alias in node.names if _root_of(f"{node.module}.{alias.name}")]
             others = [alias for alias in node.names if alias not in ours]
             start, end = lines.span(node)
+
             if ours and others:
                 # Two statements on as many lines as the one had.
                 breaks = "\\\n" * lines.text[start:end].count(b"\n")
-                left, right = (", ".join(map(ast.unparse, each)) for each in (others, ours))
-                theirs = f"from {node.module} import {breaks}{left}"
-                yield start, end, f"{theirs}; from {_ours(node.module)} import {right}"
+                of_torch = ", ".join(map(ast.unparse, others))
+                of_modkit = ", ".join(map(ast.unparse, ours))
+                first = f"from {node.module} import {breaks}{of_torch}"
+                yield start, end, f"{first}; from {_ours(node.module)} import {of_modkit}"
             elif ours:
                 at = lines.text.index(b"torch", start)
                 yield at, at + len("torch"), "modkit"
 
 
 def _uses(tree: ast.Module) -> Iterator[tuple[ast.Name, str, str]]:
-    """Yield the first name of each attribute chain into a namespace, that root, and its replacement."""
+    """Yield each name that an attribute chain into a namespace starts with.
+
+    With it come the namespace, and the replacement of the name.
+    """
     bound = {"torch": "torch"}
     for node in _walk(tree):
         if isinstance(node, ast.Import):
@@ -124,19 +168,23 @@ def _uses(tree: ast.Module) -> Iterator[tuple[ast.Name, str, str]]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             bound.update({a.asname or a.name: f"{node.module}.{a.name}" for a in node.names})
     bound = {k: v for k, v in bound.items() if any(r.startswith(f"{v}.") for r in ROOTS)}
-    parts: set[ast.AST] = set()
+
+    inner_chains: set[ast.AST] = set()
     for node in _walk(tree):
-        if not isinstance(node, ast.Attribute) or node in parts:
+        if not isinstance(node, ast.Attribute) or node in inner_chains:
             continue
+
         names: list[str] = []
         inner: ast.expr = node
         while isinstance(inner, ast.Attribute):
-            parts.add(inner)
+            inner_chains.add(inner)
             names.insert(0, inner.attr)
             inner = inner.value
+
         if isinstance(inner, ast.Name) and inner.id in bound:
             dotted = ".".join([bound[inner.id], *names])
             root = _root_of(dotted)
+            # Assigning to ``torch.nn`` itself must not assign to modkit.
             assigned = dotted in ROOTS and not isinstance(node.ctx, ast.Load)
             if root and not assigned:
                 yield inner, root, _ours(bound[inner.id])

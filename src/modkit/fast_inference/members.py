@@ -111,8 +111,7 @@ class Binding:
         state = self._state
         cls = type(self.module)
         mirrored = self._mirrored
-        # A parametrization, which may come inside the block, gives the module a class with a copy
-        # of ``__dict__`` as it is.
+        # A parametrization, which may come inside the block, gives the module such a class.
         if hasattr(cls, "__deepcopy__"):
             state["__deepcopy__"] = self.deepcopy
         members: dict[str, Any] = {}

@@ -24,7 +24,15 @@ ISSUES: Final = "https://github.com/pytorch/pytorch/issues/"
 
 
 class Difference(NamedTuple):
-    """The reason of a difference, the case that shows it, and the results of torch and modkit."""
+    """A listed difference.
+
+    Attributes:
+        reason: What torch does | what modkit does.
+        case: A function of a ``Library`` that shows it.
+        torch: The result with torch.
+        modkit: The result with modkit.
+        upstream: The issue of torch, or of the library that ran into it.
+    """
 
     reason: str
     case: Case
@@ -34,11 +42,18 @@ class Difference(NamedTuple):
 
 
 def on(function: Callable[[Any], Any]) -> Case:
-    """Return the case of a function of the standard network; of a tuple, the last item is compared."""
+    """Return the case of a function of the standard network.
+
+    Args:
+        function: Returns a result, or a tuple whose last item is the result.
+
+    Returns:
+        The case.
+    """
 
     def case(lib: Any) -> Any:
-        found = tried(function, lib.net())
-        return found[-1] if isinstance(found, tuple) else found
+        result = tried(function, lib.net())
+        return result[-1] if isinstance(result, tuple) else result
 
     return case
 
@@ -119,9 +134,9 @@ DIFFERENCES: Final = {
         upstream=ISSUES + "77821",
     ),
     "state dict: a hook that removes itself": Difference(
-        'A state-dict or load hook that removes itself raises "OrderedDict mutated during iteration", as '
-        "does a registration hook | Hooks run over a snapshot of the table, except registration hooks "
-        "of buffers and of assigned modules",
+        "A state-dict or load hook that removes itself raises "
+        '"OrderedDict mutated during iteration", as does a registration hook | Hooks run over a '
+        "snapshot of the table, except registration hooks of buffers and of assigned modules",
         on(removes_itself),
         torch="RuntimeError: OrderedDict mutated during iteration",
         modkit=True,
@@ -181,8 +196,9 @@ DIFFERENCES: Final = {
         upstream=ISSUES + "102645",
     ),
     "averages: integer buffers": Difference(
-        "With `use_buffers=True`, integer, boolean and quantized buffers are averaged: truncated, wrapped "
-        "around, or an error | They are copied. Integer parameters are averaged as in torch",
+        "With `use_buffers=True`, integer, boolean and quantized buffers are averaged: truncated, "
+        "wrapped around, or an error | They are copied. "
+        "Integer parameters are averaged as in torch",
         lambda lib: averaged(lib, use_buffers=True).module.norm.num_batches_tracked.item(),
         torch=4,
         modkit=6,

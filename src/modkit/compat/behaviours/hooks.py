@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter, ReLU
 
-from modkit.compat.behaviours.cases import Cases, each, hooked, tried
+from modkit.compat.behaviours.cases import Cases, cases_of, hooked, tried
 from modkit.compat.behaviours.module import reloaded
 from modkit.compat.outcomes import Library, freeze, leaves
 
@@ -34,7 +34,7 @@ class Log(list[Any]):
         """Return a hook that records its arguments, and returns ``result``."""
 
         def hook(*arguments: Any, **kwargs: Any) -> Any:
-            shown = [type(one) if isinstance(one, Module) else one for one in arguments]
+            shown = [type(arg) if isinstance(arg, Module) else arg for arg in arguments]
             self.append((label, freeze(shown), freeze(kwargs)))
             return result(*arguments, **kwargs) if callable(result) else result
 
@@ -66,9 +66,9 @@ def called(
     module, log = scale(lib, forward), Log()
     handle = getattr(module, f"register_{method}")(log.hook("first"))
     hooked(module, method, log.hook("second", result), **options)
-    found = tried(module, X, bias=1.0)
+    with_both = tried(module, X, bias=1.0)
     handle.remove()
-    return found, tried(module, X), log, len(module._forward_hooks)
+    return with_both, tried(module, X), log, len(module._forward_hooks)
 
 
 def copied(lib: Library, make: Callable[[Any], Any]) -> Any:
@@ -115,9 +115,9 @@ def run_backward(
     hooked(net.right, method, log.hook("first"), log.hook("second", result), **options)
     hooked(net, method, log.hook("whole"))
     x = X.clone().requires_grad_()
-    found = leaves(net(x))
-    losses = torch.stack([t.square().sum() for t in found if isinstance(t, Tensor)])
-    return tried(losses.sum().backward), log, x.grad, net, found
+    outputs = leaves(net(x))
+    losses = torch.stack([t.square().sum() for t in outputs if isinstance(t, Tensor)])
+    return tried(losses.sum().backward), log, x.grad, net, outputs
 
 
 KINDS: Final = ("full_backward_hook", "full_backward_pre_hook", "backward_hook")
@@ -186,7 +186,7 @@ GLOBAL: Final[Any] = {
     "always_call": {"kinds": POST, "use": lambda m: m("x"), "always_call": True},
 }
 AREAS: Final[dict[str, Cases]] = {
-    "forward hooks": {**each(called, CALLS), **each(copied, COPIES)},
-    "backward hooks": each(run_backward, BACKWARD),
-    "registration and global hooks": each(for_all, GLOBAL),
+    "forward hooks": {**cases_of(called, CALLS), **cases_of(copied, COPIES)},
+    "backward hooks": cases_of(run_backward, BACKWARD),
+    "registration and global hooks": cases_of(for_all, GLOBAL),
 }

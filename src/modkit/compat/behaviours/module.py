@@ -62,11 +62,11 @@ def overridden(lib: Library, name: str, use: Any) -> Any:
 
     def override(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append((len(args), sorted(kwargs)))
-        return getattr(super(found, self), name)(*args, **kwargs)
+        return getattr(super(cls, self), name)(*args, **kwargs)
 
-    found = sub(lib, **{name: override, "forward": lambda self, x: x})
+    cls = sub(lib, **{name: override, "forward": lambda self, x: x})
     net = lib.net()
-    net.other = found()
+    net.other = cls()
     calls.clear()
     return use(net), calls
 

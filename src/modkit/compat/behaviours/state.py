@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch.nn import Parameter
 
-from modkit.compat.behaviours.cases import Cases, Uses, each, on_net, tried
+from modkit.compat.behaviours.cases import Cases, Uses, cases_of, on_net, tried
 from modkit.compat.behaviours.hooks import Log, fails
 from modkit.compat.behaviours.module import reloaded
 from modkit.compat.outcomes import Library
@@ -25,16 +25,17 @@ def load(lib: Library, changes: Any, **options: Any) -> Any:
     net = lib.net()
     state = {**{name: -value for name, value in net.state_dict().items()}, **changes}
     state = {name: value for name, value in state.items() if value is not None}
-    found = tried(net.load_state_dict, state, **options)
-    return found, None if isinstance(found, str) else net
+    result = tried(net.load_state_dict, state, **options)
+    # A refused load leaves more behind in torch: a listed difference.
+    return result, None if isinstance(result, str) else net
 
 
 def with_hook(lib: Library, kind: str, use: Any, result: Any = None) -> Any:
     """Use a network whose block has a hook."""
     net, log = lib.net(), Log()
-    getattr(net.again, f"{'_' * (kind[0] == '_')}register_{kind.strip('_')}")(
-        log.hook(kind, result)
-    )
+    # Private kinds have a private method.
+    method = f"_register{kind}" if kind.startswith("_") else f"register_{kind}"
+    getattr(net.again, method)(log.hook(kind, result))
     return tried(use, net), log
 
 
@@ -47,7 +48,7 @@ def with_part(lib: Library, use: Any, **members: Any) -> Any:
 
 def stores(module: Any, *arguments: Any) -> None:
     """Record the arguments of a method of a part."""
-    module.seen = [type(one) if isinstance(one, OrderedDict) else one for one in arguments]
+    module.seen = [type(arg) if isinstance(arg, OrderedDict) else arg for arg in arguments]
 
 
 def save(net: Any) -> Any:
@@ -91,8 +92,8 @@ SAVING_WITH_HOOKS: Final[Any] = {
 }
 ENTRIES: Final[Any] = {
     **{
-        f"{name}{', assign' * assign}": {"changes": changes, "assign": assign}
-        for assign in (False, True)
+        f"{name}{suffix}": {"changes": changes, "assign": assign}
+        for suffix, assign in (("", False), (", assign", True))
         for name, changes in {
             "all entries": {},
             "a missing key": {"offset": None},
@@ -136,13 +137,13 @@ LOADING_WITH_HOOKS: Final[Any] = {
 AREAS: Final[dict[str, Cases]] = {
     "state dict": {
         **on_net(SAVING),
-        **each(with_part, SAVING_A_PART),
-        **each(with_hook, SAVING_WITH_HOOKS),
+        **cases_of(with_part, SAVING_A_PART),
+        **cases_of(with_hook, SAVING_WITH_HOOKS),
     },
     "loading": {
-        **each(load, ENTRIES),
+        **cases_of(load, ENTRIES),
         **on_net(LOADING),
-        **each(with_part, LOADING_A_PART),
-        **each(with_hook, LOADING_WITH_HOOKS),
+        **cases_of(with_part, LOADING_A_PART),
+        **cases_of(with_hook, LOADING_WITH_HOOKS),
     },
 }

@@ -1,4 +1,4 @@
-"""Other parts of torch applied to modules: nn.utils, func, graphs, averages, third-party modules."""
+"""Other parts of torch applied to modules: nn.utils, func, graphs, averages, torch's own layers."""
 
 # The networks are known only when a library is chosen, so the lambdas take and return anything.
 # pyright: reportUnknownLambdaType=false
@@ -15,7 +15,7 @@ from torch.nn import utils
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import modkit
-from modkit.compat.behaviours.cases import Cases, Uses, each, hooked, on_net
+from modkit.compat.behaviours.cases import Cases, Uses, cases_of, hooked, on_net
 from modkit.compat.behaviours.hooks import mark
 from modkit.compat.behaviours.module import reloaded
 from modkit.compat.outcomes import Library
@@ -94,8 +94,8 @@ def exported(net: Any) -> Any:
 
 def traced(net: Any) -> Any:
     """Return the traced code of a network, and its output."""
-    found = fx.symbolic_trace(net)
-    return found.code, list(found.state_dict()), reloaded(found)(X)
+    graph = fx.symbolic_trace(net)
+    return graph.code, list(graph.state_dict()), reloaded(graph)(X)
 
 
 GRAPHS: Final[Uses] = {
@@ -117,8 +117,8 @@ GRAPHS: Final[Uses] = {
 
 def scripted(lib: Library, make: Callable[[Any, Any], Any]) -> Any:
     """Return the code of a compiled network, and its output."""
-    found = make(lib.jit, lib.net().eval())
-    return found.code, found(X), [name for name, _ in found.named_parameters()]
+    script = make(lib.jit, lib.net().eval())
+    return script.code, script(X), [name for name, _ in script.named_parameters()]
 
 
 JIT: Final[Uses] = {
@@ -195,8 +195,8 @@ def fast(lib: Library, *layers: nn.Module, use: Callable[[Any], Any] = lambda ne
     net = nn.Sequential(lib.net(), *copy.deepcopy(layers)).eval()
     scope = modkit.fast_inference(net) if lib.name == "modkit" else nullcontext()
     with torch.inference_mode(), scope:
-        found = [use(net), use(net)]
-    return found, net
+        results = [use(net), use(net)]
+    return results, net
 
 
 FAST: Final[Uses] = {
@@ -211,13 +211,16 @@ FAST: Final[Uses] = {
 
 def mixed(lib: Library, name: str, arguments: Any, shapes: Any) -> Any:
     """Train a layer of torch below a user's module, which is below a container of torch."""
-    part = lib.nets.Pair(getattr(lib.nn, name)(*arguments), lib.nets.Scale())
-    net = nn.Sequential(lib.nets.Scale(), part)
-    hooked(part.left, "full_backward_hook", mark)
-    found = part.left(*(net[0](torch.randn(shape)) for shape in shapes))
-    (found[0] if isinstance(found, tuple) else found).square().sum().backward()
+    pair = lib.nets.Pair(getattr(lib.nn, name)(*arguments), lib.nets.Scale())
+    net = nn.Sequential(lib.nets.Scale(), pair)
+    hooked(pair.left, "full_backward_hook", mark)
+
+    output = pair.left(*(net[0](torch.randn(shape)) for shape in shapes))
+    tensor = output[0] if isinstance(output, tuple) else output
+    tensor.square().sum().backward()
+
     reloaded(net).load_state_dict(net.state_dict())
-    return found, copy.deepcopy(net.double())
+    return output, copy.deepcopy(net.double())
 
 
 LAYERS: Final[tuple[tuple[Any, ...], ...]] = (
@@ -243,10 +246,10 @@ AREAS: Final[dict[str, Cases]] = {
     "functional_call and func": on_net(FUNCTIONAL),
     "compile, export, fx, jit": {**on_net(GRAPHS), **JIT},
     "averages": {
-        **each(averaged, AVERAGED),
-        **each(made, {name: {"name": name} for name in FUNCTIONS}),
-        **each(updated, UPDATED),
-        **each(swalr, SCHEDULES),
+        **cases_of(averaged, AVERAGED),
+        **cases_of(made, {name: {"name": name} for name in FUNCTIONS}),
+        **cases_of(updated, UPDATED),
+        **cases_of(swalr, SCHEDULES),
     },
     "fast_inference": FAST,
     "mixed trees": {
