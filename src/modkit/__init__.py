@@ -68,12 +68,23 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first access."""
+    """Import a public name on first access.
+
+    Args:
+        name: The name of an attribute that the module does not have yet.
+
+    Returns:
+        The public object, which is an attribute from then on.
+
+    Raises:
+        AttributeError: The name is not public.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _HOMES.get(name, name)
     module = importlib.import_module(f"{__name__}.{home}")
-    value = globals()[name] = module if home == name else getattr(module, name)
+    value = module if home == name else getattr(module, name)
+    globals()[name] = value
     return value
 
 

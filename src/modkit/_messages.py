@@ -9,6 +9,7 @@ from modkit._upstream import original_methods
 
 
 def _texts(code: CodeType) -> Iterator[str]:
+    """Yield the string constants of a code object, and of functions in it."""
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
@@ -17,13 +18,28 @@ def _texts(code: CodeType) -> Iterator[str]:
 
 
 def text_of(method: str, start: str) -> str:
-    """Return the text with these first words in a method of torch; empty if there is none."""
+    """Return an error text of a method of torch, as the installed release has it.
+
+    Args:
+        method: The name of a method of ``torch.nn.Module``.
+        start: The first words of the text.
+
+    Returns:
+        The text; empty if this release has none that starts so.
+    """
     code = getattr(original_methods[method], "__code__", None)
-    return next((text for text in _texts(code) if text.startswith(start)), "") if code else ""
+    if code is None:
+        return ""
+    return next((message for message in _texts(code) if message.startswith(start)), "")
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a line below the error's text, where the version of Python can show one."""
+    """Add a line below the error's text, where the version of Python can show one.
+
+    Args:
+        error: The exception, whose own text stays torch's.
+        note: What torch does not say.
+    """
     if sys.version_info >= (3, 11):
         error.add_note(note)
 
@@ -33,6 +49,12 @@ def install_extra(extra: str) -> str:
 
     Never by a name: on the package index, the name modkit belongs to another project, whose files
     would replace ours.
+
+    Args:
+        extra: The name of the extra in pyproject.toml.
+
+    Returns:
+        A sentence for the end of an error.
     """
     return (
         f'In a checkout of modkit, run `python -m pip install ".[{extra}]"`; with a wheel of it, '
@@ -55,22 +77,22 @@ MSG_WRITTEN_INSIDE: Final = (
 )
 
 MSG_WRITTEN_IN_VAIN: Final = (
-    "EMA: {name} was written to inside applied(), where it held a cast copy of its average; the change "
-    "is lost, and the training weights are restored"
+    "EMA: {name} was written to inside applied(), where it held a cast copy of its average; "
+    "the change is lost, and the training weights are restored"
 )
 
 MSG_CONVERTED_INSIDE: Final = (
-    "EMA: {name} was cast, moved or replaced inside applied(); the change is lost, and the training "
-    "weights are restored"
+    "EMA: {name} was cast, moved or replaced inside applied(); the change is lost, and the "
+    "training weights are restored"
 )
 
 MSG_REPLACED_INSIDE: Final = (
     "EMA: {name}, or its module, was replaced inside applied(); the members that were "
-    "registered before are back, with the training weights. To fuse layers, remove parametrizations or "
-    "assign parameters, take averaged_model()"
+    "registered before are back, with the training weights. To fuse layers, remove "
+    "parametrizations or assign parameters, take averaged_model()"
 )
 
 MSG_BUFFER_OPTION: Final = (
-    "If an evaluation may change this buffer, pass buffers={{'{name}': 'ignore'}}: it then keeps the "
-    "model's value"
+    "If an evaluation may change this buffer, pass buffers={{'{name}': 'ignore'}}: it then keeps "
+    "the model's value"
 )

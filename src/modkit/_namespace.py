@@ -22,6 +22,10 @@ def publish(path: str, *objects: object) -> None:
     """Set ``__module__`` of modkit's classes, their methods and functions to the public ``path``.
 
     Those that torch has at the same path, such as ``torch.nn.Module.to``, get torch's docstring.
+
+    Args:
+        path: The module that users import them from.
+        *objects: Classes and functions; other objects are left alone.
     """
     _publish(path, sys.modules.get(_torch_name(path)), objects)
 
@@ -63,7 +67,8 @@ def _show_docstring_of(replaced: object, function: Any) -> None:
 def publish_all(namespace: dict[str, Any]) -> None:
     """Publish the names in a module's ``__all__``, and let ``dir()`` list nothing else.
 
-    ``namespace`` is the module's ``globals()``; lazily imported names may be missing.
+    Args:
+        namespace: The module's ``globals()``; lazily imported names may be missing.
     """
     names = namespace["__all__"]
     publish(namespace["__name__"], *(namespace.get(name) for name in names))
@@ -72,6 +77,7 @@ def publish_all(namespace: dict[str, Any]) -> None:
 
 
 def _torch_name(name: str) -> str:
+    """Return the name of torch's module for one of modkit."""
     return "torch" + name.removeprefix("modkit")
 
 
@@ -122,18 +128,29 @@ class _View(types.ModuleType):
         )
 
 
-def _view_type(source: types.ModuleType, own: OwnNames, kept: Sequence[str]) -> type[_View]:
-    """Return a type of view with properties: ``__getattr__`` takes ten times as long."""
+def _view_type(source: types.ModuleType, own: OwnNames, plain: Sequence[str]) -> type[_View]:
+    """Return a type of view with properties: ``__getattr__`` takes ten times as long.
+
+    Names in ``plain`` are attributes of the view itself, which a property would hide.
+    """
     readers = {
         name: property(lambda _, name=name: getattr(source, name))  # type: ignore[misc]
         for name in vars(source)
-        if not name.startswith("__") and name not in kept
+        if not name.startswith("__") and name not in plain
     }
     return type("Namespace", (_View,), {**readers, "__own__": frozenset(own)})
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds ``modkit.nn.X`` where ``torch.nn.X`` is; consulted for names below one root only."""
+    """Finds ``modkit.nn.X`` where ``torch.nn.X`` is; consulted for names below one root only.
+
+    It stands first in ``sys.meta_path``: below an alias, such as ``modkit.nn.utils``, Python's own
+    finder would find the file of torch and load it a second time.
+
+    Args:
+        root: The package that is a view, ``modkit.nn`` for instance.
+        views: The names of its modules that are views, each with modkit's own names.
+    """
 
     def __init__(self, root: str, views: Mapping[str, OwnNames]) -> None:
         self._root = root
@@ -142,27 +159,48 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec for a module of torch's; None for a file of modkit."""
+        """Return a spec for a module of torch's; None for a file of modkit.
+
+        Args:
+            fullname: The name of the module to import.
+            path: The folders of its package.
+            target: As for all finders; not used.
+
+        Returns:
+            A spec that this loads, or None.
+        """
         if not fullname.startswith(f"{self._root}.") or (
             path is sys.modules[self._root].__path__
             and PathFinder.find_spec(fullname, path) is not None
         ):
             return None
+
         try:
-            found = importlib.util.find_spec(_torch_name(fullname))
+            spec = importlib.util.find_spec(_torch_name(fullname))
         except ModuleNotFoundError:
             return None
-        if found is None:
+        if spec is None:
             return None
-        package = found.submodule_search_locations is not None
-        return ModuleSpec(fullname, self, origin=found.origin, is_package=package)
+        is_package = spec.submodule_search_locations is not None
+        return ModuleSpec(fullname, self, origin=spec.origin, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
-        """Let Python create the module that becomes a view, or is discarded."""
+        """Let Python create the module that becomes a view, or is discarded.
+
+        Args:
+            spec: The spec of the module.
+
+        Returns:
+            None, which asks for an ordinary module.
+        """
         return None
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Turn ``module`` into a view, or replace it by torch's module."""
+        """Turn a new module into a view, or replace it by torch's module.
+
+        Args:
+            module: The module that is imported.
+        """
         name = module.__name__
         source = importlib.import_module(_torch_name(name))
         if name in self._views:
@@ -184,19 +222,34 @@ class _Finder(MetaPathFinder, Loader):
                     sys.modules.setdefault(ours, module)
 
     def become_view(self, module: types.ModuleType, source: types.ModuleType) -> None:
-        """Make ``module`` show ``source``, and import the views below it."""
-        own = self._views[module.__name__]
-        vars(module).update(own)
+        """Make a module show one of torch, and import the views below it.
+
+        Args:
+            module: The module of modkit.
+            source: The module of torch.
+        """
+        own_names = self._views[module.__name__]
+        vars(module).update(own_names)
+
         parents = [name.rpartition(".") for name in self._views]
         below = [name for parent, _, name in parents if parent == module.__name__]
         module.__doc__ = module.__doc__ or source.__doc__
-        module.__class__ = _view_type(source, own, [*own, *below, *vars(module)])
+        module.__class__ = _view_type(source, own_names, [*own_names, *below, *vars(module)])
         for name in below:
             importlib.import_module(f"{module.__name__}.{name}")
 
 
 def mirror(root: str, views: Mapping[str, OwnNames]) -> None:
-    """Make the package ``root`` a view of torch's; ``views`` has modkit's own names in each module."""
+    """Make a package a view of torch's package of that name.
+
+    This changes nothing of torch. It adds a finder to ``sys.meta_path``, and enters the loaded
+    modules of torch in ``sys.modules`` under modkit's names.
+
+    Args:
+        root: The package, ``modkit.nn`` for instance.
+        views: The names of its modules that are views, itself included, each with modkit's own
+            names and their values. All other modules below it are torch's own objects.
+    """
     finder = _Finder(root, views)
     sys.meta_path.insert(0, finder)
     finder.become_view(sys.modules[root], importlib.import_module(_torch_name(root)))

@@ -63,5 +63,12 @@ def descend(
 
 
 def refuse_cycle(module: torch.nn.Module) -> None:
-    """Raise what an endless recursion would end in, at once and with the reason."""
+    """Raise what an endless recursion would end in, at once and with the reason.
+
+    Args:
+        module: A module that is among its own parents.
+
+    Raises:
+        RecursionError: Always.
+    """
     raise RecursionError(MSG_CYCLE.format(name=type(module).__name__))

@@ -106,6 +106,10 @@ def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
     From XLA to XLA, ``Tensor.copy_`` and ``Tensor.clone`` share memory (torch_xla 2.9). An
     operation in place on the target then reuses it, and the source is lost. The result of an
     operation is not shared.
+
+    Args:
+        target: The tensor to write to.
+        source: A tensor of its shape.
     """
     target.copy_(torch.stack((source,))[0] if _IS_XLA(source) else source)
 
@@ -113,9 +117,14 @@ def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
 def copy_all_(
     targets: list[torch.Tensor], sources: list[torch.Tensor], *, mixed: bool = False
 ) -> None:
-    """Copy each tensor of a list, across dtypes and devices; with ``mixed``, a list has several devices.
+    """Copy each tensor of a list, across dtypes and devices.
 
     The list kernel raises or crashes for tensors of XLA beside tensors of other devices.
+
+    Args:
+        targets: The tensors to write to.
+        sources: A tensor for each target, of its shape.
+        mixed: Whether the tensors of a list may be on several devices.
     """
     checked = chain(targets, sources) if mixed else (targets[0], sources[0])
     if any(map(_IS_XLA, checked)):
@@ -129,16 +138,26 @@ ListCopier: TypeAlias = Callable[[list[torch.Tensor], list[torch.Tensor]], objec
 
 
 def copier(*devices: torch.device) -> ListCopier:
-    """Return what copies lists of tensors between devices: the kernel itself where it is safe."""
+    """Return what copies lists of tensors between devices: the kernel itself where it is safe.
+
+    Args:
+        *devices: The devices of targets and sources.
+
+    Returns:
+        A function of targets and sources.
+    """
     return copy_all_ if any(device.type == "xla" for device in devices) else _foreach_copy_
 
 
 def _as_torch_wrote_it(value: Any) -> Any:
-    # A function that was patched in before this import, by dynamo for instance, mostly has the one
-    # that it wraps in its closure.
+    """Return the function of torch behind a patch.
+
+    A function that was patched in before this import, by dynamo for instance, mostly has the one
+    that it wraps in its closure.
+    """
     while isinstance(value, FunctionType) and value.__code__.co_filename != module_globals.__file__:
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        value = next((found for found in cells if isinstance(found, FunctionType)), None)
+        value = next((content for content in cells if isinstance(content, FunctionType)), None)
     return value
 
 
@@ -155,15 +174,24 @@ layer_loaders = frozenset(
 
 
 def storage_identity(tensor: torch.Tensor) -> int:
-    """Return a number that tensors share if they share memory, meta tensors included."""
+    """Return a number that tensors share if they share memory, meta tensors included.
+
+    Args:
+        tensor: A tensor with a storage.
+
+    Returns:
+        The address of the storage's C++ object, valid while the storage lives.
+    """
     identity: int = tensor.untyped_storage()._cdata
     return identity
 
 
 def skip_code(code: CodeType, calls: str = "DEFAULT") -> None:
-    """Let dynamo run a code object, and functions defined in it, in eager mode, unless it traces the caller.
+    """Let dynamo run a code object in eager mode, unless it traces the caller.
 
-    ``calls`` is for what it calls: ``"DEFAULT"``, or ``"SKIP"`` for eager mode, too.
+    Args:
+        code: The code object; functions defined in it are included.
+        calls: The rule for what it calls: ``"DEFAULT"``, or ``"SKIP"`` for eager mode, too.
     """
     frames = cast("Any", torch._C)._dynamo.eval_frame
     actions = frames._FrameAction
@@ -180,6 +208,9 @@ def skip_frames(file: ModuleType) -> None:
 
     Dynamo traces them where compiled code calls them. Called after a graph break, they run as they
     are: a frame of its own would be one more graph, and tables of hooks in it would become copies.
+
+    Args:
+        file: The module of the file.
     """
     members = [*vars(file).values()]
     for cls in [member for member in members if isinstance(member, type)]:
@@ -195,9 +226,15 @@ def skip_frames(file: ModuleType) -> None:
 
 
 def never_compiled(function: FunctionT) -> FunctionT:
-    """Let dynamo run ``function``, and all that it calls, in eager mode: one graph break.
+    """Let dynamo run a function, and all that it calls, in eager mode: one graph break.
 
     Unlike ``torch.compiler.disable``, it neither imports dynamo nor adds a frame to eager calls.
+
+    Args:
+        function: The function.
+
+    Returns:
+        The function itself, so that this can decorate it.
     """
     skip_code(function.__code__, calls="SKIP")
     cast("Any", function)._torchdynamo_disable = True
@@ -219,7 +256,11 @@ def _frames() -> Iterator[FrameType]:
 
 
 def steps_in_progress() -> list[torch.optim.Optimizer]:
-    """Return the optimizers whose ``step()`` is running in this thread, innermost first."""
+    """Return the optimizers whose ``step()`` is running in this thread, innermost first.
+
+    Returns:
+        The optimizers, read from the frames of torch's wrapper around ``step()``.
+    """
     calls = (
         frame
         for frame in _frames()
@@ -229,31 +270,56 @@ def steps_in_progress() -> list[torch.optim.Optimizer]:
 
 
 def is_allocating_state() -> bool:
-    """Return True in a step by which ``torch.distributed.checkpoint`` allocates an optimizer's state.
+    """Return True in a step that trains nothing.
 
-    It sets learning rates and gradients to zero, and calls ``step(closure=None)``.
+    ``torch.distributed.checkpoint`` allocates an optimizer's state by one: it sets learning rates
+    and gradients to zero, and calls ``step(closure=None)``.
+
+    Returns:
+        True if the function that does so is on the stack.
     """
     return any(frame.f_code.co_name == _ALLOCATES_STATE for frame in _frames())
 
 
 def step_hooks(optimizer: object) -> object | None:
-    """Return the table of hooks before each step; wrappers share it with the optimizer inside."""
+    """Return the table of hooks before each step; wrappers share it with the optimizer inside.
+
+    Args:
+        optimizer: An optimizer, or an object around one.
+
+    Returns:
+        The table; None if there is none.
+    """
     return getattr(optimizer, "_optimizer_step_pre_hooks", None)
 
 
 def runs_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if torch has wrapped ``step()`` to run hooks, as ``Optimizer.__init__`` does."""
+    """Return True if torch has wrapped ``step()`` to run hooks, as ``Optimizer.__init__`` does.
+
+    Args:
+        optimizer: An optimizer.
+
+    Returns:
+        False for a class that replaces ``step`` later.
+    """
     return bool(getattr(type(optimizer).step, "hooked", False))
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
-    """Return a check that strided tensors keep their type, shape and address; None if torch has none.
+    """Return a check that strided tensors keep their type, shape and address.
 
     It fails under another grad mode or autocast.
+
+    Args:
+        tensors: The tensors.
+
+    Returns:
+        A function that returns True if they do; None if this release of torch has no such check.
     """
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     if not hasattr(guards, "TensorGuards"):
         return None
+
     sizes = [list(tensor.shape) for tensor in tensors]
     strides = [[None] * tensor.dim() for tensor in tensors]
     made = cast("Any", guards).TensorGuards(
@@ -263,15 +329,23 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
 
 
 def readable_globals() -> dict[str, Any]:
-    """Return the classes and functions that ``torch.load(weights_only=True)`` reads now, by name."""
+    """Return the classes and functions that ``torch.load(weights_only=True)`` reads now.
+
+    Returns:
+        The objects by name, those that the user allows included.
+    """
     theirs = cast("Any", torch)._weights_only_unpickler
     return {**theirs._get_allowed_globals(), **allowed_by_user()}
 
 
 def allowed_by_user() -> dict[str, Any]:
-    """Return what ``torch.serialization.safe_globals`` and ``add_safe_globals`` allow now, by name."""
-    found: dict[str, Any] = cast("Any", torch)._weights_only_unpickler._get_user_allowed_globals()
-    return found
+    """Return what ``torch.serialization.safe_globals`` and ``add_safe_globals`` allow now.
+
+    Returns:
+        The objects by name.
+    """
+    allowed: dict[str, Any] = cast("Any", torch)._weights_only_unpickler._get_user_allowed_globals()
+    return allowed
 
 
 def load_with_names(
@@ -279,14 +353,24 @@ def load_with_names(
 ) -> Any:
     """Load as ``torch.load(weights_only=True)`` does, with further names, from a path if mapped.
 
-    It changes nothing that other threads see.
+    It changes nothing that other threads see: torch's list of names belongs to the process, so a
+    copy of torch's function reads another one.
+
+    Args:
+        file: The file, open for reading.
+        map_location: Where tensors are loaded to, as for ``torch.load``.
+        names: Classes and functions that the file may name, besides those that torch allows.
+        mapped: The path to map into memory, in place of reading tensors; None to read them.
+
+    Returns:
+        The object in the file.
     """
     theirs: Any = cast("Any", torch)._weights_only_unpickler
     load = theirs.Unpickler.load
     scope = {**vars(theirs), "_get_user_allowed_globals": lambda: {**allowed_by_user(), **names}}
-    rest = load.__name__, load.__defaults__, load.__closure__
-    own = {"load": FunctionType(load.__code__, scope, *rest)}
-    module = SimpleNamespace(Unpickler=type("Unpickler", (theirs.Unpickler,), own))
+    copied = FunctionType(load.__code__, scope, load.__name__, load.__defaults__, load.__closure__)
+    unpickler = type("Unpickler", (theirs.Unpickler,), {"load": copied})
+    module = SimpleNamespace(Unpickler=unpickler)
 
     whole = None
     if mapped is not None:
@@ -312,13 +396,26 @@ restore_of: Callable[[Any], Callable[[Any, str], Any]] = cast(
 
 
 def is_meta(map_location: Any) -> bool:
-    """Return True if ``torch.load`` reads no content of tensors, as newer releases do for ``"meta"``."""
+    """Return True if ``torch.load`` reads no content of tensors for a ``map_location``.
+
+    Newer releases do so for ``"meta"``.
+
+    Args:
+        map_location: As for ``torch.load``.
+
+    Returns:
+        False for releases that read the content and then drop it.
+    """
     rule = getattr(torch.serialization, "_is_meta_location", None)
     return bool(rule and rule(map_location))
 
 
 def modes_are_active() -> bool:
-    """Return True inside a mode that changes what functions of torch do, or skips data of files."""
+    """Return True inside a mode that changes what functions of torch do, or skips data of files.
+
+    Returns:
+        False where functions of torch may be replaced by equal ones.
+    """
     modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
     return bool(modes or cast("Any", torch.serialization)._serialization_tls.skip_data)
 
@@ -328,5 +425,9 @@ skip_code(modes_are_active.__code__)
 
 
 def tensors_are_fake() -> bool:
-    """Return True inside a mode in which ``torch.load`` makes tensors without memory."""
+    """Return True inside a mode in which ``torch.load`` makes tensors without memory.
+
+    Returns:
+        True inside ``FakeTensorMode``.
+    """
     return bool(cast("Any", torch)._guards.detect_fake_mode(None))

@@ -120,6 +120,7 @@ def object_at(path: str) -> Any:
 
     Raises:
         TargetError: There is no such file, module or name, or it is not callable.
+        ModuleNotFoundError: The user's code imports another module that is not there.
     """
     home, _, name = path.rpartition(":")
     if not home or not name:

@@ -24,6 +24,10 @@ class Table(dict[str, Any]):
         binding: The entries of the block in the module, updated at each change.
         original: The table of the module outside of the block, which stays up to date.
         changed: True from the first change on; functions of containers then take torch's path.
+
+    Args:
+        binding: The entries of the block in the module.
+        original: The table to replace.
     """
 
     __slots__ = ("binding", "changed", "original")
@@ -77,6 +81,10 @@ class Binding:
         module: The module.
         fold: The function of a folded layer, if it is one.
         users: The number of blocks; the last one that is left removes the entries.
+
+    Args:
+        module: The module.
+        fold: The function of a folded layer; None for all others.
     """
 
     def __init__(self, module: nn.Module, fold: Callable[..., Any] | None) -> None:

@@ -63,7 +63,7 @@ def load(
         _extra_files: Dict of the extra files to read, filled in as bytes; a missing file is
             ``b""``.
         _restore_shapes: Run the module with the inputs that it was traced with.
-        sha256: Expected digest of the file, as ``sha256sum`` prints it.
+        sha256: Expected digest of the file.
         strict_extra_files: Whether a missing extra file is an error.
 
     Returns:
@@ -73,9 +73,11 @@ def load(
     ``save_jit_module_to_flatbuffer`` writes, have no checksums: a corrupt one may end the process.
     In the result, parameters are of type ``Parameter``, a shared module is one object, and buffers
     are persistent or not as they were for ``modkit.jit.save``. A file that was just written is read
-    from its start. With the environment variable ``PYTORCH_JIT=0``, archives are loaded, too. Two
-    arguments are modkit's own: ``sha256``, the expected digest of the file as ``sha256sum`` prints
-    it, and ``strict_extra_files``, with which a missing extra file is an error.
+    from its start. With the environment variable ``PYTORCH_JIT=0``, archives are loaded, too.
+
+    Keyword Args:
+        sha256: Expected digest of the file, as ``sha256sum`` prints it.
+        strict_extra_files: Whether a missing extra file is an error.
 
     Raises:
         ValueError: The file does not exist or has another digest, or ``map_location`` is not a

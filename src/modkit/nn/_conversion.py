@@ -301,6 +301,9 @@ def cast_method(name: str, dtype: torch.dtype) -> Callable[[torch.nn.Module], An
     def method(self: torch.nn.Module) -> Any:
         """Cast floating point parameters and buffers to the dtype of this name; return this module.
 
+        Args:
+            self: The module.
+
         Returns:
             This module.
 

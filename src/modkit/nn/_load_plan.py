@@ -44,6 +44,10 @@ class Load:
         missing: Names without an entry. This list and the next two are handed to every module.
         unexpected: Keys that no module loads.
         errors: The texts of all other problems.
+
+    Args:
+        state_dict: Names to tensors and extra state.
+        assign: Whether the entries themselves take the place of the tensors.
     """
 
     def __init__(self, state_dict: Mapping[str, Any], *, assign: bool) -> None:
