@@ -29,7 +29,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "_render"]
 html_theme = "furo"
 html_title = f"modkit {release}"
 html_static_path = ["_static"]

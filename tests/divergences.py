@@ -3,7 +3,7 @@
 A row names the tests that show the difference, by their ids without parameters' ``[...]``. ``fails_on``
 is the implementation for which these tests are strict xfails: ``"torch"`` where modkit fixes a bug of
 torch, ``"modkit"`` where torch does something that modkit does not, ``"lightzero"`` where networks of
-LightZero have bugs that modkit's do not have. ``docs/parity.md`` is rendered from this table.
+LightZero have bugs that modkit's do not have. ``docs/differences.md`` is rendered from this table.
 Differences of the behaviors that ``modkit compat`` runs are in ``behaviours/differences.py``.
 """
 

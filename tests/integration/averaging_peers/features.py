@@ -1,6 +1,6 @@
 """Features of weight-averaging libraries: each function returns True if a library's average has it.
 
-A function takes a class of `tests.integration.averaging_peers.peers`. `docs/render_peers.py --run` stores all outcomes, and
+A function takes a class of `tests.integration.averaging_peers.peers`. `docs/render.py --renew averaging_libraries` stores all outcomes, and
 `test_averaging_peer_table.py` compares the table with them.
 """
 

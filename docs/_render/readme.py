@@ -3,9 +3,10 @@
 import re
 from typing import Any
 
-from blocks import fill, read
-from render_peers import features
-from render_suites import totals
+from _render.comparison import features
+from _render.markdown import fill
+from _render.stored_results import read
+from _render.tested_with import totals
 
 
 LIBRARIES = ["modkit", "torch", "timm", "diffusers", "ema-pytorch", "Lightning"]
@@ -21,8 +22,8 @@ FEATURES = [
 ]
 REASONS = """\
 **Nothing breaks.** `modkit.nn.Linear is torch.nn.Linear`, and so is every other name except `nn.Module`. The test suites
-of {suites} third-party libraries run on both: [{tests:,} tests, {differ} differ](docs/compatibility.md), each with a
-known cause. {cases} behaviors are compared bitwise; deliberate differences are [listed](docs/parity.md).
+of {suites} third-party libraries run on both: [{tests:,} tests, {differ} differ](docs/tested_with.md), each with a
+known cause. {cases} behaviors are compared bitwise; deliberate differences are [listed](docs/differences.md).
 
 **Weight averaging that is hard to get wrong**, in your loop, in Lightning and transformers, under DDP and FSDP2. Each
 cell is the [result of a test](docs/comparison.md):
@@ -53,9 +54,9 @@ def milliseconds(seconds: float) -> str:
 
 def blocks() -> dict[str, str]:
     """Return the block of the page."""
-    rows: dict[str, Any] = {row["name"]: row for row in read("bench")["rows"]}
-    runs = read("compat")["behaviors"].values()
-    found = read("suites")["suites"]
+    rows: dict[str, Any] = {row["name"]: row for row in read("benchmarks")["rows"]}
+    runs = read("modkit_compat")["behaviors"].values()
+    found = read("library_suites")["suites"]
     tests, *_, differ = totals(found)
     readers = [row for name, row in rows.items() if name.startswith(READERS)]
     fast, *_, slow = sorted(readers, key=lambda row: row["ratio"])
