@@ -86,6 +86,12 @@ def curves() -> Any:
     return {task: runs[0] for task, runs in read("ema_losses").items()}
 
 
+def average() -> Any:
+    """Return the losses on digits of the first seed: training weights, and one average."""
+    curves = read("ema_losses")["digits"][0]
+    return {"training weights": curves["raw"], "average, decay 0.99": curves["EMA 0.99"]}
+
+
 def draw_hooks(figure: Any, data: Any) -> None:
     """Draw the boxes of a call and of its backward pass, with arrows in their order."""
     axes = figure.subplots()
@@ -109,14 +115,32 @@ def draw_hooks(figure: Any, data: Any) -> None:
 
 
 def draw_weights(figure: Any, data: Any) -> None:
-    """Draw a line for each schedule."""
-    axes = figure.subplots()
+    """Draw a line for each schedule, with a linear and with a logarithmic axis."""
+    linear, logarithmic = figure.subplots(1, 2)
     for color, (name, values) in zip(LINES, data.items(), strict=True):
-        axes.plot(range(len(values)), values, color=color, label=name)
-    axes.set(
-        xlabel="step of the model", ylabel="weight in the average", yscale="log", ylim=(1e-6, 1.5)
+        for axes in (linear, logarithmic):
+            axes.plot(range(len(values)), values, color=color, label=name)
+    linear.set(xlabel="step of the model", ylabel="weight in the average", ylim=(0, 0.013))
+    logarithmic.set(xlabel="step of the model", yscale="log", ylim=(1e-6, 1.5))
+    first = next(iter(data.values()))[0]
+    linear.annotate(
+        f"{first:.2f} at step 0",
+        (0, 0.0128),
+        (90, 0.0118),
+        arrowprops={"arrowstyle": "->", "color": GREY},
     )
-    axes.legend(frameon=False, labelcolor=GREY, ncols=2)
+    linear.legend(
+        frameon=False, labelcolor=GREY, fontsize=7, loc="upper left", bbox_to_anchor=(0, 0.86)
+    )
+
+
+def draw_average(figure: Any, data: Any) -> None:
+    """Draw the loss of the training weights and of their average."""
+    axes = figure.subplots()
+    for color, (name, values) in zip((GREY, BLUE), data.items(), strict=True):
+        axes.plot(range(1, len(values) + 1), values, color=color, label=name)
+    axes.set(xlabel="epoch", ylabel="test loss", ylim=(0, 0.4), xlim=(1, len(values)))
+    axes.legend(frameon=False, labelcolor=GREY)
 
 
 def draw_ratios(figure: Any, data: Any) -> None:
@@ -166,10 +190,11 @@ def draw_curves(figure: Any, data: Any) -> None:
 
 FIGURES: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], None], tuple[float, float]]] = {
     "hooks": (hooks, draw_hooks, (5.0, 3.2)),
-    "weights": (weights, draw_weights, (5.0, 3.2)),
+    "weights": (weights, draw_weights, (7.0, 3.0)),
     "ratios": (ratios, draw_ratios, (5.2, 3.6)),
     "growth": (growth, draw_growth, (5.0, 3.0)),
     "curves": (curves, draw_curves, (5.4, 2.8)),
+    "average": (average, draw_average, (5.0, 2.4)),
 }
 
 

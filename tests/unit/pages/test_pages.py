@@ -42,13 +42,6 @@ def test_readme_of_the_generators_lists_what_is_generated():
     assert sorted(name for name, how_much in listed.items() if not how_much) == sorted(partly)
 
 
-def test_readme_has_no_long_table():
-    """A table of README has at most ten rows; the pages have the rest."""
-    tables = re.findall(r"(?:^ *\|.*\n)+", README, re.MULTILINE)
-
-    assert [table for table in tables if table.count("\n") > 12] == []
-
-
 def prose(page):
     """Return a page without its code."""
     text = page.read_text(encoding="utf-8")
