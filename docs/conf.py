@@ -91,7 +91,7 @@ def link_to_pages(app: Any, path: Any, page: str, content: list[str]) -> None:
         name = target.partition("#")[0]
         if not (ROOT / match[1].partition("#")[0]).is_file():
             return match[0]
-        # What is no page, such as a picture, stays where it is: in this folder, or above it.
+        # A file that is not a page, such as a picture, is found from this folder.
         elsewhere = name if match[1].startswith("docs/") else f"../{name}"
         page = next((one for one in (name, name.lower()) if one in pages), elsewhere)
         return f"]({page}{target.removeprefix(name)})"

@@ -129,7 +129,7 @@ ROWS: Final = (
     ),
     _row(
         "modkit",
-        "`torch.package` leaves torch outside of a package by itself | Say so for modkit: "
+        "`torch.package` leaves torch out of a package by itself | modkit is left out after "
         '`exporter.extern("modkit.**")`. Without it, `PackagingError` names the modules',
         NO_ISSUE,
         "tests/integration/torch_core/test_package.py::test_a_package_needs_no_pattern_for_the_library",

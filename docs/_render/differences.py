@@ -1,7 +1,6 @@
 """The page of differences, from tests/divergences.py: edit the table there."""
 
 import re
-from collections.abc import Iterable, Sequence
 
 from _render.markdown import table
 from tests.divergences import ROWS, Divergence
@@ -34,7 +33,7 @@ TESTS = """\
 For contributors: each test is a strict xfail on the side that behaves otherwise, so a difference that is gone fails.
 
 <details>
-<summary>The tests of each row</summary>
+<summary>The tests of each difference</summary>
 
 {}
 
@@ -93,11 +92,6 @@ def sections() -> list[tuple[str, str, list[Divergence]]]:
     ]
 
 
-def numbered(rows: Iterable[Divergence], first: int) -> list[Sequence[object]]:
-    """Return the rows of a table of differences, numbered from ``first`` on."""
-    return [(number, *sides(row)) for number, row in enumerate(rows, first)]
-
-
 def page() -> str:
     """Return the page in Markdown."""
     parts = [TEXT]
@@ -105,7 +99,7 @@ def page() -> str:
     for heading, side, rows in sections():
         parts.append(heading)
         if rows:
-            parts.append(table(["", side, "modkit"], numbered(rows, len(shown) + 1)))
+            parts.append(table([side, "modkit"], map(sides, rows)))
         shown += rows
-    lines = [(number, tests(row)) for number, row in enumerate(shown, 1)]
-    return "\n\n".join([*parts, TESTS.format(table(["row", "tests"], lines))])
+    lines = [(row.reason.partition(" | ")[0], tests(row)) for row in shown]
+    return "\n\n".join([*parts, TESTS.format(table(["difference", "tests"], lines))])
