@@ -29,7 +29,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
-exclude_patterns = ["_build", "_render"]
+exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"modkit {release}"
 html_static_path = ["_static"]
@@ -58,7 +58,7 @@ autosummary_generate = False
 nitpick_ignore_regex = [
     ("py:.*", r"(?!modkit\.).*"),
     ("py:.*", r"modkit\..*T"),
-    ("py:class", r"modkit\.averaging\..*"),
+    ("py:class", r"modkit\.(averaging|migrations\.steps)\..*"),
 ]
 
 
