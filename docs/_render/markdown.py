@@ -27,14 +27,17 @@ def wrapped(page: str) -> str:
 
 
 def fill(text: str, indent: str = "") -> str:
-    """Return a paragraph filled to 120 columns."""
-    return textwrap.fill(
-        " ".join(text.split()),
+    """Return a paragraph filled to 120 columns, with each span of code on one line."""
+    # A character that no page has takes the place of spaces in code.
+    protected = re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", "\0"), " ".join(text.split()))
+    filled = textwrap.fill(
+        protected,
         120,
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return filled.replace("\0", " ")
 
 
 def replace(text: str, blocks: dict[str, str]) -> str:
