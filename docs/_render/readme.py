@@ -3,10 +3,11 @@
 from statistics import mean, stdev
 from typing import Any
 
+import modkit
 from _render.ema_losses import RAW
 from _render.markdown import fill, table
-from _render.stored_results import read
-from _render.tested_with import totals
+from _render.stored_results import read, release
+from _render.tested_with import NOT_RUN, totals
 
 
 REASONS = """\
@@ -23,6 +24,10 @@ On digits, at a constant learning rate, the final test loss of three runs is {di
 {digits} for their average with a decay of 0.99. An average needs a
 window that fits the run: for a small GPT-2 after only 600 steps a decay of 0.9 takes the loss from {text_raw} to
 {text_narrow}, and 0.99 is worse, {text}. [Which decay?](docs/averaging.md#choosing-a-decay)"""
+STATUS = """\
+Version {version}, beta, not released. [Tested with](docs/tested_with.md) torch {torch} and Python {python} on Linux, and on
+{devices}; {missing} were not run. Until 1.0 a minor version may break code, and the [changelog](CHANGELOG.md) says
+where."""
 # Rows of the table of times: title, table of results, beginnings of the names of its rows.
 TIMES = {
     "[`load_state_dict()`](docs/state_dict.md)": ("operations", "load_state_dict("),
@@ -134,6 +139,28 @@ def times() -> str:
     return table(["time relative to torch", "fastest row", "slowest row"], lines)
 
 
+def listed(words: list[str]) -> str:
+    """Return words with commas, and `and` before the last one."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def status() -> str:
+    """Return the version, and what the tests ran on."""
+    runs = read("test_runs")
+    torch = sorted({release(run["torch"])[:2] for run in runs["tests"]})
+    python = sorted({release(run["python"])[:2] for run in runs["tests"]})
+    tested = [run["device"] for run in runs["devices"]]
+    return fill(
+        STATUS.format(
+            version=modkit.__version__,
+            torch=listed([f"{major}.{minor}" for major, minor in torch]),
+            python=f"3.{python[0][1]} to 3.{python[-1][1]}",
+            devices=listed(["CPU", *tested]),
+            missing=listed([device for device in NOT_RUN if device not in tested]),
+        )
+    )
+
+
 def blocks() -> dict[str, str]:
     """Return the blocks of the page."""
-    return {"reasons": reasons(), "gain": gain(), "times": times()}
+    return {"reasons": reasons(), "gain": gain(), "times": times(), "status": status()}
