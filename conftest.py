@@ -1,7 +1,10 @@
 """Make every code block of README, docs and docstrings a test."""
 
 import importlib.util
+import os
+import tempfile
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE
+from pathlib import Path
 from typing import Any
 
 from sybil import Sybil
@@ -18,8 +21,15 @@ def missing(*packages: str) -> bool:
 
 
 def set_up(namespace: dict[str, Any]) -> None:
-    """Give a page what its comments about skipping call."""
+    """Run a page in an empty folder, and give it what its comments about skipping call."""
     namespace["missing"] = missing
+    namespace["previous folder"] = Path.cwd()
+    os.chdir(tempfile.mkdtemp())
+
+
+def tear_down(namespace: dict[str, Any]) -> None:
+    """Return to the folder of the tests."""
+    os.chdir(namespace["previous folder"])
 
 
 # The blocks of one page share a namespace and run from top to bottom. A comment in front of a block
@@ -28,6 +38,7 @@ pages = Sybil(
     parsers=[PythonCodeBlockParser(doctest_optionflags=OPTIONS), SkipParser()],
     patterns=["*.md"],
     setup=set_up,
+    teardown=tear_down,
 )
 # Examples that write files find a folder in `tmp_path`.
 docstrings = Sybil(

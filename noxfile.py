@@ -107,7 +107,7 @@ def tests_on(torch: str) -> None:
 
     @nox.session(name=f"tests(torch='{torch}')", default=False, venv_backend="uv|virtualenv")
     def run(session: nox.Session) -> None:
-        """Run the tests on this release of torch, and put the figures into docs/compatibility.md."""
+        """Run the tests on this release of torch, and put the figures into the docs."""
         folder = Path(session.create_tmp())
         results, constraints = folder / "results.xml", folder / "constraints.txt"
         pins = CONSTRAINTS.read_text().splitlines()
@@ -120,7 +120,7 @@ def tests_on(torch: str) -> None:
         codes = [0] if session.posargs else [0, TESTS_FAILED]
         session.run("pytest", *arguments, env=TEST_ENVIRONMENT, success_codes=codes)
         if not session.posargs:
-            session.run("python", "docs/render_compatibility.py", "--record", f"{results}")
+            session.run("python", "docs/render.py", "--record", f"{results}")
 
 
 for release in TORCH_RELEASES:
@@ -232,7 +232,7 @@ def xla(session: nox.Session) -> None:
     codes = [0] if session.posargs else [0, TESTS_FAILED]
     session.run("pytest", *arguments, env=environment, success_codes=codes)
     if not session.posargs:
-        session.run("python", "docs/render_compatibility.py", "--device", "XLA", f"{results}")
+        session.run("python", "docs/render.py", "--record", f"{results}", "--device", "XLA")
 
 
 @nox.session(default=False, venv_backend="virtualenv")
@@ -255,16 +255,16 @@ def ecosystem(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="virtualenv")
 def compat(session: nox.Session) -> None:
-    """Run `modkit compat` with this torch and on models of other libraries; write docs/compatibility.md."""
+    """Run `modkit compat` with this torch and on models of other libraries; write docs/tested_with.md."""
     install(session, "test", "ecosystem", extras="[cli]")
-    session.run("python", "docs/render_compat.py", "--run", env=TEST_ENVIRONMENT)
+    session.run("python", "docs/render.py", "--renew", "modkit_compat", env=TEST_ENVIRONMENT)
 
 
 @nox.session(default=False, venv_backend="virtualenv", python="3.11")
 def suites(session: nox.Session) -> None:
     """Run the suites of third-party libraries on torch and on modkit; `-- --only opacus` for one.
 
-    The report is in docs/suites.json and docs/compatibility.md.
+    The report is docs/_render/results/library_suites.json and docs/tested_with.md.
     """
     install(session, "suites")
     session.run("python", "-m", "tests.suites", *session.posargs, env=TEST_ENVIRONMENT)

@@ -58,7 +58,7 @@ autosummary_generate = False
 nitpick_ignore_regex = [
     ("py:.*", r"(?!modkit\.).*"),
     ("py:.*", r"modkit\..*T"),
-    ("py:class", r"modkit\.averaging\..*"),
+    ("py:class", r"modkit\.(averaging|migrations\.steps)\..*"),
 ]
 
 
@@ -91,7 +91,9 @@ def link_to_pages(app: Any, path: Any, page: str, content: list[str]) -> None:
         name = target.partition("#")[0]
         if not (ROOT / match[1].partition("#")[0]).is_file():
             return match[0]
-        page = next((one for one in (name, name.lower()) if one in pages), f"../{name}")
+        # A file that is not a page, such as a picture, is found from this folder.
+        elsewhere = name if match[1].startswith("docs/") else f"../{name}"
+        page = next((one for one in (name, name.lower()) if one in pages), elsewhere)
         return f"]({page}{target.removeprefix(name)})"
 
     content[0] = re.sub(r"\]\((?!https?:|#)([^)]+)\)", link, content[0])

@@ -1,57 +1,61 @@
-"""Write every generated page and block from the results of the last runs.
+"""Write what is generated in README and the documentation; `docs/_render/README.md` lists it.
 
-python docs/render.py            # write them
-python docs/render.py --check    # exit with 1 and name the pages that are not up to date
+python docs/render.py                    # pages, blocks, figures and pictures, where they are out of date
+python docs/render.py --check            # exit with 1 and name what is out of date
+python docs/render.py --renew NAME       # first run again what docs/_render/results/NAME.json was measured with
+python docs/render.py --record FILE      # first store a run of the tests: what `pytest --junitxml=FILE` wrote
 """
 
+import argparse
 import sys
 from pathlib import Path
 
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-import render_bench  # noqa: E402 - found through the line above
-import render_compat  # noqa: E402
-import render_compatibility  # noqa: E402
-import render_curves  # noqa: E402
-import render_faults  # noqa: E402
-import render_lockstep  # noqa: E402
-import render_mutation  # noqa: E402
-import render_parity  # noqa: E402
-import render_peers  # noqa: E402
-import render_planning  # noqa: E402
-import render_readme  # noqa: E402
-import render_suites  # noqa: E402
-from blocks import DOCS, ROOT, replace, wrapped  # noqa: E402
+from _render import (  # noqa: E402 - found through the line above
+    benchmark_tables,
+    comparison,
+    differences,
+    ema_losses,
+    figures,
+    readme,
+    renew,
+    sharded_memory,
+    terminal,
+    test_evidence,
+    tested_with,
+)
+from _render.markdown import replace, wrapped  # noqa: E402
+from _render.stored_results import DOCS, ROOT  # noqa: E402
 
 
 NOTICE = "<!-- Written by docs/render.py from {}. -->"
-# The pages that are generated as a whole, from their sections.
+# Pages that are generated as a whole, with their sources.
 PAGES = {
-    "compatibility.md": (
-        "the json files of this folder",
-        (render_compatibility, render_suites, render_compat, render_lockstep),
-    ),
-    "evidence.md": ("docs/faults.json and docs/mutation.json", (render_faults, render_mutation)),
-    "parity.md": ("tests/divergences.py", (render_parity,)),
+    "benchmark_budgets.md": (benchmark_tables, "docs/_render/results"),
+    "differences.md": (differences, "tests/divergences.py"),
+    "test_evidence.md": (test_evidence, "docs/_render/results"),
+    "tested_with.md": (tested_with, "docs/_render/results"),
 }
-# The blocks of pages that are otherwise written by hand.
+# Pages that are written by hand, except for the blocks between two marks.
 BLOCKS = {
-    ROOT / "README.md": render_readme,
-    DOCS / "averaging.md": render_curves,
-    DOCS / "benchmarks.md": render_bench,
-    DOCS / "comparison.md": render_peers,
-    DOCS / "distributed.md": render_planning,
+    ROOT / "README.md": readme,
+    DOCS / "averaging.md": ema_losses,
+    DOCS / "benchmarks.md": benchmark_tables,
+    DOCS / "comparison.md": comparison,
+    DOCS / "distributed.md": sharded_memory,
 }
+# Pictures are drawn from data or by running commands, and need libraries that pages do not need.
+PICTURES = (figures, terminal)
 
 
 def render() -> dict[Path, str]:
     """Return the text of each page that is generated or has generated blocks."""
-    pages = {
-        DOCS / name: "\n\n".join([NOTICE.format(source), *(one.section() for one in sections)])
-        for name, (source, sections) in PAGES.items()
-    }
-    pages = {page: f"{wrapped(text).strip()}\n" for page, text in pages.items()}
+    pages = {}
+    for name, (module, source) in PAGES.items():
+        text = wrapped(f"{NOTICE.format(source)}\n\n{module.page()}")
+        pages[DOCS / name] = f"{text.strip()}\n"
     for page, module in BLOCKS.items():
         pages[page] = replace(page.read_text(encoding="utf-8"), module.blocks())
     return pages
@@ -66,20 +70,51 @@ def stale() -> list[str]:
     ]
 
 
+def stale_pictures() -> list[str]:
+    """Return the file names of the pictures that show other data."""
+    return [f"{name}.svg" for module in PICTURES for name in module.stale()]
+
+
 def write_pages() -> None:
-    """Write the pages; the scripts of the sections call this after a run."""
+    """Write the pages; the sessions that write results call this after a run."""
     for page, text in render().items():
         page.write_text(text, encoding="utf-8")
 
 
+def write_pictures() -> None:
+    """Draw the pictures that are out of date, where what draws them is installed."""
+    try:
+        for module in PICTURES:
+            module.draw(module.stale())
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"not all pictures are drawn: {error.name} is not installed\n")
+
+
 def main() -> int:
-    """Write the pages, or compare them."""
-    if "--check" in sys.argv[1:]:
-        names = stale()
+    """Store new results if they are asked for, and write all, or check it; return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--renew", choices=sorted(renew.COMMANDS), help="run again, and store")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="a run of the tests")
+    parser.add_argument("--again", type=Path, nargs="*", default=[], help="of files that ran again")
+    parser.add_argument("--device", help="the device of the run that --record stores")
+    options = parser.parse_args()
+
+    if options.check:
+        names = [*stale(), *stale_pictures()]
         sys.stderr.writelines(f"not up to date: {name}\n" for name in names)
         return bool(names)
+
+    failures = 0
+    if options.renew:
+        renew.COMMANDS[options.renew]()
+    if options.record:
+        failures = renew.store_test_run(options.record, options.again, options.device)
     write_pages()
-    return 0
+    write_pictures()
+    return bool(failures)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 A row names the tests that show the difference, by their ids without parameters' ``[...]``. ``fails_on``
 is the implementation for which these tests are strict xfails: ``"torch"`` where modkit fixes a bug of
 torch, ``"modkit"`` where torch does something that modkit does not, ``"lightzero"`` where networks of
-LightZero have bugs that modkit's do not have. ``docs/parity.md`` is rendered from this table.
+LightZero have bugs that modkit's do not have. ``docs/differences.md`` is rendered from this table.
 Differences of the behaviors that ``modkit compat`` runs are in ``src/modkit/compat/behaviours/differences.py``.
 """
 
@@ -130,7 +130,7 @@ ROWS: Final = (
     ),
     _row(
         "modkit",
-        "`torch.package` leaves torch outside of a package by itself | Say so for modkit: "
+        "`torch.package` leaves torch out of a package by itself | modkit is left out after "
         '`exporter.extern("modkit.**")`. Without it, `PackagingError` names the modules',
         NO_ISSUE,
         "tests/integration/torch_core/test_package.py::test_a_package_needs_no_pattern_for_the_library",

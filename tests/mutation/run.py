@@ -1,6 +1,6 @@
 """Plant the bugs one by one in a copy of the project, and report which tests catch them.
 
-python -m tests.mutation.run                  # all, into docs/mutation.json and docs/evidence.md
+python -m tests.mutation.run                  # all, into docs/test_evidence.md
 python -m tests.mutation.run --only schedules # those whose mechanism or file has the word
 python -m tests.mutation.run --missed         # those that the last run has missed
 """
@@ -30,7 +30,7 @@ from tests.mutation.planted import BUGS, Bug
 
 
 ROOT = Path(__file__).resolve().parents[2]
-FOUND = ROOT / "docs" / "mutation.json"
+FOUND = ROOT / "docs" / "_render" / "results" / "planted_bugs.json"
 # Exit codes of pytest if a test has failed, or could not be collected.
 CAUGHT = (1, 2)
 MOST_MEMORY = 8 << 30

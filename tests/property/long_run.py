@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--operations", type=int, default=2_000_000)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--report", action="store_true", help="write docs/compatibility.md")
+    parser.add_argument("--report", action="store_true", help="write docs/test_evidence.md")
     parser.add_argument("--resume", action="store_true", help="go on with the last run")
     parser.add_argument("--only", type=int, help="the seed of one sequence, to be shown")
     parser.add_argument("--portion", type=int, help=argparse.SUPPRESS)
@@ -236,7 +236,7 @@ def main() -> None:
         account = json.loads(KEPT.read_text(encoding="utf-8"))
     campaign(account, given.operations, given.processes)
     if given.report:
-        write_json(ROOT / "docs" / "lockstep.json", account)
+        write_json(ROOT / "docs" / "_render" / "results" / "random_operations.json", account)
         runpy.run_path(str(ROOT / "docs" / "render.py"))["write_pages"]()
     sys.exit(bool(account["differences"]))
 

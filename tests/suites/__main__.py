@@ -1,4 +1,4 @@
-"""Run the suites and the probes, and write docs/suites.json and the pages of the documentation.
+"""Run the suites and the probes, and write docs/_render/results/library_suites.json and the pages of the documentation.
 
 python -m tests.suites                  # all of them
 python -m tests.suites --only opacus    # some, or `probes`; the others keep their rows
@@ -19,7 +19,7 @@ from tests.suites.libraries import LIBRARIES
 from tests.suites.runs import ROOT, compare
 
 
-FOUND = ROOT / "docs" / "suites.json"
+FOUND = ROOT / "docs" / "_render" / "results" / "library_suites.json"
 EMPTY: dict[str, Any] = {"suites": {}, "probes": {}}
 
 

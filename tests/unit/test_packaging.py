@@ -1,3 +1,4 @@
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -56,12 +57,29 @@ def test_what_ships_stands_in_one_folder():
 
 
 def test_one_version_everywhere():
-    """The version of the code is that of CITATION.cff, with its date in CHANGELOG.md."""
-    cited = re.search(r"^version: (.*)", read("CITATION.cff"), re.MULTILINE)[1]
-    date = re.search(r"^date-released: (.*)", read("CITATION.cff"), re.MULTILINE)[1]
+    """The version of the code is that of CITATION.cff and CHANGELOG.md; only a release has a date."""
+    citation = read("CITATION.cff")
+    cited = re.search(r"^version: (.*)", citation, re.MULTILINE)[1]
+    date = re.search(r"^date-released: (.*)", citation, re.MULTILINE)
 
     assert modkit.__version__ == cited
-    assert f"\n## {cited} ({date})\n" in read("CHANGELOG.md")
+    assert f"\n## {cited} ({date[1] if date else 'not released'})\n" in read("CHANGELOG.md")
+
+
+def test_the_stated_versions_of_python_and_torch_are_those_of_the_tests():
+    """README, the installation page, the changelog and the classifiers state what the tests ran on."""
+    runs = json.loads(read("docs/_render/results/test_runs.json"))["tests"]
+    pythons = sorted({int(run["python"].split(".")[1]) for run in runs})
+    releases = sorted({tuple(map(int, run["torch"].split(".")[:2])) for run in runs})
+    oldest, *_, newest = (f"{major}.{minor}" for major, minor in releases)
+    range_of_pythons = f"3.{pythons[0]} to 3.{pythons[-1]}"
+
+    classifiers = re.findall(r"Python :: 3\.(\d+)", read("pyproject.toml"))
+    assert [*map(int, classifiers)] == pythons
+    for page in ("README.md", "docs/installation.md", "CHANGELOG.md"):
+        text = " ".join(read(page).split())
+        assert range_of_pythons in text, page
+        assert f"{oldest} to {newest}" in text, page
 
 
 def test_nothing_leads_to_strangers():

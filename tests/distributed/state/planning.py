@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 def formulas() -> dict[str, Any]:
     """Return the formulas of docs/distributed.md."""
-    return vars(runpy.run_path(str(ROOT / "docs" / "render.py"))["render_planning"])
+    return vars(runpy.run_path(str(ROOT / "docs" / "render.py"))["sharded_memory"])
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:

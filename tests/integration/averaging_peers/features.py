@@ -1,6 +1,6 @@
 """Features of weight-averaging libraries: each function returns True if a library's average has it.
 
-A function takes a class of `tests.integration.averaging_peers.peers`. `docs/render_peers.py --run` stores all outcomes, and
+A function takes a class of `tests.integration.averaging_peers.peers`. `docs/render.py --renew averaging_libraries` stores all outcomes, and
 `test_averaging_peer_table.py` compares the table with them.
 """
 
@@ -434,7 +434,7 @@ FEATURES = {
     "buffers are copied or averaged, by choice": buffer_policies,
     "buffers are copied or averaged, by name": buffer_policies_by_name,
     "integer buffers follow the model": integer_buffers,
-    "a bfloat16 model is averaged precisely": bfloat16,
+    "an average of a bfloat16 model does not stall": bfloat16,
     "updates that are not finite are skipped, by choice": nonfinite,
     "an update does not synchronize with the device": host_reads,
     "`update_every`": update_every,
@@ -451,7 +451,7 @@ FEATURES = {
     "swaps in a `with` block nest": swaps_nest,
     "a swap copies nothing": swap_without_copies,
     "an error inside a swap restores the training weights": error_in_swap,
-    "the average can be called": callable_average,
+    "the average is a callable model": callable_average,
     "the average replaces the training weights, in one call": replaces_weights,
     "`to()` casts a running average": to,
     "a resumed run is bitwise identical": resume,

@@ -9,7 +9,7 @@ from tests.integration.pages import DOCS
 
 def cells():
     """Return the feature, the library and the outcome of each cell of the table in docs/comparison.md."""
-    found = json.loads((DOCS / "peers.json").read_text(encoding="utf-8"))
+    found = json.loads((DOCS / "_render" / "results" / "averaging_libraries.json").read_text(encoding="utf-8"))
     return [
         (feature, library, outcome)
         for feature, outcomes in found["features"].items()
@@ -23,7 +23,7 @@ def cells():
 )
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_cell(feature, library, expected):
-    """A cell of the table says what the library does here; `docs/render_peers.py --run` renews it."""
+    """A cell of the table says what the library does here; `docs/render.py --renew averaging_libraries` renews it."""
     try:
         found = outcome(feature, library)
     except ModuleNotFoundError as error:

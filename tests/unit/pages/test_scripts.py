@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def blocks_of(page):
     """Return the Python blocks of a page, without those that need a library to be installed first.
 
-    The loggers of these libraries write to stderr.
+    The loggers of these libraries write to stderr. Sessions of an interpreter only show values.
     """
     blocks = []
     collect = CodeBlockParser("python", lambda example: blocks.append(example.parsed))
@@ -27,7 +27,7 @@ def blocks_of(page):
     for example in document:
         with suppress(SkipTest):
             example.evaluate()
-    return blocks
+    return [block for block in blocks if not block.startswith(">>>")]
 
 
 def scripts():

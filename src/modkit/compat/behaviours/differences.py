@@ -1,6 +1,6 @@
 """The behaviors on which torch and modkit differ on purpose, with both results.
 
-The reasons are rows of the one table of differences, ``docs/parity.md``.
+The reasons are rows of the one table of differences, ``docs/differences.md``.
 """
 
 # The networks are known only when a library is chosen, so the lambdas take and return anything.

@@ -1,6 +1,4 @@
-"""Draw the figures of the documentation: `python docs/figures.py` writes docs/_static/*.svg.
-
-python docs/figures.py --check    # exit with 1 if a figure was drawn from other data
+"""The figures that are drawn from data, in docs/_static.
 
 Each file names the digest of its data, so that a check needs neither matplotlib nor equal versions of it. The
 colors are legible on light and on dark pages.
@@ -9,17 +7,12 @@ colors are legible on light and on dark pages.
 import hashlib
 import json
 import re
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
-
-from blocks import DOCS, read  # noqa: E402 - found through the line above
-
-from modkit import schedules  # noqa: E402
+from _render.stored_results import DOCS, read
+from modkit import schedules
 
 
 GREY, BLUE, ORANGE = "#7a7a7a", "#3d85d0", "#d9730d"
@@ -78,19 +71,25 @@ def weights() -> Any:
 
 def ratios() -> Any:
     """Return the ratio to torch of some operations, the smallest first."""
-    rows = {row["name"]: row["ratio"] for row in read("bench")["rows"]}
+    rows = {row["name"]: row["ratio"] for row in read("benchmarks")["rows"]}
     return sorted((rows[name], shown) for name, shown in RATIOS.items() if name in rows)
 
 
 def growth() -> Any:
     """Return the times of loading on wide and deep trees."""
-    rows = read("bench")["growth"]
+    rows = read("benchmarks")["growth"]
     return [row for row in rows if row["operation"] == "load_state_dict()"]
 
 
 def curves() -> Any:
     """Return the losses of the first seed."""
-    return {task: runs[0] for task, runs in read("curves").items()}
+    return {task: runs[0] for task, runs in read("ema_losses").items()}
+
+
+def average() -> Any:
+    """Return the losses on digits of the first seed: training weights, and one average."""
+    curves = read("ema_losses")["digits"][0]
+    return {"training weights": curves["raw"], "average, decay 0.99": curves["EMA 0.99"]}
 
 
 def draw_hooks(figure: Any, data: Any) -> None:
@@ -116,14 +115,32 @@ def draw_hooks(figure: Any, data: Any) -> None:
 
 
 def draw_weights(figure: Any, data: Any) -> None:
-    """Draw a line for each schedule."""
-    axes = figure.subplots()
+    """Draw a line for each schedule, with a linear and with a logarithmic axis."""
+    linear, logarithmic = figure.subplots(1, 2)
     for color, (name, values) in zip(LINES, data.items(), strict=True):
-        axes.plot(range(len(values)), values, color=color, label=name)
-    axes.set(
-        xlabel="step of the model", ylabel="weight in the average", yscale="log", ylim=(1e-6, 1.5)
+        for axes in (linear, logarithmic):
+            axes.plot(range(len(values)), values, color=color, label=name)
+    linear.set(xlabel="step of the model", ylabel="weight in the average", ylim=(0, 0.013))
+    logarithmic.set(xlabel="step of the model", yscale="log", ylim=(1e-6, 1.5))
+    first = next(iter(data.values()))[0]
+    linear.annotate(
+        f"{first:.2f} at step 0",
+        (0, 0.0128),
+        (90, 0.0118),
+        arrowprops={"arrowstyle": "->", "color": GREY},
     )
-    axes.legend(frameon=False, labelcolor=GREY, ncols=2)
+    linear.legend(
+        frameon=False, labelcolor=GREY, fontsize=7, loc="upper left", bbox_to_anchor=(0, 0.86)
+    )
+
+
+def draw_average(figure: Any, data: Any) -> None:
+    """Draw the loss of the training weights and of their average."""
+    axes = figure.subplots()
+    for color, (name, values) in zip((GREY, BLUE), data.items(), strict=True):
+        axes.plot(range(1, len(values) + 1), values, color=color, label=name)
+    axes.set(xlabel="epoch", ylabel="test loss", ylim=(0, 0.4), xlim=(1, len(values)))
+    axes.legend(frameon=False, labelcolor=GREY)
 
 
 def draw_ratios(figure: Any, data: Any) -> None:
@@ -173,10 +190,11 @@ def draw_curves(figure: Any, data: Any) -> None:
 
 FIGURES: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], None], tuple[float, float]]] = {
     "hooks": (hooks, draw_hooks, (5.0, 3.2)),
-    "weights": (weights, draw_weights, (5.0, 3.2)),
+    "weights": (weights, draw_weights, (7.0, 3.0)),
     "ratios": (ratios, draw_ratios, (5.2, 3.6)),
     "growth": (growth, draw_growth, (5.0, 3.0)),
     "curves": (curves, draw_curves, (5.4, 2.8)),
+    "average": (average, draw_average, (5.0, 2.4)),
 }
 
 
@@ -198,7 +216,13 @@ def stale() -> list[str]:
     ]
 
 
-def draw(name: str) -> None:
+def draw(names: Iterable[str]) -> None:
+    """Draw these figures."""
+    for name in names:
+        draw_figure(name)
+
+
+def draw_figure(name: str) -> None:
     """Write one figure."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -217,18 +241,3 @@ def draw(name: str) -> None:
     # matplotlib ends lines with spaces, and repeats its style sheet in each element.
     text = re.sub(r"[ \t]+$", "", path(name).read_text("utf-8"), flags=re.MULTILINE)
     path(name).write_text(text, encoding="utf-8")
-
-
-def main() -> int:
-    """Draw all figures, or compare their data."""
-    if "--check" in sys.argv[1:]:
-        names = stale()
-        sys.stderr.writelines(f"not up to date: {name}.svg\n" for name in names)
-        return bool(names)
-    for name in FIGURES:
-        draw(name)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

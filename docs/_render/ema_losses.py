@@ -1,19 +1,19 @@
-"""The table of losses in docs/averaging.md, from docs/curves.json; docs/figures.py draws the curves.
+"""The table of losses in docs/averaging.md; figures.py draws the curves.
 
-python docs/render_curves.py --measure   # train first: some minutes; needs the extra demo, and transformers
+`python docs/render.py --renew ema_losses` trains for some minutes; it needs the extra `demo`, and transformers.
 """
 
 import importlib
-import sys
 from collections.abc import Mapping
 from statistics import mean, stdev
 from typing import Any, TypeAlias
 
 import torch
-from blocks import read, table, write
 from torch import Tensor
 
 import modkit
+from _render.markdown import table
+from _render.stored_results import read
 from modkit import nn, schedules
 
 
@@ -104,29 +104,20 @@ def language_model(seed: int) -> Curves:
     return curves
 
 
-def measure() -> None:
+def train_all() -> dict[str, list[Curves]]:
     """Train both networks with each seed."""
     torch.set_num_threads(1)
-    runs = {
+    return {
         "digits": [digits(seed) for seed in SEEDS],
         "text": [language_model(seed) for seed in SEEDS],
     }
-    write("curves", runs, indent=None)
 
 
 def blocks() -> dict[str, str]:
     """Return the table of the last losses: mean and standard deviation over the seeds."""
-    runs: dict[str, list[Curves]] = read("curves")
+    runs: dict[str, list[Curves]] = read("ema_losses")
     rows = []
     for name in (RAW, *AVERAGES):
         last = [[curves[name][-1] for curves in runs[task]] for task in ("digits", "text")]
         rows.append([name, *(f"{mean(some):.4f} ± {stdev(some):.4f}" for some in last)])
     return {"curves": table(["weights", "digits", "text"], rows)}
-
-
-if __name__ == "__main__":
-    from render import write_pages
-
-    if "--measure" in sys.argv[1:]:
-        measure()
-    write_pages()

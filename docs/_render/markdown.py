@@ -1,27 +1,11 @@
-"""Shared by the render scripts: tables in Markdown, and blocks of a page between two marks."""
+"""Markdown: tables, filled paragraphs, and the blocks of a page between two marks."""
 
-import json
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
 
-DOCS = Path(__file__).resolve().parent
-ROOT = DOCS.parent
 MARKS = "<!-- {name}: written by docs/render.py -->", "<!-- end of {name} -->"
-
-
-def read(name: str) -> Any:
-    """Return the results of the last run of a session, from ``docs/NAME.json``."""
-    return json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def write(name: str, found: Any, indent: int | None = 1) -> None:
-    """Store the results of a run."""
-    text = json.dumps(found, indent=indent, ensure_ascii=False)
-    (DOCS / f"{name}.json").write_text(f"{text}\n", encoding="utf-8")
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]], numbers: bool = False) -> str:
@@ -43,19 +27,17 @@ def wrapped(page: str) -> str:
 
 
 def fill(text: str, indent: str = "") -> str:
-    """Return a paragraph filled to 120 columns."""
-    return textwrap.fill(
-        " ".join(text.split()),
+    """Return a paragraph filled to 120 columns, with each span of code on one line."""
+    # A character that no page has takes the place of spaces in code.
+    protected = re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", "\0"), " ".join(text.split()))
+    filled = textwrap.fill(
+        protected,
         120,
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def release(text: str) -> tuple[int, ...]:
-    """Return a release number as a sort key."""
-    return tuple(int(part) for part in text.split("."))
+    return filled.replace("\0", " ")
 
 
 def replace(text: str, blocks: dict[str, str]) -> str:

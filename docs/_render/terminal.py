@@ -1,6 +1,4 @@
-"""Draw the pictures of the terminal: `python docs/terminal.py` runs commands and writes docs/_static/terminal-*.svg.
-
-python docs/terminal.py --check    # exit with 1 if a command prints another text
+"""The pictures of the terminal: runs commands, and draws docs/_static/terminal-*.svg.
 
 Each file names the digest of its text without the numbers, which depend on the installed torch.
 """
@@ -9,25 +7,16 @@ import hashlib
 import io
 import os
 import re
-import sys
 import tempfile
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-import click.testing
 import torch
-from rich.console import Console
-from rich.text import Text
 
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
-
-from blocks import DOCS  # noqa: E402 - found through the line above
-
-import modkit  # noqa: E402
-from modkit.cli import _tables  # noqa: E402
-from modkit.cli._commands import commands  # noqa: E402
-from modkit.files.safetensors_files import save_safetensors  # noqa: E402
+import modkit
+from _render.stored_results import DOCS
+from modkit.files.safetensors_files import save_safetensors
 
 
 WIDTH = 96
@@ -61,8 +50,16 @@ def write_files() -> None:
     Path("run/step-100.pt").write_bytes(intact.replace(weight, bytes([weight[0] ^ 1]) + weight[1:]))
 
 
-def record(line: str) -> Console:
-    """Run a command line, and return the console that has recorded what it printed."""
+def record(line: str) -> Any:
+    """Run a command line, and return rich's console that has recorded what it printed."""
+    # Imported here, because the pages can be rendered without these libraries.
+    import click.testing
+    from rich.console import Console
+    from rich.text import Text
+
+    from modkit.cli import _tables
+    from modkit.cli._commands import commands
+
     console = Console(
         record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, highlight=False
     )
@@ -77,7 +74,7 @@ def record(line: str) -> Console:
     return console
 
 
-def recorded() -> dict[str, Console]:
+def recorded() -> dict[str, Any]:
     """Run all commands in an empty folder."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +86,7 @@ def recorded() -> dict[str, Console]:
             os.chdir(before)
 
 
-def digest(console: Console) -> str:
+def digest(console: Any) -> str:
     """Return a digest of the recorded text without numbers, digests and the padding of tables."""
     text = re.sub(r"[0-9a-f]{32,}", "#", console.export_text(clear=False))
     text = re.sub(r"[ ─━]+", " ", re.sub(r"\d[\d.,]*", "#", text))
@@ -105,25 +102,13 @@ def stale() -> list[str]:
     return [name for name, console in found if f"text {digest(console)}" not in texts[name]]
 
 
-def draw() -> None:
-    """Write all pictures, without the web fonts that rich refers to."""
+def draw(names: Container[str]) -> None:
+    """Write these pictures, without the web fonts that rich refers to."""
     for name, console in recorded().items():
+        if name not in names:
+            continue
         comment = f"<!-- text {digest(console)} -->\n"
         svg = console.export_svg(title="modkit", unique_id=name)
         svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
         svg = re.sub(r"[ \t]+$", "", svg, flags=re.MULTILINE)
         path(name).write_text(svg.rstrip() + "\n" + comment, encoding="utf-8")
-
-
-def main() -> int:
-    """Draw all pictures, or compare their texts."""
-    if "--check" not in sys.argv[1:]:
-        draw()
-        return 0
-    names = stale()
-    sys.stderr.writelines(f"not up to date: terminal-{name}.svg\n" for name in names)
-    return bool(names)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

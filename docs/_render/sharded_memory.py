@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 import torch
-from blocks import table
 
+from _render.markdown import table
 from modkit.averaging.precision import Precision, kept_dtype
 
 
@@ -180,9 +180,3 @@ def sizes() -> str:
 def blocks() -> dict[str, str]:
     """Return the block of the page."""
     return {"sizes": sizes()}
-
-
-if __name__ == "__main__":
-    from render import write_pages
-
-    write_pages()

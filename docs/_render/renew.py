@@ -1,0 +1,186 @@
+"""Run again what the results of this folder were measured with, and store the new ones.
+
+Each function is a command of docs/render.py. Sessions of nox that write results themselves, such as
+`nox -s suites`, do not need it.
+"""
+
+import importlib
+import importlib.util
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+from _render import ema_losses as ema_losses_page
+from _render.comparison import CLASSES
+from _render.stored_results import ROOT, file_of, read, release, today, write
+from _render.tested_with import COUNTS
+
+
+# How often a fault is repeated: kills at random moments, other faults, saves side by side.
+ROUNDS = {"random": 50, "other": 5, "saves": 200}
+# Libraries without which a writer cannot be tested; its previous figures then stay.
+NEEDS = {"lightning": ("lightning",), "transformers": ("transformers", "accelerate")}
+
+
+def benchmarks() -> None:
+    """Measure everything, half an hour on an idle machine; a missed budget does not stop the run."""
+    command = [sys.executable, "-m", "benchmarks", "--json", str(file_of("benchmarks"))]
+    subprocess.run(command, check=True, cwd=ROOT)  # noqa: S603 - our own command
+
+
+def ema_losses() -> None:
+    """Train the networks of the plot of losses; needs the extra `demo`, and transformers."""
+    write("ema_losses", ema_losses_page.train_all(), indent=None)
+
+
+def averaging_libraries() -> None:
+    """Run every cell of the table of features; needs the libraries of `nox -s ecosystem`."""
+    warnings.simplefilter("ignore")
+    cases = importlib.import_module("tests.integration.averaging_peers.features")
+    peers = importlib.import_module("tests.integration.averaging_peers.peers").PEERS
+    names = {library: peers[library].distribution for library in CLASSES}
+    results = {
+        **read("averaging_libraries"),
+        "date": today(),
+        "versions": {
+            library: version(name).partition("+")[0] if name else None
+            for library, name in names.items()
+        },
+        "libraries": [*CLASSES],
+        "features": {
+            feature: [cases.outcome(feature, library) for library in CLASSES]
+            for feature in cases.FEATURES
+        },
+    }
+    write("averaging_libraries", results)
+
+
+def modkit_compat() -> None:
+    """Run `modkit compat` with this torch, and on the models whose libraries are installed."""
+    runner = importlib.import_module("modkit.compat.run")
+    models = importlib.import_module("tests.integration.compat.models").MODELS
+    results = read("modkit_compat")
+    report = runner.Report("behaviors", runner.run(), by_area=True).as_json()
+    torch = report["versions"]["torch"].split("+")[0]
+    run = {**report["versions"], "torch": torch, "date": today(), "areas": report["areas"]}
+
+    for name, target in models.items():
+        library = name.split()[0]
+        if importlib.util.find_spec(library) is not None:
+            title, checks = importlib.import_module("modkit.compat.model").compare(target)
+            differ = sum(check.kind == "unlisted" for check in checks)
+            errors = sum(check.kind == "not compared" for check in checks)
+            results.setdefault("models", {})[name] = {
+                "date": today(),
+                "torch": torch,
+                "library": version(library),
+                "modules": title.partition(": ")[2].rpartition(": ")[2].partition("; ")[0],
+                "counts": [len(checks) - differ - errors, errors, differ],
+            }
+    behaviors = {**results.get("behaviors", {}), torch: run}
+    write("modkit_compat", {**results, "behaviors": behaviors})
+
+
+def write_faults() -> None:
+    """Save under every fault with every installed writer; minutes, and root for all of them."""
+    faults = importlib.import_module("tests.unit.files.faults")
+    runs = importlib.import_module("tests.unit.files.fault_runs")
+    writers = importlib.import_module("tests.unit.files.writers")
+    before = read("write_faults")
+    rows: dict[str, Any] = {
+        fault.name: {"title": fault.title, "cells": {}} for fault in faults.FAULTS.values()
+    }
+
+    for name in writers.WRITERS:
+        if all(map(writers.installed, NEEDS.get(name, ()))):
+            started = time.perf_counter()
+            fresh = runs.run([name], **ROUNDS)
+            sys.stderr.write(f"{name}: {time.perf_counter() - started:.0f} s\n")
+        else:
+            fresh = {row: {name: before["faults"][row]["cells"][name]} for row in rows}
+        for row, cells in fresh.items():
+            rows[row]["cells"][name] = cells[name]
+            if lost := cells[name].get("lost"):
+                sys.stderr.write(f"{row}, {name}:\n{lost}\n")
+
+    packages = ["torch", "safetensors", *(needed[0] for needed in NEEDS.values())]
+    results = {
+        "date": today(),
+        "versions": {name: version(name) for name in packages if writers.installed(name)},
+        "rounds": ROUNDS,
+        "writers": {name: writer.title for name, writer in writers.WRITERS.items()},
+        "faults": rows,
+    }
+    write("write_faults", results)
+
+
+def outcome(case: ET.Element) -> str:
+    """Return the outcome of a test."""
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed"
+    skipped = case.find("skipped")
+    if skipped is None:
+        return "passed"
+    return "xfailed" if skipped.get("type") == "pytest.xfail" else "skipped"
+
+
+def store_test_run(report: Path, again: list[Path], device: str | None = None) -> int:
+    """Store a run of the tests in place of the last one on this torch and Python.
+
+    Args:
+        report: What `pytest --junitxml` has written.
+        again: Reports of test files that failed, and ran a second time, complete, after a fix.
+        device: The device of the run; it then replaces the last one on that device.
+
+    Returns:
+        The number of tests that failed.
+    """
+    tree = ET.parse(report).getroot()  # noqa: S314 - pytest wrote it
+    cases = [*tree.iter("testcase")]
+    repeated: set[str | None] = set()
+    for file in again:
+        second = [*ET.parse(file).getroot().iter("testcase")]  # noqa: S314
+        files = {case.get("classname") for case in second}
+        cases = [case for case in cases if case.get("classname") not in files] + second
+        repeated |= files
+
+    counts = Counter(map(outcome, cases))
+    run: dict[str, Any] = {
+        "torch": version("torch").split("+")[0],
+        "python": platform.python_version(),
+        **{name: counts[name] for name in COUNTS},
+        "again": len(repeated),
+        "seconds": round(sum(float(suite.get("time", 0)) for suite in tree.iter("testsuite"))),
+        "date": today(),
+    }
+    kind, key = "tests", ["torch", "python"]
+    if device is not None:
+        run = {"device": device, **run}
+        del run["again"]
+        kind, key = "devices", ["device"]
+
+    stored = read("test_runs")
+    others = [old for old in stored.get(kind, []) if any(old[name] != run[name] for name in key)]
+    write("test_runs", {**stored, kind: sorted([*others, run], key=order)})
+    return counts["failed"]
+
+
+def order(run: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the sort key of a run: its device, torch and Python."""
+    return (run.get("device", ""), release(run["torch"]), release(run["python"]))
+
+
+COMMANDS = {
+    "benchmarks": benchmarks,
+    "ema_losses": ema_losses,
+    "averaging_libraries": averaging_libraries,
+    "modkit_compat": modkit_compat,
+    "write_faults": write_faults,
+}

@@ -1,0 +1,182 @@
+"""The page on what modkit was tested with: releases of torch and Python, devices, third-party libraries and models.
+
+The sessions of nox that run the tests store their results: `nox -s "tests(torch='2.8.0')"`, `xla`, `suites`, `compat`.
+"""
+
+from typing import Any
+
+from _render.markdown import table
+from _render.stored_results import read, release
+
+
+COUNTS = ("passed", "skipped", "xfailed", "failed")
+SIDES = ("torch", "whole", "user")
+NOT_RUN = {"XLA": "not run", "CUDA": "not run", "XPU": "not run", "MTIA": "not run"}
+TEXT = """\
+# Tested with
+
+modkit supports the releases of torch and Python that its tests ran on. This page shows what was run.
+[Differences from torch](differences.md) lists what differs on purpose, [Prove it on your code](prove_it.md) repeats
+the comparison with your model, and [Test evidence](test_evidence.md) has the details for contributors.
+
+## Versions
+
+The complete test suite on each release. Torch is the oracle each time: a behavior test must pass on torch and on
+modkit.
+
+{versions}
+
+## Devices
+
+modkit has no code for a device except two workarounds for XLA; it calls torch. This is what was run:
+
+{devices}
+
+On XLA, the tests compare values with the CPU, and require that updates of averages and swaps compile nothing new and
+read no tensor on the host, up to step 1,000 of every schedule. Exceptions and limits there:
+
+- `precision="stochastic"` of 16-bit models reads its tensors on the host, because torch_xla has neither random
+  generators nor `Tensor.view(dtype)`.
+- torch_xla cannot read a file to the device (`map_location="xla"`). Read it to the CPU; loading moves the tensors.
+- Where hooks or overrides take part in loading, torch's methods copy the tensors. Of a state dict on the device they
+  share the memory, which training then frees: pass a state dict of the CPU.
+- torch_xla has no gradients of batch normalization in evaluation mode, and its running variance is biased.
+
+## Test suites of third-party libraries
+
+Each suite runs three times: on torch; *whole*, with every `torch.nn`, `torch.jit` and `torch.optim.swa_utils` in
+the library and its tests replaced by modkit's; and *user*, with only the tests rewritten, as in the code of a
+modkit user. The outcome of each test is compared: passed, failed or skipped, and the class of the exception. A test
+that differs is repeated three times on each side.
+
+Run on {date} with torch {torch}:
+
+{suites}
+
+{differing}
+
+Libraries whose distribution has no tests are covered by probes. A probe calls public functions of the library with
+models built on `torch.nn` and on `modkit.nn`, and compares the results bit by bit: {probes}.
+
+## Functions and models
+
+`modkit compat` calls {cases} functions with `torch` and with `modkit`, and compares values bit by bit, exceptions by
+type and text, and warnings. A case with a listed difference must give exactly what its row in
+[Differences from torch](differences.md) says.
+
+{releases}
+
+It also builds models of libraries on both, and compares structure, initial weights, outputs, gradients, state dicts,
+pickle, `torch.compile`, `torch.fx` and `torch.export`:
+
+{models}"""
+
+
+def page() -> str:
+    """Return the page in Markdown."""
+    suites = read("library_suites")
+    compat = read("modkit_compat")
+    runs = sorted(compat["behaviors"].values(), key=lambda run: release(run["torch"]))
+    return TEXT.format(
+        versions=versions_table(),
+        devices=devices_table(),
+        date=suites["date"],
+        torch=suites["torch"],
+        suites=suites_table(suites["suites"]),
+        differing=differing(suites["suites"]),
+        probes=probes(suites["probes"]),
+        cases=runs[-1]["areas"]["all"]["cases"],
+        releases=behaviors_table(runs),
+        models=models_table(compat["models"]),
+    )
+
+
+def versions_table() -> str:
+    """Return the runs of the tests, sorted by torch and Python."""
+    runs: list[dict[str, Any]] = read("test_runs")["tests"]
+    rows = [
+        [run["torch"], run["python"], f"{run['passed']:,}", run["failed"], run["date"]]
+        for run in sorted(runs, key=by_version)
+    ]
+    return table(["torch", "Python", "passed", "failed", "date"], rows)
+
+
+def by_version(run: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the releases of torch and Python of a run, as a sort key."""
+    return release(run["torch"]), release(run["python"])
+
+
+def devices_table() -> str:
+    """Return the runs on devices, and the devices that the tests did not run on."""
+    runs: list[dict[str, Any]] = read("test_runs").get("devices", [])
+    lines: list[list[object]] = [["CPU", "the releases above", "", "", "", ""]]
+    for run in sorted(runs, key=lambda run: str(run["device"])):
+        counts = [f"{run[name]:,}" for name in ("passed", "failed")]
+        lines.append([run["device"], run["torch"], run["python"], *counts, run["date"]])
+    tested = {line[0] for line in lines}
+    lines += [[name, note, "", "", "", ""] for name, note in NOT_RUN.items() if name not in tested]
+    return table(["device", "torch", "Python", "passed", "failed", "date"], lines)
+
+
+def behaviors_table(runs: list[dict[str, Any]]) -> str:
+    """Return how many of the functions of `modkit compat` were equal on each release of torch."""
+    counts = ("cases", "equal", "listed", "unlisted")
+    rows = [
+        [run["torch"], run["Python"], *(run["areas"]["all"][name] for name in counts), run["date"]]
+        for run in runs
+    ]
+    return table(["torch", "Python", *counts, "date"], rows)
+
+
+def models_table(models: dict[str, Any]) -> str:
+    """Return the models that were compared, with the number of checks."""
+    rows = []
+    for name, run in models.items():
+        equal, errors, differ = run["counts"]
+        rows.append([f"{name} {run['library']}", equal + errors, differ])
+    return table(["model", "checks that are equal", "that differ"], rows, numbers=True)
+
+
+def totals(suites: dict[str, Any]) -> list[int]:
+    """Return the sums of tests, of passed tests on each side, and of differing tests."""
+    counts = [0] * 5
+    for row in suites.values():
+        counts = [total + number for total, number in zip(counts, numbers(row), strict=True)]
+    return counts
+
+
+def numbers(row: dict[str, Any]) -> list[int]:
+    """Return these numbers for one library."""
+    sides = row["sides"]
+    passed = [sides[side].get("passed", 0) for side in SIDES]
+    return [sum(sides["torch"].values()), *passed, len(row["differing"])]
+
+
+def suites_table(suites: dict[str, Any]) -> str:
+    """Return the table of suites, with a row of totals."""
+    rows = [
+        [f"{name} {row['version']}", *(f"{count:,}" for count in numbers(row))]
+        for name, row in suites.items()
+    ]
+    rows.append([f"**{len(suites)} libraries**", *(f"{count:,}" for count in totals(suites))])
+    headings = ["library", "tests", "passed on torch", "passed, whole", "passed, user", "differing"]
+    return table(headings, rows, numbers=True)
+
+
+def differing(suites: dict[str, Any]) -> str:
+    """Return the differing tests, grouped by their cause."""
+    causes: dict[str, list[str]] = {}
+    for name, row in suites.items():
+        for kind, note in (("differing", ""), ("unsteady", "differed in one run only: ")):
+            for one in row[kind]:
+                cause = f"{note}{one['cause'] or 'unexplained'}"
+                causes.setdefault(cause, []).append(f"`{one['test'].rpartition('::')[2]}` ({name})")
+    lines = [f"- {', '.join(tests)}: {cause}." for cause, tests in causes.items()]
+    return "\n".join(["Differing tests, by cause:", "", *lines]) if lines else "No test differed."
+
+
+def probes(rows: dict[str, Any]) -> str:
+    """Name the libraries that were probed, with the counts."""
+    counts = f"{sum(row['probes'] for row in rows.values())} probes"
+    names = ", ".join(f"{name} {row['version']}" for name, row in rows.items())
+    return f"{counts} of {names}; {sum(len(row['differing']) for row in rows.values())} differ"

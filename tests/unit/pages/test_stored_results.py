@@ -1,0 +1,83 @@
+"""The committed results of the sessions that the documentation shows."""
+
+import json
+import runpy
+from pathlib import Path
+
+from tests.divergences import DIVERGENCES
+from tests.suites.libraries import LIBRARIES
+
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs"
+
+
+def results(name):
+    """Return the results of the last run."""
+    return json.loads((DOCS / "_render" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_modkit_compat_found_no_unlisted_difference():
+    """On no release of torch, and in no model of a library."""
+    found = results("modkit_compat")
+
+    assert {run["areas"]["all"]["unlisted"] for run in found["behaviors"].values()} == {0}
+    assert {run["counts"][-1] for run in found["models"].values()} == {0}
+
+
+def test_no_test_failed():
+    """No complete run, on a release of torch or on a device, had a failing test."""
+    stored = results("test_runs")
+    runs = [*stored["tests"], *stored["devices"]]
+
+    assert [run for run in runs if run["failed"]] == []
+
+
+def test_no_file_was_lost():
+    """Every trial with a fault while writing left a complete file."""
+    rows = results("write_faults")["faults"]
+    cells = [cell for row in rows.values() for cell in row["cells"].values()]
+
+    assert [cell["lost"] for cell in cells if "skipped" not in cell and cell["lost"]] == []
+
+
+def test_no_difference_of_random_operations_was_left():
+    """Each difference of the last run was a row of the table of differences."""
+    found = results("random_operations")
+
+    assert found["differences"] == []
+    assert {*found["rows"]} <= {*DIVERGENCES}
+    assert found["operations"] == sum(found["kinds"].values())
+
+
+def test_bugs_that_random_operations_found_have_tests():
+    """Each names a test that exists."""
+    fixed = runpy.run_path(str(DOCS / "render.py"))["test_evidence"].FIXED
+    tests = [test.partition("::") for test in fixed.values()]
+
+    assert [
+        name for file, _, name in tests if f"def {name}(" not in (ROOT / file).read_text("utf-8")
+    ] == []
+
+
+def test_every_differing_test_of_a_suite_has_a_cause():
+    """No probe differed, and each test of a third-party library that did is explained."""
+    found = results("library_suites")
+    tests = [test for row in found["suites"].values() for test in row["differing"]]
+
+    assert [test["test"] for test in tests if not test["cause"]] == []
+    assert [
+        name for name, row in found["probes"].items() if row["differing"] or row["raised"]
+    ] == []
+
+
+def test_the_suites_are_of_the_pinned_versions():
+    """Each suite runs against the installed version that its tests come from."""
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    versions = [f"{library.name.replace('_', '-')}=={library.version}" for library in LIBRARIES]
+
+    assert [
+        version
+        for version in versions
+        if not any(pin.split(" ")[0].lower() == version for pin in pins)
+    ] == []
