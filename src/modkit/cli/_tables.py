@@ -4,7 +4,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -35,11 +35,22 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 # The exceptions of files, disks and missing libraries.
 ERRORS: Final = (OSError, ValueError, RuntimeError, ImportError, MemoryError)
-EPILOG: Final = """\b
+
+
+def epilog(success: str, failure: str, errors: int = 1) -> str:
+    """Return the end of a command's help: its exit statuses, and how a shell completes it.
+
+    Args:
+        success: The meaning of the status 0.
+        failure: The meaning of the status 1.
+        errors: The status if a file cannot be read or written; 2 where 1 is the result of a comparison.
+    """
+    wrong = "wrong command line" if errors == 1 else "an error of a file, or wrong command line"
+    return f"""\b
 Exit status:
-  0    success: each file is known and intact
-  1    a file, the disk or a comparison failed; the error is one line
-  2    wrong command line
+  0    {success}
+  1    {failure}
+  2    {wrong}
   130  interrupted with Ctrl-C
 
 \b
@@ -47,6 +58,12 @@ Shell completion:
   eval "$(_MODKIT_COMPLETE=bash_source modkit)"   # or zsh_source
   _MODKIT_COMPLETE=fish_source modkit | source    # fish
 """
+
+
+EPILOG: Final = epilog(
+    "success: each file is known and intact",
+    "a file, the disk or a comparison failed; the error is one line",
+)
 
 
 def one_line(error: BaseException) -> str:
@@ -89,6 +106,16 @@ def print_table(
     for row in rows:
         table.add_row(*map(cell, row))
     console().print(table)
+
+
+def print_tables(tables: Mapping[tuple[str, ...], Sequence[Sequence[object]]], limit: int) -> None:
+    """Print the first rows of several tables by their headings, and how all rows are shown."""
+    for headings, rows in tables.items():
+        if rows[:limit]:
+            print_table(headings, rows[:limit])
+    longest = max(map(len, tables.values()))
+    if longest > limit:
+        console().print(f"--limit {longest} shows all rows")
 
 
 def say(text: str) -> None:

@@ -126,11 +126,7 @@ def show(info: files.FileInfo, limit: int, how: str = "") -> None:
         ("tensor", "shape", "dtype", "size"): tensors,
         ("other entry", "value"): list(info.entries.items()),
     }
-    for headings, rows in tables.items():
-        if rows[:limit]:
-            ui.print_table(headings, rows[:limit])
-    if (longest := max(map(len, tables.values()))) > limit:
-        out.print(f"--limit {longest} shows all rows")
+    ui.print_tables(tables, limit)
 
 
 def _keys_of(info: files.FileInfo) -> list[tuple[object, ...]]:

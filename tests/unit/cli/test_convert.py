@@ -21,7 +21,7 @@ from modkit.cli._commands import commands
 from modkit.errors import FileError
 from modkit.files import verify
 from modkit.files.tensor_files import Checkpoint
-from tests.processes import python
+from tests.processes import peak_of_command
 from tests.unit.files.test_inspect import scripted
 
 
@@ -334,26 +334,10 @@ def test_the_memory_of_a_conversion(tmp_path: Path, old: str, new: str, size: st
     """One tensor, or one shard of torch's format, is in memory; mapped files do not count."""
     source = write({f"{n}": torch.ones(2_500_000) for n in range(40)}, tmp_path / old)
     arguments = ["convert", str(source), "-o", str(tmp_path / new), "--max-shard-size", size]
-    code = (
-        "import torch, safetensors, threading, time\n"
-        "import modkit.cli._commands as c\n"
-        "def now():\n"
-        "    lines = open('/proc/self/status').read().splitlines()\n"
-        "    return sum(int(l.split()[1]) for l in lines if l.startswith(('RssAnon', 'RssShmem')))\n"
-        "peak = before = now(); done = False\n"
-        "def watch():\n"
-        "    global peak\n"
-        "    while not done:\n"
-        "        peak = max(peak, now()); time.sleep(0.002)\n"
-        "thread = threading.Thread(target=watch); thread.start()\n"
-        f"c.commands({[*arguments, '--dtype', 'bfloat16']!r}, standalone_mode=False)\n"
-        "done = True; thread.join(); print(peak - before)"
-    )
-    found = python(code)
-    peak = int(found.stdout.splitlines()[-1]) * 1024
+    peak = peak_of_command([*arguments, "--dtype", "bfloat16"])
 
     # The file has 400 MB; a cast takes 95 MB with what torch keeps, and a shard 40 MB.
-    assert peak < 180e6, found.stdout
+    assert peak < 180e6
 
 
 @pytest.mark.parametrize(
