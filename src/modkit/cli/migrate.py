@@ -37,7 +37,7 @@ def _numbers(
 @click.option(
     "--version", "saved", multiple=True, callback=_numbers, help="The saved version: Attention=1."
 )
-@click.option("--overwrite", is_flag=True, help="Replace DST if it exists.")
+@click.option("--overwrite", is_flag=True, help="Replace DST if it exists; never SRC.")
 @click.option("--dry-run", is_flag=True, help="Only show what would change; no tensor is read.")
 @ui.json_option
 def migrate(
@@ -63,8 +63,8 @@ def migrate(
     """  # noqa: D301
     if output is None and not dry_run:
         raise click.UsageError("missing option '-o' / '--output'")
-    if output is not None and output.exists() and not overwrite:
-        raise FileExistsError(f"{output} exists; --overwrite replaces it")
+    if output is not None and not dry_run:
+        ui.check_output(output, [source], overwrite=overwrite)
     try:
         with torch.device("meta"):
             model = _found_at(target)()
