@@ -43,6 +43,7 @@ class _Commands(click.Group):
         except BrokenPipeError:
             ui.discard_output()
             raise click.exceptions.Exit(0) from None
+
         except ui.ERRORS as error:
             is_diff = ctx.invoked_subcommand == "diff"
             failure = _DiffError if is_diff else click.ClickException

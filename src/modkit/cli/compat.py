@@ -15,14 +15,14 @@ from modkit.files.atomic_write import atomic_write
 
 def _parsed(_: click.Context, parameter: click.Parameter, value: str) -> Any:
     """Read JSON of the type that the default of an option has."""
-    wanted = type(json.loads(str(parameter.default)))
+    expected_type = type(json.loads(str(parameter.default)))
     try:
-        found = json.loads(value)
+        content = json.loads(value)
     except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"{value!r} is not JSON: {error}") from None
-    if not isinstance(found, wanted):
-        raise click.BadParameter(f"{value!r} is not a {wanted.__name__}")
-    return found
+    if not isinstance(content, expected_type):
+        raise click.BadParameter(f"{value!r} is not a {expected_type.__name__}")
+    return content
 
 
 @click.command(epilog=ui.EPILOG)
@@ -41,8 +41,9 @@ def compat(
 
     Without TARGET, the shared behaviors run with both. TARGET is a model, package.module:Class or
     path/to/script.py:factory. It is built on torch, and on modkit by replacing torch.nn in its
-    package by modkit.nn, and the two are compared. Without --input, one is made for the first layers,
-    and shown. A model that cannot be called on either side is an error: nothing was compared.
+    package by modkit.nn, and the two are compared. Without --input, one is made for the first
+    layers, and shown. A model that cannot be called on either side is an error: nothing was
+    compared.
 
     \b
     Examples:
@@ -55,10 +56,12 @@ def compat(
         raise click.UsageError("--area cannot be used with TARGET")
     if not target and any(options.values()):
         raise click.UsageError("--args, --kwargs, --input and --swap need TARGET")
-    if unknown := [area for area in chosen if area not in areas()]:
+    unknown = [area for area in chosen if area not in areas()]
+    if unknown:
         raise click.UsageError(f"{unknown[0]!r} is not an area: {', '.join(areas())}")
     if page and not page.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {page.parent}")
+
     if target:
         click.echo(f"building {printable(target)} on torch and on modkit, and comparing", err=True)
         try:
@@ -69,6 +72,7 @@ def compat(
     else:
         with ui.progress("running", 1.0) as bar:
             report = Report("shared behaviors", run(chosen, bar), by_area=True)
+
     if page:
         with atomic_write(page) as file:
             file.write_text(report.as_html(), encoding="utf-8")

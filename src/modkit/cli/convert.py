@@ -37,8 +37,9 @@ def _bytes(_: click.Context, __: click.Parameter, value: str | None) -> float | 
     match = _SIZE.fullmatch(value)
     if match is None or not float(match[1]):
         raise click.BadParameter(f"{value!r} is not a size such as 5GB or 500MB")
-    exponent = ("", "K", "M", "G", "T").index(match[2].upper())
-    return float(match[1]) * (1024.0 if match[3] else 1000.0) ** exponent
+    number, unit, binary = match.groups()
+    exponent = ("", "K", "M", "G", "T").index(unit.upper())
+    return float(number) * (1024.0 if binary else 1000.0) ** exponent
 
 
 @click.command(epilog=ui.EPILOG)
@@ -71,8 +72,9 @@ def convert(
 
     SRC is a torch or safetensors file, the index of a sharded checkpoint, a directory with one
     checkpoint, or all shards of one. Tensors are read one at a time. With --max-shard-size, the
-    files are named as transformers does, as model-00001-of-00003.safetensors for model.safetensors, and
-    the index is written last. Files are written atomically; checksums of torch files are verified.
+    files are named as transformers does, as model-00001-of-00003.safetensors for model.safetensors,
+    and the index is written last. Files are written atomically; checksums of torch files are
+    verified.
 
     \b
     Examples:
@@ -140,8 +142,9 @@ class _Target:
     ) -> None:
         """Write all files, the index last, and then remove those that they replace.
 
-        Until the new index is there, or the one file, a reader finds the old checkpoint. The exception are
-        shards that replace old ones of the same names: then it finds none, as the old index goes first.
+        Until the new index is there, or the one file, a reader finds the old checkpoint. The
+        exception are shards that replace old ones of the same names: then it finds none, as the old
+        index goes first.
         """
         if self._replaces_shards:
             self.index.unlink()
@@ -187,19 +190,22 @@ class _Source:
         self.metadata: dict[str, str] = {}
         for path in paths:
             checkpoint = Checkpoint(path, key)
-            if twice := [name for name in checkpoint.shapes if name in self.homes]:
-                raise ValueError(f"{twice[0]} is in {path} and in a SRC before it")
+            repeated = [name for name in checkpoint.shapes if name in self.homes]
+            if repeated:
+                raise ValueError(f"{repeated[0]} is in {path} and in a SRC before it")
             self.homes |= dict.fromkeys(checkpoint.shapes, checkpoint)
             self.versions |= checkpoint.versions
             self.metadata |= checkpoint.metadata
 
         self.described: dict[str, Described] = {}
         for name, home in self.homes.items():
-            own = getattr(torch, home.dtypes[name], None)
-            if own is None:
+            old_dtype = getattr(torch, home.dtypes[name], None)
+            if old_dtype is None:
                 raise ValueError(f"{name} is {home.dtypes[name]}, which torch does not support")
-            new = getattr(torch, dtype) if dtype and own.is_floating_point else own
-            self.described[name] = Described(new, home.shapes[name])
+            new_dtype = old_dtype
+            if dtype is not None and old_dtype.is_floating_point:
+                new_dtype = getattr(torch, dtype)
+            self.described[name] = Described(new_dtype, home.shapes[name])
         self.done = 0
         self._total = sum(map(self._size, self.homes))
 
@@ -209,14 +215,20 @@ class _Source:
 
     def memory(self, name: str) -> Hashable:
         """Return equal values for tied tensors."""
-        place = self.homes[name].memory(name)
-        return name if place is None else place
+        memory = self.homes[name].memory(name)
+        return name if memory is None else memory
 
     def split(self, most: float | None, *, tied: bool) -> list[list[str]]:
-        """Return the names in each file; with ``tied``, tied tensors share a file and are stored once."""
+        """Return the names in each file.
+
+        Args:
+            most: Most bytes in a file; None for one file.
+            tied: Whether tied tensors share a file, and are stored once.
+        """
         groups: dict[Hashable, list[str]] = {}
         for name in self.homes:
             groups.setdefault(self.memory(name) if tied else name, []).append(name)
+
         shards: list[list[str]] = [[]]
         used = 0
         for group in groups.values():
@@ -226,6 +238,7 @@ class _Source:
                 used = 0
             shards[-1] += group
             used += size
+
         order = {name: number for number, name in enumerate(self.homes)}
         return [sorted(shard, key=order.__getitem__) for shard in shards]
 
@@ -241,7 +254,7 @@ class _Source:
         return {**self.metadata, **(versions_as_metadata(versions) if versions else {})}
 
     def read(self, name: str, progress: Callable[[float], object]) -> Tensor:
-        """Return one tensor, verified, in its new dtype."""
+        """Return one tensor, verified, in its new dtype; report the part that is done."""
         home = self.homes[name]
         tensor = home.tensor(name)
         if self.described[name].dtype != tensor.dtype:

@@ -53,10 +53,10 @@ def diff(
 ) -> None:
     """Compare two checkpoints: torch or safetensors files, sharded or not.
 
-    Without --values, checkpoints are equal if names, shapes and dtypes are, and no tensor is read. With
-    it, the largest difference of each tensor is shown: absolute, and relative to the larger of the two
-    elements. NaN is equal to NaN. Names of one file alone are paired if names and shapes tell which
-    one was renamed; if they do not, all candidates are shown.
+    Without --values, checkpoints are equal if names, shapes and dtypes are, and no tensor is read.
+    With it, the largest difference of each tensor is shown: absolute, and relative to the larger of
+    the two elements. NaN is equal to NaN. Names of one file alone are paired if names and shapes
+    tell which one was renamed; if they do not, all candidates are shown.
 
     \b
     Examples:
@@ -77,7 +77,8 @@ def diff(
         a, b = Checkpoint(path_a, key_a), Checkpoint(path_b, key_b)
         report = _compare(a, b)
         if values:
-            report["values"] = [*_compare_values(a, b, report["renamed"], rtol or 0.0, bar)]
+            rows = _compare_values(a, b, report["renamed"], rtol=rtol or 0.0, progress=bar)
+            report["values"] = [*rows]
 
     differences = _count_differences(report)
     if as_json:
@@ -97,6 +98,7 @@ def _compare(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
     renames = find_renames(a.shapes, b.shapes)
     pairs = {name: name for name in a.shapes if name in b.shapes} | renames.pairs
     paired_in_b = set(pairs.values())
+
     changed = [
         {
             "a": old,
@@ -133,10 +135,11 @@ def _compare_values(
     a: Checkpoint,
     b: Checkpoint,
     renamed: list[dict[str, str]],
+    *,
     rtol: float,
     progress: Callable[[float], object],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the largest difference of each two tensors of one shape; only these two are in memory."""
+    """Yield the largest difference of each two tensors of one shape; only they are in memory."""
     pairs = {name: name for name in a.shapes if name in b.shapes}
     pairs |= {pair["a"]: pair["b"] for pair in renamed}
     total = sum(a.shapes[name].numel() for name in pairs)
@@ -171,8 +174,8 @@ class Difference(NamedTuple):
     Attributes:
         absolute: The largest difference of two finite elements; exact for integers and bools.
         relative: The largest difference of two finite elements, relative to the larger one: 0 to 2.
-        nonfinite: The number of elements that are NaN or infinite in one tensor, and not the same in the
-            other.
+        nonfinite: The number of elements that are NaN or infinite in one tensor, and not the same
+            in the other.
     """
 
     absolute: float = 0
@@ -281,12 +284,14 @@ def _show_tables(report: Mapping[str, Any], a: Checkpoint, b: Checkpoint, limit:
     members += [
         (_shown(row), _described(a, row["a"]), _described(b, row["b"])) for row in report["changed"]
     ]
+
     unequal: list[dict[str, Any]] = [row for row in report["values"] or [] if not row["equal"]]
     unequal.sort(key=lambda row: (-row["nonfinite"], -row["relative"]))
     values = [
         (_shown(row), f"{row['absolute']:.3g}", f"{row['relative']:.3g}", row["nonfinite"])
         for row in unequal
     ]
+
     ui.print_tables(
         {
             ("renamed", "A", "B", "certain"): renames,

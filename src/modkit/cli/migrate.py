@@ -15,6 +15,7 @@ from modkit.migrations.files import migrate_file, plan_file
 def _numbers(
     context: click.Context, option: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, int]:
+    """Read classes and versions as Attention=1."""
     numbers: dict[str, int] = {}
     for value in values:
         name, _, number = value.rpartition("=")
@@ -53,8 +54,8 @@ def migrate(
 ) -> None:
     """Migrate the checkpoint SRC to the versions of a model whose classes declare migrations.
 
-    The model is built without arguments and without memory for its tensors. Tensors are read and written one
-    at a time. DST is written atomically.
+    The model is built without arguments and without memory for its tensors. Tensors are read and
+    written one at a time. DST is written atomically.
 
     \b
     Examples:

@@ -43,9 +43,9 @@ def verify(
     """Test whether each PATH is intact: a model file, an index with its shards, or a folder.
 
     A folder is searched recursively for model files. Checkpoints of torch.save, TorchScript and
-    torch.export archives have checksums. Safetensors files have none: only their header and their sizes
-    are tested, and their content is tested by --sha256sums alone. Names in such a file are relative to
-    its folder. Without PATH, all files that it lists are tested.
+    torch.export archives have checksums. Safetensors files have none: only their header and their
+    sizes are tested, and their content is tested by --sha256sums alone. Names in such a file are
+    relative to its folder. Without PATH, all files that it lists are tested.
 
     \b
     Examples:
@@ -76,7 +76,8 @@ def verify(
     if as_json:
         ui.print_json(rows)
 
-    if failed := sum(not row["intact"] for row in rows):
+    failed = sum(not row["intact"] for row in rows)
+    if failed:
         unwritten = "" if new_sums is None else f"; {new_sums} was not written"
         raise click.ClickException(f"{failed} of {len(rows)} files failed{unwritten}")
     if new_sums is not None:
@@ -84,14 +85,14 @@ def verify(
 
 
 def _result(file: Path, digest: str | None, title: str, *, hashed: bool) -> dict[str, Any]:
-    """Test one file; return its path, whether it is intact, and how it was tested or what is wrong."""
+    """Test one file; return plain data: how it was tested, or what is wrong."""
     try:
         with ui.progress(title, 1.0) as bar:
             # A list of sums may have other files than models.
-            found = check_file(file, digest, hashed=hashed, any_kind=True, progress=bar)
+            result = check_file(file, digest, hashed=hashed, any_kind=True, progress=bar)
     except ui.ERRORS as error:
         return {"path": str(file), "intact": False, "error": ui.one_line(error)}
-    return {"path": str(file), "intact": True, "tested": found.how, "sha256": found.sha256}
+    return {"path": str(file), "intact": True, "tested": result.how, "sha256": result.sha256}
 
 
 def _model_files(path: Path) -> Iterator[Path]:
@@ -105,6 +106,7 @@ def _model_files(path: Path) -> Iterator[Path]:
             except FileError:
                 return
         return
+
     for folder, subfolders, names in os.walk(path):
         # Without the unfinished files of a process that is saving.
         subfolders[:] = sorted(name for name in subfolders if not name.startswith(".modkit-"))
@@ -124,16 +126,17 @@ def _has_model(file: Path) -> bool:
 
 def _read_sums(sums: Path) -> dict[Path, str]:
     """Return the SHA-256 of each file, by its absolute path."""
-    found: dict[Path, str] = {}
-    for number, line in enumerate(sums.read_bytes().removesuffix(b"\n").split(b"\n"), 1):
+    digests: dict[Path, str] = {}
+    lines = sums.read_bytes().removesuffix(b"\n").split(b"\n")
+    for number, line in enumerate(lines, 1):
         match = _LINE.fullmatch(line)
         if match is None:
             raise FileError(f"{sums}: line {number} is not one that sha256sum writes")
         escaped, digest, name = match.groups()
         if escaped:
             name = re.sub(rb"\\[\\nr]", lambda escape: _UNESCAPED[escape[0]], name)
-        found[(sums.parent / os.fsdecode(name)).resolve()] = digest.decode().lower()
-    return found
+        digests[(sums.parent / os.fsdecode(name)).resolve()] = digest.decode().lower()
+    return digests
 
 
 def _write_sums(sums: Path, digests: Mapping[Path, str]) -> None:

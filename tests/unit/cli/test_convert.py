@@ -315,6 +315,19 @@ def test_a_source_is_never_replaced(tmp_path: Path, how: str) -> None:
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+    """Beside the shards that are read, it is not compared with the output."""
+    source = write(state(), tmp_path / "a.pt")
+    write({"w": torch.ones(1)}, tmp_path / "c.pt")
+    (tmp_path / "gone.pt").symlink_to("nowhere")
+    assert run(source, "-o", tmp_path / "b.pt", "--max-shard-size", "1KB").exit_code == 0
+    done = run(tmp_path / "b.pt.index.json", "-o", tmp_path.parent / "d.pt")
+
+    assert done.exit_code == 0, done.stderr
+    again = run(tmp_path / "b.pt.index.json", "-o", tmp_path.parent / "d.pt", "--overwrite")
+    assert again.exit_code == 0, again.stderr
+
+
 def test_overwriting(tmp_path: Path) -> None:
     """An existing file is kept unless --overwrite is given, and then only the new checkpoint is found."""
     source = write(state(), tmp_path / "a.pt")
