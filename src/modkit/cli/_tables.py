@@ -91,12 +91,14 @@ class _Console(Console):
 
 def discard_output() -> None:
     """Discard what is still written to a closed pipe; the exit status stays that of the command."""
+    # Python flushes standard output when it ends, and would report the closed pipe there.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def console() -> Console:
     """Return a console for tables, with 160 columns in a pipe unless COLUMNS is set."""
     new_console = _Console(highlight=False)
+    # In a pipe, rich takes 80 columns, and would fold most names of tensors.
     if not new_console.is_terminal and "COLUMNS" not in os.environ:
         new_console.width = 160
     return new_console

@@ -20,6 +20,7 @@ from modkit.files.zip_archive import open_regular
 
 
 def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[float] | None:
+    """Read weights as 1,1,2."""
     if value is None:
         return None
     try:
@@ -88,6 +89,7 @@ def average(
     if output is None and not dry_run:
         raise click.UsageError("missing option '-o' / '--output'")
 
+    # A missing package is named before minutes of reading.
     if any(path.suffix == ".safetensors" for path in (*checkpoints, output or Path())):
         library("safetensors")
     for path in checkpoints:
@@ -99,6 +101,7 @@ def average(
         _show_match(checkpoints, key, as_json=as_json)
         return
 
+    # Without --dry-run, it is required above.
     assert output is not None
     ui.check_output(output, checkpoints, overwrite=overwrite)
     facts: dict[str, Any] = {"output": os.fspath(output), "checkpoints": len(checkpoints)}
@@ -164,6 +167,7 @@ def _show_match(checkpoints: Sequence[Path], key: str | None, *, as_json: bool) 
     """Print how the names and shapes of the checkpoints match; raise if they do not."""
     paths = [str(path) for path in checkpoints]
     shapes_of_all = [Checkpoint(path, key).shapes for path in checkpoints]
+    # Those of the first checkpoint in its order, then those that only others have.
     names = dict.fromkeys(name for shapes in shapes_of_all for name in shapes)
     rows: list[dict[str, Any]] = []
     for name in names:

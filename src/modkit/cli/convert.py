@@ -32,6 +32,7 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
 def _bytes(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
+    """Read a size as 5GB, with 1000 as the base, or 5GiB, with 1024."""
     if value is None:
         return None
     match = _SIZE.fullmatch(value)
@@ -182,7 +183,15 @@ def _shards_in(index: Path) -> list[Path]:
 
 
 class _Source:
-    """The tensors of all sources by name, with the dtypes that they will have."""
+    """The tensors of all sources by name, with the dtypes that they will have.
+
+    Attributes:
+        homes: The checkpoint that has a tensor.
+        versions: The versions of modules of all sources, as in ``_metadata`` of a state dict.
+        metadata: The metadata of all safetensors files.
+        described: The new dtype and the shape of each tensor.
+        done: The bytes that were read, in their new dtypes.
+    """
 
     def __init__(self, paths: Sequence[Path], key: str | None, dtype: str | None) -> None:
         self.homes: dict[str, Checkpoint] = {}
@@ -233,6 +242,7 @@ class _Source:
         used = 0
         for group in groups.values():
             size = self._size(group[0])
+            # A tensor that is larger than a file may be has a file of its own.
             if shards[-1] and most is not None and used + size > most:
                 shards.append([])
                 used = 0
@@ -244,6 +254,7 @@ class _Source:
 
     def safetensors_metadata(self) -> dict[str, str]:
         """Return the metadata for a safetensors file, with the versions of modules."""
+        # The _metadata of a torch file may have entries of any kind.
         versions = {
             path: entry
             for path, entry in self.versions.items()
@@ -275,6 +286,7 @@ def _write(
             write_safetensors(unfinished, described, tensors, source.safetensors_metadata())
         return
 
+    # As model.state_dict(), so that versions can be attached. Torch's format is written at once.
     state: OrderedDict[str, Tensor] = OrderedDict()
     first: dict[Hashable, Tensor] = {}
     for name in names:

@@ -95,6 +95,7 @@ def diff(
 
 def _compare(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
     """Compare names, shapes and dtypes; return what differs as plain data for JSON."""
+    # A rename in doubt is in the rules, and not in the pairs: its names stay those of one side.
     renames = find_renames(a.shapes, b.shapes)
     pairs = {name: name for name in a.shapes if name in b.shapes} | renames.pairs
     paired_in_b = set(pairs.values())
@@ -140,6 +141,7 @@ def _compare_values(
     progress: Callable[[float], object],
 ) -> Iterator[dict[str, Any]]:
     """Yield the largest difference of each two tensors of one shape; only they are in memory."""
+    # In the order of A, so that a mapped file is read from its beginning to its end.
     pairs = {name: name for name in a.shapes if name in b.shapes}
     pairs |= {pair["a"]: pair["b"] for pair in renamed}
     total = sum(a.shapes[name].numel() for name in pairs)
@@ -206,9 +208,11 @@ def largest_difference(a: Tensor, b: Tensor) -> Difference:
 
 
 def _difference_of_pieces(a: Tensor, b: Tensor) -> Difference:
+    # Most pieces are bitwise equal. Bytes can be compared in all dtypes, also of packed bits.
     if a.dtype == b.dtype and torch.equal(_bytes_of(a), _bytes_of(b)):
         return Difference()
 
+    # Elements of fewer bits are converted exactly, and their differences do not overflow.
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     wide_a, wide_b = a.to(wide), b.to(wide)
     are_finite = wide_a.isfinite() & wide_b.isfinite()

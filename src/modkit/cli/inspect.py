@@ -19,6 +19,7 @@ from modkit.files.tensor_files import INDEX, Checkpoint, file_in
 
 
 def _digest(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    """Read a SHA-256."""
     try:
         return None if value is None else parse_digest(value)
     except ValueError as error:

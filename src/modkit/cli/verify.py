@@ -57,6 +57,7 @@ def verify(
         raise click.UsageError("missing argument 'PATH...'")
     expected = {} if sums is None else _read_sums(sums)
     within = [path.resolve() for path in paths]
+    # With PATH, a list may have other files, which are not tested.
     listed = [f for f in expected if not paths or not set(within).isdisjoint(f.parents)]
     files = {file.resolve(): file for path in paths for file in _model_files(path)}
     files |= {file: Path(os.path.relpath(file)) for file in listed if file not in files}
@@ -117,6 +118,7 @@ def _model_files(path: Path) -> Iterator[Path]:
 
 
 def _has_model(file: Path) -> bool:
+    """Return True if a file is a model by its content, or a zip file that is cut off."""
     try:
         with open_regular(file) as descriptor:
             return kind_of(descriptor) not in NEVER_INTACT - {CORRUPT_ZIP}
@@ -150,6 +152,7 @@ def _write_sums(sums: Path, digests: Mapping[Path, str]) -> None:
 
 
 def _line(name: bytes, digest: str) -> bytes:
+    """Return a line of sha256sum, which begins with a backslash if the name has escapes."""
     escaped = re.sub(rb"[\\\n\r]", lambda char: _ESCAPES[char[0]], name)
     mark = b"\\" if escaped != name else b""
     return mark + digest.encode() + b"  " + escaped + b"\n"
