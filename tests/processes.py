@@ -106,3 +106,31 @@ def _run_as_main(source: str, file: str) -> None:
     if file != "-c":
         main.__file__ = file
     exec(compile(source, file, "exec"), vars(main))
+
+
+def peak_of_command(arguments: list[str]) -> int:
+    """Return the bytes of memory that a command needs above what its imports take.
+
+    Pages of mapped files do not count: the system takes them back when memory is short.
+
+    Args:
+        arguments: The command line after ``modkit``; the command may end with any status.
+    """
+    code = (
+        "import torch, safetensors, threading, time, click\n"
+        "import modkit.cli._commands as c\n"
+        "def now():\n"
+        "    lines = open('/proc/self/status').read().splitlines()\n"
+        "    return sum(int(l.split()[1]) for l in lines if l.startswith(('RssAnon', 'RssShmem')))\n"
+        "peak = before = now(); done = False\n"
+        "def watch():\n"
+        "    global peak\n"
+        "    while not done:\n"
+        "        peak = max(peak, now()); time.sleep(0.002)\n"
+        "thread = threading.Thread(target=watch); thread.start()\n"
+        f"c.commands({arguments!r}, standalone_mode=False)\n"
+        "done = True; thread.join(); print(peak - before)"
+    )
+    found = python(code)
+    assert found.returncode == 0, found.stderr
+    return int(found.stdout.splitlines()[-1]) * 1024

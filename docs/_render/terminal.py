@@ -23,6 +23,7 @@ WIDTH = 96
 COMMANDS = {
     "inspect": "modkit inspect run/last.pt --check --limit 5",
     "verify": "modkit verify run/",
+    "diff": "modkit diff run/last.pt new.pt --key model --values",
     "dry-run": "modkit average run/last.pt run/other.pt --key model --dry-run",
 }
 
@@ -33,7 +34,7 @@ def path(name: str) -> Path:
 
 
 def write_files() -> None:
-    """Write the files that the commands read: one is corrupt, and one has another shape."""
+    """Write the files that the commands read: one is corrupt, and two are of other models."""
     torch.manual_seed(0)
     Path("run").mkdir()
     net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
@@ -41,6 +42,7 @@ def write_files() -> None:
     ema.update()
     content = {"model": net.state_dict(), "ema": ema.state_dict(), "epoch": 7}
     modkit.save_checkpoint(content, "run/last.pt")
+    write_renamed(net.state_dict())
     last = torch.nn.Linear(256, 100)
     net[2] = last
     modkit.save_checkpoint({"model": net.state_dict()}, "run/other.pt")
@@ -48,6 +50,16 @@ def write_files() -> None:
     weight = last.weight.detach().numpy().tobytes()
     intact = Path("run/other.pt").read_bytes()
     Path("run/step-100.pt").write_bytes(intact.replace(weight, bytes([weight[0] ^ 1]) + weight[1:]))
+
+
+def write_renamed(state: dict[str, torch.Tensor]) -> None:
+    """Write a state dict with a layer renamed, another shape and dtype, and a changed value."""
+    state = {name.replace("2.", "head."): tensor.clone() for name, tensor in state.items()}
+    state["0.weight"][3, 5] += 0.25
+    state["0.bias"] = state["0.bias"].bfloat16()
+    state["head.bias"] = torch.zeros(100)
+    state["scale"] = torch.ones(256)
+    modkit.save_checkpoint({"model": state}, "new.pt")
 
 
 def record(line: str) -> Any:

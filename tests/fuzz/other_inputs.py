@@ -224,6 +224,9 @@ def command_line(dice: Dice, folder: Path, hurt: Hurt) -> None:
             ["average", str(path), str(other), "-o", str(folder / "out.pt")],
             ["average", str(path), "-o", str(folder / "out.safetensors")],
             ["average", "--dry-run", str(path), str(other), "-o", str(folder / "out.pt")],
+            ["diff", str(path), str(other)],
+            ["diff", str(other), str(path), "--values"],
+            ["diff", str(path), str(path), "--values", "--json"],
         ]
     )
     done = click.testing.CliRunner().invoke(commands, line)
@@ -231,6 +234,9 @@ def command_line(dice: Dice, folder: Path, hurt: Hurt) -> None:
         raise done.exception
     if done.exit_code not in {0, 1, 2}:
         raise Surprise(f"{line} returned {done.exit_code}")
+    is_diff = line[0] == "diff" and done.exit_code == 1
+    if is_diff and not done.stdout:
+        raise Surprise(f"{line} returned 1 and showed no difference")
     if not all(c.isprintable() or c == "\n" for c in done.output):
         raise Surprise(f"{line} printed control characters: {done.output!r:.500}")
     if done.exit_code and len(done.stderr) > LONGEST + 200:

@@ -9,9 +9,16 @@ from modkit.cli import _tables as ui
 from modkit.cli.average import average
 from modkit.cli.compat import compat
 from modkit.cli.convert import convert
+from modkit.cli.diff import diff
 from modkit.cli.inspect import inspect
 from modkit.cli.migrate import migrate
 from modkit.cli.verify import verify
+
+
+class _DiffError(click.ClickException):
+    """An error of ``diff``, whose status 1 says that two checkpoints differ."""
+
+    exit_code = 2
 
 
 class _Commands(click.Group):
@@ -36,24 +43,28 @@ class _Commands(click.Group):
         except BrokenPipeError:
             ui.discard_output()
             raise click.exceptions.Exit(0) from None
+
         except ui.ERRORS as error:
-            raise click.ClickException(ui.one_line(error)) from error
+            is_diff = ctx.invoked_subcommand == "diff"
+            failure = _DiffError if is_diff else click.ClickException
+            raise failure(ui.one_line(error)) from error
 
 
 @click.version_option(__version__)
 @click.group(
     cls=_Commands,
-    commands=[average, compat, convert, inspect, migrate, verify],
+    commands=[average, compat, convert, diff, inspect, migrate, verify],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=ui.EPILOG,
 )
 def commands() -> None:
-    """Inspect, verify, convert and average model files, and compare modkit with PyTorch.
+    """Inspect, verify, compare, convert and average model files, and compare modkit with PyTorch.
 
     \b
     Examples:
       modkit inspect model.pt
       modkit verify run/
+      modkit diff last.pt best.pt --key model --values
       modkit convert model.pt -o model.safetensors
       modkit average run/1.pt run/2.pt -o soup.safetensors
       modkit compat my_package.models:Net --input 8,3,32,32

@@ -1,10 +1,10 @@
-"""Helpers of the commands: tables of text from files, progress bars, JSON, and errors of one line."""
+"""Helpers of the commands: tables of text from files, progress, JSON, and errors of one line."""
 
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -35,11 +35,26 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 # The exceptions of files, disks and missing libraries.
 ERRORS: Final = (OSError, ValueError, RuntimeError, ImportError, MemoryError)
-EPILOG: Final = """\b
+
+
+def epilog(success: str, failure: str, errors: int = 1) -> str:
+    """Return the end of a command's help: its exit statuses, and how a shell completes it.
+
+    Args:
+        success: Meaning of the status 0.
+        failure: Meaning of the status 1.
+        errors: Status if a file cannot be read or written: 1, or 2 where 1 is the result of a
+            comparison.
+
+    Returns:
+        Text in which click keeps line breaks.
+    """
+    wrong = "wrong command line" if errors == 1 else "an error of a file, or wrong command line"
+    return f"""\b
 Exit status:
-  0    success: each file is known and intact
-  1    a file, the disk or a comparison failed; the error is one line
-  2    wrong command line
+  0    {success}
+  1    {failure}
+  2    {wrong}
   130  interrupted with Ctrl-C
 
 \b
@@ -49,8 +64,21 @@ Shell completion:
 """
 
 
+EPILOG: Final = epilog(
+    "success: each file is known and intact",
+    "a file, the disk or a comparison failed; the error is one line",
+)
+
+
 def one_line(error: BaseException) -> str:
-    """Return the text of an error for one line; some libraries raise indented paragraphs."""
+    """Return the text of an error for one line; some libraries raise indented paragraphs.
+
+    Args:
+        error: An exception, whose text may quote a file.
+
+    Returns:
+        Printable text of at most 2,000 characters; the name of the class if there is no text.
+    """
     return shown(re.sub(r"\s*\n\s+", " ", str(error).strip())) or type(error).__name__
 
 
@@ -63,15 +91,17 @@ class _Console(Console):
 
 def discard_output() -> None:
     """Discard what is still written to a closed pipe; the exit status stays that of the command."""
+    # Python flushes standard output when it ends, and would report the closed pipe there.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def console() -> Console:
     """Return a console for tables, with 160 columns in a pipe unless COLUMNS is set."""
-    found = _Console(highlight=False)
-    if not found.is_terminal and "COLUMNS" not in os.environ:
-        found.width = 160
-    return found
+    new_console = _Console(highlight=False)
+    # In a pipe, rich takes 80 columns, and would fold most names of tensors.
+    if not new_console.is_terminal and "COLUMNS" not in os.environ:
+        new_console.width = 160
+    return new_console
 
 
 def cell(text: object) -> str:
@@ -82,7 +112,13 @@ def cell(text: object) -> str:
 def print_table(
     headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None
 ) -> None:
-    """Print a table of text from files, with long cells folded."""
+    """Print a table of text from files, with long cells folded.
+
+    Args:
+        headings: One text for each column.
+        rows: One cell for each column; they may quote a file.
+        title: Text above the table.
+    """
     table = Table(title=title and cell(title), title_justify="left")
     for heading in headings:
         table.add_column(heading, overflow="fold")
@@ -91,40 +127,98 @@ def print_table(
     console().print(table)
 
 
+def print_tables(tables: Mapping[tuple[str, ...], Sequence[Sequence[object]]], limit: int) -> None:
+    """Print several tables that may be long, and how all rows are shown.
+
+    Args:
+        tables: The rows of each table by its headings. A table without rows is left out.
+        limit: The number of rows that are printed of each.
+    """
+    for headings, rows in tables.items():
+        if rows[:limit]:
+            print_table(headings, rows[:limit])
+    longest = max(map(len, tables.values()))
+    if longest > limit:
+        console().print(f"--limit {longest} shows all rows")
+
+
 def say(text: str) -> None:
     """Print a line that may quote a file."""
     console().print(cell(text), soft_wrap=True)
 
 
-def print_json(found: Any) -> None:
-    """Print JSON, in which control characters are escaped."""
+def print_json(content: Any) -> None:
+    """Print JSON, in which control characters are escaped.
+
+    Args:
+        content: Plain data: dicts with strings as keys, lists, strings, numbers, bools and None.
+    """
     try:
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps(content, indent=2))
     except BrokenPipeError:
         discard_output()
 
 
 @contextmanager
 def progress(text: str, total: float | None = None) -> Generator[Callable[[float], None]]:
-    """Show a bar if standard error is a terminal; yield a function that sets what is completed."""
+    """Show a bar in a block if standard error is a terminal.
+
+    Args:
+        text: What is done; it may quote a path.
+        total: What is completed at the end; without it, the bar shows no percentage.
+
+    Yields:
+        A function that sets what is completed.
+    """
     errors = Console(stderr=True)
-    percent = [TaskProgressColumn()] if total else []
-    columns = TextColumn("{task.description}"), BarColumn(), *percent, TimeElapsedColumn()
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    percentage = [TaskProgressColumn()] if total else []
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *percentage,
+        TimeElapsedColumn(),
+        console=errors,
+        transient=True,
+        disable=not errors.is_terminal,
+    )
+    with bar:
         task = bar.add_task(cell(text), total=total)
         yield lambda completed: bar.update(task, completed=completed)
 
 
 def check_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> None:
-    """Refuse an output that is an input or cannot be written, before any work is done."""
+    """Refuse an output that is an input or cannot be written, before any work is done.
+
+    Args:
+        output: The file to write.
+        inputs: Files, folders and indices that are read. All files of a folder are inputs, and all
+            that lie beside an index.
+        overwrite: Whether the output may exist.
+
+    Raises:
+        FileNotFoundError: If the folder of the output does not exist.
+        PermissionError: If the folder, or a device to write to, is not writable.
+        FileExistsError: If the output is an input, or exists without ``overwrite``.
+    """
     if not output.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {output.parent}")
-    special = output.exists() and not output.is_file()
-    if not os.access(output if special else output.parent, os.W_OK):
-        raise PermissionError(f"{output if special else output.parent} is not writable")
-    for path in inputs if output.exists() else ():
-        folder = path.parent if path.name.endswith(".index.json") else path
-        if any(map(output.samefile, [path, *(folder.iterdir() if folder.is_dir() else [])])):
-            raise FileExistsError(f"{output} is an input: {path}")
-    if output.exists() and not overwrite:
-        raise FileExistsError(f"{output} exists; --overwrite replaces it")
+
+    # A file is replaced, for which its folder is written to; a device is written to itself.
+    is_device = output.exists() and not output.is_file()
+    written = output if is_device else output.parent
+    if not os.access(written, os.W_OK):
+        raise PermissionError(f"{written} is not writable")
+
+    if output.exists():
+        for path in inputs:
+            # A folder may have links that lead nowhere.
+            if any(file.exists() and output.samefile(file) for file in _files_of(path)):
+                raise FileExistsError(f"{output} is an input: {path}")
+        if not overwrite:
+            raise FileExistsError(f"{output} exists; --overwrite replaces it")
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return an input, and all files that may be read with it."""
+    folder = path.parent if path.name.endswith(".index.json") else path
+    return [path, *(folder.iterdir() if folder.is_dir() else [])]

@@ -20,10 +20,11 @@ from modkit.files.zip_archive import open_regular
 
 
 def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[float] | None:
+    """Read weights as 1,1,2."""
     if value is None:
         return None
     try:
-        weights = [float(part) for part in value.split(",")]
+        weights = [float(number) for number in value.split(",")]
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,1,2") from None
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights):
@@ -82,10 +83,13 @@ def average(
     if step is not None and ema_sigma is None:
         raise click.UsageError("--step needs --ema-sigma")
     if weights is not None and len(weights) != len(checkpoints):
-        text = f"--weights has {len(weights)} numbers for {len(checkpoints)} checkpoints"
-        raise click.UsageError(text)
+        raise click.UsageError(
+            f"--weights has {len(weights)} numbers for {len(checkpoints)} checkpoints"
+        )
     if output is None and not dry_run:
         raise click.UsageError("missing option '-o' / '--output'")
+
+    # A missing package is named before minutes of reading.
     if any(path.suffix == ".safetensors" for path in (*checkpoints, output or Path())):
         library("safetensors")
     for path in checkpoints:
@@ -96,33 +100,46 @@ def average(
     if dry_run:
         _show_match(checkpoints, key, as_json=as_json)
         return
+
+    # Without --dry-run, it is required above.
     assert output is not None
     ui.check_output(output, checkpoints, overwrite=overwrite)
     facts: dict[str, Any] = {"output": os.fspath(output), "checkpoints": len(checkpoints)}
-    wanted = getattr(torch, dtype) if dtype else None
-    tensors: Mapping[str, Tensor]
+    torch_dtype = getattr(torch, dtype) if dtype else None
+    averages: Mapping[str, Tensor]
     if ema_sigma is None:
         with ui.progress("averaging", 1.0) as bar:
-            tensors = average_checkpoints(checkpoints, weights, key=key, dtype=wanted, progress=bar)
+            averages = average_checkpoints(
+                checkpoints, weights, key=key, dtype=torch_dtype, progress=bar
+            )
     else:
-        tensors, fit = _reconstructed(checkpoints, ema_sigma, step, wanted)
+        averages, fit = _reconstructed(checkpoints, ema_sigma, step, torch_dtype)
         facts |= fit
-    names = [name for name in tensors if name.startswith(prefix)]
-    chosen = {name.removeprefix(prefix): tensors[name].contiguous() for name in names}
-    if not chosen:
-        raise ValueError(f"no name begins with --prefix {prefix!r}; the first is {min(tensors)!r}")
-    (save_safetensors if output.suffix == ".safetensors" else save_checkpoint)(chosen, output)
-    facts["tensors"] = len(chosen)
+
+    facts["tensors"] = _save(averages, prefix, output)
     if as_json:
         ui.print_json(facts)
         return
     if ema_sigma is not None:
-        ui.console().print(
+        ui.say(
             f"sigma_rel {ema_sigma:g} at step {facts['step']} from {facts['snapshots']} snapshots: "
             f"relative error of the fit {facts['fit_error']:.2g}"
         )
-    average_of = f"the average of {len(checkpoints)}, {facts['tensors']} tensors"
-    ui.console().print(f"{ui.cell(output)}: {average_of}", soft_wrap=True)
+    ui.say(f"{output}: the average of {len(checkpoints)}, {facts['tensors']} tensors")
+
+
+def _save(averages: Mapping[str, Tensor], prefix: str, output: Path) -> int:
+    """Write the tensors whose names have a prefix, without it; return their number."""
+    names = [name for name in averages if name.startswith(prefix)]
+    if not names:
+        raise ValueError(f"no name begins with --prefix {prefix!r}; the first is {min(averages)!r}")
+
+    chosen = {name.removeprefix(prefix): averages[name].contiguous() for name in names}
+    if output.suffix == ".safetensors":
+        save_safetensors(chosen, output)
+    else:
+        save_checkpoint(chosen, output)
+    return len(chosen)
 
 
 def _reconstructed(
@@ -130,27 +147,45 @@ def _reconstructed(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the average of a width from snapshots or their directory, and facts of the fit."""
     is_folder = len(checkpoints) == 1 and checkpoints[0].is_dir()
+    snapshots = checkpoints[0] if is_folder else checkpoints
     with ui.progress("reconstructing"):
-        found = posthoc.reconstruct(checkpoints[0] if is_folder else checkpoints, sigma_rel, step)
-    averages = {name: each.to(dtype or each.dtype) for name, each in found.averages.items()}
-    facts = {"sigma_rel": sigma_rel, "step": found.step, "snapshots": len(found.snapshots)}
-    return {**averages, **found.buffers}, {**facts, "fit_error": found.fit.error}
+        result = posthoc.reconstruct(snapshots, sigma_rel, step)
+
+    averages = {
+        name: average.to(dtype or average.dtype) for name, average in result.averages.items()
+    }
+    facts = {
+        "sigma_rel": sigma_rel,
+        "step": result.step,
+        "snapshots": len(result.snapshots),
+        "fit_error": result.fit.error,
+    }
+    return {**averages, **result.buffers}, facts
 
 
 def _show_match(checkpoints: Sequence[Path], key: str | None, *, as_json: bool) -> None:
     """Print how the names and shapes of the checkpoints match; raise if they do not."""
     paths = [str(path) for path in checkpoints]
-    shapes = [Checkpoint(path, key).shapes for path in checkpoints]
+    shapes_of_all = [Checkpoint(path, key).shapes for path in checkpoints]
+    # Those of the first checkpoint in its order, then those that only others have.
+    names = dict.fromkeys(name for shapes in shapes_of_all for name in shapes)
     rows: list[dict[str, Any]] = []
-    for name in dict.fromkeys(name for each in shapes for name in each):
-        texts = [" x ".join(map(str, each.get(name, ["missing"]))) for each in shapes]
-        others = {k: text for k, text in zip(paths, texts, strict=True) if text != texts[0]}
+    for name in names:
+        texts = [" x ".join(map(str, shapes.get(name, ["missing"]))) for shapes in shapes_of_all]
+        others = {path: text for path, text in zip(paths, texts, strict=True) if text != texts[0]}
         rows.append({"name": name, "shape": texts[0], "fits": not others, "others": others})
+
     if as_json:
         ui.print_json({"checkpoints": paths, "tensors": rows})
     else:
-        fits = ["; ".join(f"{Path(k).name}: {v}" for k, v in r["others"].items()) for r in rows]
-        cells = [(r["name"], r["shape"], fit or "yes") for r, fit in zip(rows, fits, strict=True)]
-        ui.print_table(("name", "shape", "fits"), cells, f"{len(shapes)} checkpoints")
-    if problems := [row["name"] for row in rows if not row["fits"]]:
-        raise ValueError(f"{len(problems)} tensors do not fit, the first is {problems[0]}")
+        cells = [(row["name"], row["shape"], _fit_of(row["others"])) for row in rows]
+        ui.print_table(("name", "shape", "fits"), cells, f"{len(paths)} checkpoints")
+
+    misfits = [row["name"] for row in rows if not row["fits"]]
+    if misfits:
+        raise ValueError(f"{len(misfits)} tensors do not fit, the first is {misfits[0]}")
+
+
+def _fit_of(others: Mapping[str, str]) -> str:
+    """Return the other shapes, each with the name of its file."""
+    return "; ".join(f"{Path(path).name}: {shape}" for path, shape in others.items()) or "yes"

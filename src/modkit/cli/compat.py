@@ -16,14 +16,14 @@ from modkit.files.atomic_write import atomic_write
 
 def _parsed(_: click.Context, parameter: click.Parameter, value: str) -> Any:
     """Read JSON of the type that the default of an option has."""
-    wanted = type(json.loads(str(parameter.default)))
+    expected_type = type(json.loads(str(parameter.default)))
     try:
-        found = json.loads(value)
+        content = json.loads(value)
     except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"{value!r} is not JSON: {error}") from None
-    if not isinstance(found, wanted):
-        raise click.BadParameter(f"{value!r} is not a {wanted.__name__}")
-    return found
+    if not isinstance(content, expected_type):
+        raise click.BadParameter(f"{value!r} is not a {expected_type.__name__}")
+    return content
 
 
 class _NothingComparedError(click.ClickException):
@@ -65,8 +65,9 @@ def compat(
 
     Without TARGET, the shared behaviors run with both. TARGET is a model, package.module:Class or
     path/to/script.py:factory. It is built on torch, and on modkit by replacing torch.nn in its
-    package by modkit.nn, and the two are compared. Without --input, one is made for the first layers,
-    and shown. A model that cannot be called on either side is an error: nothing was compared.
+    package by modkit.nn, and the two are compared. Without --input, one is made for the first
+    layers, and shown. A model that cannot be called on either side is an error: nothing was
+    compared.
 
     With --tests, a pytest suite runs twice, as it is and with modkit in place of torch.nn in the
     modules of its project and in the packages of --swap; no file is changed. Outcomes and exceptions

@@ -1,9 +1,10 @@
 """``modkit convert``: one checkpoint in another format, dtype or number of files."""
 
 import json
+import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,23 +15,32 @@ from torch import Tensor
 from modkit.averaging.checkpoints import cast
 from modkit.averaging.precision import compact
 from modkit.cli import _tables as ui
+from modkit.errors import FileError
 from modkit.files.atomic_write import atomic_write
 from modkit.files.checkpoints import save_checkpoint
-from modkit.files.safetensors_files import Described, in_file_order, library, write_safetensors
-from modkit.files.tensor_files import INDEX, Checkpoint
+from modkit.files.safetensors_files import (
+    Described,
+    in_file_order,
+    library,
+    versions_as_metadata,
+    write_safetensors,
+)
+from modkit.files.tensor_files import INDEX, Checkpoint, shards_of
 
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
 def _bytes(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
+    """Read a size as 5GB, with 1000 as the base, or 5GiB, with 1024."""
     if value is None:
         return None
     match = _SIZE.fullmatch(value)
     if match is None or not float(match[1]):
         raise click.BadParameter(f"{value!r} is not a size such as 5GB or 500MB")
-    exponent = ("", "K", "M", "G", "T").index(match[2].upper())
-    return float(match[1]) * (1024.0 if match[3] else 1000.0) ** exponent
+    number, unit, binary = match.groups()
+    exponent = ("", "K", "M", "G", "T").index(unit.upper())
+    return float(number) * (1024.0 if binary else 1000.0) ** exponent
 
 
 @click.command(epilog=ui.EPILOG)
@@ -63,8 +73,9 @@ def convert(
 
     SRC is a torch or safetensors file, the index of a sharded checkpoint, a directory with one
     checkpoint, or all shards of one. Tensors are read one at a time. With --max-shard-size, the
-    files are named as transformers does, as model-00001-of-00003.safetensors for model.safetensors, and
-    the index is written last. Files are written atomically; checksums of torch files are verified.
+    files are named as transformers does, as model-00001-of-00003.safetensors for model.safetensors,
+    and the index is written last. Files are written atomically; checksums of torch files are
+    verified.
 
     \b
     Examples:
@@ -77,70 +88,133 @@ def convert(
         library("safetensors")
     source = _Source(sources, key, dtype)
     shards = source.split(max_shard_size, tied=output.suffix != ".safetensors")
-    count = len(shards)
-    names = [f"{output.stem}-{n:05d}-of-{count:05d}{output.suffix}" for n in range(1, count + 1)]
-    files = [output.with_name(name) for name in names] if count > 1 else [output]
-    index = output.with_name(output.name + INDEX)
-    # The same checkpoint in the other number of files would be a second answer for a reader.
-    other = output if count > 1 else index
-    new_files = [*files, index] if count > 1 else files
-    for path in [*new_files, other] if other.is_file() else new_files:
+    target = _Target(output, len(shards))
+    for path in target.touched():
         ui.check_output(path, sources, overwrite=overwrite)
 
-    if count > 1:
-        # Without its index, what is left of an older checkpoint does not look complete.
-        index.unlink(missing_ok=True)
-    written: list[Path] = []
-    try:
-        with ui.progress(f"converting {sources[0].name}", 1.0) as bar:
-            for file, shard in zip(files, shards, strict=True):
-                _write(file, shard, source, bar)
-                written.append(file)
-    except BaseException:
-        # Shards without an index are of no use, and may fill the disk.
-        for file in written:
-            file.unlink()
-        raise
-    weight_map = {
-        name: file.name for file, each in zip(files, shards, strict=True) for name in each
-    }
-    if count > 1:
-        table = {"metadata": {"total_size": source.done}, "weight_map": weight_map}
-        with atomic_write(index) as unfinished:
-            unfinished.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
-    if other.is_file():
-        other.unlink()
+    with ui.progress(f"converting {sources[0].name}", 1.0) as bar:
+        target.write(shards, source, bar)
 
+    tensors = sum(map(len, shards))
     if as_json:
-        facts = {"output": str(output), "files": [*map(str, files)], "tensors": len(weight_map)}
+        facts = {"output": str(output), "files": [*map(str, target.files)], "tensors": tensors}
         ui.print_json(facts)
+    elif target.index in target.new_files:
+        ui.say(f"{target.index}: {tensors} tensors in {len(shards)} files")
     else:
-        split = f" in {count} files" if count > 1 else ""
-        ui.say(f"{index if split else output}: {len(weight_map)} tensors{split}")
+        ui.say(f"{output}: {tensors} tensors")
+
+
+class _Target:
+    """The files to write, and those of an older checkpoint of the same name, which they replace.
+
+    Attributes:
+        files: One file, or all shards.
+        index: The index beside them.
+        new_files: The files, and the index if there are several.
+    """
+
+    def __init__(self, output: Path, count: int) -> None:
+        self.files = [output]
+        if count > 1:
+            self.files = [
+                output.with_name(f"{output.stem}-{number:05d}-of-{count:05d}{output.suffix}")
+                for number in range(1, count + 1)
+            ]
+        self.index = output.with_name(output.name + INDEX)
+        self.new_files = [*self.files, self.index] if count > 1 else self.files
+
+        # The same checkpoint in another number of files would be a second answer for a reader.
+        old_files = [output, self.index, *_shards_in(self.index)]
+        self._obsolete = [
+            path
+            for path in old_files
+            # False also for a name that no file can have, where Path.is_file() raises.
+            if path not in self.new_files and os.path.isfile(path)  # noqa: PTH113
+        ]
+        self._replaces_shards = not set(self.files).isdisjoint(old_files[2:])
+
+    def touched(self) -> list[Path]:
+        """Return all files that are written or removed."""
+        return [*self.new_files, *self._obsolete]
+
+    def write(
+        self, shards: Sequence[list[str]], source: "_Source", progress: Callable[[float], object]
+    ) -> None:
+        """Write all files, the index last, and then remove those that they replace.
+
+        Until the new index is there, or the one file, a reader finds the old checkpoint. The
+        exception are shards that replace old ones of the same names: then it finds none, as the old
+        index goes first.
+        """
+        if self._replaces_shards:
+            self.index.unlink()
+        written: list[Path] = []
+        try:
+            for file, names in zip(self.files, shards, strict=True):
+                _write(file, names, source, progress)
+                written.append(file)
+            if self.index in self.new_files:
+                self._write_index(shards, source.done)
+        except BaseException:
+            # Shards without an index are of no use, and may fill the disk.
+            for file in written:
+                file.unlink()
+            raise
+
+        # The index goes before the shards that it names.
+        for file in self._obsolete:
+            file.unlink(missing_ok=True)
+
+    def _write_index(self, shards: Sequence[list[str]], total_size: int) -> None:
+        homes = zip(self.files, shards, strict=True)
+        weight_map = {name: file.name for file, names in homes for name in names}
+        table = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        with atomic_write(self.index) as unfinished:
+            unfinished.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
+
+
+def _shards_in(index: Path) -> list[Path]:
+    """Return the files that an index names; none if there is no index, or a corrupt one."""
+    try:
+        return [*shards_of(index)]
+    except (FileError, OSError):
+        return []
 
 
 class _Source:
-    """The tensors of all sources by name, with the dtypes that they will have."""
+    """The tensors of all sources by name, with the dtypes that they will have.
+
+    Attributes:
+        homes: The checkpoint that has a tensor.
+        versions: The versions of modules of all sources, as in ``_metadata`` of a state dict.
+        metadata: The metadata of all safetensors files.
+        described: The new dtype and the shape of each tensor.
+        done: The bytes that were read, in their new dtypes.
+    """
 
     def __init__(self, paths: Sequence[Path], key: str | None, dtype: str | None) -> None:
         self.homes: dict[str, Checkpoint] = {}
-        self.versions: dict[str, Any] = {}
+        self.versions: dict[Any, Any] = {}
         self.metadata: dict[str, str] = {}
         for path in paths:
             checkpoint = Checkpoint(path, key)
-            if twice := [name for name in checkpoint.shapes if name in self.homes]:
-                raise ValueError(f"{twice[0]} is in {path} and in a SRC before it")
+            repeated = [name for name in checkpoint.shapes if name in self.homes]
+            if repeated:
+                raise ValueError(f"{repeated[0]} is in {path} and in a SRC before it")
             self.homes |= dict.fromkeys(checkpoint.shapes, checkpoint)
             self.versions |= checkpoint.versions
             self.metadata |= checkpoint.metadata
 
         self.described: dict[str, Described] = {}
         for name, home in self.homes.items():
-            own = getattr(torch, home.dtypes[name], None)
-            if own is None:
+            old_dtype = getattr(torch, home.dtypes[name], None)
+            if old_dtype is None:
                 raise ValueError(f"{name} is {home.dtypes[name]}, which torch does not support")
-            new = getattr(torch, dtype) if dtype and own.is_floating_point else own
-            self.described[name] = Described(new, home.shapes[name])
+            new_dtype = old_dtype
+            if dtype is not None and old_dtype.is_floating_point:
+                new_dtype = getattr(torch, dtype)
+            self.described[name] = Described(new_dtype, home.shapes[name])
         self.done = 0
         self._total = sum(map(self._size, self.homes))
 
@@ -150,28 +224,48 @@ class _Source:
 
     def memory(self, name: str) -> Hashable:
         """Return equal values for tied tensors."""
-        place = self.homes[name].memory(name)
-        return name if place is None else place
+        memory = self.homes[name].memory(name)
+        return name if memory is None else memory
 
     def split(self, most: float | None, *, tied: bool) -> list[list[str]]:
-        """Return the names in each file; with ``tied``, tied tensors share a file and are stored once."""
+        """Return the names in each file.
+
+        Args:
+            most: Most bytes in a file; None for one file.
+            tied: Whether tied tensors share a file, and are stored once.
+        """
         groups: dict[Hashable, list[str]] = {}
         for name in self.homes:
             groups.setdefault(self.memory(name) if tied else name, []).append(name)
+
         shards: list[list[str]] = [[]]
         used = 0
         for group in groups.values():
             size = self._size(group[0])
+            # A tensor that is larger than a file may be has a file of its own.
             if shards[-1] and most is not None and used + size > most:
                 shards.append([])
                 used = 0
             shards[-1] += group
             used += size
+
         order = {name: number for number, name in enumerate(self.homes)}
         return [sorted(shard, key=order.__getitem__) for shard in shards]
 
+    def safetensors_metadata(self) -> dict[str, str]:
+        """Return the metadata for a safetensors file, with the versions of modules."""
+        # The _metadata of a torch file may have entries of any kind.
+        versions = {
+            path: entry
+            for path, entry in self.versions.items()
+            if isinstance(path, str)
+            and isinstance(entry, Mapping)
+            and isinstance(entry.get("version"), (int, type(None)))
+        }
+        return {**self.metadata, **(versions_as_metadata(versions) if versions else {})}
+
     def read(self, name: str, progress: Callable[[float], object]) -> Tensor:
-        """Return one tensor, verified, in its new dtype."""
+        """Return one tensor, verified, in its new dtype; report the part that is done."""
         home = self.homes[name]
         tensor = home.tensor(name)
         if self.described[name].dtype != tensor.dtype:
@@ -189,9 +283,10 @@ def _write(
         described = in_file_order({name: source.described[name] for name in names})
         tensors = ((name, source.read(name, progress)) for name in described)
         with atomic_write(file) as unfinished:
-            write_safetensors(unfinished, described, tensors, source.metadata)
+            write_safetensors(unfinished, described, tensors, source.safetensors_metadata())
         return
 
+    # As model.state_dict(), so that versions can be attached. Torch's format is written at once.
     state: OrderedDict[str, Tensor] = OrderedDict()
     first: dict[Hashable, Tensor] = {}
     for name in names:

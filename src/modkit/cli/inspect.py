@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 from rich.filesize import decimal
@@ -19,13 +19,15 @@ from modkit.files.tensor_files import INDEX, Checkpoint, file_in
 
 
 def _digest(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    """Read a SHA-256."""
     try:
         return None if value is None else parse_digest(value)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
 
 
-_EMA_STATE = {"version", "step", "averages", "schedules"}
+# Entries of EMA.state_dict().
+_EMA_STATE: Final = {"version", "step", "averages", "schedules"}
 
 
 @click.command(epilog=ui.EPILOG)
@@ -41,10 +43,10 @@ def inspect(
 ) -> None:
     """List the content of each PATH, without executing code from it.
 
-    PATH is a checkpoint of torch.save, a TorchScript or torch.export archive, a safetensors file, the
-    index of a sharded checkpoint, or a directory with one checkpoint. Only --check and --sha256 read the
-    tensors. The column --key lists the keys for --key of the other commands. An empty, corrupt or
-    unknown file, and one that is not a model, is an error.
+    PATH is a checkpoint of torch.save, a TorchScript or torch.export archive, a safetensors file,
+    the index of a sharded checkpoint, or a directory with one checkpoint. Only --check and --sha256
+    read the tensors. The column --key lists the keys for --key of the other commands. An empty,
+    corrupt or unknown file, and one that is not a model, is an error.
 
     \b
     Examples:
@@ -54,11 +56,13 @@ def inspect(
     """  # noqa: D301
     if sha256 is not None and len(paths) > 1:
         raise click.UsageError("--sha256 is for one file; `modkit verify --sha256sums` is for many")
-    found = [_described(path, limit, sha256, check=check, as_json=as_json) for path in paths]
+    contents = [
+        _described(path, limit=limit, sha256=sha256, check=check, as_json=as_json) for path in paths
+    ]
     if as_json:
-        ui.print_json(found if len(paths) > 1 else found[0])
+        ui.print_json(contents if len(paths) > 1 else contents[0])
 
-    errors = [each["error"] for each in found if "error" in each]
+    errors = [content["error"] for content in contents if "error" in content]
     for text in errors:
         click.echo(f"Error: {printable(text)}", err=True)
     if errors:
@@ -66,9 +70,12 @@ def inspect(
 
 
 def _described(
-    path: Path, limit: int, sha256: str | None, *, check: bool, as_json: bool
+    path: Path, *, limit: int, sha256: str | None, check: bool, as_json: bool
 ) -> dict[str, Any]:
-    """Return the content of a file as plain data, with an error if it is not a model; show it as tables."""
+    """Return the content of a file as plain data, with an error if it is not a model.
+
+    Without ``as_json``, it is shown as tables.
+    """
     try:
         info, how = _inspected(path, sha256, check=check)
     except ui.ERRORS as error:
@@ -76,10 +83,12 @@ def _described(
 
     if not as_json:
         show(info, limit, how)
-    found = {**asdict(info), **({"check": how} if how else {})}
+    content = asdict(info)
+    if how:
+        content["check"] = how
     if info.kind in NEVER_INTACT:
-        found["error"] = f"{path}: {info.kind}, not a model"
-    return found
+        content["error"] = f"{path}: {info.kind}, not a model"
+    return content
 
 
 def _inspected(path: Path, sha256: str | None, *, check: bool) -> tuple[files.FileInfo, str]:
@@ -93,16 +102,23 @@ def _inspected(path: Path, sha256: str | None, *, check: bool) -> tuple[files.Fi
 
     with ui.progress(f"verifying {path.name}", 1.0) as bar:
         file = file_in(path)
-        parts = [check_file(file, sha256, hashed=not file.name.endswith(INDEX), progress=bar)]
-        if file.name.endswith(INDEX):
-            parts += map(check_file, Checkpoint(file, None).files)
-    info = replace(files.inspect(path, hashed=False), sha256=parts[0].sha256)
-    return info, f"intact: {'; '.join(dict.fromkeys(part.how for part in parts))}"
+        is_index = file.name.endswith(INDEX)
+        results = [check_file(file, sha256, hashed=not is_index, progress=bar)]
+        if is_index:
+            results += map(check_file, Checkpoint(file, None).files)
+
+    info = replace(files.inspect(path, hashed=False), sha256=results[0].sha256)
+    return info, f"intact: {'; '.join(dict.fromkeys(result.how for result in results))}"
 
 
 def show(info: files.FileInfo, limit: int, how: str = "") -> None:
-    """Print the tables."""
-    out = ui.console()
+    """Print the content of a file as tables.
+
+    Args:
+        info: The content.
+        limit: Most rows of each table.
+        how: How the file was tested, if it was.
+    """
     size = decimal(info.nbytes)
     facts = {
         "file": info.path,
@@ -113,37 +129,45 @@ def show(info: files.FileInfo, limit: int, how: str = "") -> None:
         "check": how,
         "note": info.note,
     }
+
     table = Table(show_header=False, box=None)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in facts.items():
         if value:
             table.add_row(name, ui.cell(value))
-    out.print(table)
-    tensors = [(t.name, t.shape, t.dtype, decimal(t.nbytes)) for t in info.tensors]
+    ui.console().print(table)
+
+    tensors = [
+        (tensor.name, tensor.shape, tensor.dtype, decimal(tensor.nbytes)) for tensor in info.tensors
+    ]
     tables: dict[tuple[str, ...], Sequence[tuple[object, ...]]] = {
         ("--key", "tensors", "averages of"): _keys_of(info),
         ("tensor", "shape", "dtype", "size"): tensors,
         ("other entry", "value"): list(info.entries.items()),
     }
-    for headings, rows in tables.items():
-        if rows[:limit]:
-            ui.print_table(headings, rows[:limit])
-    if (longest := max(map(len, tables.values()))) > limit:
-        out.print(f"--limit {longest} shows all rows")
+    ui.print_tables(tables, limit)
 
 
 def _keys_of(info: files.FileInfo) -> list[tuple[object, ...]]:
-    """Return a row for each key with tensors or averages; keys in parentheses also hold other entries."""
-    tensors = {each.name: each for each in info.tensors}
+    """Return a row for each key with tensors or averages.
+
+    Keys in parentheses also hold other entries.
+    """
+    sizes = {tensor.name: tensor.nbytes for tensor in info.tensors}
     rows: list[tuple[object, ...]] = []
     for key, names in info.groups.items():
-        found = [t for name in names if (t := tensors.get(f"{key}.{name}" if key else name))]
+        paths = [f"{key}.{name}" if key else name for name in names]
+        tensor_sizes = [sizes[path] for path in paths if path in sizes]
         owner = "modkit.EMA" if set(names) >= _EMA_STATE else recognise(dict.fromkeys(names))
         # A model inside DistributedDataParallel has the names that timm's averages have.
         owner = None if owner == "timm" else owner
-        if found or owner:
-            text = (key or "-") if len(found) == len(names) else f"({key or '-'})"
-            nbytes = decimal(sum(each.nbytes for each in found))
-            rows.append((text, f"{len(found):,}, {nbytes}", owner or ""))
+
+        if tensor_sizes or owner:
+            shown_key = key or "-"
+            has_other_entries = len(tensor_sizes) < len(names)
+            summary = f"{len(tensor_sizes):,}, {decimal(sum(tensor_sizes))}"
+            rows.append(
+                (f"({shown_key})" if has_other_entries else shown_key, summary, owner or "")
+            )
     return rows

@@ -15,6 +15,7 @@ from modkit.migrations.files import migrate_file, plan_file
 def _numbers(
     context: click.Context, option: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, int]:
+    """Read classes and versions as Attention=1."""
     numbers: dict[str, int] = {}
     for value in values:
         name, _, number = value.rpartition("=")
@@ -37,7 +38,7 @@ def _numbers(
 @click.option(
     "--version", "saved", multiple=True, callback=_numbers, help="The saved version: Attention=1."
 )
-@click.option("--overwrite", is_flag=True, help="Replace DST if it exists.")
+@click.option("--overwrite", is_flag=True, help="Replace DST if it exists; never SRC.")
 @click.option("--dry-run", is_flag=True, help="Only show what would change; no tensor is read.")
 @ui.json_option
 def migrate(
@@ -53,8 +54,8 @@ def migrate(
 ) -> None:
     """Migrate the checkpoint SRC to the versions of a model whose classes declare migrations.
 
-    The model is built without arguments and without memory for its tensors. Tensors are read and written one
-    at a time. DST is written atomically.
+    The model is built without arguments and without memory for its tensors. Tensors are read and
+    written one at a time. DST is written atomically.
 
     \b
     Examples:
@@ -63,8 +64,8 @@ def migrate(
     """  # noqa: D301
     if output is None and not dry_run:
         raise click.UsageError("missing option '-o' / '--output'")
-    if output is not None and output.exists() and not overwrite:
-        raise FileExistsError(f"{output} exists; --overwrite replaces it")
+    if output is not None and not dry_run:
+        ui.check_output(output, [source], overwrite=overwrite)
     try:
         with torch.device("meta"):
             model = object_at(target)()

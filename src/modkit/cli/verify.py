@@ -43,9 +43,9 @@ def verify(
     """Test whether each PATH is intact: a model file, an index with its shards, or a folder.
 
     A folder is searched recursively for model files. Checkpoints of torch.save, TorchScript and
-    torch.export archives have checksums. Safetensors files have none: only their header and their sizes
-    are tested, and their content is tested by --sha256sums alone. Names in such a file are relative to
-    its folder. Without PATH, all files that it lists are tested.
+    torch.export archives have checksums. Safetensors files have none: only their header and their
+    sizes are tested, and their content is tested by --sha256sums alone. Names in such a file are
+    relative to its folder. Without PATH, all files that it lists are tested.
 
     \b
     Examples:
@@ -57,6 +57,7 @@ def verify(
         raise click.UsageError("missing argument 'PATH...'")
     expected = {} if sums is None else _read_sums(sums)
     within = [path.resolve() for path in paths]
+    # With PATH, a list may have other files, which are not tested.
     listed = [f for f in expected if not paths or not set(within).isdisjoint(f.parents)]
     files = {file.resolve(): file for path in paths for file in _model_files(path)}
     files |= {file: Path(os.path.relpath(file)) for file in listed if file not in files}
@@ -76,7 +77,8 @@ def verify(
     if as_json:
         ui.print_json(rows)
 
-    if failed := sum(not row["intact"] for row in rows):
+    failed = sum(not row["intact"] for row in rows)
+    if failed:
         unwritten = "" if new_sums is None else f"; {new_sums} was not written"
         raise click.ClickException(f"{failed} of {len(rows)} files failed{unwritten}")
     if new_sums is not None:
@@ -84,14 +86,14 @@ def verify(
 
 
 def _result(file: Path, digest: str | None, title: str, *, hashed: bool) -> dict[str, Any]:
-    """Test one file; return its path, whether it is intact, and how it was tested or what is wrong."""
+    """Test one file; return plain data: how it was tested, or what is wrong."""
     try:
         with ui.progress(title, 1.0) as bar:
             # A list of sums may have other files than models.
-            found = check_file(file, digest, hashed=hashed, any_kind=True, progress=bar)
+            result = check_file(file, digest, hashed=hashed, any_kind=True, progress=bar)
     except ui.ERRORS as error:
         return {"path": str(file), "intact": False, "error": ui.one_line(error)}
-    return {"path": str(file), "intact": True, "tested": found.how, "sha256": found.sha256}
+    return {"path": str(file), "intact": True, "tested": result.how, "sha256": result.sha256}
 
 
 def _model_files(path: Path) -> Iterator[Path]:
@@ -105,6 +107,7 @@ def _model_files(path: Path) -> Iterator[Path]:
             except FileError:
                 return
         return
+
     for folder, subfolders, names in os.walk(path):
         # Without the unfinished files of a process that is saving.
         subfolders[:] = sorted(name for name in subfolders if not name.startswith(".modkit-"))
@@ -115,6 +118,7 @@ def _model_files(path: Path) -> Iterator[Path]:
 
 
 def _has_model(file: Path) -> bool:
+    """Return True if a file is a model by its content, or a zip file that is cut off."""
     try:
         with open_regular(file) as descriptor:
             return kind_of(descriptor) not in NEVER_INTACT - {CORRUPT_ZIP}
@@ -124,16 +128,17 @@ def _has_model(file: Path) -> bool:
 
 def _read_sums(sums: Path) -> dict[Path, str]:
     """Return the SHA-256 of each file, by its absolute path."""
-    found: dict[Path, str] = {}
-    for number, line in enumerate(sums.read_bytes().removesuffix(b"\n").split(b"\n"), 1):
+    digests: dict[Path, str] = {}
+    lines = sums.read_bytes().removesuffix(b"\n").split(b"\n")
+    for number, line in enumerate(lines, 1):
         match = _LINE.fullmatch(line)
         if match is None:
             raise FileError(f"{sums}: line {number} is not one that sha256sum writes")
         escaped, digest, name = match.groups()
         if escaped:
             name = re.sub(rb"\\[\\nr]", lambda escape: _UNESCAPED[escape[0]], name)
-        found[(sums.parent / os.fsdecode(name)).resolve()] = digest.decode().lower()
-    return found
+        digests[(sums.parent / os.fsdecode(name)).resolve()] = digest.decode().lower()
+    return digests
 
 
 def _write_sums(sums: Path, digests: Mapping[Path, str]) -> None:
@@ -147,6 +152,7 @@ def _write_sums(sums: Path, digests: Mapping[Path, str]) -> None:
 
 
 def _line(name: bytes, digest: str) -> bytes:
+    """Return a line of sha256sum, which begins with a backslash if the name has escapes."""
     escaped = re.sub(rb"[\\\n\r]", lambda char: _ESCAPES[char[0]], name)
     mark = b"\\" if escaped != name else b""
     return mark + digest.encode() + b"  " + escaped + b"\n"

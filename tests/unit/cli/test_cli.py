@@ -16,13 +16,13 @@ import torch
 import modkit
 from modkit import __main__ as entry
 from modkit._messages import install_extra
-from modkit.cli import average, compat, convert, inspect, verify
+from modkit.cli import average, compat, convert, diff, inspect, migrate, verify
 from modkit.cli._commands import commands
 from tests.cases import for_each
 from tests.processes import python
 
 
-NAMES = ("average", "compat", "convert", "inspect", "verify")
+NAMES = ("average", "compat", "convert", "diff", "inspect", "migrate", "verify")
 MAIN = "from modkit.__main__ import main; main()"
 
 
@@ -75,7 +75,12 @@ def test_the_version_in_a_checkout_that_is_not_installed() -> None:
 
 @for_each(
     ("words", "number", "expected"),
-    [("modkit a", "1", "average"), ("modkit inspect --ch", "2", "--check")],
+    [
+        ("modkit a", "1", "average"),
+        ("modkit di", "1", "diff"),
+        ("modkit inspect --ch", "2", "--check"),
+        ("modkit diff a.pt b.pt --va", "4", "--values"),
+    ],
 )
 def test_shell_completion(words: str, number: str, expected: str) -> None:
     """The script for bash asks the command, which completes commands and options."""
@@ -137,6 +142,7 @@ def test_the_json_of_each_command(net: Path) -> None:
     assert facts == {"output": str(out), "checkpoints": 2, "tensors": 2}
     assert json.loads(invoke("inspect", net, "--json").stdout)["kind"] == "torch.save file"
     assert json.loads(invoke("compat", "--area", "members", "--json").stdout)["areas"]
+    assert json.loads(invoke("diff", net, net, "--json").stdout)["equal"]
 
 
 @for_each(
@@ -156,7 +162,9 @@ def test_the_json_of_each_command(net: Path) -> None:
         ("average {0} -o {0}.out", (average, "average_checkpoints")),
         ("compat", (compat, "run")),
         ("convert {0} -o {0}.out", (convert, "_write")),
+        ("diff {0} {0} --values", (diff, "largest_difference")),
         ("inspect {0}", (inspect, "show")),
+        ("migrate {0} --dry-run --model torch.nn:Module", (migrate, "plan_file")),
         ("verify {0}", (verify, "_model_files")),
     ],
     ids=NAMES,
@@ -164,7 +172,10 @@ def test_the_json_of_each_command(net: Path) -> None:
 def test_errors_are_one_line(
     net: Path, monkeypatch, line: str, where: Any, error: BaseException, status: int, message: str
 ) -> None:
-    """Ctrl-C, a full disk and other errors end each command in one line with its exit status."""
+    """Ctrl-C, a full disk and other errors end each command in one line with its exit status.
+
+    The status of an error is 2 for ``diff``, whose 1 says that two checkpoints differ.
+    """
 
     def failing(*_: object, **__: object) -> None:
         raise error
@@ -172,19 +183,26 @@ def test_errors_are_one_line(
     monkeypatch.setattr(*where, failing)
     found = invoke(*line.format(net).split())
 
-    assert found.exit_code == status
+    assert found.exit_code == (2 if line.startswith("diff") and status == 1 else status)
     assert found.stderr.count("\n") == 1
     assert message in found.stderr
 
 
 @for_each("options", [[], ["--json"]], ids=["tables", "json"])
 @for_each("why", ["closed pipe", "full disk"])
-def test_output_that_cannot_be_written(net: Path, options: list[str], why: str) -> None:
-    """A closed pipe is not an error, a full disk is one line."""
+@for_each("command", ["inspect", "diff"])
+def test_output_that_cannot_be_written(
+    net: Path, command: str, options: list[str], why: str
+) -> None:
+    """A closed pipe is not an error, a full disk is one line; ``diff`` has its own status."""
     torch.save({f"{n}": torch.ones(1) for n in range(2_000)}, net)
+    files = [str(net)]
+    if command == "diff":
+        files.append(str(net.with_name("other.pt")))
+        torch.save({f"{n}": torch.ones(2) for n in range(2_000)}, files[1])
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000));"
     code = f"{limit if why == 'full disk' else ''}{MAIN}"
-    line = [sys.executable, "-c", code, "inspect", str(net), "--limit", "2000", *options]
+    line = [sys.executable, "-c", code, command, *files, "--limit", "2000", *options]
     # Without its buffer, Python ignores that only a part was written.
     environment = {name: v for name, v in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with (
@@ -202,8 +220,10 @@ def test_output_that_cannot_be_written(net: Path, options: list[str], why: str) 
         assert process.stderr is not None
         error = process.stderr.read()
 
-    expected = (1, b"Error: [Errno 27] File too large\n") if why == "full disk" else (0, b"")
-    assert (process.returncode, error) == expected
+    statuses = {"inspect": (0, 1), "diff": (1, 2)}
+    is_full = why == "full disk"
+    expected = b"Error: [Errno 27] File too large\n" if is_full else b""
+    assert (process.returncode, error) == (statuses[command][is_full], expected)
 
 
 def test_a_closed_pipe_does_not_hide_a_failure(net: Path) -> None:
@@ -219,7 +239,7 @@ def test_a_closed_pipe_does_not_hide_a_failure(net: Path) -> None:
     assert (done.returncode, done.stderr) == (1, b"Error: 1 of 2 files failed\n")
 
 
-@for_each("line", ["--help", "inspect --help", "inspect {0} --json", "inspect {0}"])
+@for_each("line", ["--help", "inspect --help", "inspect {0} --json", "inspect {0}", "diff {0} {0}"])
 def test_a_pipe_that_is_closed_from_the_start(net: Path, line: str) -> None:
     """Nothing is printed, and the status is 0."""
     read, write = os.pipe()

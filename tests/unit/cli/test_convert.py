@@ -1,5 +1,6 @@
 """The command ``convert``: formats, dtypes and shards, streamed and atomic."""
 
+import itertools
 import json
 import os
 import signal
@@ -16,12 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from modkit import load_checkpoint
+from modkit import load_checkpoint, migrations as mig
 from modkit.cli._commands import commands
 from modkit.errors import FileError
 from modkit.files import verify
 from modkit.files.tensor_files import Checkpoint
-from tests.processes import python
+from tests.processes import peak_of_command, python
 from tests.unit.files.test_inspect import scripted
 
 
@@ -226,6 +227,62 @@ def test_metadata_is_kept(tmp_path: Path) -> None:
             assert opened.metadata() == {"format": "pt", "origin": "a test"}
 
 
+@mig.declare({2: [mig.convert("turn", torch.t, torch.t)]})
+class Turned(nn.Module):
+    """A class whose first version stored the transposed matrix: its shape does not show which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.arange(9.0).reshape(3, 3))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_versions_of_modules_are_kept_in_each_format(tmp_path: Path, version: int) -> None:
+    """A class with migrations loads a file of its first version after any number of conversions."""
+    model = Turned()
+    saved = mig.migrate(model, model.state_dict(), to={Turned: version})
+    torch.save({"model": saved}, tmp_path / "a.pt")
+    names = ["a.pt", "b.safetensors", "c.safetensors", "d.pt", "e.safetensors"]
+    for old, new in itertools.pairwise(names):
+        key = ["--key", "model"] if old == "a.pt" else []
+        done = run(tmp_path / old, "-o", tmp_path / new, *key)
+        assert done.exit_code == 0, done.stderr
+
+    found = torch.load(tmp_path / "d.pt")
+    assert vars(found)["_metadata"][""] == {"version": version}
+    loaded = Turned()
+    nn.init.zeros_(loaded.turn)
+    loaded.load_state_dict(found)
+    assert torch.equal(loaded.turn, model.turn)
+    for name in ("b", "e"):
+        mig.migrate_file(model, tmp_path / f"{name}.safetensors", tmp_path / "new.safetensors")
+        assert torch.equal(load_file(tmp_path / "new.safetensors")["turn"], model.turn)
+
+
+def test_versions_of_sharded_files_are_kept(tmp_path: Path) -> None:
+    """Shards of safetensors have them, and so has the file of torch that is made of the shards."""
+    state_dict = nn.BatchNorm1d(30).state_dict()
+    torch.save(state_dict, tmp_path / "a.pt")
+    run(tmp_path / "a.pt", "-o", tmp_path / "b.safetensors", "--max-shard-size", "200B")
+    run(tmp_path / "b.safetensors.index.json", "-o", tmp_path / "c.pt")
+
+    assert len([*tmp_path.glob("b-*.safetensors")]) > 1
+    found = vars(torch.load(tmp_path / "c.pt"))
+    assert found["_metadata"] == vars(state_dict)["_metadata"]
+
+
+def test_entries_that_are_not_versions_are_left_out(tmp_path: Path) -> None:
+    """The metadata of a state dict from a file may hold anything."""
+    state_dict = OrderedDict(w=torch.ones(2))
+    odd = {"": {"version": 3}, "a": 5, "b": {"version": "1"}, "c": {}, 7: {"version": 1}}
+    vars(state_dict)["_metadata"] = odd
+    torch.save(state_dict, tmp_path / "a.pt")
+
+    assert run(tmp_path / "a.pt", "-o", tmp_path / "b.safetensors").exit_code == 0
+    versions = {"": {"version": 3}, "c": {"version": None}}
+    assert Checkpoint(tmp_path / "b.safetensors", None).versions == versions
+
+
 def test_a_corrupt_source_is_refused(tmp_path: Path) -> None:
     """A flipped bit is found while the tensor is read, and nothing is left."""
     source = write(state(), tmp_path / "a.pt")
@@ -258,6 +315,19 @@ def test_a_source_is_never_replaced(tmp_path: Path, how: str) -> None:
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+    """Beside the shards that are read, it is not compared with the output."""
+    source = write(state(), tmp_path / "a.pt")
+    write({"w": torch.ones(1)}, tmp_path / "c.pt")
+    (tmp_path / "gone.pt").symlink_to("nowhere")
+    assert run(source, "-o", tmp_path / "b.pt", "--max-shard-size", "1KB").exit_code == 0
+    done = run(tmp_path / "b.pt.index.json", "-o", tmp_path.parent / "d.pt")
+
+    assert done.exit_code == 0, done.stderr
+    again = run(tmp_path / "b.pt.index.json", "-o", tmp_path.parent / "d.pt", "--overwrite")
+    assert again.exit_code == 0, again.stderr
+
+
 def test_overwriting(tmp_path: Path) -> None:
     """An existing file is kept unless --overwrite is given, and then only the new checkpoint is found."""
     source = write(state(), tmp_path / "a.pt")
@@ -278,6 +348,100 @@ def test_overwriting(tmp_path: Path) -> None:
     assert run(source, *options[:2], "--overwrite").exit_code == 0
     assert not (out / "model.safetensors.index.json").exists()
     assert_same(read(out / "model.safetensors"), state())
+
+
+def old_and_other_shards(folder: Path, suffix: str) -> tuple[Path, Path]:
+    """Write a checkpoint in four shards; return one file, with zeros now, and the name of the shards."""
+    source = write(state(), folder / "a.pt")
+    out = folder / "out" / f"model.{suffix}"
+    out.parent.mkdir()
+    assert run(source, "-o", out, "--max-shard-size", "100B").exit_code == 0
+    assert len(listing(out.parent)) == 5
+    write({name: torch.zeros_like(value) for name, value in state().items()}, source)
+    return source, out
+
+
+@both_formats
+@pytest.mark.parametrize("size", ["1KB", "1GB"])
+def test_shards_of_another_number_are_removed(tmp_path: Path, suffix: str, size: str) -> None:
+    """Those that the old index names go, and no other file."""
+    source, out = old_and_other_shards(tmp_path, suffix)
+    other = write({"other": torch.ones(1)}, out.with_name(f"model-00009-of-00009.{suffix}"))
+    found = run(source, "-o", out, "--overwrite", "--max-shard-size", size, "--json")
+
+    assert found.exit_code == 0, found.stderr
+    files = [Path(file).name for file in json.loads(found.stdout)["files"]]
+    index = [f"model.{suffix}.index.json"] if size == "1KB" else []
+    assert len(files) == (2 if size == "1KB" else 1)
+    assert listing(out.parent) == sorted([*files, *index, other.name])
+    assert_same(read(out.with_name([*index, *files][0])), read(source))
+
+
+@pytest.mark.parametrize("how", ["error", "crash"])
+@pytest.mark.parametrize(
+    ("function", "call", "size"),
+    [("_write", 1, "1GB"), ("_write", 2, "1KB"), ("_Target._write_index", 1, "1KB")],
+)
+def test_a_failure_leaves_the_old_shards(
+    tmp_path: Path, how: str, function: str, call: int, size: str
+) -> None:
+    """Until the new checkpoint is complete, the old one of another number of files is read."""
+    source, out = old_and_other_shards(tmp_path, "safetensors")
+    before = {path.name: path.read_bytes() for path in out.parent.iterdir()}
+    options = ["--overwrite", "--max-shard-size", size]
+    line = ["convert", str(source), "-o", str(out), *options]
+    ending = "os._exit(9)" if how == "crash" else "raise OSError(28, 'No space left on device')"
+    code = (
+        "import os; from modkit.cli import convert; from modkit.cli._commands import commands\n"
+        f"original = convert.{function}; left = [{call}]\n"
+        "def failing(*arguments):\n"
+        "    left[0] -= 1\n"
+        f"    if not left[0]: {ending}\n"
+        "    original(*arguments)\n"
+        f"convert.{function} = failing; commands({line!r})"
+    )
+    done = python(code)
+
+    after = {path.name: path.read_bytes() for path in out.parent.iterdir()}
+    assert done.returncode == (9 if how == "crash" else 1), done.stderr
+    assert after.items() >= before.items()
+    assert len(after) == len(before) or how == "crash"
+    assert_same(read(out.with_name("model.safetensors.index.json")), state())
+
+
+def test_old_shards_that_are_sources_are_refused(tmp_path: Path) -> None:
+    """They would be removed after the new index is written."""
+    _, out = old_and_other_shards(tmp_path, "safetensors")
+    shards = sorted(out.parent.glob("*.safetensors"))
+    before = listing(out.parent)
+    found = run(*shards, "-o", out, "--overwrite", "--max-shard-size", "1KB")
+
+    assert (found.exit_code, "is an input" in found.stderr) == (1, True)
+    assert listing(out.parent) == before
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        b"{",
+        b'{"weight_map": {"w": "../a.pt"}}',
+        b'{"weight_map": {"w": "..", "v": "out"}}',
+        json.dumps({"weight_map": {"a": "x" * 5000, "b": "a\0b"}}).encode(),
+    ],
+)
+def test_a_strange_old_index(tmp_path: Path, index: bytes) -> None:
+    """It is replaced, and nothing outside of its folder is removed."""
+    source, out = old_and_other_shards(tmp_path, "safetensors")
+    for path in out.parent.iterdir():
+        path.unlink()
+    write({"w": torch.ones(1)}, tmp_path / "out" / "keep.safetensors")
+    Path(f"{out}.index.json").write_bytes(index)
+
+    done = run(source, "-o", out, "--overwrite", "--max-shard-size", "1KB")
+    assert done.exit_code == 0, done.stderr
+    assert_same(read(out.with_name("model.safetensors.index.json")), read(source))
+    assert source.exists()
+    assert (tmp_path / "out" / "keep.safetensors").exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
@@ -334,26 +498,10 @@ def test_the_memory_of_a_conversion(tmp_path: Path, old: str, new: str, size: st
     """One tensor, or one shard of torch's format, is in memory; mapped files do not count."""
     source = write({f"{n}": torch.ones(2_500_000) for n in range(40)}, tmp_path / old)
     arguments = ["convert", str(source), "-o", str(tmp_path / new), "--max-shard-size", size]
-    code = (
-        "import torch, safetensors, threading, time\n"
-        "import modkit.cli._commands as c\n"
-        "def now():\n"
-        "    lines = open('/proc/self/status').read().splitlines()\n"
-        "    return sum(int(l.split()[1]) for l in lines if l.startswith(('RssAnon', 'RssShmem')))\n"
-        "peak = before = now(); done = False\n"
-        "def watch():\n"
-        "    global peak\n"
-        "    while not done:\n"
-        "        peak = max(peak, now()); time.sleep(0.002)\n"
-        "thread = threading.Thread(target=watch); thread.start()\n"
-        f"c.commands({[*arguments, '--dtype', 'bfloat16']!r}, standalone_mode=False)\n"
-        "done = True; thread.join(); print(peak - before)"
-    )
-    found = python(code)
-    peak = int(found.stdout.splitlines()[-1]) * 1024
+    peak = peak_of_command([*arguments, "--dtype", "bfloat16"])
 
     # The file has 400 MB; a cast takes 95 MB with what torch keeps, and a shard 40 MB.
-    assert peak < 180e6, found.stdout
+    assert peak < 180e6
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,9 @@ def test_errors(folder):
         ((source, "--dry-run", "--to", "Other=1"), 1, "no module of a class Other"),
         ((source, "--dry-run", "--model", "nowhere:Net"), 2, "there is no module nowhere"),
         ((source, "-o", folder / "there.safetensors"), 1, "--overwrite replaces it"),
+        ((source, "-o", source, "--overwrite"), 1, "is an input"),
+        ((source, "-o", folder / "no" / "new.safetensors"), 1, "there is no directory"),
+        ((source, "-o", folder / "there.safetensors", "--dry-run", "--key", "model"), 0, "Net"),
         ((source, "-o", folder / "new.pt", "--key", "model"), 1, "must end in .safetensors"),
     ):
         done = run(folder, *arguments)

@@ -72,6 +72,14 @@ AVERAGE = [
     for part in READ.split("|")
     for name in ([part] if part in {"no tensors", "numbers as names"} else part.split())
 ]
+# Every file as the second of two that are compared, and as both; the others are only different.
+DIFF = [
+    f"diff {first}|{name}|--values"
+    for part in READ.split("|")
+    for name in ([part] if part in {"no tensors", "numbers as names"} else part.split())
+    if name not in {"shape", "names"}
+    for first in ("net", name)
+]
 INSPECT = [
     *("inspect empty", "inspect bytes", "inspect tailless", "inspect half", "inspect opcode"),
     *("inspect cut", "inspect nothing", "inspect x.safetensors", "inspect cut.safetensors"),
@@ -95,6 +103,9 @@ OPTIONS = [
     *("average folder|-o|out.pt|--ema-sigma|0.1", "verify", "verify net|--write-sha256sums|-"),
     *("convert net", "convert net|-o|net|--overwrite", "convert nested|-o|out.pt|--key|x"),
     *("average net|shape|--dry-run", "average -o"),
+    *("diff", "diff net", "diff net|net|net", "diff net|missing", "diff net|net|--key|x"),
+    *("diff net|net|--rtol|1", "diff net|net|--rtol|-1|--values", "diff net|net|--limit|-1"),
+    *("diff net|nested|--key|model", "diff net|net|--key|a|--key|b|--key|c"),
 ]
 OTHERS = [
     *("", "nonsense", "--nonsense", "compat --area|hats", "compat net:f|--area|members"),
@@ -106,7 +117,7 @@ OTHERS = [
 PYTHON = re.compile(
     r"\b(key|weights|dtype|sigma_rel|step|paths)=|PosixPath|average_checkpoints|has been changed"
 )
-LINES = [*AVERAGE, *INSPECT, *OPTIONS, *OTHERS]
+LINES = [*AVERAGE, *DIFF, *INSPECT, *OPTIONS, *OTHERS]
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +161,8 @@ WRONG_USE = [
     *("average net|-o|out.pt|--weights|-1", "average net|-o|out.pt|--weights|0"),
     *("average net|-o|-", "inspect net|--sha256|zz", "inspect net|net|--sha256|" + "0" * 64),
     *("inspect missing", "verify", "verify missing", "convert net|-o|-", "compat --html|-"),
+    # Their status 1 says that two checkpoints differ.
+    *(line for line in [*DIFF, *OPTIONS] if line.startswith("diff")),
 ]
 WRONG_FILES = [
     *("inspect html", "inspect empty", "inspect bytes", "inspect folder", "inspect net|html"),
@@ -160,12 +173,13 @@ WRONG_FILES = [
         "average net|html|-o|out.pt",
     ),
     *("convert html|-o|out.pt", "convert half|-o|out.pt", "verify legacy"),
+    *("diff net|shape", "diff net|names"),
 ]
 
 
 @for_each("line", [*WRONG_USE, *WRONG_FILES])
 def test_one_rule_for_the_status(folder: Path, monkeypatch, line: str) -> None:
-    """2 for a wrong command line, 1 for a file that is not known and intact."""
+    """2 for a wrong command line, 1 for a file that is not known and intact, or differs."""
     monkeypatch.chdir(folder)
     command, _, rest = line.partition(" ")
     arguments = [*filter(None, [command, *rest.split("|")])]

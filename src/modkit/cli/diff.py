@@ -1,0 +1,325 @@
+"""``modkit diff``: how two checkpoints differ, in names, shapes, dtypes and values."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import click
+import torch
+from torch import Tensor
+
+from modkit._renames import Rule, find_renames
+from modkit.cli import _tables as ui
+from modkit.files.safetensors_files import library
+from modkit.files.tensor_files import Checkpoint
+
+
+# Elements that are compared at a time, in 64 bits: the memory beside the two tensors.
+_CHUNK: Final = 1 << 18
+_SIGN_BIT: Final = -(1 << 63)
+# That of 1 and -1.
+_LARGEST_RELATIVE: Final = 2.0
+_COMPARED: Final = {
+    False: "names, shapes and dtypes; --values compares values too",
+    True: "names, shapes, dtypes and values",
+}
+
+
+@click.command(epilog=ui.epilog("the checkpoints are equal", "they differ", errors=2))
+@click.argument("path_a", metavar="A", type=ui.INPUT)
+@click.argument("path_b", metavar="B", type=ui.INPUT)
+@click.option(
+    "--key",
+    "keys",
+    multiple=True,
+    help="Path of the state dict in torch files, as model; twice for A and for B.",
+)
+@click.option("--values", is_flag=True, help="Compare the values too, one tensor at a time.")
+@click.option(
+    "--rtol",
+    type=click.FloatRange(0),
+    help="Relative difference up to which floating-point values are equal; default: 0.",
+)
+@click.option("--limit", type=click.IntRange(0), default=100, help="Maximum rows per table [100].")
+@ui.json_option
+def diff(
+    path_a: Path,
+    path_b: Path,
+    keys: tuple[str, ...],
+    values: bool,
+    rtol: float | None,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """Compare two checkpoints: torch or safetensors files, sharded or not.
+
+    Without --values, checkpoints are equal if names, shapes and dtypes are, and no tensor is read.
+    With it, the largest difference of each tensor is shown: absolute, and relative to the larger of
+    the two elements. NaN is equal to NaN. Names of one file alone are paired if names and shapes
+    tell which one was renamed; if they do not, all candidates are shown.
+
+    \b
+    Examples:
+      modkit diff last.pt best.pt --key model
+      modkit diff old.pt new.safetensors --values --rtol 1e-6
+      modkit diff last.pt last.pt --key model --key ema.averages --values --json
+    """  # noqa: D301
+    if len(keys) > 2:
+        raise click.UsageError("--key is given once for both checkpoints, or twice for A and B")
+    if rtol is not None and not values:
+        raise click.UsageError("--rtol needs --values")
+    if ".safetensors" in {path_a.suffix, path_b.suffix}:
+        library("safetensors")
+
+    key_a, key_b = (keys[0], keys[-1]) if keys else (None, None)
+    total = 1.0 if values else None
+    with ui.progress(f"comparing {path_a.name} and {path_b.name}", total) as bar:
+        a, b = Checkpoint(path_a, key_a), Checkpoint(path_b, key_b)
+        report = _compare(a, b)
+        if values:
+            rows = _compare_values(a, b, report["renamed"], rtol=rtol or 0.0, progress=bar)
+            report["values"] = [*rows]
+
+    differences = _count_differences(report)
+    if as_json:
+        ui.print_json({"a": str(path_a), "b": str(path_b), "equal": not differences, **report})
+    else:
+        _show_tables(report, a, b, limit)
+        ui.say(f"A  {path_a}: {len(a.shapes):,} tensors")
+        ui.say(f"B  {path_b}: {len(b.shapes):,} tensors")
+        verdict = f"different: {', '.join(differences)}" if differences else "equal"
+        ui.say(f"{verdict} (compared: {_COMPARED[values]})")
+    if differences:
+        raise click.exceptions.Exit(1)
+
+
+def _compare(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
+    """Compare names, shapes and dtypes; return what differs as plain data for JSON."""
+    # A rename in doubt is in the rules, and not in the pairs: its names stay those of one side.
+    renames = find_renames(a.shapes, b.shapes)
+    pairs = {name: name for name in a.shapes if name in b.shapes} | renames.pairs
+    paired_in_b = set(pairs.values())
+
+    changed = [
+        {
+            "a": old,
+            "b": new,
+            "shape_a": [*a.shapes[old]],
+            "shape_b": [*b.shapes[new]],
+            "dtype_a": a.dtypes[old],
+            "dtype_b": b.dtypes[new],
+        }
+        for old, new in pairs.items()
+        if (a.shapes[old], a.dtypes[old]) != (b.shapes[new], b.dtypes[new])
+    ]
+    return {
+        "only_in_a": [name for name in a.shapes if name not in pairs],
+        "only_in_b": [name for name in b.shapes if name not in paired_in_b],
+        "renamed": [{"a": old, "b": new} for old, new in renames.pairs.items()],
+        "rules": [_rule_as_data(rule) for rule in renames.rules],
+        "changed": changed,
+        "values": None,
+    }
+
+
+def _rule_as_data(rule: Rule) -> dict[str, Any]:
+    return {
+        "kind": rule.kind,
+        "a": [*rule.old],
+        "b": [*rule.new],
+        "tensors": rule.count,
+        "certain": rule.is_certain,
+    }
+
+
+def _compare_values(
+    a: Checkpoint,
+    b: Checkpoint,
+    renamed: list[dict[str, str]],
+    *,
+    rtol: float,
+    progress: Callable[[float], object],
+) -> Iterator[dict[str, Any]]:
+    """Yield the largest difference of each two tensors of one shape; only they are in memory."""
+    # In the order of A, so that a mapped file is read from its beginning to its end.
+    pairs = {name: name for name in a.shapes if name in b.shapes}
+    pairs |= {pair["a"]: pair["b"] for pair in renamed}
+    total = sum(a.shapes[name].numel() for name in pairs)
+    done = 0
+
+    for old, new in pairs.items():
+        done += a.shapes[old].numel()
+        if a.shapes[old] == b.shapes[new]:
+            dtypes = _dtype_of(a, old), _dtype_of(b, new)
+            try:
+                difference = largest_difference(a.tensor(old), b.tensor(new))
+            except NotImplementedError as error:
+                text = f"{old} is {a.dtypes[old]}, whose values torch does not compare"
+                raise ValueError(text) from error
+
+            is_close = any(map(_is_inexact, dtypes)) and difference.relative <= rtol
+            is_equal = not difference.nonfinite and (difference.absolute == 0 or is_close)
+            yield {"a": old, "b": new, **difference._asdict(), "equal": is_equal}
+        progress(done / max(total, 1))
+
+
+def _dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
+    dtype: torch.dtype | None = getattr(torch, checkpoint.dtypes[name], None)
+    if dtype is None:
+        raise ValueError(f"{name} is {checkpoint.dtypes[name]}, which torch does not support")
+    return dtype
+
+
+class Difference(NamedTuple):
+    """How much two tensors of one shape differ.
+
+    Attributes:
+        absolute: The largest difference of two finite elements; exact for integers and bools.
+        relative: The largest difference of two finite elements, relative to the larger one: 0 to 2.
+        nonfinite: The number of elements that are NaN or infinite in one tensor, and not the same
+            in the other.
+    """
+
+    absolute: float = 0
+    relative: float = 0.0
+    nonfinite: int = 0
+
+
+def largest_difference(a: Tensor, b: Tensor) -> Difference:
+    """Return how much two tensors differ, computed in 64 bits, piece by piece.
+
+    Args:
+        a: A tensor on the CPU.
+        b: A tensor of the same shape on the CPU, of any dtype.
+
+    Returns:
+        The largest differences. NaN is equal to NaN, and 0 to -0.
+
+    Raises:
+        NotImplementedError: If torch does not convert a dtype, such as one of packed bits.
+    """
+    pieces = zip(a.reshape(-1).split(_CHUNK), b.reshape(-1).split(_CHUNK), strict=True)
+    differences = [_difference_of_pieces(piece_a, piece_b) for piece_a, piece_b in pieces]
+    return Difference(
+        absolute=max(difference.absolute for difference in differences),
+        relative=max(difference.relative for difference in differences),
+        nonfinite=sum(difference.nonfinite for difference in differences),
+    )
+
+
+def _difference_of_pieces(a: Tensor, b: Tensor) -> Difference:
+    # Most pieces are bitwise equal. Bytes can be compared in all dtypes, also of packed bits.
+    if a.dtype == b.dtype and torch.equal(_bytes_of(a), _bytes_of(b)):
+        return Difference()
+
+    # Elements of fewer bits are converted exactly, and their differences do not overflow.
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    wide_a, wide_b = a.to(wide), b.to(wide)
+    are_finite = wide_a.isfinite() & wide_b.isfinite()
+    nonfinite = int((~are_finite & ~_are_same(wide_a, wide_b)).sum())
+    wide_a, wide_b = wide_a[are_finite], wide_b[are_finite]
+    if not len(wide_a):
+        return Difference(nonfinite=nonfinite)
+
+    distances = (wide_a - wide_b).abs()
+    ratios = distances / torch.maximum(wide_a.abs(), wide_b.abs())
+    ratios = ratios.nan_to_num(nan=_LARGEST_RELATIVE).clamp(max=_LARGEST_RELATIVE)
+    # That of two zeros is NaN.
+    ratios[distances == 0] = 0
+
+    # The largest float in place of infinity, for which JSON has no number.
+    absolute: float = distances.max().nan_to_num().item()
+    # No type has all integers with and without a sign.
+    has_common_type = (a.dtype == torch.uint64) == (b.dtype == torch.uint64)
+    if has_common_type and not (_is_inexact(a.dtype) or _is_inexact(b.dtype)):
+        absolute = _integer_difference(a, b)
+    return Difference(absolute, ratios.max().item(), nonfinite)
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+
+
+def _are_same(a: Tensor, b: Tensor) -> Tensor:
+    """Return where elements are equal, or NaN in both."""
+    if a.is_complex():
+        return _are_same(a.real, b.real) & _are_same(a.imag, b.imag)
+    return (a == b) | (a.isnan() & b.isnan())
+
+
+def _integer_difference(a: Tensor, b: Tensor) -> int:
+    """Return the largest difference of integers; that of int64 may need 64 bits without a sign."""
+    signed_a, signed_b = _signed(a), _signed(b)
+    distances = torch.maximum(signed_a, signed_b) - torch.minimum(signed_a, signed_b)
+    # They have wrapped around: read as integers without a sign, they are right.
+    return int((distances ^ _SIGN_BIT).max()) - _SIGN_BIT
+
+
+def _signed(tensor: Tensor) -> Tensor:
+    """Return integers of 64 bits that have the order and the distances of those of a tensor."""
+    if tensor.dtype == torch.uint64:
+        return tensor.view(torch.int64) ^ _SIGN_BIT
+    return tensor.to(torch.int64)
+
+
+def _count_differences(report: Mapping[str, Any]) -> list[str]:
+    """Return what differs, each with the number of tensors."""
+    changed = report["changed"]
+    counts = {
+        "only in A": len(report["only_in_a"]),
+        "only in B": len(report["only_in_b"]),
+        "renamed": len(report["renamed"]),
+        "of another shape": sum(row["shape_a"] != row["shape_b"] for row in changed),
+        "of another dtype": sum(row["dtype_a"] != row["dtype_b"] for row in changed),
+        "of other values": sum(not row["equal"] for row in report["values"] or []),
+    }
+    return [f"{count:,} {label}" for label, count in counts.items() if count]
+
+
+def _show_tables(report: Mapping[str, Any], a: Checkpoint, b: Checkpoint, limit: int) -> None:
+    """Print a table for renames, for names, shapes and dtypes, and for values."""
+    renames = [(rule["tensors"], *_rule_as_text(rule)) for rule in report["rules"]]
+    members = [(name, _described(a, name), "-") for name in report["only_in_a"]]
+    members += [(name, "-", _described(b, name)) for name in report["only_in_b"]]
+    members += [
+        (_shown(row), _described(a, row["a"]), _described(b, row["b"])) for row in report["changed"]
+    ]
+
+    unequal: list[dict[str, Any]] = [row for row in report["values"] or [] if not row["equal"]]
+    unequal.sort(key=lambda row: (-row["nonfinite"], -row["relative"]))
+    values = [
+        (_shown(row), f"{row['absolute']:.3g}", f"{row['relative']:.3g}", row["nonfinite"])
+        for row in unequal
+    ]
+
+    ui.print_tables(
+        {
+            ("renamed", "A", "B", "certain"): renames,
+            ("tensor", "A", "B"): members,
+            ("tensor", "largest difference", "relative", "NaN or infinite in one"): values,
+        },
+        limit,
+    )
+
+
+def _shown(row: Mapping[str, str]) -> str:
+    return row["a"] if row["a"] == row["b"] else f"{row['a']} -> {row['b']}"
+
+
+def _described(checkpoint: Checkpoint, name: str) -> str:
+    return f"{[*checkpoint.shapes[name]]} {checkpoint.dtypes[name]}"
+
+
+def _rule_as_text(rule: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return the names in A, those in B, and whether these are certain."""
+    # Several names are joined or split, or they are readings of a rename.
+    word = " or " if rule["kind"] in {"prefix", "rename"} else " and "
+    names_a, names_b = (word.join(rule[side]) or "(no prefix)" for side in ("a", "b"))
+    if rule["certain"]:
+        return names_a, names_b, "yes"
+    is_single = len(rule["a"]) == len(rule["b"]) == 1
+    return names_a, names_b, "no: only the shapes agree" if is_single else "no: shapes do not tell"
