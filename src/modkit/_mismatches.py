@@ -90,7 +90,7 @@ def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> li
     surplus = {name: shape for name, shape in file.items() if name in unexpected}
 
     notes = list(_dotless(surplus, lacking))
-    notes += _families(surplus, lacking)
+    notes += _families(model, file, surplus, lacking)
     notes += _depths(model, file, surplus, lacking)
     renames = find_renames(file, model, surplus, lacking)
     is_other = renames.is_of_another_model and bool(surplus)
@@ -193,7 +193,12 @@ def _dotless(surplus: dict[str, Shape | None], lacking: dict[str, Shape | None])
             return
 
 
-def _families(surplus: dict[str, Shape | None], lacking: dict[str, Shape | None]) -> Iterator[Note]:
+def _families(
+    model: Shapes,
+    file: Shapes,
+    surplus: dict[str, Shape | None],
+    lacking: dict[str, Shape | None],
+) -> Iterator[Note]:
     """Find tensors that only one side has, by what their names say."""
     for pattern, why in _FAMILIES.items():
         finder = re.compile(pattern)
@@ -202,6 +207,13 @@ def _families(surplus: dict[str, Shape | None], lacking: dict[str, Shape | None]
             continue
         side, names = ("the checkpoint", surplus) if hits[0] else ("the model", lacking)
         found = hits[0] or hits[1]
+        others = model if hits[0] else file
+        if any(finder.search(name) for name in others):
+            # Both have the family, so a module that the other side lacks has another cause, such as the depth.
+            homes = {name.rpartition(".")[0] for name in others}
+            found = [name for name in found if name.rpartition(".")[0] in homes]
+        if not found:
+            continue
         if all(name.endswith("num_batches_tracked") for name in found):
             why = "counters of BatchNorm, which torch before 0.4.1 did not save"
         text = f"only {side} has {_count(len(found), 'tensor')} such as {_quoted(found[0])}: {why}"

@@ -16,7 +16,7 @@ from modkit import _mismatches
 from modkit._renames import find_renames
 from tests.cases import for_each
 from tests.processes import python
-from tests.unit.load.mismatches import FRESH, KINDS, LIBRARIES, vit
+from tests.unit.load.mismatches import FRESH, KINDS, LIBRARIES, batch_norm, vit
 
 
 NOTES = sys.version_info >= (3, 11)
@@ -234,6 +234,20 @@ def test_the_state_dict_of_a_single_layer():
 
     assert "lack the prefix 'head.fc.'" in _mismatches.compare(inside, layer)[0]
     assert "have 'head.fc.' too much" in _mismatches.compare(layer, inside)[0]
+
+
+def test_a_family_that_both_sides_have_is_no_cause():
+    """The statistics and adapters of layers that one side alone has are due to the depth, not to another norm."""
+    layer = {**batch_norm("bn", 4), "q.lora_A.weight": (2, 4)}
+    deep, shallow = (
+        {f"layer.{i}.{name}": shape for i in range(depth) for name, shape in layer.items()}
+        for depth in (5, 2)
+    )
+
+    for model, file, entries in ((deep, shallow, "2 entries"), (shallow, deep, "5 entries")):
+        (line,) = _mismatches.explain(model, tensors(file))
+
+        assert line.startswith(f"another depth: 'layer' has {entries} in the checkpoint")
 
 
 def test_shifted_numbers_are_doubted():
