@@ -250,6 +250,19 @@ def test_a_family_that_both_sides_have_is_no_cause():
         assert line.startswith(f"another depth: 'layer' has {entries} in the checkpoint")
 
 
+def test_the_output_of_an_attention_is_not_joined():
+    """Where heads share k and v, these have the size of the output together; ``to_kv`` is another matter."""
+    home = "layers.0.attention"
+    file = {f"{home}.{part}_proj.weight": (4 if part in "kv" else 8, 8) for part in "qkvo"}
+    model = {f"{home}.query_key_value.weight": (24, 8), f"{home}.dense.weight": (8, 8)}
+    fused = {f"{home}.{name}.weight": (8, 8) for name in ("to_q", "to_kv", "to_out")}
+
+    assert "has the size of" not in "\n".join(_mismatches.explain(model, tensors(file)))
+    assert "to_kv.weight' has the size of 'k_proj.weight', 'v_proj.weight'" in "\n".join(
+        _mismatches.explain(fused, tensors(file))
+    )
+
+
 def test_shifted_numbers_are_doubted():
     """The other layers fit by name alone, and would get the weights of their neighbours."""
     model = {f"layers.{i}.weight": (4, 4) for i in range(4)}
