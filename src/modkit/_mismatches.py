@@ -17,6 +17,9 @@ from modkit.errors import printable
 
 MOST_LINES: Final = 8
 _LONGEST: Final = 80
+# Keys in front of a state dict: checkpoint["state"]["model"]["module"].
+_MOST_NESTED: Final = 4
+_OF_OPTIMIZER: Final = frozenset({"state", "param_groups"})
 # Below this portion of names that rules explain, what they explain are coincidences.
 _LEAST_COVERAGE: Final = 0.1
 _ADDED_BY: Final = {
@@ -138,15 +141,21 @@ def _another_model(model: Shapes, file: Shapes) -> str:
 
 def _find_state_dict(model: Shapes, given: Mapping[Any, Any]) -> list[str] | None:
     """Find the state dict in a checkpoint that has it below a key, or say that there is none."""
-    if {"state", "param_groups"} <= given.keys():
+    if given.keys() >= _OF_OPTIMIZER:
         return ["this is the state of an optimizer, not of a model"]
-    nested = {(key,): value for key, value in given.items() if isinstance(value, Mapping)}
-    nested |= {
-        (*path, key): value
-        for path, inner in nested.items()
-        for key, value in inner.items()
-        if isinstance(value, Mapping)
-    }
+    nested: dict[tuple[Any, ...], Mapping[Any, Any]] = {}
+    waiting: list[tuple[tuple[Any, ...], Mapping[Any, Any]]] = [((), given)]
+    # A dict may hold itself.
+    seen = {id(given)}
+    for path, inner in waiting:
+        if len(path) == _MOST_NESTED or inner.keys() >= _OF_OPTIMIZER:
+            continue
+        for key, value in inner.items():
+            if isinstance(value, Mapping) and id(value) not in seen:
+                seen.add(id(value))
+                nested[(*path, key)] = value
+                waiting.append(((*path, key), value))
+
     wanted = Counter(model.values())
     scores = {}
     for path, inner in nested.items():
@@ -154,10 +163,15 @@ def _find_state_dict(model: Shapes, given: Mapping[Any, Any]) -> list[str] | Non
         if shapes:
             same = len(shapes.keys() & model.keys())
             scores[path] = (same, (Counter(shapes.values()) & wanted).total(), len(shapes))
-    good = [path for path in scores if scores[path] == max(scores.values())]
-    if good:
+    if scores:
+        best = max(scores.values())
+        good = [path for path, score in scores.items() if score == best]
         keys = [f"checkpoint{''.join(f'[{_key(key)}]' for key in path)}" for path in good[:3]]
-        where = f"the state dict is below a key of this checkpoint: load {' or '.join(keys)}"
+        # Any dict of tensors is a candidate, also one that has nothing in common with the model.
+        is_below = "is" if any(best[:2]) else "may be"
+        where = (
+            f"the state dict {is_below} below a key of this checkpoint: load {' or '.join(keys)}"
+        )
         inside = shapes_of(nested[good[0]])
         return [where, *compare(model, inside)][:MOST_LINES]
     if any(isinstance(value, torch.Tensor) for value in given.values()) and not nested:

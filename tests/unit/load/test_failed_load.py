@@ -236,6 +236,26 @@ def test_the_state_dict_of_a_single_layer():
     assert "have 'head.fc.' too much" in _mismatches.compare(layer, inside)[0]
 
 
+def test_a_state_dict_below_several_keys():
+    """The keys in front of it are named, up to four; a dict that holds itself does no harm."""
+    nested = {"epoch": 1, "state": {"run": {"model": {"module": tensors(vit())}}}}
+    nested["self"] = nested
+
+    (line,) = _mismatches.explain(vit(), nested)
+
+    assert line.endswith(
+        "state dict is below a key of this checkpoint: load "
+        "checkpoint['state']['run']['model']['module']"
+    )
+
+
+def test_another_dict_of_tensors_is_doubted():
+    """One that has neither a name nor a shape of the model need not be its state dict."""
+    line, *_ = _mismatches.explain(vit(), {"epoch": 1, "random": {"cuda": torch.ones(816)}})
+
+    assert line == "the state dict may be below a key of this checkpoint: load checkpoint['random']"
+
+
 def test_a_family_that_both_sides_have_is_no_cause():
     """The statistics and adapters of layers that one side alone has are due to the depth, not to another norm."""
     layer = {**batch_norm("bn", 4), "q.lora_A.weight": (2, 4)}
