@@ -98,7 +98,7 @@ def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> li
     renames = find_renames(file, model, surplus, lacking)
     is_other = renames.is_of_another_model and bool(surplus)
     if is_other:
-        notes.append((_PREFIX, len(file), _another_model(model, file)))
+        notes.append((_PREFIX, len(file), _another_model([*lacking] or model, surplus)))
     is_covered = not is_other or renames.coverage >= _LEAST_COVERAGE
     if is_covered:
         notes += [_say_rule(rule, len(file)) for rule in renames.rules]
@@ -132,7 +132,7 @@ def _listed(names: Collection[str], most: int = 3, word: str = ", ") -> str:
     return shown + (", ..." if len(names) > most else "")
 
 
-def _another_model(model: Shapes, file: Shapes) -> str:
+def _another_model(model: Collection[str], file: Collection[str]) -> str:
     return (
         "hardly a name of the checkpoint fits, with or without a prefix: is it of another model, or of "
         f"another library? It has {_listed(file, 2)}; the model has {_listed(model, 2)}"

@@ -256,6 +256,21 @@ def test_another_dict_of_tensors_is_doubted():
     assert line == "the state dict may be below a key of this checkpoint: load checkpoint['random']"
 
 
+def test_names_that_fit_are_no_example_of_another_model():
+    """The examples are names that only one side has."""
+    stem = {"stem.weight": (4, 3), "stem.bias": (4,)}
+    file = stem | {f"block{i}.{i}x.weight": (4, 4 + i) for i in range(40)}
+    model = stem | {f"layers.{i}.y.weight": (5 + i, 4) for i in range(40)}
+
+    line = _mismatches.explain(model, tensors(file))[0]
+
+    assert line.startswith("hardly a name of the checkpoint fits")
+    assert line.endswith(
+        "It has 'block0.0x.weight', 'block1.1x.weight', ...; the model has 'layers.0.y.weight', "
+        "'layers.1.y.weight', ..."
+    )
+
+
 def test_a_family_that_both_sides_have_is_no_cause():
     """The statistics and adapters of layers that one side alone has are due to the depth, not to another norm."""
     layer = {**batch_norm("bn", 4), "q.lora_A.weight": (2, 4)}
