@@ -80,7 +80,7 @@ def test_a_refused_migration_is_an_error_of_loading(impl):
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs notes on exceptions: Python 3.11")
 def test_the_note_is_about_the_migrated_names():
-    """What does not fit after a migration is explained with the names that the error has."""
+    """Entries that do not fit after a migration are explained with the names that the error has."""
     old = network(modkit.nn, old_attention(modkit.nn)).state_dict()
     old["head.weight"], old["head.bias"] = torch.ones(3, 4), torch.ones(3)
     for name in ("q", "k", "v", "out"):
