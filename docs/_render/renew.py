@@ -18,7 +18,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from _render import ema_losses as ema_losses_page
-from _render.comparison import CLASSES
+from _render.comparison import AVERAGES, STATE_DICTS
 from _render.stored_results import ROOT, file_of, read, release, today, write
 from _render.tested_with import COUNTS
 
@@ -40,26 +40,35 @@ def ema_losses() -> None:
     write("ema_losses", ema_losses_page.train_all(), indent=None)
 
 
-def averaging_libraries() -> None:
-    """Run every cell of the table of features; needs the libraries of `nox -s ecosystem`."""
+def features_of(folder: str, libraries: dict[str, str]) -> dict[str, Any]:
+    """Run every cell of a table of features; needs the libraries of `nox -s ecosystem`."""
     warnings.simplefilter("ignore")
-    cases = importlib.import_module("tests.integration.averaging_peers.features")
-    peers = importlib.import_module("tests.integration.averaging_peers.peers").PEERS
-    names = {library: peers[library].distribution for library in CLASSES}
-    results = {
-        **read("averaging_libraries"),
+    cases = importlib.import_module(f"tests.integration.{folder}.features")
+    peers = importlib.import_module(f"tests.integration.{folder}.peers").PEERS
+    names = {library: peers[library].distribution for library in libraries}
+    return {
         "date": today(),
         "versions": {
             library: version(name).partition("+")[0] if name else None
             for library, name in names.items()
         },
-        "libraries": [*CLASSES],
+        "libraries": [*libraries],
         "features": {
-            feature: [cases.outcome(feature, library) for library in CLASSES]
+            feature: [cases.outcome(feature, library) for library in libraries]
             for feature in cases.FEATURES
         },
     }
-    write("averaging_libraries", results)
+
+
+def averaging_libraries() -> None:
+    """Renew the table of averages."""
+    features = features_of("averaging_peers", AVERAGES)
+    write("averaging_libraries", {**read("averaging_libraries"), **features})
+
+
+def state_dict_libraries() -> None:
+    """Renew the table of state dicts of older versions."""
+    write("state_dict_libraries", features_of("state_dict_peers", STATE_DICTS))
 
 
 def modkit_compat() -> None:
@@ -181,6 +190,7 @@ COMMANDS = {
     "benchmarks": benchmarks,
     "ema_losses": ema_losses,
     "averaging_libraries": averaging_libraries,
+    "state_dict_libraries": state_dict_libraries,
     "modkit_compat": modkit_compat,
     "write_faults": write_faults,
 }

@@ -17,6 +17,9 @@ from modkit.errors import printable
 
 MOST_LINES: Final = 8
 _LONGEST: Final = 80
+# Keys in front of a state dict: checkpoint["state"]["model"]["module"].
+_MOST_NESTED: Final = 4
+_OF_OPTIMIZER: Final = frozenset({"state", "param_groups"})
 # Below this portion of names that rules explain, what they explain are coincidences.
 _LEAST_COVERAGE: Final = 0.1
 _ADDED_BY: Final = {
@@ -90,12 +93,12 @@ def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> li
     surplus = {name: shape for name, shape in file.items() if name in unexpected}
 
     notes = list(_dotless(surplus, lacking))
-    notes += _families(surplus, lacking)
+    notes += _families(model, file, surplus, lacking)
     notes += _depths(model, file, surplus, lacking)
     renames = find_renames(file, model, surplus, lacking)
     is_other = renames.is_of_another_model and bool(surplus)
     if is_other:
-        notes.append((_PREFIX, len(file), _another_model(model, file)))
+        notes.append((_PREFIX, len(file), _another_model([*lacking] or model, surplus)))
     is_covered = not is_other or renames.coverage >= _LEAST_COVERAGE
     if is_covered:
         notes += [_say_rule(rule, len(file)) for rule in renames.rules]
@@ -129,7 +132,7 @@ def _listed(names: Collection[str], most: int = 3, word: str = ", ") -> str:
     return shown + (", ..." if len(names) > most else "")
 
 
-def _another_model(model: Shapes, file: Shapes) -> str:
+def _another_model(model: Collection[str], file: Collection[str]) -> str:
     return (
         "hardly a name of the checkpoint fits, with or without a prefix: is it of another model, or of "
         f"another library? It has {_listed(file, 2)}; the model has {_listed(model, 2)}"
@@ -138,15 +141,21 @@ def _another_model(model: Shapes, file: Shapes) -> str:
 
 def _find_state_dict(model: Shapes, given: Mapping[Any, Any]) -> list[str] | None:
     """Find the state dict in a checkpoint that has it below a key, or say that there is none."""
-    if {"state", "param_groups"} <= given.keys():
+    if given.keys() >= _OF_OPTIMIZER:
         return ["this is the state of an optimizer, not of a model"]
-    nested = {(key,): value for key, value in given.items() if isinstance(value, Mapping)}
-    nested |= {
-        (*path, key): value
-        for path, inner in nested.items()
-        for key, value in inner.items()
-        if isinstance(value, Mapping)
-    }
+    nested: dict[tuple[Any, ...], Mapping[Any, Any]] = {}
+    waiting: list[tuple[tuple[Any, ...], Mapping[Any, Any]]] = [((), given)]
+    # A dict may hold itself.
+    seen = {id(given)}
+    for path, inner in waiting:
+        if len(path) == _MOST_NESTED or inner.keys() >= _OF_OPTIMIZER:
+            continue
+        for key, value in inner.items():
+            if isinstance(value, Mapping) and id(value) not in seen:
+                seen.add(id(value))
+                nested[(*path, key)] = value
+                waiting.append(((*path, key), value))
+
     wanted = Counter(model.values())
     scores = {}
     for path, inner in nested.items():
@@ -154,10 +163,15 @@ def _find_state_dict(model: Shapes, given: Mapping[Any, Any]) -> list[str] | Non
         if shapes:
             same = len(shapes.keys() & model.keys())
             scores[path] = (same, (Counter(shapes.values()) & wanted).total(), len(shapes))
-    good = [path for path in scores if scores[path] == max(scores.values())]
-    if good:
+    if scores:
+        best = max(scores.values())
+        good = [path for path, score in scores.items() if score == best]
         keys = [f"checkpoint{''.join(f'[{_key(key)}]' for key in path)}" for path in good[:3]]
-        where = f"the state dict is below a key of this checkpoint: load {' or '.join(keys)}"
+        # Any dict of tensors is a candidate, also one that has nothing in common with the model.
+        is_below = "is" if any(best[:2]) else "may be"
+        where = (
+            f"the state dict {is_below} below a key of this checkpoint: load {' or '.join(keys)}"
+        )
         inside = shapes_of(nested[good[0]])
         return [where, *compare(model, inside)][:MOST_LINES]
     if any(isinstance(value, torch.Tensor) for value in given.values()) and not nested:
@@ -193,7 +207,12 @@ def _dotless(surplus: dict[str, Shape | None], lacking: dict[str, Shape | None])
             return
 
 
-def _families(surplus: dict[str, Shape | None], lacking: dict[str, Shape | None]) -> Iterator[Note]:
+def _families(
+    model: Shapes,
+    file: Shapes,
+    surplus: dict[str, Shape | None],
+    lacking: dict[str, Shape | None],
+) -> Iterator[Note]:
     """Find tensors that only one side has, by what their names say."""
     for pattern, why in _FAMILIES.items():
         finder = re.compile(pattern)
@@ -202,6 +221,13 @@ def _families(surplus: dict[str, Shape | None], lacking: dict[str, Shape | None]
             continue
         side, names = ("the checkpoint", surplus) if hits[0] else ("the model", lacking)
         found = hits[0] or hits[1]
+        others = model if hits[0] else file
+        if any(finder.search(name) for name in others):
+            # Both have the family, so a module that the other side lacks has another cause, such as the depth.
+            homes = {name.rpartition(".")[0] for name in others}
+            found = [name for name in found if name.rpartition(".")[0] in homes]
+        if not found:
+            continue
         if all(name.endswith("num_batches_tracked") for name in found):
             why = "counters of BatchNorm, which torch before 0.4.1 did not save"
         text = f"only {side} has {_count(len(found), 'tensor')} such as {_quoted(found[0])}: {why}"

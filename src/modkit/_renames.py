@@ -327,7 +327,10 @@ def _joined_names(whole: str, names: list[str]) -> Parts:
     telling = dict(zip(names, _telling(map(_tokens, names)), strict=True))
     if re.search(r"att|qkv|kv|in_proj|query", whole):
         words |= _QUERY_KEY_VALUE
-    return tuple(name for name in names if telling[name] & words)
+    chosen = tuple(name for name in names if telling[name] & words)
+    # Where heads share them, k and v together often have the size of the output.
+    is_output = [telling[name] & words for name in chosen] in ([{"k"}, {"v"}], [{"v"}, {"k"}])
+    return () if is_output and "kv" not in ".".join(_parts(whole)[-2:]) else chosen
 
 
 def _match_rest(renames: Renames, unique: set[Shape | None]) -> int:

@@ -82,6 +82,8 @@ class Load:
         except MigrationError as error:
             self.errors.append(str(error))
             self.refuse(module, strict=False)
+        # Names that the load reports are those after the migration. A copy: layers may edit the entries.
+        self.given = dict(self.entries)
         self.metadata = self.entries._metadata
         self.saved = self.metadata.get
         self.is_migrated = True

@@ -1,25 +1,16 @@
-import json
-
 import pytest
 
 from tests.integration.averaging_peers.features import FEATURES, outcome
 from tests.integration.averaging_peers.peers import PEERS
-from tests.integration.pages import DOCS
+from tests.integration.pages import cells, results_of
 
 
-def cells():
-    """Return the feature, the library and the outcome of each cell of the table in docs/comparison.md."""
-    found = json.loads((DOCS / "_render" / "results" / "averaging_libraries.json").read_text(encoding="utf-8"))
-    return [
-        (feature, library, outcome)
-        for feature, outcomes in found["features"].items()
-        for library, outcome in zip(found["libraries"], outcomes, strict=True)
-    ]
+CELLS = cells(results_of("averaging_libraries"))
 
 
 @pytest.mark.parametrize(
     ("feature", "library", "expected"),
-    [pytest.param(*cell, id=f"{cell[0]}, {cell[1]}") for cell in cells()],
+    [pytest.param(*cell, id=f"{cell[0]}, {cell[1]}") for cell in CELLS],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_cell(feature, library, expected):
@@ -34,11 +25,11 @@ def test_cell(feature, library, expected):
 
 def test_table_is_complete():
     """The table has every feature and every library, in the order in which they are defined."""
-    assert [(feature, library) for feature, library, _ in cells()] == [
+    assert [(feature, library) for feature, library, _ in CELLS] == [
         (feature, library) for feature in FEATURES for library in PEERS
     ]
 
 
 def test_each_feature_is_found_somewhere():
     """No row says no everywhere, as it would if its test were wrong."""
-    assert {feature for feature, _, found in cells() if found == "yes"} == FEATURES.keys()
+    assert {feature for feature, _, found in CELLS if found == "yes"} == FEATURES.keys()

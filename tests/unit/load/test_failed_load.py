@@ -16,7 +16,7 @@ from modkit import _mismatches
 from modkit._renames import find_renames
 from tests.cases import for_each
 from tests.processes import python
-from tests.unit.load.mismatches import FRESH, KINDS, LIBRARIES, vit
+from tests.unit.load.mismatches import FRESH, KINDS, LIBRARIES, batch_norm, vit
 
 
 NOTES = sys.version_info >= (3, 11)
@@ -234,6 +234,68 @@ def test_the_state_dict_of_a_single_layer():
 
     assert "lack the prefix 'head.fc.'" in _mismatches.compare(inside, layer)[0]
     assert "have 'head.fc.' too much" in _mismatches.compare(layer, inside)[0]
+
+
+def test_a_state_dict_below_several_keys():
+    """The keys in front of it are named, up to four; a dict that holds itself does no harm."""
+    nested = {"epoch": 1, "state": {"run": {"model": {"module": tensors(vit())}}}}
+    nested["self"] = nested
+
+    (line,) = _mismatches.explain(vit(), nested)
+
+    assert line.endswith(
+        "state dict is below a key of this checkpoint: load "
+        "checkpoint['state']['run']['model']['module']"
+    )
+
+
+def test_another_dict_of_tensors_is_doubted():
+    """One that has neither a name nor a shape of the model need not be its state dict."""
+    line, *_ = _mismatches.explain(vit(), {"epoch": 1, "random": {"cuda": torch.ones(816)}})
+
+    assert line == "the state dict may be below a key of this checkpoint: load checkpoint['random']"
+
+
+def test_names_that_fit_are_no_example_of_another_model():
+    """The examples are names that only one side has."""
+    stem = {"stem.weight": (4, 3), "stem.bias": (4,)}
+    file = stem | {f"block{i}.{i}x.weight": (4, 4 + i) for i in range(40)}
+    model = stem | {f"layers.{i}.y.weight": (5 + i, 4) for i in range(40)}
+
+    line = _mismatches.explain(model, tensors(file))[0]
+
+    assert line.startswith("hardly a name of the checkpoint fits")
+    assert line.endswith(
+        "It has 'block0.0x.weight', 'block1.1x.weight', ...; the model has 'layers.0.y.weight', "
+        "'layers.1.y.weight', ..."
+    )
+
+
+def test_a_family_that_both_sides_have_is_no_cause():
+    """The statistics and adapters of layers that one side alone has are due to the depth, not to another norm."""
+    layer = {**batch_norm("bn", 4), "q.lora_A.weight": (2, 4)}
+    deep, shallow = (
+        {f"layer.{i}.{name}": shape for i in range(depth) for name, shape in layer.items()}
+        for depth in (5, 2)
+    )
+
+    for model, file, entries in ((deep, shallow, "2 entries"), (shallow, deep, "5 entries")):
+        (line,) = _mismatches.explain(model, tensors(file))
+
+        assert line.startswith(f"another depth: 'layer' has {entries} in the checkpoint")
+
+
+def test_the_output_of_an_attention_is_not_joined():
+    """Where heads share k and v, these have the size of the output together; ``to_kv`` is another matter."""
+    home = "layers.0.attention"
+    file = {f"{home}.{part}_proj.weight": (4 if part in "kv" else 8, 8) for part in "qkvo"}
+    model = {f"{home}.query_key_value.weight": (24, 8), f"{home}.dense.weight": (8, 8)}
+    fused = {f"{home}.{name}.weight": (8, 8) for name in ("to_q", "to_kv", "to_out")}
+
+    assert "has the size of" not in "\n".join(_mismatches.explain(model, tensors(file)))
+    assert "to_kv.weight' has the size of 'k_proj.weight', 'v_proj.weight'" in "\n".join(
+        _mismatches.explain(fused, tensors(file))
+    )
 
 
 def test_shifted_numbers_are_doubted():

@@ -26,6 +26,7 @@ class Case(NamedTuple):
         expected: The new entries.
         declared: The classes that declare something.
         lossy: Whether there is no way back.
+        loaded: The state dict of the library's model that has loaded the old one, where it was run.
     """
 
     model: nn.Module
@@ -33,6 +34,7 @@ class Case(NamedTuple):
     expected: dict[str, torch.Tensor]
     declared: tuple[type, ...]
     lossy: bool = False
+    loaded: dict[str, torch.Tensor] | None = None
 
 
 def state_of(shapes, *paths):

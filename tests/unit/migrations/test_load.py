@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 from collections import OrderedDict
 
 import pytest
@@ -75,6 +76,27 @@ def test_a_refused_migration_is_an_error_of_loading(impl):
     assert (
         "blocks.1: Attention: merge q.*, k.*, v.* -> qkv.*: there is q.weight, but no k.weight"
     ) in str(caught.value)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs notes on exceptions: Python 3.11")
+def test_the_note_is_about_the_migrated_names():
+    """Entries that do not fit after a migration are explained with the names that the error has."""
+    old = network(modkit.nn, old_attention(modkit.nn)).state_dict()
+    old["head.weight"], old["head.bias"] = torch.ones(3, 4), torch.ones(3)
+    for name in ("q", "k", "v", "out"):
+        old[f"blocks.2.{name}.weight"], old[f"blocks.2.{name}.bias"] = (
+            torch.ones(4, 4),
+            torch.ones(4),
+        )
+    model = network(modkit.nn, new_attention(modkit.nn))
+
+    for given in (old, dict(old)):
+        with pytest.raises(RuntimeError, match=r"blocks\.2") as caught:
+            model.load_state_dict(given)
+
+        depth, classes = caught.value.__notes__
+        assert depth == "another depth: 'blocks' has 3 entries in the checkpoint, 2 in the model"
+        assert classes.startswith("another number of outputs or classes: 'head.weight' is [3, 4]")
 
 
 def test_a_newer_state_dict_is_refused(impl):

@@ -1,0 +1,1 @@
+"""The loading of state dicts in other libraries beside modkit's."""
