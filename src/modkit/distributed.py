@@ -42,8 +42,8 @@ def export_average(
     """Write the state dict of a model, with an average as its weights, to one file, atomically.
 
     All ranks must call this. Sharded tensors are gathered one at a time. Rank 0 writes each to a
-    ``.safetensors`` file at once; for ``torch.save`` it collects them. All ranks return when the file is
-    complete.
+    ``.safetensors`` file at once; for ``torch.save`` it collects them. All ranks return when the
+    file is complete.
 
     Args:
         ema: The averages, after one update or more.
@@ -57,8 +57,8 @@ def export_average(
         IndexError: If there is no average ``index``.
         TypeError: If an entry of the state dict is not plain data, which ``load_checkpoint`` reads.
         ValueError: If an entry, or a dtype, cannot be stored in a safetensors file.
-        RuntimeError: If there has been no update, so there is no average to write; on the other ranks,
-            if rank 0 could not write the file.
+        RuntimeError: If there has been no update, so there is no average to write; on the other
+            ranks, if rank 0 could not write the file.
         OSError: On rank 0, if the file cannot be written.
 
     Example:
@@ -172,8 +172,8 @@ def load_averages(
 ) -> None:
     """Load averages from a checkpoint of ``torch.distributed.checkpoint``, saved at any world size.
 
-    ``dcp.load`` fills existing tensors, and a new ``EMA`` has none. This function allocates the local
-    shards first. All ranks must call it.
+    ``dcp.load`` fills existing tensors, and a new ``EMA`` has none. This function allocates the
+    local shards first. All ranks must call it.
 
     Args:
         ema: The averages to load into, new or in the middle of a run.

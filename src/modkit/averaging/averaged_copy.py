@@ -19,7 +19,8 @@ ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
 class AveragedCopy(Generic[ModelT]):
     """A copy of a model whose tensors have the memory of averages, where dtype and device allow it.
 
-    The copy stays the same object when averages get other memory, so that references to it stay true.
+    The copy stays the same object when averages get other memory, so that references to it stay
+    true.
     """
 
     def __init__(self, module: ModelT) -> None:

@@ -18,8 +18,9 @@ from modkit.averaging.watch import PLAIN, Placement
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 
-# A tensor of at most so many elements shares a flat buffer with others: measured on CPU, gathering 512
-# tensors and one ``lerp_`` beat ``_foreach_lerp_`` up to 1,024 elements (4x at 16), and lose from 4,096 on.
+# A tensor of at most so many elements shares a flat buffer with others: measured on CPU, gathering
+# 512 tensors and one ``lerp_`` beat ``_foreach_lerp_`` up to 1,024 elements (4x at 16), and lose
+# from 4,096 on.
 _SMALL: Final = 1024
 # Dtypes that have arithmetic in all kernels of an average.
 _SHAREABLE: Final = frozenset(
@@ -59,11 +60,11 @@ class FlatBuffer:
     """Small tensors in one piece of host memory, so that one kernel takes all of them.
 
     Each tensor has a storage of its own over its part of ``data``, so it is saved, shared and
-    pickled like any other, but cannot be resized: torch makes a storage over memory that it does not
-    own (``frombuffer``, a slice of a storage, DLPack, a pointer) without an allocator. Tensors with
-    ordinary storages would have to be scattered after each step, which takes as long as stepping
-    them one by one. Moving one elsewhere (``tensor.data = ...``, ``share_memory()``) ends the
-    sharing, which :meth:`is_intact` detects.
+    pickled like any other, but cannot be resized: torch makes a storage over memory that it does
+    not own (``frombuffer``, a slice of a storage, DLPack, a pointer) without an allocator. Tensors
+    with ordinary storages would have to be scattered after each step, which takes as long as
+    stepping them one by one. Moving one elsewhere (``tensor.data = ...``, ``share_memory()``) ends
+    the sharing, which :meth:`is_intact` detects.
 
     Args:
         likes: Tensors of one dtype by name, in runs of the same trailing shape.
@@ -72,7 +73,8 @@ class FlatBuffer:
 
     Attributes:
         data: All elements.
-        names: Names of the tensors, in the order of the memory; "" for one that is no longer averaged.
+        names: Names of the tensors, in the order of the memory; "" for one that is no longer
+            averaged.
         tensors: The tensors, in the same order.
         exposed: Whether code outside of the engine has the tensors, and so may move them.
     """
@@ -85,7 +87,8 @@ class FlatBuffer:
         # Each tensor keeps the ctypes object alive, and that keeps the memory.
         memory.flat_buffer = self.data  # type: ignore[attr-defined]
 
-        # Lists of one order, that of the memory; a tensor that is no longer averaged has the name "".
+        # Lists of one order, that of the memory; a tensor that is no longer averaged has the name
+        # "".
         self.names: list[str] = list(likes)
         self.tensors: list[Tensor] = []
         self.exposed = False
@@ -180,8 +183,8 @@ class Average:
         """Allocate an average of these tensors; the first step copies them."""
         self.reset()
         device = self.options.device
-        # Error terms are kept per tensor, and stochastic rounding draws per tensor, so that copies of
-        # an average, which have no flat buffers, draw alike.
+        # Error terms are kept per tensor, and stochastic rounding draws per tensor, so that copies
+        # of an average, which have no flat buffers, draw alike.
         is_flat = self.options.precision not in {"compensated", "stochastic"}
         if is_flat and (device is None or device.type == "cpu"):
             self.flats = flat_buffers(members, self.options)
@@ -214,8 +217,8 @@ class Average:
         Args:
             members: Tensors of the model by name.
             options: Options of the new average.
-            former_names: Maps names of known members to their names here. Others start as a copy, and
-                so do those of another shape.
+            former_names: Maps names of known members to their names here. Others start as a copy,
+                and so do those of another shape.
         """
         new = Average(options)
         new.start(members)
@@ -251,7 +254,8 @@ class Average:
             copy_(local_shard(own), lost)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickling for another process moves the tensors into shared memory. A copy has no flat buffers.
+        # Pickling for another process moves the tensors into shared memory. A copy has no flat
+        # buffers.
         self.expose()
         return {**vars(self), "flats": []}
 

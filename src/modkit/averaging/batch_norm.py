@@ -32,9 +32,9 @@ def statistics_of(model: torch.nn.Module) -> dict[str, Tensor]:
 class _WeightedMean:
     """The statistics of one layer: means over batches, weighted by the number of samples of each.
 
-    The layer computes the statistics of one batch at a time, as ever: with its own kernel, in compiled
-    code, and as a mean over its calls if it is called several times. A batch in which it is not called
-    has no weight. Nothing is read on the host.
+    The layer computes the statistics of one batch at a time, as ever: with its own kernel, in
+    compiled code, and as a mean over its calls if it is called several times. A batch in which it
+    is not called has no weight. Nothing is read on the host.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -125,7 +125,8 @@ def _run(
 def _samples_of(inputs: Any) -> int:
     if not isinstance(inputs, Tensor) or inputs.dim() == 0:
         raise TypeError(
-            "update_bn: weight_by_samples=True takes the number of samples from the first dimension of "
-            f"each batch, which must be a tensor, got {type(inputs).__name__}. Nothing has been changed."
+            "update_bn: weight_by_samples=True takes the number of samples from the first "
+            f"dimension of each batch, which must be a tensor, got {type(inputs).__name__}. "
+            "Nothing has been changed."
         )
     return inputs.shape[0]

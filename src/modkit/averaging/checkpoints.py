@@ -32,35 +32,35 @@ def average_checkpoints(
 ) -> dict[str, Tensor]:
     """Return the weighted average of checkpoints: a model soup, or the last checkpoints of a run.
 
-    The average of a tensor is ``sum(weight * tensor) / sum(weight)``. Memory holds the running mean, in
-    float32 or wider, and one checkpoint. All names and shapes are compared before the first tensor is
-    read. Sources: https://arxiv.org/abs/2203.05482 (model soups), https://arxiv.org/abs/2209.14981
-    (LAWA).
+    The average of a tensor is ``sum(weight * tensor) / sum(weight)``. Memory holds the running
+    mean, in float32 or wider, and one checkpoint. All names and shapes are compared before the
+    first tensor is read. Sources: https://arxiv.org/abs/2203.05482 (model soups),
+    https://arxiv.org/abs/2209.14981 (LAWA).
 
     Args:
         paths: Files of ``torch.save`` (loaded with ``weights_only=True``), ``.safetensors`` files,
             the ``.index.json`` of a sharded checkpoint, or directories: those that transformers,
-            diffusers or peft wrote, or with a single ``.pt``, ``.pth``, ``.ckpt`` or ``.safetensors``
-            file.
+            diffusers or peft wrote, or with a single ``.pt``, ``.pth``, ``.ckpt`` or
+            ``.safetensors`` file.
         weights: Weight of each file, 0 or more, normalized by their sum. Default: equal weights.
         key: Path of the state dict in a torch file: ``"model"``, ``"ema.averages.0.tensors"``.
-        dtype: Dtype of the averages. Default: that of each tensor in the first file. A real dtype is not
-            applied to complex tensors, nor a complex one to real tensors.
+        dtype: Dtype of the averages. Default: that of each tensor in the first file. A real dtype
+            is not applied to complex tensors, nor a complex one to real tensors.
         device: Device of the averages.
         progress: Called after each tensor with the fraction of all tensors that has been read.
 
     Returns:
-        The tensors by name, in the order of the first file. Integer and boolean tensors are those of
-        the last file. Names that are tied in all files share a tensor. If the files hold the versions
-        of modules, so does the dict, which is an ``OrderedDict`` then.
+        The tensors by name, in the order of the first file. Integer and boolean tensors are those
+        of the last file. Names that are tied in all files share a tensor. If the files hold the
+        versions of modules, so does the dict, which is an ``OrderedDict`` then.
 
     Raises:
         TypeError: If ``paths`` is a single path.
         FileNotFoundError: If a file, or a shard of one, is missing.
         FileError: If a file is not an intact state dict. It is a ``ValueError``.
         NameMismatchError: If a file does not have the names and shapes of the first one.
-        ValueError: If there is no file, a file has other kinds of dtypes, a value is too large for the
-            dtype, or the weights are not one per file, finite, 0 or more, and positive in sum.
+        ValueError: If there is no file, a file has other kinds of dtypes, a value is too large for
+            the dtype, or the weights are not one per file, finite, 0 or more, and positive in sum.
         ImportError: If a file is in the safetensors format, and the package is not installed.
 
     Example:
@@ -123,7 +123,8 @@ def _check_weights(weights: Sequence[float], files: int) -> None:
         raise ValueError(f"average_checkpoints: {len(weights)} weights for {files} files")
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
         raise ValueError(
-            f"average_checkpoints: weights must be finite, 0 or more, and not all 0, got {weights!r}"
+            "average_checkpoints: weights must be finite, 0 or more, and not all 0, got "
+            f"{weights!r}"
         )
 
 

@@ -15,7 +15,8 @@ class Copies:
     """Tensors that are copied rather than averaged, planned once and then copied list by list.
 
     Args:
-        pairs: For each copy the table that holds it, its name there, and the member it is a copy of.
+        pairs: For each copy the table that holds it, its name there, and the member it is a copy
+            of.
         device: Device of the copies. Default: that of each source.
         follow: Whether copies get the device and dtype of their source. An averaged model does not
             follow: its buffers stay where the user moved the averaged model to.

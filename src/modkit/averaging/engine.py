@@ -217,8 +217,8 @@ class Engine:
 
         The same tensor may have another name now: adapters and parametrizations wrap its layer, and
         removing a layer of a list renumbers the others. If it also has other memory, it may hold
-        something else (the original of a parametrization is what ``right_inverse`` returns), so only
-        an equal name counts. A name whose tensor is elsewhere in the model now is a new one.
+        something else (the original of a parametrization is what ``right_inverse`` returns), so
+        only an equal name counts. A name whose tensor is elsewhere in the model now is a new one.
         """
         former_of = {id(tensor): name for name, (tensor, _) in self._seen.items()}
         members = named.all()
@@ -289,9 +289,9 @@ def _check_layouts(averaged: Tensors, copied: Sequence[Member] = ()) -> None:
             layout = f"{tensor.layout} (nested)" if tensor.is_nested else tensor.layout
             policy = "ignore" if is_opaque else "copy"
             raise RuntimeError(
-                f"EMA: {name} has the layout {layout}, for which torch has no kernels. Leave it out with "
-                f"exclude={name!r}, or buffers={{{name!r}: {policy!r}}} if it is a buffer. Nothing has "
-                "been changed."
+                f"EMA: {name} has the layout {layout}, for which torch has no kernels. Leave it "
+                f"out with exclude={name!r}, or buffers={{{name!r}: {policy!r}}} if it is a "
+                "buffer. Nothing has been changed."
             )
 
 

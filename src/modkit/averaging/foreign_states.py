@@ -151,8 +151,8 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
         case _:
             begins_with = ", ".join(map(repr, list(state)[:5])) or "nothing"
             raise invalid_state(
-                "the state is neither from modkit.EMA, nor from a supported library, nor are its names "
-                f"those of the model: it begins with {begins_with}"
+                "the state is neither from modkit.EMA, nor from a supported library, nor are its "
+                f"names those of the model: it begins with {begins_with}"
             )
 
 
@@ -190,14 +190,14 @@ def _named_in_order(checked: CheckedMapping, model: torch.nn.Module) -> dict[str
     parameters = named if len(named) == len(tensors) else trained
     if len(parameters) != len(tensors):
         raise invalid_state(
-            f"the state of {checked.source} holds {len(tensors)} tensors without names, and the model "
-            f"has {len(named)} parameters, {len(trained)} of which train"
+            f"the state of {checked.source} holds {len(tensors)} tensors without names, and the "
+            f"model has {len(named)} parameters, {len(trained)} of which train"
         )
     for (name, parameter), tensor in zip(parameters.items(), tensors, strict=True):
         if parameter.shape != tensor.shape:
             raise invalid_state(
-                f"the state of {checked.source} has no names, and its order is not that of the model: "
-                f"where {names[name]!r} has the shape {tuple(parameter.shape)} it has "
+                f"the state of {checked.source} has no names, and its order is not that of the "
+                f"model: where {names[name]!r} has the shape {tuple(parameter.shape)} it has "
                 f"{tuple(tensor.shape)}"
             )
     return {names[name]: tensor for name, tensor in zip(parameters, tensors, strict=True)}

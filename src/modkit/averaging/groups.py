@@ -12,7 +12,8 @@ from modkit.averaging.averages import Average, Tensors, can_share
 from modkit.averaging.sharding import local_shard
 
 
-# ``torch.cat`` or ``torch.stack``, the tensors that it gathers, and the memory that it gathers them in.
+# ``torch.cat`` or ``torch.stack``, the tensors that it gathers, and the memory that it gathers them
+# in.
 Gather: TypeAlias = tuple[Callable[..., Any], list[Tensor], Tensor]
 
 
@@ -24,8 +25,8 @@ class Group:
         owners: The averages that the group is a part of, several with several decays.
         averages: The averaged tensors, in a list for each owner.
         errors: Their error terms, in a list for each owner; empty lists without error terms.
-        currents: The tensors of the model, in the order of each of these lists. In the group of a flat
-            buffer it is one tensor, which ``gathers`` fill.
+        currents: The tensors of the model, in the order of each of these lists. In the group of a
+            flat buffer it is one tensor, which ``gathers`` fill.
         gathers: Calls that copy the tensors of the model into the one tensor in ``currents``.
         has_average: Whether the averages are floating-point or complex: integers have no average.
     """

@@ -56,8 +56,8 @@ class NamedTensors:
     Args:
         model: The model.
         leave_out: A module below it that is skipped, with all that it contains.
-        like: Another model. If all parameters of the two differ by one prefix, because one wraps the
-            other, the names are those of ``like``.
+        like: Another model. If all parameters of the two differ by one prefix, because one wraps
+            the other, the names are those of ``like``.
 
     Attributes:
         modules: All modules, in the order of the walk.

@@ -35,7 +35,8 @@ def check_optimizer(owner: str, optimizer: Any) -> Optimizer:
         raise TypeError(
             f"{what} is not a torch.optim.Optimizer, so its steps cannot be tracked. {remedy}"
         )
-    # The wrappers of Lightning share their table of hooks with the optimizer inside, which runs them.
+    # The wrappers of Lightning share their table of hooks with the optimizer inside, which runs
+    # them.
     stepping = optimizer if runs_step_hooks(optimizer) else inner
     if step_hooks(optimizer) is None or step_hooks(optimizer) is not step_hooks(stepping):
         raise TypeError(
@@ -58,7 +59,8 @@ class OptimizerSteps:
     - one inside another step of the same optimizer, such as ``super().step()`` in a subclass;
     - one that raises;
     - the one by which ``torch.distributed.checkpoint`` allocates the state of an optimizer;
-    - one of a fused optimizer that skips it, where the flag of the ``GradScaler`` is in host memory.
+    - one of a fused optimizer that skips it, where the flag of the ``GradScaler`` is in host
+      memory.
     """
 
     def __init__(self, stepped: Iterable[int] = ()) -> None:
@@ -126,9 +128,9 @@ class OptimizerSteps:
     def _in_progress(self, index: int, calls: int) -> list[int]:
         """Return the indices of the optimizers that are stepping in this thread, innermost first.
 
-        ``calls`` is how many steps have begun and not ended. After a step that raised it is too high,
-        because torch runs no post hook then. Only the stack has the truth, and reading it takes as
-        long as a small update.
+        ``calls`` is how many steps have begun and not ended. After a step that raised it is too
+        high, because torch runs no post hook then. Only the stack has the truth, and reading it
+        takes as long as a small update.
         """
         if calls <= 1:
             return [index]

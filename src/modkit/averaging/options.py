@@ -67,16 +67,16 @@ class EMAOptions(TypedDict, total=False):
 
     Attributes:
         schedule: Decay that changes, in place of ``decay``, or a list of them: a schedule of
-            :mod:`modkit.schedules`, or a function of ``n``, the number of steps since the average was
-            a copy of the model. Default: None, the constant ``decay``.
+            :mod:`modkit.schedules`, or a function of ``n``, the number of steps since the average
+            was a copy of the model. Default: None, the constant ``decay``.
         update_after_step: Number of updates to ignore before the parameters are copied. Default: 0.
-        update_every: Average once every ``update_every`` updates, with the decays of that many steps
-            multiplied. Default: 1.
+        update_every: Average once every ``update_every`` updates, with the decays of that many
+            steps multiplied. Default: 1.
         precision: ``"fp32"``, ``"fp64"``, ``"same"`` as the parameter, ``"stochastic"`` or
             ``"compensated"``. Default: ``"fp32"``.
         device: Device of the averages. Default: None, that of each parameter.
-        buffers: ``"copy"``, ``"average"`` or ``"ignore"`` for floating-point buffers, or a dict from
-            globs of names to one of the three. Default: ``"copy"``.
+        buffers: ``"copy"``, ``"average"`` or ``"ignore"`` for floating-point buffers, or a dict
+            from globs of names to one of the three. Default: ``"copy"``.
         include: Globs of names, or a predicate: parameters to average. Default: None, all.
         exclude: Globs of names, or a predicate: parameters not to average. Default: None.
         trainable_only: Average only parameters that require gradients at the first update. Default:
@@ -111,8 +111,9 @@ class EMAOptions(TypedDict, total=False):
 class Options:
     """Options of an average, validated. See ``EMA``.
 
-    ``dtype`` is that of ``EMA.to``. ``copy_rest`` copies parameters that are not averaged, ``integers`` averages integer parameters
-    too, which truncates, and ``owner`` is the class that error messages name.
+    ``dtype`` is that of ``EMA.to``. ``copy_rest`` copies parameters that are not averaged,
+    ``integers`` averages integer parameters too, which truncates, and ``owner`` is the class that
+    error messages name.
     """
 
     include: Names = None
@@ -131,8 +132,8 @@ class Options:
     def __post_init__(self) -> None:
         if not isinstance(cast("object", self.buffers), (str, Mapping)):
             raise TypeError(
-                f"{self.owner}: buffers must be a policy, or a dict from globs of names to policies, got "
-                f"{self.buffers!r}"
+                f"{self.owner}: buffers must be a policy, or a dict from globs of names to "
+                f"policies, got {self.buffers!r}"
             )
         policies = [self.buffers] if isinstance(self.buffers, str) else self.buffers.values()
         for policy in policies:
@@ -151,7 +152,8 @@ class Options:
                 globs = tuple(names) if isinstance(cast("object", names), Iterable) else (names,)
                 if not all(isinstance(glob, str) for glob in globs):
                     raise TypeError(
-                        f"{self.owner}: {field} must be globs of names or a predicate, got {names!r}"
+                        f"{self.owner}: {field} must be globs of names or a predicate, got "
+                        f"{names!r}"
                     )
                 object.__setattr__(self, field, globs)
 
@@ -164,8 +166,8 @@ class Options:
         """
         if not named.parameters:
             raise ValueError(
-                f"EMA: {type(model).__name__} has no parameters to average. Create the EMA when the "
-                "model has its parameters; a quantized model keeps its weights elsewhere."
+                f"EMA: {type(model).__name__} has no parameters to average. Create the EMA when "
+                "the model has its parameters; a quantized model keeps its weights elsewhere."
             )
         if not any(map(self.chooses, named.parameters.values())):
             raise ValueError(
@@ -199,9 +201,9 @@ class Options:
             some = ", ".join(names[:8])
             tied = [f"; {alias} is tied to {name}" for alias, name in named.aliases.items()]
             raise ValueError(
-                f"{self.owner}: no name of {type(model).__name__} matches {', '.join(unused)}. The names "
-                f"of its {len(names)} tensors begin with {some}{''.join(tied[:4])}. Correct the globs, "
-                "or leave them out."
+                f"{self.owner}: no name of {type(model).__name__} matches {', '.join(unused)}. The "
+                f"names of its {len(names)} tensors begin with {some}{''.join(tied[:4])}. Correct "
+                "the globs, or leave them out."
             )
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -216,9 +218,9 @@ class Options:
         least = kept_dtype(dtype, self.precision)
         if least != dtype:
             raise ValueError(
-                f"{what} {dtype}, but precision={self.precision!r} keeps averages in {least} or wider: in "
-                "fewer bits updates are rounded away. For averages in bf16 or fp16 use precision='stochastic' "
-                f"or 'compensated'. {remedy}"
+                f"{what} {dtype}, but precision={self.precision!r} keeps averages in {least} or "
+                "wider: in fewer bits updates are rounded away. For averages in bf16 or fp16 use "
+                f"precision='stochastic' or 'compensated'. {remedy}"
             )
 
     def chooses(self, member: Member, known: Iterable[str] = ()) -> bool:

@@ -1,7 +1,7 @@
 """How averages follow a model: its tensors and theirs, grouped for the kernels, and their steps.
 
-A plan is made once and reused until something changes. ``EMA`` and ``AveragedModel`` differ in where the
-averages live: in tensors of their own, or in the parameters of a copy of the model.
+A plan is made once and reused until something changes. ``EMA`` and ``AveragedModel`` differ in
+where the averages live: in tensors of their own, or in the parameters of a copy of the model.
 """
 
 import weakref
@@ -38,7 +38,8 @@ class Plan:
         models: The models whose tensors end the plan if they are replaced.
         more: Further tensors that end the plan if their metadata change.
         flat: Whether small tensors are gathered into flat buffers.
-        buffers: Whether all buffers end the plan if they are replaced; else those that are averaged.
+        buffers: Whether all buffers end the plan if they are replaced; else those that are
+            averaged.
         frozen: Parameters that end the plan if they begin to require gradients.
     """
 
@@ -82,7 +83,8 @@ class Plan:
             count: Number of models averaged so far. Below 0 nothing moves, as in torch.
 
         Returns:
-            Whether the values were averaged: a flag in device memory where reading it is a host sync.
+            Whether the values were averaged: a flag in device memory where reading it is a host
+            sync.
 
         Raises:
             RuntimeError: If a value is not finite, with ``on_nonfinite="raise"``.
@@ -114,7 +116,8 @@ class Plan:
                     else:
                         rule.step(group, count)
                 for flat in self._flats:
-                    # Autograd and guards compare versions, and the step wrote to the flat buffer alone.
+                    # Autograd and guards compare versions, and the step wrote to the flat buffer
+                    # alone.
                     if flat.exposed:
                         increment_version(flat.tensors)
             for copy_list, targets, sources in self._copies.lists:
@@ -171,7 +174,8 @@ class Cache(Generic[ValueT]):
 
 
 def _clear(cache: weakref.ref[Cache[Any]], _: object) -> None:
-    # No global name: as the interpreter exits, those of this module may be None before the model dies.
+    # No global name: as the interpreter exits, those of this module may be None before the model
+    # dies.
     owner = cache()
     if owner is not None:
         owner._value = owner._key = owner._model = None

@@ -15,8 +15,9 @@ compensated     in the dtype of the parameter, with a low-order error term (Kaha
 
 8-bit floating-point dtypes have no arithmetic, so their averages are in float32 or float64.
 
-Steps of :class:`~modkit.optim.swa_utils.AveragedModel` are bitwise identical to torch's, so each function
-computes in torch's form: ``a + (b - a) / n``, ``lerp`` and ``w * a + (1 - w) * b`` round differently.
+Steps of :class:`~modkit.optim.swa_utils.AveragedModel` are bitwise identical to torch's, so each
+function computes in torch's form: ``a + (b - a) / n``, ``lerp`` and ``w * a + (1 - w) * b`` round
+differently.
 """
 
 import math
@@ -40,8 +41,9 @@ PRECISIONS: Final = get_args(Precision)
 # Types of devices whose elements can be read without synchronization.
 HOST_DEVICES: Final = frozenset({"cpu"})
 
-# Elements that are processed at a time where a step needs temporaries. Measured on CPU for bf16 averaged
-# in fp32, relative to one fp32 ``lerp_``: 4.5x at 16K, 1.5x at 256K, 1.0x at 1M, 1.4x at 4M.
+# Elements that are processed at a time where a step needs temporaries. Measured on CPU for bf16
+# averaged in fp32, relative to one fp32 ``lerp_``: 4.5x at 16K, 1.5x at 256K, 1.0x at 1M, 1.4x at
+# 4M.
 CHUNK: Final = 1 << 20
 
 # Low-order bits of a float32 that each 16-bit dtype lacks.
@@ -79,9 +81,10 @@ def lerp_(
 
     Args:
         averages: Averages, each a list of tensors; all of one device and dtype.
-        currents: Current values of one device and dtype, which may differ from those of the averages.
-        weights: How far each average moves: 0 stays, 1 copies. A number, or a tensor of one element in
-            the memory of the device.
+        currents: Current values of one device and dtype, which may differ from those of the
+            averages.
+        weights: How far each average moves: 0 stays, 1 copies. A number, or a tensor of one element
+            in the memory of the device.
     """
     like, current = averages[0][0], currents[0]
     if like.dtype == current.dtype and like.device == current.device:
@@ -166,15 +169,17 @@ def stochastic_(
 ) -> None:
     """Move a 16-bit average, computed in float32 and rounded stochastically.
 
-    A value is rounded away from zero with the probability of the part that rounding towards zero would
-    cut off, so the rounding errors of many steps cancel. See https://arxiv.org/abs/1502.02551.
+    A value is rounded away from zero with the probability of the part that rounding towards zero
+    would cut off, so the rounding errors of many steps cancel. See
+    https://arxiv.org/abs/1502.02551.
     """
     for targets, sources in parts(averages, currents):
         for average, current in zip(targets, sources, strict=True):
             wide = average.float()
             lerp_one_(wide, current, weight)
-            # Random low-order bits are added, and carry into the others with that probability. Then the
-            # low-order bits are cut off: in two's complement, -(1 << cut) has all bits set but those.
+            # Random low-order bits are added, and carry into the others with that probability. Then
+            # the low-order bits are cut off: in two's complement, -(1 << cut) has all bits set but
+            # those.
             cut = _ROUNDED[average.dtype]
             place = generator.device
             noise = torch.randint(
@@ -220,8 +225,8 @@ def full_value(average: Tensor, error: Tensor | None) -> Tensor:
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether all elements are finite, as a tensor on the device: no host sync.
 
-    On CPU, where reading is free, a finite sum proves it, at a third of the time of a ``lerp_``. A sum
-    may also overflow, and only then are the elements of that tensor tested.
+    On CPU, where reading is free, a finite sum proves it, at a third of the time of a ``lerp_``. A
+    sum may also overflow, and only then are the elements of that tensor tested.
     """
     real = [_as_real(tensor) for tensor in tensors if tensor.numel()]
     if all(tensor.device.type in HOST_DEVICES for tensor in real):

@@ -3,9 +3,9 @@
 The first update of an average copies, whatever its rule. Later ones are steps of its rule, which
 computes the weight of the step, or calls a function.
 
-Steps of ``AveragedModel`` are bitwise identical to torch's, which computes the equal average in two forms:
-``a + (b - a) / (n + 1)`` tensor by tensor, and ``lerp`` with the weight ``1 / (n + 1)`` where lists of
-tensors have fused kernels.
+Steps of ``AveragedModel`` are bitwise identical to torch's, which computes the equal average in two
+forms: ``a + (b - a) / (n + 1)`` tensor by tensor, and ``lerp`` with the weight ``1 / (n + 1)``
+where lists of tensors have fused kernels.
 """
 
 import struct
@@ -25,8 +25,8 @@ from modkit.averaging.groups import Group
 from modkit.averaging.precision import Weight, where_
 
 
-# The number of models averaged so far: a tensor where it is in the memory of an accelerator, and reading it
-# on the host would be a host sync.
+# The number of models averaged so far: a tensor where it is in the memory of an accelerator, and
+# reading it on the host would be a host sync.
 Count: TypeAlias = int | Tensor
 
 _swa_: Final = get_swa_multi_avg_fn()
@@ -45,14 +45,15 @@ class Rule(ABC):
 
         Args:
             group: Tensors of one device and dtype.
-            count: Number of models averaged so far, 1 or more; a tensor is on the device of the averages.
+            count: Number of models averaged so far, 1 or more; a tensor is on the device of the
+                averages.
         """
 
     def step_on_device(self, group: Group, count: Count, finite: bool | Tensor = True) -> None:
         """Take the step of a group as flags decide that are not read on the host.
 
-        Where ``count`` is 0 the values are copied. Where it is negative, or ``finite`` is False, nothing
-        changes: the step is taken and undone, because not taking it would need a host sync.
+        Where ``count`` is 0 the values are copied. Where it is negative, or ``finite`` is False,
+        nothing changes: the step is taken and undone, because not taking it would need a host sync.
 
         Args:
             group: The group.
@@ -154,7 +155,8 @@ class UserFunction(Rule):
     Args:
         avg_fn: Returns the average of one tensor.
         multi_avg_fn: Averages lists of tensors in place, and is used instead of ``avg_fn``.
-        with_grad: Whether gradients are recorded where the update is called: functions may depend on it.
+        with_grad: Whether gradients are recorded where the update is called: functions may depend
+            on it.
     """
 
     # It gets all tensors of a group at once.

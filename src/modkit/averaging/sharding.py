@@ -32,8 +32,8 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 MSG_FLATTENED: Final = (
-    "FullyShardedDataParallel flattens parameters, so they cannot be averaged by name. Shard the model "
-    "with torch.distributed.fsdp.fully_shard"
+    "FullyShardedDataParallel flattens parameters, so they cannot be averaged by name. Shard the "
+    "model with torch.distributed.fsdp.fully_shard"
 )
 
 
@@ -71,7 +71,8 @@ def true_everywhere(flag: Tensor, meshes: Iterable[Any]) -> Tensor:
 
     Args:
         flag: A tensor of one bool, on any device.
-        meshes: Device meshes of the tensors that the flag is about; without any, the flag is returned.
+        meshes: Device meshes of the tensors that the flag is about; without any, the flag is
+            returned.
 
     Returns:
         The flag of all ranks together, on the device of ``flag``. It is not read on the host.
@@ -90,7 +91,8 @@ def true_everywhere(flag: Tensor, meshes: Iterable[Any]) -> Tensor:
 def resharded(model: torch.nn.Module) -> Generator[None]:
     """Reshard before and after a block: full parameters would hide what the shards hold.
 
-    A forward in the block gathers them from the shards, and FSDP may leave them registered after it.
+    A forward in the block gathers them from the shards, and FSDP may leave them registered after
+    it.
     """
     reshard(model.modules())
     try:

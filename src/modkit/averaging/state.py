@@ -1,7 +1,7 @@
 """Read and validate the states that ``EMA.load_state_dict`` accepts.
 
-These are the states of ``modkit.EMA``, of other libraries, and plain averaged weights. An invalid state
-is a ``ValueError``, raised before anything changes.
+These are the states of ``modkit.EMA``, of other libraries, and plain averaged weights. An invalid
+state is a ``ValueError``, raised before anything changes.
 """
 
 import warnings
@@ -22,8 +22,8 @@ from modkit.averaging.schedules import Schedule
 from modkit.averaging.state_checks import AVERAGE, OWN, CheckedMapping, described, invalid_state
 
 
-# The version of the format. States of version 1 hold the keys that ``_read_own`` requires, and since
-# later releases "raw", "stepped" and "statistics" if there are any.
+# The version of the format. States of version 1 hold the keys that ``_read_own`` requires, and
+# since later releases "raw", "stepped" and "statistics" if there are any.
 VERSION: Final = 1
 
 
@@ -36,7 +36,8 @@ class LoadedState:
         start: The call that copied the model, or None before it.
         n_averaged: Number of models in the average, including the initial copy.
         schedules: The schedule of each average.
-        averages: What is stored of each, as :func:`stored_average` has it; not used if ``start`` is None.
+        averages: What is stored of each, as :func:`stored_average` has it; not used if ``start`` is
+            None.
         update_every: Number of calls between averaged models.
         update_after_step: Number of calls before the first one.
         buffers: Copied tensors by name.
@@ -79,8 +80,8 @@ def read(
 
     Raises:
         ValueError: If the state is of another kind, version or number of averages, if an entry is
-            missing or invalid, or not finite unless ``on_nonfinite`` is ``"ignore"``, or if ``step``
-            is given for a state that has its own counter.
+            missing or invalid, or not finite unless ``on_nonfinite`` is ``"ignore"``, or if
+            ``step`` is given for a state that has its own counter.
         NameMismatchError: If the training weights in the state do not fit the model.
     """
     checked = CheckedMapping(OWN, state)
@@ -99,8 +100,8 @@ def read(
             _warn_of_no_counter(converted.source, loaded)
     elif step is not None:
         raise invalid_state(
-            f"load_state_dict() got step={step}, but a state of {OWN} holds its own counter. Load it "
-            "without step"
+            f"load_state_dict() got step={step}, but a state of {OWN} holds its own counter. Load "
+            "it without step"
         )
     else:
         loaded = _read_own(checked, model, schedules)
@@ -191,9 +192,9 @@ def _schedule(checked: CheckedMapping, own: Schedule) -> Schedule:
         error = failed
 
     raise invalid_state(
-        f"{checked.path} of the state, {described(dict(checked.values))}, cannot be created: {error}. "
-        "If it was a function or a subclass of Schedule, pass an equal one to EMA as schedule=; this "
-        f"one has {own}"
+        f"{checked.path} of the state, {described(dict(checked.values))}, cannot be created: "
+        f"{error}. If it was a function or a subclass of Schedule, pass an equal one to EMA as "
+        f"schedule=; this one has {own}"
     )
 
 
@@ -277,8 +278,8 @@ def matched(
     A lazy model has no shapes yet, and takes every name of the state.
 
     Returns:
-        The model's averaged tensors by name, or the saved ones for a lazy model; the names of copied
-        buffers; and the tensors of each average.
+        The model's averaged tensors by name, or the saved ones for a lazy model; the names of
+        copied buffers; and the tensors of each average.
 
     Raises:
         NameMismatchError: If names or shapes of an average, or of its statistics, are not those of
@@ -308,8 +309,8 @@ def matched(
             average = tensors[name]
             if not is_averaged(average) or average.is_complex() != member.is_complex():
                 raise invalid_state(
-                    f"the state does not fit the model: the average of {name} must be of a dtype like "
-                    f"{member.dtype}, got {described(average)}"
+                    f"the state does not fit the model: the average of {name} must be of a dtype "
+                    f"like {member.dtype}, got {described(average)}"
                 )
 
     if not members.has_lazy():
@@ -336,8 +337,8 @@ def _check_finite(averages: list[Mapping[str, Any]], on_nonfinite: str) -> None:
     path = first_nonfinite(tensors)
     if path is not None:
         raise invalid_state(
-            f"the loaded averages must be finite with on_nonfinite={on_nonfinite!r}: {path} contains "
-            "inf or nan"
+            f"the loaded averages must be finite with on_nonfinite={on_nonfinite!r}: {path} "
+            "contains inf or nan"
         )
 
 
@@ -360,15 +361,16 @@ def _started(
     elif converted.step is not None and converted.n_averaged in (None, count_at(converted.step)):
         calls = converted.step
     else:
-        # Lightning saves both numbers, and its steps are not calls where a ``should_update()`` of the
-        # user skips some.
+        # Lightning saves both numbers, and its steps are not calls where a ``should_update()`` of
+        # the user skips some.
         models = 1 if converted.n_averaged is None else converted.n_averaged
         calls = first + (models - 1) * every if models else 0
 
     count = count_at(calls)
     return LoadedState(
         step=calls,
-        # Until the first update there is no average: what the library holds is a copy of the weights.
+        # Until the first update there is no average: what the library holds is a copy of the
+        # weights.
         start=first if count else None,
         n_averaged=count,
         update_every=every,
@@ -388,8 +390,8 @@ def _warn_of_no_counter(source: str, loaded: LoadedState) -> None:
     state_holds = "plain weights hold" if source == "weights" else f"the state of {source} holds"
     schedules = ", ".join(map(str, loaded.schedules))
     warnings.warn(
-        f"EMA: {state_holds} no counter, so it is taken for that of the first update (step={after + 1}), from "
-        f"which {schedules} continues. After more updates pass the number of calls of update(), as in "
-        "load_state_dict(state, step=1000).",
+        f"EMA: {state_holds} no counter, so it is taken for that of the first update "
+        f"(step={after + 1}), from which {schedules} continues. After more updates pass the "
+        "number of calls of update(), as in load_state_dict(state, step=1000).",
         stacklevel=4,
     )

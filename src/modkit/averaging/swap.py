@@ -87,8 +87,8 @@ def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT
         return copy.deepcopy(model, dict(copies or {}))
     except (AssertionError, RuntimeError, TypeError) as error:
         if isinstance(error, RuntimeError):
-            # ``weight_norm``, for one, leaves a computed tensor in its module, which torch refuses to
-            # copy. If that was not the reason, the first error is the one to show.
+            # ``weight_norm``, for one, leaves a computed tensor in its module, which torch refuses
+            # to copy. If that was not the reason, the first error is the one to show.
             with _DetachedCopies(), suppress(Exception):
                 return copy.deepcopy(model, dict(copies or {}))
         if has_shards(model) or is_flattened(model.modules()):
@@ -103,8 +103,8 @@ def check_writable(pairs: Iterable[Pair]) -> None:
     for name, tensor, _ in pairs:
         if kind := _read_only_kind(tensor):
             raise RuntimeError(
-                f"EMA: {name} is {kind} and cannot be written to. Give the model an ordinary tensor, "
-                "or use applied(), which exchanges storage. Nothing has been changed."
+                f"EMA: {name} is {kind} and cannot be written to. Give the model an ordinary "
+                "tensor, or use applied(), which exchanges storage. Nothing has been changed."
             )
 
 
@@ -175,7 +175,8 @@ class Registered:
         tables += {id(table): table for table, *_ in self._buffers}.values()
         self._tables = Snapshot(table for table in tables if table)
 
-        # Removing a parametrization also deletes a property of a class that the module has to itself.
+        # Removing a parametrization also deletes a property of a class that the module has to
+        # itself.
         self._classes = [
             (kind, dict(vars(kind)))
             for _, kind, _, children in self._before
@@ -239,8 +240,8 @@ class Swap:
     """An exchange of the data of tensors for other data, which can be undone.
 
     The tensors stay the same objects, so optimizers, hooks and tied names are not affected. Data of
-    the same dtype and device are exchanged as pointers; other data are cast or moved first. Creating
-    a swap changes nothing; :meth:`apply` does.
+    the same dtype and device are exchanged as pointers; other data are cast or moved first.
+    Creating a swap changes nothing; :meth:`apply` does.
 
     Args:
         pairs: Name, tensor of a model, and the value that it is to have.
@@ -338,7 +339,8 @@ class Swap:
     def _undo_each(self, later: list["Swap"]) -> None:
         """Restore the tensors that no later swap holds; the next later one gets the others' data.
 
-        What it found as training weights was the data of this swap. It now restores what this one found.
+        What it found as training weights was the data of this swap. It now restores what this one
+        found.
         """
         for index, (tensor, raw) in enumerate(zip(self._tensors, self.raws, strict=True)):
             above = next((swap for swap in later if swap.position(tensor) is not None), None)
@@ -384,7 +386,8 @@ class _Owner:
     swap: Swap | None = None
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # When the interpreter exits, the globals of this file may be gone, and no model is used again.
+        # When the interpreter exits, the globals of this file may be gone, and no model is used
+        # again.
         if self.swap is not None and not is_finalizing():
             self.swap.undo()
 
@@ -394,7 +397,8 @@ _COMPRESSED: Final = frozenset(
 )
 
 # All swaps that have not been undone, in order, so that several averages, and models that share
-# tensors, lose no training weights. Readers go through a copy, since an undone swap moves the others.
+# tensors, lose no training weights. Readers go through a copy, since an undone swap moves the
+# others.
 active_swaps: list[Swap] = []
 
 
@@ -458,8 +462,8 @@ def exchanged(pairs: Iterable[Pair], registered: Registered | None = None) -> Ge
     """Exchange data for the length of a block, which must not change or replace the tensors.
 
     Raises:
-        RuntimeError: At the end, if the block has changed or replaced them. If it has raised an error
-            of its own, that one gets a note.
+        RuntimeError: At the end, if the block has changed or replaced them. If it has raised an
+            error of its own, that one gets a note.
     """
     swap = Swap(pairs)
     owner = _Owner()

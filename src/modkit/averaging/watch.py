@@ -48,8 +48,8 @@ class Snapshot:
 class Placement:
     """The memory of tensors at one moment.
 
-    Torch's guards compare shapes and strides, but no addresses: ``tensor.data = ...`` is allowed wherever
-    no memory is shared with a flat buffer.
+    Torch's guards compare shapes and strides, but no addresses: ``tensor.data = ...`` is allowed
+    wherever no memory is shared with a flat buffer.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -79,7 +79,8 @@ class Watch:
     Args:
         models: The models whose tables of parameters and children are compared.
         tensors: Tensors whose metadata are compared.
-        buffers: Whether buffers count too: otherwise forwards may replace them under the same names.
+        buffers: Whether buffers count too: otherwise forwards may replace them under the same
+            names.
         tables: Further tables.
         members: Buffers that must still be registered.
         frozen: Parameters that must not begin to require gradients.

@@ -71,30 +71,31 @@ class EMACallback(TrainerCallback):
 
     Each optimizer step updates the average: once per step with gradient accumulation, and not for
     steps that a gradient scaler skips. (Fused optimizers skip them on the device, which on
-    accelerators is not seen: the Trainer and the average count them.) ``evaluate()`` and ``predict()``
-    see the average, in training and after it, and before the first update the training weights, which
-    are restored even after an error. To evaluate several averages, or the training weights too, use
-    :meth:`evaluating` and :meth:`evaluating_training_weights` around ``trainer.evaluate()``.
+    accelerators is not seen: the Trainer and the average count them.) ``evaluate()`` and
+    ``predict()`` see the average, in training and after it, and before the first update the
+    training weights, which are restored even after an error. To evaluate several averages, or the
+    training weights too, use :meth:`evaluating` and :meth:`evaluating_training_weights` around
+    ``trainer.evaluate()``.
 
     ``save`` chooses the model file of a checkpoint, which loads without this callback. ``ema.pt``
     beside it holds the averages, and the training weights if the model file does not.
     ``train(resume_from_checkpoint=...)`` resumes bitwise identically; a ``train()`` that does not
-    resume starts averaging anew. After ``load_best_model_at_end`` the averages are those of the best
-    checkpoint.
+    resume starts averaging anew. After ``load_best_model_at_end`` the averages are those of the
+    best checkpoint.
 
     :meth:`attach` wraps the methods ``train``, ``evaluate``, ``predict``, ``evaluation_loop`` and
     ``save_model`` of one Trainer. Training with ``Trainer(callbacks=[EMACallback()])`` alone is
-    refused, because the events of a callback do not suffice. None comes before an evaluation, so the
-    average would have to be swapped in at ``on_step_end`` if ``control.should_evaluate``, and out at
-    ``on_evaluate``. Then, silently:
+    refused, because the events of a callback do not suffice. None comes before an evaluation, so
+    the average would have to be swapped in at ``on_step_end`` if ``control.should_evaluate``, and
+    out at ``on_evaluate``. Then, silently:
 
-    - An evaluation that raises, or Ctrl-C in it, has no ``on_evaluate``: the model keeps the average,
-      and ``save_model()`` saves it as the training weights.
-    - ``trainer.evaluate()``, ``predict()``, and an evaluation that a later callback requests, see the
-      training weights.
+    - An evaluation that raises, or Ctrl-C in it, has no ``on_evaluate``: the model keeps the
+      average, and ``save_model()`` saves it as the training weights.
+    - ``trainer.evaluate()``, ``predict()``, and an evaluation that a later callback requests, see
+      the training weights.
     - Of a dict of evaluation sets, only the first is evaluated on the average.
-    - No event comes before a checkpoint is saved, and none tells the folder that is resumed from, so
-      the checkpoint holds the training weights, and ``load_best_model_at_end`` loads those whose
+    - No event comes before a checkpoint is saved, and none tells the folder that is resumed from,
+      so the checkpoint holds the training weights, and ``load_best_model_at_end`` loads those whose
       average was the best.
 
     A model that FSDP or DeepSpeed shards is refused.
@@ -102,7 +103,8 @@ class EMACallback(TrainerCallback):
     Args:
         decay: Decay factor of one optimizer step, in [0, 1], by default 0.999. A list gives several
             averages, numbered by ``index`` from 0.
-        save: Content of ``model.safetensors``: ``"average"``, or ``"raw"`` for the training weights.
+        save: Content of ``model.safetensors``: ``"average"``, or ``"raw"`` for the training
+            weights.
         index: Index of the average to evaluate, to save, and to end with.
         swap_to_average_at_end: If True, training ends with the average in the model;
             ``callback.ema.restore()`` restores the training weights.
@@ -110,10 +112,10 @@ class EMACallback(TrainerCallback):
             :class:`~modkit.averaging.callback.EMAOptions`.
 
     Raises:
-        TypeError: If ``index`` is not an int, a decay is not a number, a schedule or a function, or an
-            option is unknown or of another type.
-        ValueError: If ``save`` or another option is invalid. Globs are compared with the names of the
-            model when training starts.
+        TypeError: If ``index`` is not an int, a decay is not a number, a schedule or a function, or
+            an option is unknown or of another type.
+        ValueError: If ``save`` or another option is invalid. Globs are compared with the names of
+            the model when training starts.
         IndexError: If there is no average ``index``.
         RuntimeError: If torch does not know ``device``.
 
@@ -165,8 +167,8 @@ class EMACallback(TrainerCallback):
         """Average the model of a Trainer, from its next ``train()`` on.
 
         The callback is added to the Trainer's callbacks, unless it is one of them. Attaching to the
-        same Trainer again has no effect. ``trainer.remove_callback(callback)``, or attaching to another
-        Trainer, ends averaging; the averages stay in ``ema``.
+        same Trainer again has no effect. ``trainer.remove_callback(callback)``, or attaching to
+        another Trainer, ends averaging; the averages stay in ``ema``.
 
         Args:
             trainer: A ``transformers.Trainer``, or an instance of a class derived from it.
@@ -215,12 +217,12 @@ class EMACallback(TrainerCallback):
     def evaluating(self, index: int | None = None) -> AbstractContextManager[Any]:
         """Evaluate an average for a ``with`` block, which the Trainer's evaluations then see.
 
-        Use it around ``trainer.evaluate(metric_key_prefix=...)`` or ``predict()``, after training, in a
-        callback, or in an ``evaluate()`` that a class derived from the Trainer overrides, so that one
-        validation has the metrics of several averages. Storage is exchanged, nothing is copied unless
-        dtype or device differ. Whatever ends the block, the weights and the mode of each module are as
-        before it. Before the first update the block sees the training weights. Checkpoints that are
-        saved inside are those of the callback's ``index``.
+        Use it around ``trainer.evaluate(metric_key_prefix=...)`` or ``predict()``, after training,
+        in a callback, or in an ``evaluate()`` that a class derived from the Trainer overrides, so
+        that one validation has the metrics of several averages. Storage is exchanged, nothing is
+        copied unless dtype or device differ. Whatever ends the block, the weights and the mode of
+        each module are as before it. Before the first update the block sees the training weights.
+        Checkpoints that are saved inside are those of the callback's ``index``.
 
         Args:
             index: Index of the average. Default: that of the callback.
@@ -234,8 +236,8 @@ class EMACallback(TrainerCallback):
             TypeError: If ``index`` is not an int.
             NameMismatchError: If names or shapes of the model have changed since the last update.
             RuntimeError: If there are no averages, because nothing was trained; at the end of the
-                block, if it has written to the weights or has replaced parameters. A block that raised
-                gets a note instead.
+                block, if it has written to the weights or has replaced parameters. A block that
+                raised gets a note instead.
 
         Example::
 
@@ -252,17 +254,17 @@ class EMACallback(TrainerCallback):
     def evaluating_training_weights(self) -> AbstractContextManager[Any]:
         """Evaluate the training weights for a ``with`` block, also during an evaluation of an average.
 
-        Use it as :meth:`evaluating`, which has an example. Checkpoints that are saved inside are those
-        that are saved outside.
+        Use it as :meth:`evaluating`, which has an example. Checkpoints that are saved inside are
+        those that are saved outside.
 
         Returns:
             A context manager that yields the model in training.
 
         Raises:
-            NameMismatchError: If training has ended with ``swap_to_average_at_end``, and the model has
-                lost an averaged tensor since. It is raised on entering the block.
-            RuntimeError: If there are no averages, because nothing was trained; at the end of a block
-                inside an evaluation, if it has written to the weights.
+            NameMismatchError: If training has ended with ``swap_to_average_at_end``, and the model
+                has lost an averaged tensor since. It is raised on entering the block.
+            RuntimeError: If there are no averages, because nothing was trained; at the end of a
+                block inside an evaluation, if it has written to the weights.
         """
         self._cast_for_evaluation(self.ema)
         return self._evaluation.block(self.ema, None)
@@ -279,8 +281,8 @@ class EMACallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start averaging, or resume with the averages and training weights of a checkpoint.
 
-        The Trainer calls it, with the training arguments, its state and its control; a keyword of each
-        event is the ``model``, another one the ``optimizer``.
+        The Trainer calls it, with the training arguments, its state and its control; a keyword of
+        each event is the ``model``, another one the ``optimizer``.
 
         Raises:
             RuntimeError: If the callback is not attached to the Trainer that trains.
@@ -293,8 +295,8 @@ class EMACallback(TrainerCallback):
         """
         if not self._is_training:
             raise RuntimeError(
-                "EMACallback: not attached to the Trainer, which passes itself to no callback. Call "
-                "callback.attach(trainer) before train()"
+                "EMACallback: not attached to the Trainer, which passes itself to no callback. "
+                "Call callback.attach(trainer) before train()"
             )
 
         # The last training may have ended with the average in its model.
@@ -330,8 +332,8 @@ class EMACallback(TrainerCallback):
         The Trainer calls it, after it has loaded the best model.
 
         Raises:
-            ValueError: If ``ema.pt`` of the best checkpoint cannot be read, is of another step or of a
-                later version.
+            ValueError: If ``ema.pt`` of the best checkpoint cannot be read, is of another step or
+                of a later version.
             NameMismatchError: If those averages do not fit the model.
         """
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
@@ -451,8 +453,9 @@ def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
         version, saved_step = content["version"], content["global_step"]
     except Exception as error:
         message = (
-            f"EMACallback: {path} cannot be read ({error}). The averages of this checkpoint are lost, "
-            "and the training weights too if its model is the average. Resume from another checkpoint."
+            f"EMACallback: {path} cannot be read ({error}). The averages of this checkpoint are "
+            "lost, and the training weights too if its model is the average. Resume from another "
+            "checkpoint."
         )
         raise ValueError(shown(message)) from error
 

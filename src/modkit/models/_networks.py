@@ -202,8 +202,8 @@ class RepresentationNetwork(nn.Module):
     """Turn observations into latent states.
 
     Arguments as in :class:`EfficientZeroModel`. With ``use_sim_norm=True`` the network ends with a
-    softmax within groups of ``group_size`` neighbors, which must divide the width of the latent state.
-    ``embedding_dim`` has no effect, as in LightZero.
+    softmax within groups of ``group_size`` neighbors, which must divide the width of the latent
+    state. ``embedding_dim`` has no effect, as in LightZero.
 
     Same as ``lzero.model.common.RepresentationNetwork``.
     """
@@ -258,10 +258,12 @@ class PredictionNetwork(nn.Module):
     """Predict the policy and the value of a latent state.
 
     Arguments as in :class:`EfficientZeroModel`. ``flatten_output_size_for_value_head`` is
-    ``value_head_channels`` times height times width of the latent state; likewise for the policy. Only
-    LayerNorm reads ``observation_shape``, 16 times larger than the latent state if ``downsample``.
+    ``value_head_channels`` times height times width of the latent state; likewise for the policy.
+    Only LayerNorm reads ``observation_shape``, 16 times larger than the latent state if
+    ``downsample``.
 
-    Same as ``lzero.model.common.PredictionNetwork``, which does not support LayerNorm with downsampling.
+    Same as ``lzero.model.common.PredictionNetwork``, which does not support LayerNorm with
+    downsampling.
     """
 
     def __init__(
@@ -325,7 +327,8 @@ class DynamicsNetwork(nn.Module):
         action_encoding_dim: Number of input channels that hold the action; they come last.
         num_channels: Channels of the input: those of the latent state and those of the action.
         output_support_size: Number of logits of the value prefix.
-        flatten_output_size_for_reward_head: ``reward_head_channels`` * height * width of the planes.
+        flatten_output_size_for_reward_head: ``reward_head_channels`` * height * width of the
+            planes.
         downsample: If True, LayerNorm expects planes 16 times smaller than the observation.
         norm_type: "BN" or "LN". Residual blocks have BatchNorm in either case.
         flatten_input_size_for_reward_head: Name of ``flatten_output_size_for_reward_head`` in
@@ -347,7 +350,8 @@ class DynamicsNetwork(nn.Module):
         >>> latent.shape, h.shape, value_prefix.shape
         (torch.Size([3, 62, 4, 4]), torch.Size([1, 3, 512]), torch.Size([3, 601]))
 
-    Same as ``lzero.model.efficientzero_model.DynamicsNetwork``; ``docs/models.md`` lists the differences.
+    Same as ``lzero.model.efficientzero_model.DynamicsNetwork``; ``docs/models.md`` lists the
+    differences.
     """
 
     def __init__(
@@ -413,7 +417,8 @@ class DynamicsNetwork(nn.Module):
         """Return the next latent states, the next h and c, and the logits of the value prefix.
 
         Args:
-            state_action_encoding: Latent states and planes of actions, (batch, channels, height, width).
+            state_action_encoding: Latent states and planes of actions, (batch, channels, height,
+                width).
             reward_hidden_state: h and c, each (1, batch, lstm_hidden_size); None for zeros.
 
         Raises:

@@ -47,14 +47,15 @@ class EfficientZeroModel(nn.Module):
     LightZero's class.
 
     Args:
-        observation_shape: Channels, height and width of an observation; an integer n means (1, n, 1).
+        observation_shape: Channels, height and width of an observation; an integer n means (1, n,
+            1).
         action_space_size: Number of actions.
         lstm_hidden_size: Size of the hidden states.
         num_res_blocks: Number of residual blocks in each of the three networks.
         num_channels: Channels of the latent state.
         reward_head_channels, value_head_channels, policy_head_channels: Channels before each head.
-        fc_reward_layers, fc_value_layers, fc_policy_layers: Hidden layers of each head: one for each
-            element, all as wide as the first.
+        fc_reward_layers, fc_value_layers, fc_policy_layers: Hidden layers of each head: one for
+            each element, all as wide as the first.
         reward_support_size, value_support_size: Number of logits of the value prefix and the value.
         proj_hid, proj_out: Width of the projection's hidden layers, and its output features.
         pred_hid, pred_out: Width of the hidden layer of the head after it, and its output features.
@@ -66,8 +67,8 @@ class EfficientZeroModel(nn.Module):
         activation: Activation of all layers; by default a new ReLU.
         norm_type: "BN" or "LN".
         discrete_action_encoding_type: "one_hot" for one plane per action, or "not_one_hot".
-        reward_head_hidden_channels, value_head_hidden_channels, policy_head_hidden_channels: Names of
-            ``fc_reward_layers``, ``fc_value_layers`` and ``fc_policy_layers`` in LightZero 0.2.
+        reward_head_hidden_channels, value_head_hidden_channels, policy_head_hidden_channels: Names
+            of ``fc_reward_layers``, ``fc_value_layers`` and ``fc_policy_layers`` in LightZero 0.2.
         **kwargs: No effect: LightZero passes the whole section of a configuration.
 
     Raises:

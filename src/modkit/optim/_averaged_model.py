@@ -42,41 +42,42 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         device: Device of the average. Default: that of the model.
         avg_fn: Returns the new average from the averaged tensor, the model's tensor and the number
             of models averaged so far. Default: the equal average.
-        multi_avg_fn: Averages lists of tensors of one device and dtype in place, instead of ``avg_fn``.
+        multi_avg_fn: Averages lists of tensors of one device and dtype in place, instead of
+            ``avg_fn``.
         use_buffers: Whether buffers are averaged. If False they are copied: call ``update_bn``
             at the end of training.
 
-    modkit: Tensors are paired by name, and a model that does not match is refused before anything is
-    written. Integer, boolean and quantized buffers are copied, also with ``use_buffers=True``, and so
-    are buffers whose shape has changed. An update does not synchronize with an accelerator, except
-    with ``on_nonfinite="raise"``, and the first one with ``"skip"`` if ``n_averaged`` is in host memory.
-    The model may be lazy, may have another dtype than the average, and may hold results of autograd or
-    its own average. With the averaging functions of this module, an average can be pickled. On CPU,
-    small averages share memory, so their storages cannot be resized. ``AveragedModel[Net].module`` is
-    a ``Net``.
+    modkit: Tensors are paired by name, and a model that does not match is refused before anything
+    is written. Integer, boolean and quantized buffers are copied, also with ``use_buffers=True``,
+    and so are buffers whose shape has changed. An update does not synchronize with an accelerator,
+    except with ``on_nonfinite="raise"``, and the first one with ``"skip"`` if ``n_averaged`` is in
+    host memory. The model may be lazy, may have another dtype than the average, and may hold
+    results of autograd or its own average. With the averaging functions of this module, an average
+    can be pickled. On CPU, small averages share memory, so their storages cannot be resized.
+    ``AveragedModel[Net].module`` is a ``Net``.
 
     Keyword Args:
         precision: ``"same"`` keeps the dtype of the model: bf16 and fp16 averages stall for decays
             close to 1. ``"fp32"`` and ``"fp64"`` keep the average in at least that precision; an
-            update after it was cast to fewer bits is refused. ``"stochastic"`` rounds stochastically;
-            ``"compensated"`` keeps low-order error terms in the child module ``compensation``. The
-            averaged model computes in the dtype of the average.
+            update after it was cast to fewer bits is refused. ``"stochastic"`` rounds
+            stochastically; ``"compensated"`` keeps low-order error terms in the child module
+            ``compensation``. The averaged model computes in the dtype of the average.
         on_nonfinite: ``"ignore"`` averages infinite and NaN weights, ``"skip"`` skips the update,
             ``"raise"`` raises. A skipped update counts only if ``n_averaged`` is in host memory and
             the model on an accelerator.
-        buffers: ``"copy"``, ``"average"`` or ``"ignore"`` floating-point buffers, or a dict from globs
-            of names to one of the three, instead of ``use_buffers``.
+        buffers: ``"copy"``, ``"average"`` or ``"ignore"`` floating-point buffers, or a dict from
+            globs of names to one of the three, instead of ``use_buffers``.
         include: Globs of names, or a predicate: parameters to average. The others are copied.
         exclude: Globs of names, or a predicate: parameters to copy.
         trainable_only: Average only parameters that require gradients now, and copy the others.
         seed: Seed for stochastic rounding.
 
     Raises:
-        AssertionError: If both averaging functions are given, as in torch; or if the model is sharded,
-            which torch refuses to copy.
-        ValueError: If an option is invalid, ``use_buffers`` and ``buffers`` are both given, the precision
-            does not work with the averaging function, or a glob other than ``"*"`` matches no name;
-            for a lazy model the first update checks the globs.
+        AssertionError: If both averaging functions are given, as in torch; or if the model is
+            sharded, which torch refuses to copy.
+        ValueError: If an option is invalid, ``use_buffers`` and ``buffers`` are both given, the
+            precision does not work with the averaging function, or a glob other than ``"*"``
+            matches no name; for a lazy model the first update checks the globs.
         TypeError: If ``device`` is not a device, such as an averaging function in its place.
 
     Attributes:
@@ -217,12 +218,12 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     def update_parameters(self, model: torch.nn.Module) -> None:
         """Update the average with the present weights of a model, on any device.
 
-        modkit: Tensors are paired by name, not by position, and are not broadcast; nothing is written
-        unless all of them match. Names are compared without the parts that ``torch.compile``,
-        data-parallel and checkpoint wrappers add, and without one prefix that all names have because
-        the model, or the average, is in a wrapper. Averaging functions get a copy of the count. If the
-        count is on an accelerator, they are also called in updates that copy, with a count of 1, and
-        the result is not used.
+        modkit: Tensors are paired by name, not by position, and are not broadcast; nothing is
+        written unless all of them match. Names are compared without the parts that
+        ``torch.compile``, data-parallel and checkpoint wrappers add, and without one prefix that
+        all names have because the model, or the average, is in a wrapper. Averaging functions get a
+        copy of the count. If the count is on an accelerator, they are also called in updates that
+        copy, with a count of 1, and the result is not used.
 
         Call it after ``optimizer.step()`` (EMA) or at the end of an epoch (SWA).
 
@@ -248,8 +249,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     @never_compiled
     def _update(self, model: torch.nn.Module) -> None:
         runtime, counter, rule = self._runtime, self.n_averaged, self._rule()
-        # Writes through ``.data``, by collectives and other processes leave no trace, so no number on the
-        # host can stand for the buffer. Where reading it is a host sync, the device decides.
+        # Writes through ``.data``, by collectives and other processes leave no trace, so no number
+        # on the host can stand for the buffer. Where reading it is a host sync, the device decides.
         on_device = counter.device.type not in HOST_DEVICES and not counter.is_meta
         count: Count = counter.detach() if on_device else int(counter)
         with uninterrupted():
@@ -373,8 +374,9 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     def export_state_dict(self) -> dict[str, Tensor]:
         """Return the averaged weights and buffers under the names of the model without wrappers.
 
-        The parts of names that ``torch.compile``, data-parallel and checkpoint wrappers add are left
-        out, so ``plain.load_state_dict(average.export_state_dict())`` works for the model inside.
+        The parts of names that ``torch.compile``, data-parallel and checkpoint wrappers add are
+        left out, so ``plain.load_state_dict(average.export_state_dict())`` works for the model
+        inside.
 
         Returns:
             A new dict. The tensors are those of the average, not copies.
@@ -401,8 +403,8 @@ class _Runtime:
         self.plans: Cache[Plan] = Cache()
         # These precisions have kernels for a step by a weight only.
         self.default_rule = Swa(by_weight=options.precision in {"stochastic", "compensated"})
-        # A generator cannot be traced, and neither can a step that depends on the values. Such updates are
-        # a graph break in compiled code.
+        # A generator cannot be traced, and neither can a step that depends on the values. Such
+        # updates are a graph break in compiled code.
         self.can_be_traced = options.precision != "stochastic" and options.on_nonfinite == "ignore"
         # A seed for each step is all the state that stochastic rounding has.
         self.seeds = _Seeds(options.seed) if options.precision == "stochastic" else None
@@ -440,8 +442,8 @@ class _Seeds:
     """The seed of each step: the first one plus the count, which is read on the host where that is free.
 
     A write to the count of an accelerator can be missed, so the count only seeds. Steps that the
-    accelerator skips are counted here, and not in the buffer: a run that is resumed after one draws other
-    numbers.
+    accelerator skips are counted here, and not in the buffer: a run that is resumed after one draws
+    other numbers.
     """
 
     def __init__(self, seed: int) -> None:
