@@ -331,7 +331,7 @@ _AVERAGING: Final = [
     Bug(
         "options: a parameter that was averaged before it was frozen",
         "averaging/options.py",
-        "trains = not self.trainable_only or member.tensor.requires_grad or name in known",
+        "trains = not self.trainable_only or member.tensor.requires_grad or name in averaged",
         "trains = not self.trainable_only or member.tensor.requires_grad",
         _EMA + "/test_ema_rebind.py",
     ),
