@@ -46,7 +46,7 @@ def averaged_parameters(ema: EMA[Any]) -> list[torch.Tensor]:
 
 @contextmanager
 def training_weights(ema: EMA[Any], model: torch.nn.Module) -> Generator[None]:
-    """Swap the training weights into a model for a ``with`` block, wherever it holds the average."""
+    """Swap the training weights into a model for a ``with`` block, if it holds the average."""
     # In this order: full parameters that a forward has left would hide the shards.
     with resharded(model), exchanged(pairs_for(NamedTensors(model), ema.training_weights())):
         yield
@@ -99,30 +99,45 @@ class Evaluation:
 
     def end(self) -> None:
         """Restore the training weights, also if they were written to, which is a RuntimeError."""
-        swap, self._swap = self._swap, None
+        swap = self._swap
+        # In this order: leaving raises if the weights were written to, and is not repeated then.
+        self._swap = None
         if swap is not None:
             with torch.inference_mode(False), torch.no_grad():
                 swap.__exit__(None, None, None)
 
     @contextmanager
     def block(self, ema: EMA[ModelT] | None, index: int | None) -> Generator[ModelT]:
-        """Swap in an average, or None for the training weights, and set evaluation mode."""
+        """Swap weights in for a ``with`` block, and set evaluation mode.
+
+        Args:
+            ema: The averages, or None if there are none.
+            index: Index of an average, or None for the training weights.
+
+        Yields:
+            The model.
+
+        Raises:
+            RuntimeError: If there are no averages.
+        """
         if ema is None:
             raise RuntimeError(
                 "EMACallback: there are no averages to evaluate, because nothing was trained, or "
                 "other weights were loaded since. Look at callback.ema, which is None then."
             )
         modes = [(module, module.training) for module in ema.model.modules()]
-        outer = self.in_block, self._index
+        outer_in_block = self.in_block
+        outer_index = self._index
 
         try:
             with _swapped(ema, index):
-                self.in_block, self._index = True, index
+                self.in_block = True
+                self._index = index
                 ema.model.eval()
                 yield ema.model
         finally:
-            self._index = outer[1]
-            self.in_block = outer[0]
+            self._index = outer_index
+            self.in_block = outer_in_block
             # By attribute: ``train()`` may be overridden to freeze layers.
             for module, training in modes:
                 module.training = training
@@ -133,6 +148,7 @@ class Evaluation:
 
 
 def _swapped(ema: EMA[Any], index: int | None) -> AbstractContextManager[None]:
+    """Return a block with an average, or None for the training weights, swapped into the model."""
     return training_weights(ema, ema.model) if index is None else ema.applied(index=index)
 
 
@@ -388,7 +404,7 @@ class EMACallback(Generic[ModelT]):
     on_exception = on_validation_end
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the averages, in :meth:`EMA.state_dict() <modkit.EMA.state_dict>`'s format.
+        """Return the state of the averages, in the format of ``EMA.state_dict()``.
 
         It holds all averages, counters and schedules, and while the model holds an average also the
         training weights, so it may be saved anywhere in a loop.

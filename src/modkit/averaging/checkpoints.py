@@ -79,12 +79,15 @@ def average_checkpoints(
     shares = [1.0] * len(files) if weights is None else weights
     _check_weights(shares, len(files))
 
-    opened = Checkpoint(files[0], key)
-    shapes, dtypes, versions = opened.shapes, opened.dtypes, opened.versions
-    fitting = partial(_fitting, key=key, first=files[0], shapes=shapes, dtypes=dtypes)
-    second_names = dict(_ties(opened).intersection(*(_ties(fitting(path)) for path in files[1:])))
     # The metadata outlives the open file.
-    del opened
+    first = Checkpoint(files[0], key)
+    shapes = first.shapes
+    dtypes = first.dtypes
+    versions = first.versions
+    fitting = partial(_fitting, key=key, first=files[0], shapes=shapes, dtypes=dtypes)
+    ties_of_others = [_ties(fitting(path)) for path in files[1:]]
+    second_names = dict(_ties(first).intersection(*ties_of_others))
+    del first
 
     names = [name for name in shapes if name not in second_names]
     averages: dict[str, Tensor] = {}
@@ -114,11 +117,12 @@ def average_checkpoints(
     if not versions:
         return dict(result)
     # Some modules, torchvision's MNASNet for instance, refuse to load a state without its version.
-    result._metadata = dict(versions)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    vars(result)["_metadata"] = dict(versions)
     return result
 
 
 def _check_weights(weights: Sequence[float], files: int) -> None:
+    """Raise ValueError unless there is a weight per file, of which a mean can be made."""
     if len(weights) != files:
         raise ValueError(f"average_checkpoints: {len(weights)} weights for {files} files")
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
@@ -135,9 +139,22 @@ def _fitting(
     shapes: Mapping[str, torch.Size],
     dtypes: Mapping[str, str],
 ) -> Checkpoint:
-    """Open a file; raise if it does not have the names, shapes and kinds of dtypes of the first one."""
+    """Open a file that must be like the first one.
+
+    Args:
+        path: The file.
+        key: Path of the state dict in it.
+        first: The first file, for errors.
+        shapes: Shapes in the first file by name.
+        dtypes: Dtypes in the first file by name, such as ``"float32"``.
+
+    Raises:
+        NameMismatchError: If it does not have these names and shapes.
+        ValueError: If it has other kinds of dtypes.
+    """
     checkpoint = Checkpoint(path, key)
     check_match(f"{path} does not fit {first}", shapes, checkpoint.shapes, end="")
+
     for name, expected in dtypes.items():
         dtype = checkpoint.dtypes[name]
         if _kind(expected) != _kind(dtype):
@@ -155,14 +172,30 @@ def _kind(dtype: str) -> str:
 
 def _ties(checkpoint: Checkpoint) -> frozenset[tuple[str, str]]:
     """Return each name whose tensor has an earlier name, with that name."""
-    first: dict[Hashable, str] = {}
-    memories = {name: checkpoint.memory(name) for name in checkpoint.shapes}
-    pairs = [(name, first.setdefault(m, name)) for name, m in memories.items() if m is not None]
-    return frozenset((name, first_name) for name, first_name in pairs if name != first_name)
+    first_name_of: dict[Hashable, str] = {}
+    pairs: set[tuple[str, str]] = set()
+    for name in checkpoint.shapes:
+        memory = checkpoint.memory(name)
+        if memory is None:
+            continue
+        first_name = first_name_of.setdefault(memory, name)
+        if first_name != name:
+            pairs.add((name, first_name))
+    return frozenset(pairs)
 
 
 def cast(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> Tensor:
-    """Cast to ``dtype``, or to ``first`` if that is None or not of the same kind.
+    """Cast an average; integers stay as they are.
+
+    Args:
+        name: Its name, for the error.
+        average: The average.
+        first: Its dtype in the first file, such as ``"float32"``.
+        dtype: The requested dtype. If it is None, or complex where the average is real or the other
+            way round, ``first`` is used.
+
+    Returns:
+        The average in that dtype.
 
     Raises:
         ValueError: If a finite value becomes infinite.

@@ -44,6 +44,7 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
         self._waiting: list[tuple[int, FrameType | None]] = []
         if threading.get_ident() != threading.main_thread().ident:
             return self
+
         try:
             for number in _DEFERRED:
                 handler = _signals.getsignal(number)
@@ -59,6 +60,7 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
         return self
 
     def _restore(self) -> None:
+        """Give the signals their handlers back. It may be called again after an exception."""
         while self._replaced:
             number = self._replaced[-1]
             _signals.signal(number, self._handlers[number])

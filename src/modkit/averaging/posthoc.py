@@ -1,7 +1,7 @@
-"""Post-hoc EMA: choose the width after training (Karras et al. 2024, https://arxiv.org/abs/2312.02696).
+"""Post-hoc EMA: choose the width after training.
 
-Everything in ``__all__`` is public as :mod:`modkit.posthoc`, and ``PostHocEMA`` as
-``modkit.PostHocEMA``.
+The method is that of Karras et al. 2024, https://arxiv.org/abs/2312.02696. Everything in
+``__all__`` is public as :mod:`modkit.posthoc`, and ``PostHocEMA`` as ``modkit.PostHocEMA``.
 """
 
 import math
@@ -95,7 +95,9 @@ def save_snapshot(
         >>> save_snapshot(tmp_path, weights, step=100, sigma_rel=0.05).path.name
         'ema-0000000100-0.05.pt'
     """
-    step, sigma_rel = int(step), float(sigma_rel)
+    # Plain numbers, whatever was given: the file is read with ``weights_only=True``.
+    step = int(step)
+    sigma_rel = float(sigma_rel)
     path = Path(directory) / f"ema-{step:010d}-{sigma_rel:.6g}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -138,7 +140,8 @@ def _read_header(path: Path) -> Snapshot:
     if missing:
         raise FileError(f"{path} is not a snapshot of an average: it has no {missing[0]!r}")
 
-    step, sigma_rel = header["step"], header["sigma_rel"]
+    step = header["step"]
+    sigma_rel = header["sigma_rel"]
     if type(step) is not int or not 0 < step <= _LAST_STEP:
         raise FileError(f"{path} is corrupt: its step is not a number from 1 to {_LAST_STEP}")
     if type(sigma_rel) is not float:
@@ -329,7 +332,8 @@ def reconstruct(
         place = os.fspath(snapshots) if isinstance(snapshots, (str, os.PathLike)) else "the list"
         raise FileNotFoundError(f"no snapshots of averages in {place}")
 
-    first, last = available[0].step, available[-1].step
+    first = available[0].step
+    last = available[-1].step
     step = last if step is None else step
     narrowest = min(snapshot.sigma_rel for snapshot in available)
     if sigma_rel < narrowest and not math.isclose(sigma_rel, narrowest):

@@ -105,7 +105,8 @@ class Watch:
         registries = [*tables, *(table for model in models for table in model.registries)]
         named = [table for model in models for table in model.buffer_registries]
         if buffers:
-            registries, named = registries + named, []
+            registries += named
+            named = []
 
         # Most tables are empty, and those are checked together.
         self._empty = [table for table in (*registries, *named) if not table]
@@ -159,6 +160,7 @@ def metadata_guard(tensors: list[Tensor]) -> Callable[[], bool]:
 
 
 def _alike_with_shards(tensors: list[Tensor], sharded: list[Tensor]) -> Callable[[], bool]:
+    """Return a guard that also compares the shards, of which some tensors are made, by identity."""
     # FSDP may replace the shards.
     alike = metadata_guard([local_shard(tensor) for tensor in tensors])
     here = [local_shard(tensor) for tensor in sharded]
