@@ -83,6 +83,7 @@ def export_average(
             contents.write(file, gathered)
         except Exception as raised:  # noqa: BLE001 - raised below, when all ranks know of it
             error = raised
+
     # Gathering is a collective: after an error on rank 0, the other ranks wait for it.
     for _ in gathered:
         pass
@@ -101,7 +102,18 @@ def export_average(
 
 
 class _Contents:
-    """The state dict of a model, with an average as its weights."""
+    """The state dict of a model, with an average as its weights.
+
+    Args:
+        ema: The averages.
+        index: Index of the average.
+        dtype: Dtype of floating-point tensors. Default: that of each tensor in the model.
+        streamed: Whether the tensors are written one by one, in the order of a safetensors file.
+
+    Raises:
+        RuntimeError: If there is no average yet.
+        ValueError: If ``streamed`` and an entry is not a tensor.
+    """
 
     def __init__(
         self, ema: EMA[Any], index: int, dtype: torch.dtype | None, *, streamed: bool
@@ -116,6 +128,7 @@ class _Contents:
             )
         members = NamedTensors(ema.model).all()
         average_of = {id(member.current()): averages.get(name) for name, member in members.items()}
+
         state: OrderedDict[str, Any] = ema.model.state_dict(keep_vars=True)
         names = canonical_names(state)
         # Versions of the modules, which torch reads from an attribute of the state dict.
@@ -234,19 +247,25 @@ def _room_for(
     members = NamedTensors(ema.model).all()
     room: dict[str, Any] = {}
     for name, entry in saved.items():
+        # The last part of a path is the name of a tensor, which has dots of its own.
         member = members.get(str(paths[name][-1]))
+
         if not hasattr(entry, "properties"):
             # The planner puts a value here that is not a tensor.
             room[name] = None
-        elif member is not None and is_sharded(member.tensor) and member.tensor.shape == entry.size:
-            shard = member.tensor.detach()
-            room[name] = torch.empty_like(shard, dtype=entry.properties.dtype, device=ema.device)
+            continue
+
+        tensor: Any = None if member is None else member.tensor
+        dtype = entry.properties.dtype
+        if is_sharded(tensor) and tensor.shape == entry.size:
+            room[name] = torch.empty_like(tensor.detach(), dtype=dtype, device=ema.device)
         else:
-            room[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            room[name] = torch.empty(entry.size, dtype=dtype)
     return room
 
 
 def _planner() -> Any:
+    """Return the planner of ``dcp.load`` for a flat dict, as ``_room_for`` makes it."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     class Planner(DefaultLoadPlanner):

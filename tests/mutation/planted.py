@@ -275,8 +275,8 @@ _AVERAGING: Final = [
     Bug(
         "EMA: restore() keeps what was stored",
         "averaging/ema.py",
-        "            self._stored, self._overwritten = {}, []",
-        "            self._overwritten = []",
+        "            self._stored = {}\n            self._overwritten = []\n",
+        "            self._overwritten = []\n",
         _EMA + "/test_ema_swap.py",
     ),
     Bug(

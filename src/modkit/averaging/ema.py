@@ -165,7 +165,9 @@ class EMA(Generic[ModelT]):
         self.schedules = schedules_of(decay, schedule)
         self.step = 0
         self.n_averaged = 0
+        # The step at which the average was a copy of the model; None before.
         self._start: int | None = None
+
         options = Options(
             include=include,
             exclude=exclude,
@@ -177,6 +179,7 @@ class EMA(Generic[ModelT]):
             seed=seed,
         )
         self._engine = Engine(model, len(self.schedules), options)
+
         # Training weights that store() keeps, and the model's tensors that copy_to() then wrote to,
         # with their versions: until restore() the model holds an average.
         self._stored: dict[str, Tensor] = {}
@@ -202,7 +205,7 @@ class EMA(Generic[ModelT]):
             )
 
     def _holds_copy(self, model: torch.nn.Module) -> bool:
-        """Return True if :meth:`copy_to` wrote over parameters that :meth:`restore` will restore."""
+        """Return True if the model has parameters that ``copy_to`` has written an average to."""
         if not self._overwritten:
             return False
         overwritten = {id(tensor) for _, tensor, _ in self._overwritten}
@@ -229,7 +232,8 @@ class EMA(Generic[ModelT]):
             >>> ema.training_weights()
             {}
         """
-        return {**raw_values(self.model), **(self._stored if self._overwritten else {})}
+        stored = self._stored if self._overwritten else {}
+        return {**raw_values(self.model), **stored}
 
     @property
     def decay(self) -> float:
@@ -262,6 +266,7 @@ class EMA(Generic[ModelT]):
         if self._start is None:
             return 0.0
         every = self.update_every
+        # The latest step that ``update_every`` divides, counted from the copy.
         latest = (self.step - self._start) // every * every
         return self.schedules[0].over(latest, every)
 
@@ -283,9 +288,9 @@ class EMA(Generic[ModelT]):
         return self._engine.options.device
 
     def __repr__(self) -> str:
-        parts = [type(self.model).__name__, *map(repr, self.schedules)]
-        parts += [f"step={self.step}", f"n_averaged={self.n_averaged}"]
-        return f"{type(self).__name__}({', '.join(parts)})"
+        schedules = ", ".join(map(repr, self.schedules))
+        counts = f"step={self.step}, n_averaged={self.n_averaged}"
+        return f"{type(self).__name__}({type(self.model).__name__}, {schedules}, {counts})"
 
     @never_compiled
     def update(self, model: torch.nn.Module | None = None) -> None:
@@ -325,7 +330,10 @@ class EMA(Generic[ModelT]):
         if source is self.model and self._steps.optimizers:
             self._steps.warn_if_updated()
 
-        step, start, every = self.step + 1, self._start, self.update_every
+        # ``count`` is the schedule's ``n``: the number of steps since the average was a copy.
+        step = self.step + 1
+        start = self._start
+        every = self.update_every
         count = 0 if start is None else step - start
         is_due = step > self.update_after_step if start is None else count % every == 0
         if not is_due:
@@ -420,14 +428,16 @@ class EMA(Generic[ModelT]):
             >>> ema.n_averaged
             1
         """
-        named = NamedTensors(self.model).parameters.values()
-        averaged = [one.tensor for one in named if self._engine.options.chooses(one)]
+        members = NamedTensors(self.model).parameters.values()
+        chooses = self._engine.options.chooses
+        averaged = [member.tensor for member in members if chooses(member)]
         self._steps.check("EMA.attach()", optimizers, averaged)
         self._steps.attach(optimizers, self._before_step, self._after_step)
         return self
 
     @never_compiled
     def _before_step(self, index: int, *call: Any) -> None:
+        # If only some optimizers have stepped when one steps again, the training step is over.
         remedy = "Call restore() first; to train the average, call detach()."
         self._check_restored("EMA: optimizer.step()", self.model, remedy)
         if self._steps.begin(index, *call):
@@ -544,14 +554,14 @@ class EMA(Generic[ModelT]):
             check_writable(pairs)
             for _, tensor, value in pairs:
                 write(tensor, value)
+
             if self._stored:
-                tensors = {id(one.tensor) for one in NamedTensors(self.model).all().values()}
-                written = [(name, one) for name, one, _ in pairs if id(one) in tensors]
-                versions = versions_of([one for _, one in written])
-                self._overwritten = [
-                    (name, one, version)
-                    for (name, one), version in zip(written, versions, strict=True)
-                ]
+                # ``target`` may be a wrapper of the model, or another model.
+                own = {id(member.tensor) for member in NamedTensors(self.model).all().values()}
+                names = [name for name, tensor, _ in pairs if id(tensor) in own]
+                tensors = [tensor for _, tensor, _ in pairs if id(tensor) in own]
+                versions = versions_of(tensors)
+                self._overwritten = list(zip(names, tensors, versions, strict=True))
 
     def store(self) -> None:
         """Store a copy of what :meth:`copy_to` replaces, until :meth:`restore`.
@@ -587,12 +597,15 @@ class EMA(Generic[ModelT]):
         """
         if not self._stored:
             raise RuntimeError("EMA.restore(): nothing is stored. Call store() before copy_to().")
-        versions = versions_of([one for _, one, _ in self._overwritten])
+        versions = versions_of([tensor for _, tensor, _ in self._overwritten])
         pairs = zip(self._overwritten, versions, strict=True)
         changed = [name for (name, _, before), version in pairs if version != before]
+
         with uninterrupted(), torch.no_grad():
             write_all(self.model, self._stored)
-            self._stored, self._overwritten = {}, []
+            self._stored = {}
+            self._overwritten = []
+
         if changed:
             warnings.warn(
                 f"EMA.restore(): {changed[0]} was written to after copy_to(), when the model held "
@@ -663,6 +676,7 @@ class EMA(Generic[ModelT]):
             )
         if not batch_norm.layers_of(self.model):
             return
+
         # Tensors that are made in inference mode could not be averaged outside of it.
         with torch.inference_mode(False), torch.no_grad():
             model = self.averaged_model(index)
@@ -739,8 +753,8 @@ class EMA(Generic[ModelT]):
             self._follow(always=True)
             if self._module is None:
                 self._module = AveragedCopy(self.averaged_model())
-                averages, values = self._engine.tensors(0), self._engine.named(0)
-                self._module.refresh(NamedTensors(self.model), averages, values)
+                named = NamedTensors(self.model)
+                self._module.refresh(named, self._engine.tensors(0), self._engine.named(0))
         return self._module.module
 
     def _follow(self, *, always: bool = False) -> None:
@@ -838,17 +852,21 @@ class EMA(Generic[ModelT]):
               training step, if there is one;
             - ``"raw"``: the training weights, if the model holds an average.
         """
-        own = "step", "n_averaged", "update_every", "update_after_step"
         state: dict[str, Any] = {
             "version": ema_state.VERSION,
             "start": self._start,
-            **{name: getattr(self, name) for name in own},
+            "step": self.step,
+            "n_averaged": self.n_averaged,
+            "update_every": self.update_every,
+            "update_after_step": self.update_after_step,
             "schedules": [schedule.to_config() for schedule in self.schedules],
             **self._engine.state_dict(),
             **self._steps.state_dict(),
         }
         raw = self.training_weights()
-        return {**state, "raw": raw} if raw else state
+        if raw:
+            state["raw"] = raw
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, step: int | None = None) -> None:
         """Load the state of an ``EMA``, averages of another library, or plain averaged weights.
@@ -898,6 +916,7 @@ class EMA(Generic[ModelT]):
         self._check_restored("EMA.load_state_dict()", self.model)
         if step is not None:
             checked_count("step", step, 0)
+
         loaded = ema_state.read(
             state_dict,
             self.model,
@@ -908,6 +927,7 @@ class EMA(Generic[ModelT]):
             step=step,
         )
         self._load(loaded)
+
         if loaded.raw:
             warnings.warn(
                 "EMA: the state was saved inside applied(), or between copy_to() and restore(); "
@@ -916,7 +936,7 @@ class EMA(Generic[ModelT]):
             )
 
     def _load(self, loaded: ema_state.LoadedState) -> None:
-        """Load a valid state; names and shapes are compared with the model before anything changes."""
+        """Load a valid state; it is compared with the model before anything changes."""
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             named = NamedTensors(self.model)
             raw = [(named.tensor(name), value) for name, value in loaded.raw.items()]
@@ -928,7 +948,9 @@ class EMA(Generic[ModelT]):
                 write(tensor, shards_of(value, tensor))
             self._follow()
 
-            self.step, self._start, self.n_averaged = loaded.step, loaded.start, loaded.n_averaged
+            self.step = loaded.step
+            self._start = loaded.start
+            self.n_averaged = loaded.n_averaged
             self.schedules = loaded.schedules
             self.update_every = loaded.update_every
             self.update_after_step = loaded.update_after_step
@@ -939,11 +961,17 @@ class EMA(Generic[ModelT]):
         # paired with tensors, because a model that holds its own averages is not complete when
         # these are copied.
         weights = self.training_weights()
-        named = NamedTensors(self.model) if weights else None
-        raw = [(named.tensor(name), value) for name, value in weights.items()] if named else []
-        stored = {} if self._overwritten else self._stored
-        swap = {"_raw": raw, "_stored": stored, "_overwritten": []}
-        return {**vars(self), "_module": None, **swap}
+        raw: list[tuple[Tensor, Tensor]] = []
+        if weights:
+            named = NamedTensors(self.model)
+            raw = [(named.tensor(name), value) for name, value in weights.items()]
+        return {
+            **vars(self),
+            "_module": None,
+            "_raw": raw,
+            "_stored": {} if self._overwritten else self._stored,
+            "_overwritten": [],
+        }
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:

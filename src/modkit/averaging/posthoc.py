@@ -452,6 +452,7 @@ class PostHocEMA:
         self.directory = Path(directory)
         self._sigma_rels = [float(sigma_rel) for sigma_rel in sigma_rels]
         self.snapshot_every = snapshot_every
+
         # It is updated at every step that update_every divides. As Power only depends on the ratio
         # of steps, counting updates gives the decays of all steps since the last update.
         self._ema = EMA(model, schedule=[*map(Power, self._sigma_rels)], buffers="ignore")

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -182,7 +183,9 @@ class EMACallback(Callback):
         return epoch_idx is not None and first is not None and epoch_idx >= first
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Reset the state of an interrupted run, and wrap the checkpoint plugin. Lightning calls it.
+        """Reset what an interrupted run has left, and wrap the checkpoint plugin.
+
+        Lightning calls it.
 
         Raises:
             RuntimeError: If ``fit()`` was called inside :meth:`evaluating` or ``EMA.applied()``.
@@ -192,7 +195,8 @@ class EMACallback(Callback):
             check_outside(self._evaluation, pl_module, "fit()")
             if trainer.is_global_zero:
                 _remove_stale_of_runs(trainer)
-        self._loaded, self._latest_epoch = None, -1
+        self._loaded = None
+        self._latest_epoch = -1
         trainer.strategy.checkpoint_io = _CheckpointIO(trainer, self)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -212,9 +216,9 @@ class EMACallback(Callback):
                 f"EMACallback: FSDPStrategy is not supported: {MSG_FLATTENED}, in a "
                 "ModelParallelStrategy."
             )
-        if has_shards(pl_module) and any(
-            getattr(one, "save_weights_only", False) for one in trainer.checkpoint_callbacks
-        ):
+        callbacks = trainer.checkpoint_callbacks
+        saves_weights_only = any(getattr(c, "save_weights_only", False) for c in callbacks)
+        if saves_weights_only and has_shards(pl_module):
             _pl.utilities.rank_zero_warn(
                 "EMACallback: checkpoints with save_weights_only=True hold the training weights of "
                 "a sharded model, because Lightning calls no callback"
@@ -238,8 +242,8 @@ class EMACallback(Callback):
         averaged: set[int] = set()
 
         def has_averaged() -> bool:
-            groups = optimizer.param_groups
-            return any(id(p) in averaged for group in groups for p in group["params"])
+            groups = [group["params"] for group in optimizer.param_groups]
+            return not averaged.isdisjoint(map(id, itertools.chain.from_iterable(groups)))
 
         def after(*_: object) -> None:
             if self._training and not has_averaged():
@@ -255,7 +259,8 @@ class EMACallback(Callback):
 
     def _update(self) -> None:
         """Update the average for the latest step, unless that has been done."""
-        step, self._latest_step = self._latest_step, None
+        step = self._latest_step
+        self._latest_step = None
         if step is not None and self.ema is not None and self.should_update(step_idx=step):
             self.ema.update()
 
@@ -353,7 +358,7 @@ class EMACallback(Callback):
         return self._evaluation.block(self.ema, self.index if index is None else index)
 
     def evaluating_training_weights(self) -> AbstractContextManager[Any]:
-        """Evaluate the training weights for a ``with`` block, also during a validation of an average.
+        """Evaluate the training weights for a ``with`` block, also while an average is swapped in.
 
         Use it inside ``validation_step``, as in the example of :meth:`evaluating`, or around
         ``trainer.validate()``, which then sees the training weights. It sets evaluation mode.
@@ -485,13 +490,14 @@ class EMACallback(Callback):
         if has_shards(pl_module):
             # Lightning saves the callback's entry from rank 0.
             with torch.inference_mode(False), torch.no_grad(), as_raw:
-                raw, state = whole(dict(pl_module.state_dict())), whole(state)
+                raw = whole(dict(pl_module.state_dict()))
+                state = whole(state)
         else:
-            members = self.members_of(trainer, checkpoint, as_raw)
             # Values that are not averaged are in the file once.
-            raw = {
-                k: value for k, value in members.items() if _memory(value) != _memory(average[k])
-            }
+            raw = self.members_of(trainer, checkpoint, as_raw)
+            for name, value in average.items():
+                if _memory(raw[name]) == _memory(value):
+                    del raw[name]
 
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **average}
         entry = {"ema": state, "raw": raw, "latest_epoch": self._latest_epoch}
@@ -503,7 +509,7 @@ class EMACallback(Callback):
         saved: Mapping[str, Any],
         block: AbstractContextManager[None] | None = None,
     ) -> dict[str, Any]:
-        """Return the members of a checkpoint's ``state_dict`` with the average, or in another block.
+        """Return the members of a checkpoint's ``state_dict`` with other weights swapped in.
 
         Args:
             trainer: The Trainer, whose strategy returns the members.
@@ -547,7 +553,8 @@ class EMACallback(Callback):
         saved = checkpoint["callbacks"].pop(self.state_key, None)
         self.ema = None
         if saved is not None:
-            raw, self._loaded = saved["raw"], saved["ema"]
+            raw = saved["raw"]
+            self._loaded = saved["ema"]
             self._latest_epoch = saved.get("latest_epoch", -1)
         elif {"current_model_state", "averaging_state"} <= checkpoint.keys():  # WeightAveraging's
             raw = checkpoint["current_model_state"]
@@ -580,10 +587,12 @@ def _remove_stale_of_runs(trainer: Any) -> None:
 
 
 def _parameters_of(pl_module: Any) -> dict[str, torch.Tensor]:
+    """Return the parameters of a model by canonical name."""
     return {name: member.tensor for name, member in NamedTensors(pl_module).parameters.items()}
 
 
 def _memory(value: Any) -> int:
+    """Return what tells values apart: the address of a tensor, the ``id`` of anything else."""
     return value.data_ptr() if isinstance(value, torch.Tensor) else id(value)
 
 

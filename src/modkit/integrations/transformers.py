@@ -45,7 +45,9 @@ MARK: Final = "modkit.EMA"
 
 # The flags of a Trainer whose ranks hold shards of the model.
 _SHARDED: Final = (
-    *("is_deepspeed_enabled", "is_fsdp_enabled", "is_fsdp_xla_enabled"),
+    "is_deepspeed_enabled",
+    "is_fsdp_enabled",
+    "is_fsdp_xla_enabled",
     "is_distributed_loading_by_transformers",
 )
 
@@ -57,7 +59,7 @@ def _package() -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "modkit.integrations.transformers needs transformers 5 or later and accelerate. "
-            + install_extra("transformers"),
+            f"{install_extra('transformers')}",
             name=error.name,
         ) from error
 
@@ -181,8 +183,9 @@ class EMACallback(TrainerCallback):
             ValueError: If the Trainer has another callback of this class.
         """
         if not isinstance(trainer, _hf.Trainer):
-            kind = type(trainer).__name__
-            raise TypeError(f"EMACallback.attach: {kind} is not a transformers.Trainer")
+            raise TypeError(
+                f"EMACallback.attach: {type(trainer).__name__} is not a transformers.Trainer"
+            )
         callbacks: list[Any] = trainer.callback_handler.callbacks
         if any(isinstance(other, EMACallback) and other is not self for other in callbacks):
             raise ValueError("EMACallback: the Trainer has one already; pass it a list of decays")
@@ -252,7 +255,7 @@ class EMACallback(TrainerCallback):
         return self._evaluation.block(self.ema, self.index if index is None else index)
 
     def evaluating_training_weights(self) -> AbstractContextManager[Any]:
-        """Evaluate the training weights for a ``with`` block, also during an evaluation of an average.
+        """Evaluate the training weights for a ``with`` block, also while an average is swapped in.
 
         Use it as :meth:`evaluating`, which has an example. Checkpoints that are saved inside are
         those that are saved outside.
@@ -273,7 +276,8 @@ class EMACallback(TrainerCallback):
         """Cast the model as the Trainer would inside the block, while an average is swapped in."""
         if ema is None:
             return
-        trainer, args = self._trainer, self._trainer.args
+        trainer = self._trainer
+        args = trainer.args
         if (args.fp16_full_eval or args.bf16_full_eval) and not trainer.is_in_train:
             dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
             trainer.model.to(dtype=dtype, device=args.device)
@@ -307,7 +311,8 @@ class EMACallback(TrainerCallback):
         check_optimizer("EMACallback", optimizer)
         ema = EMA(kwargs["model"], self._decay, **self._options)
 
-        folder, step = self._resumed, state.global_step
+        folder = self._resumed
+        step = state.global_step
         content = None if folder is None else _read(folder, step)
         if content is not None:
             # Both have to fit the model before either is loaded.
@@ -349,8 +354,11 @@ class EMACallback(TrainerCallback):
         if content is None:
             # From now on the loaded model is evaluated as it is.
             if self.save == "raw" and state.is_world_process_zero:
-                message = "EMACallback: the best checkpoint holds no averages, so its training weights are used"
-                warnings.warn(message, stacklevel=3)
+                warnings.warn(
+                    "EMACallback: the best checkpoint holds no averages, so its training weights "
+                    "are used",
+                    stacklevel=3,
+                )
             return None
         ema = EMA(self.ema.model, self._decay, **self._options)
         ema.load_state_dict(content["ema"])
@@ -384,7 +392,7 @@ class EMACallback(TrainerCallback):
 
     @contextmanager
     def _averaged(self, *_: object, **__: object) -> Generator[None]:
-        """Swap the average in for an evaluation, unless a block of the user has chosen the weights."""
+        """Swap the average in for an evaluation, unless a block has chosen the weights."""
         model = self._trainer.model
         ema = self._averages_of(model)
         self._cast_for_evaluation(ema)
@@ -399,7 +407,8 @@ class EMACallback(TrainerCallback):
     ) -> Generator[None]:
         """Save what ``save`` says, and the state of the averages beside it in a checkpoint."""
         trainer = self._trainer
-        ema, step = self._averages_of(trainer.model), trainer.state.global_step
+        ema = self._averages_of(trainer.model)
+        step = trainer.state.global_step
         if ema is None:
             yield
             return
@@ -417,8 +426,12 @@ class EMACallback(TrainerCallback):
             if not trainer.args.save_only_model:
                 state = ema.state_dict()
                 raw = state.pop("raw", {})
-                content = {"ema": state, "raw": raw if is_average else {}}
-                content |= {"version": VERSION, "global_step": step}
+                content = {
+                    "ema": state,
+                    "raw": raw if is_average else {},
+                    "version": VERSION,
+                    "global_step": step,
+                }
                 folder = Path(output_dir)
                 # Each checkpoint has a folder of its own, which a killed process leaves for good.
                 for other in folder.parent.glob(f"{_hf.trainer_utils.PREFIX_CHECKPOINT_DIR}-*/"):
@@ -450,7 +463,8 @@ def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
 
     try:
         content: dict[str, Any] = load_checkpoint(path, map_location="cpu")
-        version, saved_step = content["version"], content["global_step"]
+        version = content["version"]
+        saved_step = content["global_step"]
     except Exception as error:
         message = (
             f"EMACallback: {path} cannot be read ({error}). The averages of this checkpoint are "
